@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED
@@ -84,17 +85,20 @@ def bench_start(rounds: int = 5, target: float = 1.2) -> int:
         0; 1 if a start takes more than `target` times the CPU seconds of the script that updates by hand.
     """
     print(f"{conditions()}\nCPU seconds, medians of {rounds} rounds in turns\n", flush=True)
-    starts, plain, usual, torchs = [], [], [], []
+    starts, plain, usual, torchs, pairs, plain_pairs = [], [], [], [], [], []
     for _ in range(rounds):
         starts.append(one_start())
         plain.append(cpu_seconds([_SCRIPT, "by-hand"]))
         usual.append(cpu_seconds([_SCRIPT]))
         torchs.append(cpu_seconds(["-c", "import torch"]))
+        pairs.append(two_ranks().seconds)
+        plain_pairs.append(cpu_seconds([_SCRIPT, "by-hand"]) + cpu_seconds([_SCRIPT, "by-hand"]))
     print("| phase | CPU seconds |\n|---|---|")
     for name in starts[0].phases:
         print(f"| {name} | {statistics.median(start.phases[name] for start in starts):.2f} |")
     totals = [sum(start.phases.values()) for start in starts]
     found = {"to the first step": totals, "script": plain, "script with AdamW": usual, "import torch": torchs}
+    found |= {"two ranks, a whole run of one step": pairs, "the script twice": plain_pairs}
     for name, seconds in found.items():
         print(f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) |")
     ratio = statistics.median(one / other for one, other in zip(totals, plain, strict=True))
@@ -109,14 +113,44 @@ def bench_start(rounds: int = 5, target: float = 1.2) -> int:
 def one_start() -> Start:
     """Starts `trainer train digits` for one step, and says where its CPU seconds went."""
     with tempfile.TemporaryDirectory() as folder:
-        marks = Path(folder, "marks")
-        paths = [str(_HERE / "start_site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "START_MARKS": str(marks), "PYTHONPATH": os.pathsep.join(paths)}
-        settings = ["max_steps=1", "parallel.threads=1", "data.workers=0"]
-        words = ["-m", "trainer", "train", "digits", "--quiet", "--out", str(Path(folder, "run")), *settings]
         began = time.monotonic()
-        subprocess.run([sys.executable, *words], env=environment, check=True)
-        return read_marks(marks.read_text().splitlines(), began)
+        cpu_seconds(_words(folder), _marking(folder))
+        return read_marks(Path(folder, "marks").read_text().splitlines(), began)
+
+
+class Pair(NamedTuple):
+    """How a run of one step by two ranks went, to its end.
+
+    Attributes:
+        seconds: CPU seconds of all its processes.
+        interpreters: How many were started; a fork isn't.
+        first_imported: Modules that each rank had when it began to train, by its process.
+    """
+
+    seconds: float
+    interpreters: int
+    first_imported: dict[str, int]
+
+
+def two_ranks() -> Pair:
+    """Runs `trainer train digits` for one step by two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*_words(folder), "data.micro_batch_size=32", "--nproc-per-node=2"]
+        seconds = cpu_seconds(words, _marking(folder))
+        marks = [line.split() for line in Path(folder, "marks").read_text().splitlines()]
+    launcher = marks[0][1]
+    imported = {pid: int(rest[-1]) for name, pid, *rest in marks if name == "imported" and pid != launcher}
+    return Pair(seconds, sum(mark[0] == "began" for mark in marks), imported)
+
+
+def _words(folder: str) -> list[str]:
+    settings = ["max_steps=1", "parallel.threads=1", "data.workers=0"]
+    return ["-m", "trainer", "train", "digits", "--quiet", "--out", str(Path(folder, "run")), *settings]
+
+
+def _marking(folder: str) -> dict[str, str]:
+    paths = [str(_HERE / "start_site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"START_MARKS": str(Path(folder, "marks")), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def read_marks(lines: Sequence[str], began: float) -> Start:
@@ -143,9 +177,9 @@ def read_marks(lines: Sequence[str], began: float) -> Start:
     return Start(phases, last.clock - began, (mine["launched"].modules, last.modules), interpreters)
 
 
-def cpu_seconds(words: Sequence[str]) -> float:
-    """CPU seconds of a Python with these words, from its start to its end."""
-    process = subprocess.Popen([sys.executable, *words])
+def cpu_seconds(words: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> float:
+    """CPU seconds of a Python with these words, from its start to its end, and of what it started."""
+    process = subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import start
 from benchmarks.__main__ import main
-from benchmarks.start import one_start, read_marks
+from benchmarks.start import Pair, one_start, read_marks, two_ranks
 from tests.helpers.tables import table_rows
 from tests.helpers.toys import make_recipe
 from trainer.launch import forked
@@ -35,6 +35,17 @@ def test_a_start_is_one_interpreter_with_few_modules() -> None:
     assert all(few <= most for few, most in zip(found.modules, MOST_MODULES, strict=True)), found.modules
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked")
+def test_two_ranks_are_one_interpreter_too() -> None:
+    """Forks of one that has imported torch: when they begin to train, they have what the launcher had."""
+    found = two_ranks()
+    assert found.interpreters == 1
+    assert len(found.first_imported) == 2
+    assert all(MOST_MODULES[0] / 2 < count < MOST_MODULES[0] for count in found.first_imported.values()), (
+        found
+    )
+
+
 def test_phases_are_between_the_marks() -> None:
     found = read_marks(MARKS.splitlines(), 99.5)
     assert list(found.phases.values()) == [0.5, 1.5, 0.25, 0.25, 0.0, 0.25, 0.25, 1.0, 0.25]
@@ -46,14 +57,17 @@ def test_the_ratio_is_to_the_script_that_imports_no_more(
     script: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(start, "one_start", lambda: read_marks(MARKS.splitlines(), 99.5))
+    monkeypatch.setattr(start, "two_ranks", lambda: Pair(8.0, 1, {}))
     monkeypatch.setattr(start, "cpu_seconds", lambda words: script if words[1:] == ["by-hand"] else 9.0)
     assert main(["start", "--rounds", "2"]) == code
     text = capsys.readouterr().out
-    assert [row[1] for row in table_rows(text)][-4:] == [
+    assert [row[1] for row in table_rows(text)][-6:] == [
         "4.25 (4.25 to 4.25)",
         f"{script:.2f} ({script:.2f} to {script:.2f})",
         "9.00 (9.00 to 9.00)",
         "9.00 (9.00 to 9.00)",
+        "8.00 (8.00 to 8.00)",
+        f"{2 * script:.2f} ({2 * script:.2f} to {2 * script:.2f})",
     ]
     assert re.search(rf"\n{4.25 / script:.2f} times the script \(target: 1.2\)", text)
 

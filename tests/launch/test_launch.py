@@ -105,16 +105,13 @@ class Launcher:
         return self.process.returncode, (out or "") + (err or "")
 
 
-# A single rank is a process of its own, or a fork of its launcher: nobody sees a difference.
-BOTH_WAYS = pytest.mark.parametrize("run", [False, True], indirect=True, ids=["started", "forked"])
-EACH_WAY = pytest.mark.parametrize(
-    ("run", "processes"), [(False, 1), (True, 1), (False, 2)], indirect=["run"], ids=["one", "forked", "two"]
-)
+ONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2], ids=["one", "two"])
 
 
-@pytest.fixture
+# Ranks are processes of their own, with torchrun where there are several, or forks: nobody sees a difference.
+@pytest.fixture(params=[False, True], ids=["started", "forked"])
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    one = Launcher(tmp_path, getattr(request, "param", False))
+    one = Launcher(tmp_path, request.param)
     yield one
     if hasattr(one, "process"):  # where a test failed
         one.process.kill()
@@ -169,7 +166,7 @@ def test_a_signal_before_the_ranks_are_there_waits_for_them(run: Launcher) -> No
     assert run.signals(0) == run.signals(1) == ["SIGTERM"]
 
 
-@EACH_WAY
+@ONE_OR_TWO
 def test_ctrl_c_reaches_each_rank_once_and_a_second_one_ends_it_at_once(
     run: Launcher, processes: int
 ) -> None:
@@ -189,7 +186,7 @@ def test_ctrl_c_reaches_each_rank_once_and_a_second_one_ends_it_at_once(
     assert text.replace("^C", "").split("\r\n") == ["trainer: stopped by a second SIGINT", ""]
 
 
-@EACH_WAY
+@ONE_OR_TWO
 def test_kill_9_of_the_launcher_leaves_no_orphan(run: Launcher, processes: int) -> None:
     run.start("sleep", processes=processes)
     pids = set(run.ready(processes))
@@ -213,7 +210,7 @@ def test_kill_9_of_a_rank_is_named(run: Launcher) -> None:
     ]
 
 
-@EACH_WAY
+@ONE_OR_TWO
 def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher, processes: int) -> None:
     last = processes - 1
     run.start("0=obey" if last else "sleep", f"{last}=sleep", processes=processes, grace_seconds=1.5)
@@ -318,7 +315,6 @@ def test_plain_torchrun_works_too(tmp_path: Path) -> None:
 # --- one rank: no torchrun ---
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize(
     ("what", "code", "text"),
     [
@@ -336,7 +332,6 @@ def test_one_rank_keeps_its_code(run: Launcher, what: str, code: int, text: str)
     assert run.starts() == 1
 
 
-@BOTH_WAYS
 def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
     run.start("once", processes=1, max_restarts=1, environment={"COLOR": "blue"})
     code, text = run.end()
@@ -346,7 +341,6 @@ def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
     assert text.endswith("ValueError: rank 0 is broken\ntrainer: starting again (1 of 1)\n")
 
 
-@BOTH_WAYS
 def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
     run.start("stop", processes=1, max_restarts=1)
     run.ready(1)
@@ -355,7 +349,6 @@ def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
     assert run.starts() == 1
 
 
-@BOTH_WAYS
 def test_an_interrupt_by_two_ways_is_one(run: Launcher) -> None:
     run.start("obey", processes=1)
     os.kill(run.ready(1)[0], signal.SIGINT)  # by Slurm, and by the launcher
@@ -364,7 +357,6 @@ def test_an_interrupt_by_two_ways_is_one(run: Launcher) -> None:
     assert run.signals(0) == ["SIGINT", "SIGINT"]
 
 
-@BOTH_WAYS
 def test_a_fault_in_native_code_shows_where(run: Launcher) -> None:
     run.start("crash", processes=1)
     code, text = run.end()
@@ -373,7 +365,6 @@ def test_a_fault_in_native_code_shows_where(run: Launcher) -> None:
     assert "worker.py" in text
 
 
-@BOTH_WAYS
 def test_what_a_rank_leaves_behind_is_ended(run: Launcher) -> None:
     run.start("leave-a-child", processes=1)
     assert run.end() == (0, "")

@@ -18,6 +18,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.models.images import build_model
 from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import (
+    AdamW,
     LRScheduler,
     clip_gradients,
     layer_factors,
@@ -364,3 +365,52 @@ def test_fused_updates_are_right_for_channels_last_weights(name: Any) -> None:
             optimizer.zero_grad()
         results.append(next(model.parameters()).detach().contiguous())
     assert torch.allclose(results[0], results[1], atol=1e-5)
+
+
+def _mixed() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
+
+
+def test_the_way_to_adamws_kernel_changes_no_bit() -> None:
+    """Over torch's own step: two groups, a parameter without a gradient, one that gets its first one late."""
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.ones(3, 2)) for _ in range(4)] for _ in range(2))
+    settings: dict[str, Any] = {"lr": torch.tensor(0.1), "betas": (0.8, 0.95), "eps": 1e-6, "fused": True}
+
+    def groups(of: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": of[:3], "weight_decay": 0.1}, {"params": of[3:], "weight_decay": 0.0}]
+
+    one, other = AdamW(groups(ours), **settings), torch.optim.AdamW(groups(theirs), **settings)
+    for step in range(6):
+        for number in range(4):
+            gradient = torch.randn(3, 2)
+            present = number != 1 and (number != 2 or step > 2) and (number != 3 or step != 4)
+            ours[number].grad = gradient if present else None
+            theirs[number].grad = gradient.clone() if present else None
+        one.step()
+        other.step()
+    assert all(map(torch.equal, ours, theirs))
+    for mine, torchs in zip(ours, theirs, strict=True):
+        assert one.state[mine].keys() == other.state[torchs].keys()
+        assert all(torch.equal(one.state[mine][slot], other.state[torchs][slot]) for slot in one.state[mine])
+
+
+@pytest.mark.parametrize("odd", ["closure", "hook", "skipped", "mixed"])
+def test_what_is_out_of_the_ordinary_is_left_to_torchs_adamw(
+    odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = _mixed() if odd == "mixed" else [nn.Parameter(torch.ones(2))]
+    optimizer, seen = AdamW([{"params": parameters}], lr=0.1, fused=True), list[str]()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in parameters]
+    if odd == "hook":
+        optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
+    if odd == "skipped":
+        optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    monkeypatch.setattr("trainer.optim.optimizers._fused_adamw", lambda *_: seen.append("at once"))
+    assert optimizer.step((lambda: 3.0) if odd == "closure" else None) == (3.0 if odd == "closure" else None)
+    assert seen == (["hook"] if odd == "hook" else [])
+    unchanged = [torch.equal(old, new) for old, new in zip(before, parameters, strict=True)]
+    assert unchanged == [odd == "skipped"] * len(parameters)

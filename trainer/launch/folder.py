@@ -3,7 +3,7 @@
 - `launch.json`: what holds for every process (`Launch`); `as_launcher` reads the search path in it
 - `request-N.json`: what rank N is asked for, which takes it away: none stays if the launcher is killed
 - `rank-N.pid`, `rank-N.fault`, `rank-N.json`: left by the ranks (`worker`, `exit_record`)
-- `torchrun.json`: left by the `agent`
+- `torchrun.json`: left by the `agent`, or the `forked_agent`
 
 The command line names it, and no variable: what a rank starts knows nothing of the launch. A request may hold
 tokens; nobody but the owner can read the folder, or these files.

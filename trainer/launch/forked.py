@@ -30,24 +30,34 @@ class ForkedRank:
     """A module, run as `as_launcher` runs it but in a fork; what a launcher needs of `subprocess.Popen`."""
 
     def __init__(
-        self, module: str, folder: str, variables: Mapping[str, str], path: Sequence[str], output: int | None
+        self,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        path: Sequence[str],
+        output: int | None = None,
+        closed: int | None = None,
     ) -> None:
         """Starts it, in a session of its own.
 
         Args:
-            module: What it runs.
-            folder: Of the launch, the module's only argument.
+            words: The module, and its arguments: the folder of the launch first.
             variables: What its environment has besides this one.
             path: Where it finds modules.
             output: A file descriptor that takes its standard output, if not this process's own.
+            closed: A file descriptor that it must not have.
         """
         context = multiprocessing.get_context("fork")
         self._process = context.Process(
-            target=_run, args=(module, folder, dict(variables), list(path), output), name="MainProcess"
+            target=_run, args=(list(words), dict(variables), list(path), output, closed), name="MainProcess"
         )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """What `multiprocessing.connection.wait` waits for: its end."""
+        return self._process.sentinel
 
     @property
     def returncode(self) -> int | None:
@@ -69,7 +79,9 @@ class ForkedRank:
         self._process.kill()
 
 
-def _run(module: str, folder: str, variables: Mapping[str, str], path: list[str], output: int | None) -> None:
+def _run(
+    words: list[str], variables: Mapping[str, str], path: list[str], output: int | None, closed: int | None
+) -> None:
     gc.freeze()  # no collection need look at what was imported, and copy its pages
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # the launcher's handlers
@@ -77,11 +89,13 @@ def _run(module: str, folder: str, variables: Mapping[str, str], path: list[str]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if output is not None:
         os.dup2(output, 1)
+    if closed is not None:
+        os.close(closed)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     # torchrun takes defaults from PET_ variables, which are for those who start it without us.
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
     os.environ.update(variables)
-    sys.path[:], sys.argv[:] = path, [module, folder]
-    run_module(module, run_name="__main__", alter_sys=True)
+    sys.path[:], sys.argv[:] = path, words
+    run_module(words[0], run_name="__main__", alter_sys=True)

@@ -207,12 +207,14 @@ class WorkerGroup:
             variables = local.variables()
             if self.world == 1:  # torchrun would only add the seconds in which it imports torch
                 variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-                if local.fork:
-                    return self._run(partial(ForkedRank, module, folder, variables, path, output))
                 words = [module, folder]
+            elif local.fork and self.rendezvous is None:
+                words = ["trainer.launch.forked_agent", folder, module, str(self.world), _here()]
             else:
                 base = [f"--nproc-per-node={len(self.ranks)}", "--max-restarts=0", f"--log-dir={folder}"]
                 words = ["trainer.launch.agent", folder, module, *base, *joining]
+            if local.fork and self.rendezvous is None:
+                return self._run(partial(ForkedRank, words, variables, path, output))
             # torchrun takes defaults from PET_ variables, which are for those who start it without us.
             environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
             command = [sys.executable, "-u", as_launcher.__file__, *words]
