@@ -19,7 +19,8 @@ def test_nothing_to_measure() -> None:
 )
 def test_a_rank_holds_what_the_formula_says(ranks: Ranks, size: int, micro_batches: int) -> None:
     for held in ranks.run(size, memory, SMALL, micro_batches):
-        assert held.counted == pytest.approx(held.formula, rel=0.1)
+        # At most 4 % above it: a block less in the formula would be 5 %.
+        assert 0.9 * held.formula <= held.counted <= 1.04 * held.formula
         assert held.resident > 0
 
 
