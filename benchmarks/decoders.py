@@ -1,8 +1,7 @@
 """What decoding the crop of a JPEG costs, by each decoder that is installed, and what one could save at most.
 
-Of these packages none decodes a part of an image alone, except libvips, which takes longer. TurboJPEG 3 does,
-which training uses where it is installed. What could be saved at most is measured by a few lines of C against
-libjpeg-turbo, where a compiler and its header are.
+Of these packages none decodes a part of an image alone, except libvips, which takes longer. What a module of
+our own would save is measured by a few lines of C against libjpeg-turbo, where a compiler and its header are.
 """
 
 import argparse
@@ -25,10 +24,9 @@ from benchmarks.loader import images_of
 from benchmarks.pipelines import SIDE
 from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.data.formats.crop import Box, random_cut
-from trainer.data.formats.decode import cut_out, look, resize, whole
+from trainer.data.formats.decode import cut_out, look, resize
 from trainer.data.formats.files import in_folder
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.host.turbojpeg import find_turbojpeg
 from trainer.observe.conditions import conditions
 
 Pixels = npt.NDArray[np.uint8]
@@ -66,9 +64,7 @@ def bench_decoders(folder: Path | None, rounds: int, images: int) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
         files = read_files(images_of(folder, Path(work, "images")), images)
-        ways = {"trainer, whole (torchvision)": ours, **installed(), **native(Path(work))}
-        if find_turbojpeg().code is not None:
-            ways["trainer, the crop alone (TurboJPEG 3)"] = the_crop
+        ways = {"trainer (torchvision)": ours, **installed(), **native(Path(work))}
         ways["trainer: resizing the crop"] = _resizing(files)
         times = np.array(interleaved([_timed(way, files) for way in ways.values()], rounds))
         apart = [_difference(way, files) for way in ways.values()]
@@ -106,13 +102,7 @@ def read_files(folder: Path, most: int) -> list[Jpeg]:
 
 
 def ours(file: Jpeg) -> Pixels:
-    """What training does without TurboJPEG, before it resizes."""
-    top, left, height, width = file.box
-    return whole(file.data)[0].permute(1, 2, 0)[top : top + height, left : left + width].numpy()
-
-
-def the_crop(file: Jpeg) -> Pixels:
-    """What training does with it."""
+    """What training does, before it resizes."""
     return cut_out(file.data, lambda *_: file.box)[0].permute(1, 2, 0).numpy()
 
 

@@ -39,6 +39,6 @@ def test_a_table(files: list[Jpeg], tmp_path: Path, capsys: pytest.CaptureFixtur
     for number in range(200):
         (tmp_path / "a" / f"x{number:03}.jpg").write_bytes(files[1].data)
     assert bench_decoders(tmp_path, rounds=1, images=2) == 0
-    assert "| trainer, whole (torchvision) |" in capsys.readouterr().out
+    assert "| trainer (torchvision) |" in capsys.readouterr().out
     with pytest.raises(BadInputError, match="from 1 on"):
         bench_decoders(tmp_path, rounds=0, images=2)

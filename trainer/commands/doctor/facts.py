@@ -151,8 +151,6 @@ class Software:
     shadowed: tuple[str, ...] = ()  # packages that PYTHONPATH puts before the installed ones, with the folder
     searched: tuple[str, ...] = ()  # CUDA, cuDNN and NCCL libraries in LD_LIBRARY_PATH or LD_PRELOAD
     uncompiled: str = ""  # what torch.compile lacks of a compiler and Python's headers; "" if nothing
-    turbojpeg: str = ""  # where libjpeg-turbo's own library is; "" if nowhere
-    decodes_parts: bool = False  # whether that one decodes a part of a JPEG
 
 
 @dataclass(frozen=True)

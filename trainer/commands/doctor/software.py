@@ -24,7 +24,6 @@ from trainer.commands.doctor.stacks import numbers, read_stacks, stack_of
 from trainer.host.reading import kind_of, text_of
 from trainer.host.stamp import read_stamp
 from trainer.host.toolchain import missing_compiler, missing_headers
-from trainer.host.turbojpeg import find_turbojpeg
 
 # What a folder on PYTHONPATH, or the one that one stands in, must not hide.
 _IMPORTED = (
@@ -67,7 +66,6 @@ def read_software(
             torch = Path(path)
     facts = text_of(torch / "torch/version.py") if torch else ""
     says = dict(re.findall(r"^(\w+)(?:: [\w\[\]. ]+)? = '?([^'\n]*)'?$", facts, re.MULTILINE))
-    turbojpeg = find_turbojpeg()
     stamp = read_stamp(Path(sys.prefix) if prefix is None else prefix)
     leaked = [name for name, _ in _distributions(Path(user_site))] if user_site in paths else []
     return Software(
@@ -84,8 +82,6 @@ def read_software(
         shadowed=tuple(_shadowed([*environ.get("PYTHONPATH", "").split(os.pathsep), _here()], torch)),
         searched=tuple(_searched(environ)),
         uncompiled=missing_compiler(gpu) or missing_headers() or "",
-        turbojpeg=turbojpeg.path,
-        decodes_parts=turbojpeg.code is not None,
     )
 
 
@@ -235,21 +231,6 @@ def compiler(box: MachineFacts) -> CheckResult:
     )
 
 
-def jpeg(box: MachineFacts) -> CheckResult:
-    """Whether the part of a JPEG that training wants is decoded alone."""
-    found = box.software.turbojpeg
-    if box.software.decodes_parts:
-        return fine(f"only the part of a JPEG that is wanted is decoded, by {found}")
-    if not found:
-        return unavailable("no libturbojpeg.so.0: JPEGs are decoded whole, which takes a fifth more CPU time")
-    return warn(
-        f"{found} is older than libjpeg-turbo 3.0",
-        "JPEGs are decoded whole, which takes a fifth more CPU time",
-        container="the images of this project have it: docker run trainer:torch2.9-cu128-train …",
-        host="conda install -c conda-forge 'libjpeg-turbo>=3'",
-    )
-
-
 def user_site(box: MachineFacts) -> CheckResult:
     """Whether packages of the user's own get in."""
     leaked = box.software.leaked
@@ -281,7 +262,6 @@ CHECKS = (
     ("software.lock", lock),
     ("software.cuda", cuda),
     ("software.compiler", compiler),
-    ("software.jpeg", jpeg),
     ("software.user_site", user_site),
     ("software.path", path),
 )

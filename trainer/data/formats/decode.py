@@ -1,8 +1,7 @@
 """The one place where images are decoded: bytes of a file in, uint8 pixels out.
 
 JPEG and ordinary PNG go through torchvision's libjpeg-turbo and libpng, everything else through PIL. Both
-refuse a file that was cut off; neither is asked to guess. Where libjpeg-turbo itself is installed, it decodes
-the part of a JPEG that is wanted, with the same bits.
+refuse a file that was cut off; neither is asked to guess.
 """
 
 import io
@@ -16,7 +15,6 @@ from torchvision import io as tvio
 
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box
-from trainer.data.formats.jpeg_part import decode_part
 
 # PIL's own limit against decompression bombs: 89 megapixels.
 LARGEST_IMAGE = 89_478_485
@@ -107,10 +105,6 @@ def cut_out(
     box = choose(header.height, header.width)
     if scaled and header.kind == "jpeg" and side and (shrink := _shrink(box, side)) > 1:
         return _with_pil(data, lambda *_: Box(*(edge // shrink for edge in box)), shrink)
-    if header.kind == "jpeg" and box.height * box.width < header.height * header.width:
-        part = decode_part(data, header.height, header.width, box)
-        if part is not None:
-            return part.permute(2, 0, 1)[None]
     try:
         encoded = torch.frombuffer(data, dtype=torch.uint8)
         decode = tvio.decode_jpeg if header.kind == "jpeg" else tvio.decode_png
