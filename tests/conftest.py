@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.helpers.forked import attempt
 from tests.helpers.world import Ranks
 from trainer.host.limits import read_limits
 
@@ -72,3 +73,21 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_thread() -> None:
     # CPU results depend on the number of threads: one, so that what is compared can be compared.
     torch.set_num_threads(1)
+
+
+# Runs that several test files look at; none changes them.
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert attempt(folder).code == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stopped after step 8: checkpoints of steps 5 and 8."""
+    folder = tmp_path_factory.mktemp("runs") / "stopped"
+    assert attempt(folder, stop_at=8).code == 75
+    return folder

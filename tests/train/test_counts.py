@@ -30,9 +30,10 @@ HELPERS = ROOT / "tests" / "helpers"
 # its price `make test-all ARGS="-k the_instructions -s"` prints the new one.
 INSTRUCTIONS = 0.714
 TOLERANCE = 0.03
-# The same of Python's own instructions, which take a second to count: of torch's functions, too, where these
-# are Python. Counted with Python 3.11; another divides its work a little differently.
-BYTECODES = 0.532
+# Python's own instructions in a step, which take a second to count: of torch's functions, too, where these
+# are Python. The loop by hand has 3,783, or more where other tests left hooks in torch that it comes through, so
+# it is no measure here. Counted with Python 3.11; another divides its work a little differently.
+BYTECODES = 2015
 BYTECODES_TOLERANCE = TOLERANCE if sys.version_info[:2] == (3, 11) else 0.1
 OPERATORS = 37
 COPIED = 344  # bytes: the batch's 320; loss and norm into the ring, both float64; the norms' stack; the rate
@@ -120,10 +121,10 @@ def test_pythons_own_instructions_of_a_step(tmp_path: Path) -> None:
     finally:
         sys.settrace(before)
     assert ours.counts == ours.counts[:1] * 40 and by_hand.counts == by_hand.counts[:1] * 40
-    ratio = ours.counts[0] / by_hand.counts[0]
-    print(f"{ours.counts[0]} bytecodes a step, by hand {by_hand.counts[0]}: {ratio:.4f}")
+    print(f"{ours.counts[0]} bytecodes a step, by hand {by_hand.counts[0]}")
     skip_with_another_torch()
-    assert ratio == pytest.approx(BYTECODES, rel=BYTECODES_TOLERANCE)
+    assert ours.counts[0] < by_hand.counts[0]
+    assert ours.counts[0] == pytest.approx(BYTECODES, rel=BYTECODES_TOLERANCE)
 
 
 def test_a_step_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> None:
