@@ -31,8 +31,8 @@ HELPERS = ROOT / "tests" / "helpers"
 INSTRUCTIONS = 0.714
 TOLERANCE = 0.03
 # Python's own instructions in a step, which take a second to count: of torch's functions, too, where these
-# are Python. The loop by hand has 3,783, or more where other tests left hooks in torch that it comes through, so
-# it is no measure here. Counted with Python 3.11; another divides its work a little differently.
+# are Python. The loop by hand has 3,783, or more where other tests left hooks in torch that it comes
+# through, so it is no measure here. Counted with Python 3.11; another divides its work a little differently.
 BYTECODES = 2015
 BYTECODES_TOLERANCE = TOLERANCE if sys.version_info[:2] == (3, 11) else 0.1
 OPERATORS = 37
