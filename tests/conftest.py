@@ -34,8 +34,15 @@ settings.load_profile("few")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    # One more than CPUs: a quarter of a test's time is waiting, as for ranks to meet or a process to end.
-    return max(2, min(int(read_limits().cpus) + 1, 8))
+    # Many tests start two ranks or workers of their own.
+    return max(1, min(int(read_limits().cpus), 8))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # With torch 2.14 some backward passes start threads, and a process that has them can't fork ranks any more:
+    # the tests that fork come first there.
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+        items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "attempt"))
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
