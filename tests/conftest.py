@@ -39,8 +39,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # With torch 2.14 some backward passes start threads, and a process that has them can't fork ranks any more:
-    # the tests that fork come first there.
+    # With torch 2.14 some backward passes start threads, and a process that has them can't fork ranks any
+    # more: the tests that fork come first there.
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
         items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "attempt"))
 
