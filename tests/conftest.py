@@ -87,6 +87,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 steps with a row each second one and evaluations after 8 and 16."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     assert attempt(folder).code == 0
     return folder

@@ -35,14 +35,6 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """16 steps with a row each second one and evaluations after 8 and 16."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    assert attempt(folder).code == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stopped after step 5, gone on with, stopped after 11: neither has a row of metrics."""
     folder = tmp_path_factory.mktemp("runs") / "cut"

@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.helpers import preloaded
 from tests.helpers.waiting import SECONDS, until, until_gone
 from trainer.launch import launcher
 from trainer.launch.exit_record import ExitRecord
+from trainer.launch.signals import SignalReceiver
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.helpers.launch_worker"
@@ -294,6 +296,25 @@ def test_a_restart_resumes_what_this_launch_began(monkeypatch: pytest.MonkeyPatc
     local = launcher.LocalRanks(1, 1)
     assert launcher.launch("module", {"resume": "never"}, local, max_restarts=1) == 0
     assert asked == ["never", "auto"]
+
+
+def test_when_only_torchrun_is_left_it_is_not_waited_for() -> None:
+    """It would wait for nodes that have ended, which no rank of this one can use."""
+    rendezvous = SimpleNamespace(over=True)
+    group = launcher.WorkerGroup(SignalReceiver(), range(2), 4, 60.0, cast(Any, rendezvous))
+    assert group._only_torchrun_is_left(), "no rank has come to be"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    group.pids = {0: ended.pid, 1: os.getpid()}
+    group.records = {rank: ExitRecord(rank, 1) for rank in group.ranks}
+    assert not group._only_torchrun_is_left(), "a rank is there"
+    group.pids[1] = ended.pid
+    assert group._only_torchrun_is_left(), "all are gone, and each has left its record"
+    del group.records[1]
+    assert not group._only_torchrun_is_left(), "torchrun tells how that one ended"
+    group.records[1], rendezvous.over = ExitRecord(1, 1), False
+    assert not group._only_torchrun_is_left(), "the other nodes go on"
+    assert not launcher.WorkerGroup(SignalReceiver(), range(2), 2, 60.0)._only_torchrun_is_left()
 
 
 def _anew(words: list[str | Path], **options: Any) -> "subprocess.CompletedProcess[str]":

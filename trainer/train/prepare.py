@@ -195,6 +195,7 @@ def could_be_sharded(recipe: Recipe, task: Task, ranks: int) -> bool:
         Recipe.model_validate(values)
     except ValidationError:
         return False
+    # By the number: to look, as check_sharding does, takes an import of seconds.
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
