@@ -136,7 +136,7 @@ def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolde
             with contextlib.suppress(Damaged):
                 found = look_up(entry.path)
                 break
-            why = why or f" ({entry.path.name} is damaged; see `trainer checkpoints {folder} --verify`)"
+            why = why or f" ({entry.path.name} is damaged: trainer checkpoints {folder} says where)"
     except (OSError, Unreadable) as error:
         raise BadInputError(f"{folder / FOLDER}: can't be read ({error}); mend that") from error
     if found is None:
