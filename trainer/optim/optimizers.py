@@ -26,7 +26,8 @@ class AdamW(torch.optim.AdamW):
     """torch's, without what it does for torch.compile, and its fused kernel without the way there.
 
     That way (making state where there is none, sorting by device and dtype, a name for the profiler) is
-    Python that takes four times as long as the kernel of a small model, and grows with the parameters.
+    Python that takes longer than the kernel of a small model (docs/results/overhead.md), and grows with the
+    parameters.
     """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
