@@ -28,6 +28,7 @@ import safetensors.torch
 import torch
 import yaml
 
+from tests.helpers.late import import_late
 from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
 from trainer.config.recipe import Recipe
@@ -258,8 +259,7 @@ def takes(pid: int, number: signal.Signals) -> bool:
 def chaos(kills: int, signals: int, seed: int) -> Tally:
     """Disturbs runs of all kinds until there were enough of each."""
     random_, tally, phase = random.Random(seed), Tally(), mmap.mmap(-1, 1)
-    # torch imports half of itself when the first optimizer is made: here, and not in every fork.
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    import_late()
     wanted: dict[int, tuple[Ending, float]] = {}
     recipes = [recipe_of(kind) for kind in kinds()]
     with tempfile.TemporaryDirectory(prefix="chaos-") as root:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from tests.helpers.late import import_late
 from tests.helpers.toys import before_each_step_ends
 from trainer.config.recipe import Recipe
 from trainer.launch.worker import Worker
@@ -76,8 +75,7 @@ def attempt(
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")
-    # torch imports half of itself when the first optimizer is made: here, and not in every fork.
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    import_late()
     process = multiprocessing.get_context("fork").Process(
         target=_attempt, args=(folder, recipe or small(), mode, stop_at, stop_after, before, source, told)
     )

@@ -22,6 +22,7 @@ import torch
 from torch import distributed as dist
 
 from tests.helpers.forked import replace, small
+from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
 from trainer.config.recipe import Recipe
 from trainer.data import loader
@@ -82,7 +83,7 @@ class Job:
         self, size: int, recipe: Recipe, *faults: Callable[[int], object], seconds: float = 300.0
     ) -> None:
         """Starts them; each fault is called with a rank's number before that rank trains."""
-        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # torch imports half of itself here, and not in every fork
+        import_late()
         port = free_port()
         self._root = tempfile.TemporaryDirectory(prefix="hang-")
         self.folder, self._words = Path(self._root.name, "run"), Path(self._root.name, "words")

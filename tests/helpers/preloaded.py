@@ -205,16 +205,15 @@ def _tell(status: int, number: int) -> None:
 
 def _preload() -> None:
     subprocess.Popen = _Forking  # type: ignore[misc]  # first of all: torchrun's modules keep what they import
-    import torch
-
     import trainer
+    from tests.helpers.late import import_late
 
     for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
         if not module.name.startswith("trainer.commands.bench") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     importlib.import_module("torch.distributed.run")
     importlib.import_module("torch.utils.tensorboard")
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # half of torch is imported by the first optimizer
+    import_late()
 
 
 def _runs_a_program(words: Sequence[str]) -> bool:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 
 from tests import chaos
 from tests.helpers import topologies
+from tests.helpers.late import import_late
 from trainer.config.recipe import Recipe
 from trainer.distributed import consensus
 
@@ -172,6 +172,5 @@ def distance(folder: Path, other: Path) -> float:
 
 def _prepare() -> None:
     consensus._SECONDS_BETWEEN = 0.02  # a run here is over in seconds
-    # torch imports half of itself when the first optimizer is made: here, and not in every fork.
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    import_late()
     from torch.distributed import fsdp  # noqa: F401

@@ -16,9 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from tests import chaos
+from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
 from trainer.config.recipe import Recipe
 from trainer.distributed import consensus
@@ -111,8 +110,7 @@ def topologies(count: int, seed: int, tally: chaos.Tally) -> str:
     """Judges so many histories, all different; returns a line about them."""
     random_, changes = random.Random(seed), Counter[str]()
     consensus._SECONDS_BETWEEN = 0.02  # a run here is over in a second
-    # torch imports half of itself when the first optimizer is made: here, and not in every fork.
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    import_late()
     recipes = [recipe_of(kind) for kind in kinds()]
     wanted: dict[int, tuple[chaos.Ending, float]] = {}
     with tempfile.TemporaryDirectory(prefix="topologies-") as root:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from tests.helpers.late import import_optimizers
 from tests.helpers.ports import free_port
 from trainer.distributed.parallel import World
 
@@ -21,8 +22,7 @@ class Ranks:
     """Processes that stay for the whole test session; forked, so that none imports torch again."""
 
     def __init__(self) -> None:
-        # torch imports half of itself when the first optimizer is made: here, and not in each of them.
-        torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        import_optimizers()
         port = free_port()
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from trainer.config.training import TRACKERS, plugged_sinks
+from trainer.config.training import FILES, TRACKERS, plugged_sinks
 from trainer.errors import BadInputError
 from trainer.observe.rows import tag
 
@@ -123,7 +123,7 @@ def trackers_of(names: Sequence[str]) -> list[str]:
                 f'log.to={name}: {package} is not installed; run make venv GROUPS="train {name}", or '
                 f"pip install {package}"
             )
-    brought = plugged_sinks() if set(names) - set(TRACKERS) else {}
+    brought = plugged_sinks() if {*names} - {*FILES, *TRACKERS} else {}
     return [one for one in names if one in TRACKERS or (one in brought and plugged(one) is None)]
 
 
