@@ -1,0 +1,25 @@
+"""What a run imports late: before forks are made, so that none of them imports it again."""
+
+import importlib
+
+import torch
+
+_LATE = (
+    "rich.live",
+    "rich.progress",
+    "rich.table",
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.plugins.text.metadata",
+    "tensorboard.summary.writer.record_writer",
+)
+
+
+def import_optimizers() -> None:
+    """torch imports half of itself when the first optimizer is made."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+def import_late() -> None:
+    import_optimizers()
+    for name in _LATE:  # half a second for TensorBoard, which looks for boto3
+        importlib.import_module(name)
