@@ -11,6 +11,7 @@ _LATE = (
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.plugins.text.metadata",
     "tensorboard.summary.writer.record_writer",
+    "trainer.data.formats.decode",
 )
 
 
