@@ -55,12 +55,12 @@ def _busy_processes(count: int) -> Iterator[None]:
 
 def run_suite(condition: str, folder: Path, core: int) -> dict[str, Any]:
     """Runs it once; what came of it, with seconds by test."""
-    report = folder / f"{condition.replace(' ', '-')}.xml"
+    report = folder / f"last-{core}.xml"
     words = [sys.executable, *_SUITE, f"--junitxml={report}"]
     if condition == "one core":
         words = ["taskset", "-c", str(core), *words]
     began = time.monotonic()
-    with (folder / "last.log").open("w") as log, _busy_processes(2 if condition == "busy" else 0):
+    with (folder / f"last-{core}.log").open("w") as log, _busy_processes(2 if condition == "busy" else 0):
         code = subprocess.run(words, cwd=ROOT, stdout=log, stderr=log, check=False).returncode
     seconds = time.monotonic() - began
     (suite,) = ElementTree.parse(report).getroot()
@@ -118,7 +118,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="steady", description=__doc__, allow_abbrev=False)
     for condition in CONDITIONS:
         parser.add_argument(f"--{condition.replace(' ', '-')}", type=int, default=0, metavar="RUNS")
-    parser.add_argument("--core", type=int, default=0, help="for --one-core")
+    parser.add_argument(
+        "--core", type=int, default=0, help="for --one-core; two calls, a core each, go beside each other"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "steady.md", help="where the table goes")
     options = parser.parse_args()
     folder = ROOT / "build" / "steady"

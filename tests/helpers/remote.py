@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from moto.server import ThreadedMotoServer
 from PIL import Image
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -116,6 +115,8 @@ class S3:
     url = f"s3://{BUCKET}"
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
+        from moto.server import ThreadedMotoServer  # here: the import takes two seconds
+
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._server.start()
         inner: Any = self._server._server

@@ -72,9 +72,12 @@ def last_step(run: Recorded, steps: int | None) -> int:
     if steps is None:
         return min(max(rows[-1], _last_row_due(run)), run.manifest.steps)
     if not rows[0] <= steps <= rows[-1]:
-        raise BadInputError(
-            f"--steps {steps}: steps were recorded from {rows[0]} to {rows[-1]}; give a number between them"
+        recorded = (
+            f"only step {rows[0]} was recorded; leave --steps out"
+            if rows[0] == rows[-1]
+            else f"steps were recorded from {rows[0]} to {rows[-1]}; give a number between them"
         )
+        raise BadInputError(f"--steps {steps}: {recorded}")
     return max(row for row in rows if row <= steps)
 
 
