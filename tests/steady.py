@@ -118,9 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="steady", description=__doc__, allow_abbrev=False)
     for condition in CONDITIONS:
         parser.add_argument(f"--{condition.replace(' ', '-')}", type=int, default=0, metavar="RUNS")
-    parser.add_argument(
-        "--core", type=int, default=0, help="for --one-core; two calls, a core each, go beside each other"
-    )
+    parser.add_argument("--core", type=int, default=0, help="for --one-core; two calls may have one each")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "steady.md", help="where the table goes")
     options = parser.parse_args()
     folder = ROOT / "build" / "steady"
