@@ -287,6 +287,12 @@ def both_ends(calls: Callable[[tuple[str, int]], Link], seconds: float = 60.0) -
         return end.result(), other
 
 
+@pytest.fixture
+def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "STREAM_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("short_streams")
 def test_a_link_that_works() -> None:
     end, other = both_ends(lambda where: calling(where, 3, 1, 60.0))
     for link in (end, other):
@@ -303,11 +309,11 @@ def test_nobody_there_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(links, "select", SimpleNamespace(select=wait))
     with listening("127.0.0.1") as server:
-        assert called(server, 0, 1, 0.3) == Link(why="no answer")
+        assert called(server, 0, 1, 0.1) == Link(why="no answer")
         where = ("127.0.0.1", server.getsockname()[1])
-        assert calling(where, 0, 1, 0.3) == Link(why="no answer")  # connected, but nobody answers
-    assert calling(where, 0, 1, 0.3) == Link(why="connection refused")
-    assert len(waited) == 1 and 0 < waited[0] <= 0.3
+        assert calling(where, 0, 1, 0.1) == Link(why="no answer")  # connected, but nobody answers
+    assert calling(where, 0, 1, 0.1) == Link(why="connection refused")
+    assert len(waited) == 1 and 0 < waited[0] <= 0.1
 
 
 def test_strangers_do_not_keep_the_line_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +324,7 @@ def test_strangers_do_not_keep_the_line_busy(monkeypatch: pytest.MonkeyPatch) ->
         assert called(server, 0, 1, 0.1) == Link(why="no answer")
 
 
+@pytest.mark.usefixtures("short_streams")
 def test_strangers_and_those_who_are_late_are_sent_away() -> None:
     def calls(where: tuple[str, int]) -> Link:
         silent.connect(where)
@@ -506,12 +513,12 @@ def test_one_end_without_an_answer_is_a_dead_link() -> None:
 
 
 @pytest.mark.compat
+@pytest.mark.usefixtures("short_streams")
 def test_three_ranks_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def told_in_time(store: Any, key: str, until: float) -> Any:
         return None if key == "host-3" else _told(store, key, until + 60)
 
     monkeypatch.setattr(preflight_module, "_told", told_in_time)
-    monkeypatch.setattr(links, "STREAM_SECONDS", 0.2)
     store = HashStore()
     places = [RankPlace(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]  # and rank 3 never comes
     with ThreadPoolExecutor() as pool:
@@ -526,7 +533,7 @@ def test_a_rank_without_a_store_says_so() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and nobody listens there
         port = nobody.getsockname()[1]
-        told = preflight(RankPlace(1, 2, "127.0.0.1", port, False), 1.0, come_seconds=1.0)
+        told = preflight(RankPlace(1, 2, "127.0.0.1", port, False), 1.0, come_seconds=0.2)
     assert "got no answer from the store at 127.0.0.1:" in told["alone"]
 
 
@@ -545,6 +552,7 @@ def between_hosts(names: list[str], seconds: float, come: Sequence[float] = ()) 
     return told
 
 
+@pytest.mark.usefixtures("short_streams")
 def test_hosts_that_are_alike() -> None:
     with hosts(3) as names:
         told = between_hosts(names, 60.0)
@@ -554,6 +562,7 @@ def test_hosts_that_are_alike() -> None:
     assert all(pair.seconds is not None and pair.bytes_per_s for pair in told[0]["pairs"])
 
 
+@pytest.mark.usefixtures("short_streams")
 def test_two_hosts_that_start_it_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     # How fast the only link is depends on the machine: nothing says what it should be.
     monkeypatch.setattr(preflight_module, "interface_speed", lambda _: (None, ""))
@@ -587,6 +596,7 @@ def test_a_slow_host_in_a_real_network() -> None:
     assert "10.79.0.3 (rank 2): all its 2 links, such as 0.0" in line and "from rank 2" in line
 
 
+@pytest.mark.usefixtures("short_streams")
 @pytest.mark.parametrize("how", ["iptables", pytest.param("blackhole", marks=pytest.mark.slow)])
 def test_a_dead_link_in_a_real_network(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(server: Any, own: Host, one: Host, other: Host, number: int, seconds: float) -> Link:
@@ -608,6 +618,7 @@ def test_a_dead_link_in_a_real_network(how: str, monkeypatch: pytest.MonkeyPatch
     assert line.startswith("trainer: link 10.79.0.2 (rank 1) - 10.79.0.3 (rank 2): no answer within 4 s")
 
 
+@pytest.mark.usefixtures("short_streams")
 def test_a_host_that_is_down_in_a_real_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def told_in_time(store: Any, key: str, until: float) -> Any:
         return None if key == "host-2" else _told(store, key, until + 60)
@@ -615,6 +626,6 @@ def test_a_host_that_is_down_in_a_real_network(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(preflight_module, "_told", told_in_time)
     with hosts(3) as names:
         in_host(names[2], "ip", "link", "set", "eth0", "down")
-        told = between_hosts(names, 60.0, come=[60.0, 60.0, 1.0])
+        told = between_hosts(names, 60.0, come=[60.0, 60.0, 0.2])
     assert told[0]["missing"] == [2] and told[1] == told[0]
     assert "rank 2 on " in told[2]["alone"] and "10.79.0.1:29512" in told[2]["alone"]
