@@ -107,7 +107,7 @@ def test_real_ranks_make_the_same_sums(ranks: Ranks, bucket_mb: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
     values = {**DIGITS, "model": {"width": 8}, **KINDS[kind], "parallel": {"threads": 1, "reduction": "tree"}}
-    values["max_steps"] = 5
+    values["max_steps"] = 5 if kind == "fp16" else 3  # some of its updates are skipped, others not
     wanted = ranks.run(1, train_digits, values, 0)[0]
     for size in SIZES[1:]:
         for losses, metrics, weights in ranks.run(size, train_digits, values, 0):

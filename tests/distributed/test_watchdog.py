@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import forked, preloaded
+from tests.helpers import forked, hangs, preloaded
 from tests.helpers.hangs import PHASES, Ending, Hang, Job, hang, is_named, recipe_of, slow
+from tests.helpers.waiting import SECONDS
 from trainer.checkpoint import store
 from trainer.config.training import ParallelConfig
 from trainer.distributed.parallel import World
@@ -30,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 # What all its tests wait for is started once: in one process, also where tests run in several.
 pytestmark = pytest.mark.xdist_group("hang")
 HANG_S = 4.0  # a rank of a machine that is busy may well stand still for a second
-JOBS: dict[str, Callable[[], Job]] = {}
 AT_ONCE = 16  # they mostly wait
 
 HANGS = {
@@ -45,6 +47,38 @@ HANGS = {
     "stopped": Hang(0, "stopped", 5),
     "stopped-1": Hang(1, "stopped", 5),
 }
+# What sets these apart is that the rank has said where it is: `test_each_phase_is_said`.
+ALIKE = ("backward", "update", "evaluation", "logging", "checkpoint")
+
+
+class Apart:
+    """A job in a process of its own, whose stderr tells how it ended."""
+
+    def __init__(self, *words: str | Path, **environment: str) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._began = time.monotonic()
+        self._process = preloaded.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+        )
+
+    def over(self) -> bool:
+        return self._process.poll() is not None or time.monotonic() > self._began + SECONDS
+
+    def end(self) -> Ending:
+        with self._process, self._said:
+            if self._process.poll() is None:
+                self._process.kill()
+            code = self._process.wait()
+            self._said.seek(0)
+            return Ending(code, self._said.read(), time.monotonic() - self._began)
+
+
+JOBS: dict[str, Callable[[], Job | Apart]] = {}
 
 
 def _job(
@@ -76,7 +110,6 @@ _SHARDED = {"strategy": "hsdp", "shard": 2}
 _job("sharded-forward", 4, hang(Hang(2, "forward", 3)), parallel=_SHARDED)
 _job("sharded-backward", 4, hang(Hang(1, "backward", 2)), parallel=_SHARDED)
 _job("worker", 2, hang(Hang(1, "data", 9)), data={"workers": 1})
-_job("recorded", 2, hang(Hang(1, "forward", 5)))
 _job("alone", 1, hang(Hang(0, "forward", 6)))
 _job("network", 2, hang(Hang(0, "communication", 3)), hang(Hang(1, "communication", 3)))
 _job("stuck-disk", 1, _stuck_disk)
@@ -91,7 +124,7 @@ def endings(request: pytest.FixtureRequest) -> dict[str, Ending]:
     """How the jobs end of those tests that were selected: some at a time."""
     words = {word for item in request.session.items for word in re.split(r"[\[\]]", item.name)}
     waiting = [name for name in JOBS if name in words or f"test_{name.replace('-', '_')}" in words]
-    running: dict[str, Job] = {}
+    running: dict[str, Job | Apart] = {}
     ended: dict[str, Ending] = {}
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
@@ -103,7 +136,9 @@ def endings(request: pytest.FixtureRequest) -> dict[str, Ending]:
     return ended
 
 
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in (*ALIKE, "data"))) for name in HANGS]
+)
 def test_a_hang_is_named(endings: dict[str, Ending], name: str) -> None:
     ending, where = endings[name], HANGS[name]
     assert is_named(ending, where), ending
@@ -117,6 +152,23 @@ def test_a_hang_is_named(endings: dict[str, Ending], name: str) -> None:
 
 def test_every_phase_is_tried() -> None:
     assert {where.phase for where in HANGS.values()} == set(PHASES)
+
+
+def test_each_phase_is_said(tmp_path: Path) -> None:
+    """Where a rank would hang it has said that it is there; what is made of that is the same everywhere."""
+    notes, places = tmp_path / "notes", [HANGS[name] for name in ("forward", *ALIKE)]
+
+    def note() -> None:
+        with notes.open("a") as file:
+            file.write(f"{phases.PHASE_TIMER.phase} {phases.PHASE_TIMER.step}\n")
+
+    def before() -> None:
+        forked.replace(hangs, "sleep_forever", note)
+        for where in places:
+            hang(where._replace(rank=0))(0)
+
+    assert forked.attempt(tmp_path / "run", recipe_of(60.0), before=before).code == 0
+    assert set(notes.read_text().splitlines()) == {f"{where.phase} {where.step}" for where in places}
 
 
 @pytest.mark.parametrize("phase", phases.PHASES)
@@ -139,25 +191,32 @@ def test_worker(endings: dict[str, Ending]) -> None:
 @pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="gloo records from torch 2.8 on"
 )
-def test_recorded() -> None:
-    """With torch's flight recorder the verdict says which collective is waited for.
-
-    In a process of its own: the recorder reads its variable once.
-    """
-    code = "from tests.distributed.test_watchdog import JOBS; print(JOBS['recorded']().end().text)"
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
-    ended = preloaded.run([sys.executable, "-c", code], cwd=ROOT, env=environment)
+def test_recorded(endings: dict[str, Ending]) -> None:
+    """With torch's flight recorder the verdict says which collective is waited for."""
     assert re.search(
         r"rank 1 hangs in forward, step 5; rank 0 waits .*; collective \d+, all_reduce of [\d]+ Float: "
         "rank 0 entered it, rank 1 did not",
-        ended.stdout,
-    ), ended.stdout
+        endings["recorded"].text,
+    ), endings["recorded"]
+
+
+# In a process of its own: the recorder reads its variable once.
+RECORDED = f"""
+import sys
+from tests.helpers.hangs import Hang, Job, hang, recipe_of
+sys.exit(Job(2, recipe_of({HANG_S}), hang(Hang(1, "forward", 5))).end().text)
+"""
+JOBS["recorded"] = lambda: Apart("-c", RECORDED, TORCH_FR_BUFFER_SIZE="2000")
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("sharded-forward", Hang(2, "forward", 3)), ("sharded-backward", Hang(1, "backward", 2))],
-    ids=["sharded-forward", "sharded-backward"],
+    [
+        pytest.param("sharded-forward", Hang(2, "forward", 3), id="sharded-forward"),
+        pytest.param(
+            "sharded-backward", Hang(1, "backward", 2), id="sharded-backward", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_of_ranks_that_gather_for_each_other_one_is_named(
     endings: dict[str, Ending], name: str, where: Hang
@@ -310,17 +369,35 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_the_command_line_says_who_hangs(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(INJECTED)
-    settings = "data.micro_batch_size=32 parallel.hang_s=5 parallel.threads=1 model.width=4 log.to=[jsonl]"
-    words = "train digits --nproc-per-node 2 " + " ".join(f"--set {setting}" for setting in settings.split())
-    ended = preloaded.run(
-        [sys.executable, "-m", "trainer", *words.split(), "--out", str(tmp_path / "run")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-    )
-    assert ended.returncode == EXIT_HANG, ended.stderr
-    head, *rest = ended.stderr.splitlines()
+class CommandLine(Apart):
+    """A user's run, with a fault put in by Python's own start."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="hang-")
+        folder = Path(self._folder.name)
+        (folder / "sitecustomize.py").write_text(INJECTED)
+        settings = (
+            "data.micro_batch_size=32 parallel.hang_s=5 parallel.threads=1 model.width=4 log.to=[jsonl]"
+        )
+        words = "train digits --nproc-per-node 2 " + " ".join(
+            f"--set {setting}" for setting in settings.split()
+        )
+        super().__init__(
+            "-m", "trainer", *words.split(), "--out", folder / "run", PYTHONPATH=f"{folder}:{ROOT}"
+        )
+
+    def end(self) -> Ending:
+        with self._folder:
+            return super().end()
+
+
+JOBS["the-command-line-says-who-hangs"] = CommandLine
+
+
+def test_the_command_line_says_who_hangs(endings: dict[str, Ending]) -> None:
+    code, text, _ = endings["the-command-line-says-who-hangs"]
+    assert code == EXIT_HANG, text
+    head, *rest = text.splitlines()
     assert head.startswith("trainer: no progress for 5 s: rank 1 hangs in update, step 21; rank 0 waits in")
     assert rest[0] == "rank 1 is here:"
     assert "time.sleep(1000)" in rest[-1] or "sitecustomize.py" in rest[-1]

@@ -35,7 +35,7 @@ from trainer.launch.worker import Worker
 from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASE_TIMER
 from trainer.tasks.classification import Classification
-from trainer.train import checkpoints, loop, reduction, step as step_file
+from trainer.train import checkpoints, loop, reduction
 from trainer.train.request import Request
 from trainer.train.trainer import train_rank
 
@@ -204,7 +204,7 @@ def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True
 
 
 def _tracked_step() -> Callable[[], int]:
-    at, train_step = [0], step_file.train_step
+    at, train_step = [0], vars(loop)["train_step"]  # another fault may have its own there
 
     def tracked(run: Any, batches: Any, step: int) -> None:
         at[0] = step + 1
@@ -260,11 +260,12 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
 
     def stuck(*arguments: Any, **named: Any) -> Any:
         if step() == where.step:
-            if where.phase != "stopped":
+            if where.phase == "stopped":
+                while said.count(where.step) < 2:  # the first of them has gone out then
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
                 sleep_forever()
-            while said.count(where.step) < 2:  # the first of them has gone out then
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGSTOP)
         return original(*arguments, **named)
 
     replace(thing, name, stuck)

@@ -13,7 +13,7 @@ from tests.helpers import preloaded
 from tests.helpers.netns import hosts
 from tests.helpers.waiting import SECONDS, until
 
-pytestmark = pytest.mark.slow  # on one host, without a training: tests/launch/test_nodes.py
+pytestmark = pytest.mark.slow  # on one host, without a training: tests/launch/test_node_launchers.py
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
     *(

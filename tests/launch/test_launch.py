@@ -34,6 +34,7 @@ START = (
     "launcher.time = SimpleNamespace(sleep=time.sleep, monotonic=now)\n"
     # The first is waited for; within the second torchrun says how a rank ended that left no word.
     "launcher._AFTER_FAILURE_SECONDS, launcher._TORCHRUN_SECONDS = 0.5, 600.0\n"
+    "launcher._AFTER_SECOND_INTERRUPT_SECONDS = 0.1\n"
     "if os.isatty(0): os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the controlling terminal\n"
     "asked = json.loads(sys.argv[1])\n"
     "fork = asked.pop('fork', False)\n"

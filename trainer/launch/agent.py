@@ -33,6 +33,7 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at the import; not for the ranks
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]
     os.environ.update(given)
@@ -40,6 +41,8 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
     request = run.parse_args([*options, *(word.replace("$", "$$") for word in script)])  # it expands `$`
     if request.nnodes == "1":  # it looks its own name up again and again, for logs that nobody reads
         socket.getfqdn = lambda name="": name or "localhost"
+    # For them, too, it looks up the files of its whole stack among all modules, 20 times a launch.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # noqa: ARG005
     exits, error = {}, ""
     try:
         run.run(request)
