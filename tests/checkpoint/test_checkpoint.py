@@ -161,7 +161,14 @@ CHANGES = [
 IDS = ["new", "same", "damaged", "prune"]
 
 
-@pytest.mark.parametrize("power_cut", [None, 2, 3], ids=["kill", "power", "power again"])
+@pytest.mark.parametrize(
+    "power_cut",
+    [
+        pytest.param(None, id="kill"),
+        pytest.param(2, id="power"),
+        pytest.param(3, id="power again", marks=pytest.mark.slow),  # other names and ends are lost
+    ],
+)
 @pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
 def test_killed_at_every_operation(
     tmp_path: Path,
@@ -177,10 +184,10 @@ def test_killed_at_every_operation(
     chance = random.Random(power_cut)
     seen = set()
     at = 0
+    disk()
+    before(tmp_path / "before")
     while True:
-        folder = tmp_path / f"at-{at}"
-        disk()
-        before(folder)
+        folder = shutil.copytree(tmp_path / "before", tmp_path / f"at-{at}")
         dying = disk(at)
         try:
             change(folder)
@@ -224,10 +231,10 @@ def test_refused_at_every_operation(
     error: int,
 ) -> None:
     at = 0
+    disk()
+    before(tmp_path / "before")
     while True:
-        folder = tmp_path / f"at-{at}"
-        disk()
-        before(folder)
+        folder = shutil.copytree(tmp_path / "before", tmp_path / f"at-{at}")
         refusing = disk(at, error)
         try:
             change(folder)
@@ -267,7 +274,7 @@ def test_killed_for_real(tmp_path: Path) -> None:
     acknowledged = mmap.mmap(-1, 8)
     chance = random.Random(2)
     step = 0
-    for _ in range(16):
+    for _ in range(8):
         child = os.fork()
         if child == 0:
             try:
@@ -285,7 +292,7 @@ def test_killed_for_real(tmp_path: Path) -> None:
         step = mark_of(folder) or 0
         assert step >= promised
         assert found is None or found.tensors["model"]["b"].shape == (40_000,)
-    assert step >= 16
+    assert step >= 8
 
 
 # A full disk and a read-only one, real.
