@@ -165,7 +165,7 @@ def test_rollback(tmp_path: Path, without_13th: Path, harm: Harm) -> None:
     assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, kind, samples_of(recipe, 12))
 
 
-# Before and within it; what comes right after it and with it is below.
+# Before the step, and at it; a signal within the one after is below.
 @pytest.mark.parametrize("stop_at", [11, 13, pytest.param(14, marks=pytest.mark.slow)])
 def test_a_rollback_of_a_run_that_is_stopped(tmp_path: Path, without_13th: Path, stop_at: int) -> None:
     cut = tmp_path / "cut"
