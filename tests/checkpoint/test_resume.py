@@ -44,6 +44,14 @@ from trainer.train.step import train_step
 
 ROOT = Path(__file__).parents[2]
 KIND = {**kinds()[0], "every": 3}
+
+
+def short(**changes: Any) -> Recipe:
+    """The recipe of that kind, of few steps; in the midst of an evaluation's and of a row's."""
+    values = recipe_of({**KIND, **changes}).model_dump(mode="json")
+    return Recipe.model_validate({**values, "max_steps": 18, "evaluation": {"every": "8 steps"}})
+
+
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 # For ranks of tests.helpers.world.
 DIGITS: dict[str, Any] = {
@@ -55,14 +63,9 @@ DIGITS: dict[str, Any] = {
     "ema": {"decay": 0.9},
 }
 SETTINGS = (
-    *(
-        "epochs=3",
-        "evaluation.every=1 epoch",
-        "data.global_batch_size=64",
-        "data.micro_batch_size=32",
-        "model.width=8",
-    ),
-    *("log.every=7", "checkpoint.every=10", "parallel.threads=1"),
+    *("epochs=2", "max_steps=18", "evaluation.every=8 steps", "data.global_batch_size=64"),
+    *("data.micro_batch_size=32", "model.width=4"),
+    *("log.every=7", "checkpoint.every=5", "parallel.threads=1"),
 )
 RUN = ["train", "digits", *(word for setting in SETTINGS for word in ("--set", setting))]
 
@@ -83,21 +86,21 @@ def rows_of(folder: Path) -> list[Any]:
 def stopped(
     folder: Path, *arguments: str, to: str = "launcher", number: int = signal.SIGTERM
 ) -> "subprocess.CompletedProcess[str]":
-    """A run that is sent a signal after its 31st step: its launcher, or one of its ranks."""
+    """A run that is sent a signal after its 11th step: its launcher, or one of its ranks."""
     beside = folder.with_name(f"{folder.name}-beside")
     words = [sys.executable, "-m", "trainer", *RUN, *arguments, "--out", str(folder)]
     process = preloaded.Popen(
         words,
         cwd=ROOT,
-        env=held(beside, 31, "0" if to == "launcher" else to),
+        env=held(beside, 11, "0" if to == "launcher" else to),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     until(lambda: (beside / "held").exists() or process.poll() is not None)
     assert process.poll() is None, process.communicate()
-    # A kill finds the checkpoint of step 30 on the disk: a thread writes it while the training goes on.
-    until((folder / "checkpoints" / "step-00000030").exists)
+    # A kill finds the checkpoint of step 10 on the disk: a thread writes it while the training goes on.
+    until((folder / "checkpoints" / "step-00000010").exists)
     os.kill(process.pid if to == "launcher" else pid_of_rank(beside, to), number)
     out, err = process.communicate(timeout=SECONDS)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
@@ -116,11 +119,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole
     folder = tmp_path / "cut"
     cut = stopped(folder)
     assert (cut.returncode, cut.stderr) == (75, "")
-    assert "stopped by SIGTERM after step 31" in cut.stdout
+    assert "stopped by SIGTERM after step 11" in cut.stdout
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
     done = trainer(*RUN, "--out", str(folder))
     assert done.returncode == 0, done.stderr
-    assert "resumes after step 31" in done.stdout
+    assert "resumes after step 11" in done.stdout
     assert weights_of(folder) == weights_of(whole)
     assert rows_of(folder) == rows_of(whole)
     before = weights_of(folder)
@@ -149,7 +152,7 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_bits(tmp_path: Pa
     run = stopped(tmp_path / "run", "--max-restarts", "3", to="0", number=signal.SIGKILL)
     assert run.returncode == 0, run.stderr
     assert "starting again (1 of 3)" in run.stderr
-    assert "resumes after step 30" in run.stdout
+    assert "resumes after step 10" in run.stdout
     assert weights_of(tmp_path / "run") == weights_of(whole)
     assert rows_of(tmp_path / "run") == rows_of(whole)
 
@@ -292,7 +295,7 @@ def test_a_model_file_of_a_checkpoint_is_plain_safetensors(tmp_path: Path) -> No
 
 def disturbed_disk(fault: str, folder: Path, phase: mmap.mmap) -> int | None:
     """A short run in a fork whose disk has a fault while checkpoints are written; its exit code."""
-    recipe = recipe_of(KIND)
+    recipe = short()
     commit, calls = store.commit, []
 
     def faulty(*arguments: Any) -> Any:
@@ -319,7 +322,7 @@ def disturbed_disk(fault: str, folder: Path, phase: mmap.mmap) -> int | None:
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> Ending:
     """How a short run in a fork ends that nobody disturbs."""
-    return undisturbed(recipe_of(KIND), tmp_path_factory.mktemp("undisturbed"), mmap.mmap(-1, 1))[0]
+    return undisturbed(short(), tmp_path_factory.mktemp("undisturbed"), mmap.mmap(-1, 1))[0]
 
 
 @pytest.mark.parametrize("fault", ["full", "broken", "deleted"])
@@ -332,11 +335,16 @@ def test_a_fault_of_the_disk_does_not_end_the_training(tmp_path: Path, wanted: E
 
 @pytest.mark.parametrize("fault", ["killed before", "killed after"])
 def test_a_run_that_is_killed_while_it_writes_goes_on_with_the_same_bits(
-    tmp_path: Path, wanted: Ending, fault: str
+    tmp_path: Path, wanted: Ending, killed: Path, fault: str
 ) -> None:
     phase = mmap.mmap(-1, 1)
-    assert disturbed_disk(fault, tmp_path, phase) == -signal.SIGKILL
-    goes_on(tmp_path, recipe_of(KIND), phase, wanted)
+    folder = tmp_path / "run"
+    if fault == "killed after":
+        shutil.copytree(killed, folder)
+    else:
+        folder.mkdir()
+        assert disturbed_disk(fault, folder, phase) == -signal.SIGKILL
+    goes_on(folder, short(), phase, wanted)
 
 
 def goes_on(folder: Path, recipe: Recipe, phase: mmap.mmap, wanted: Ending) -> None:
@@ -347,30 +355,21 @@ def goes_on(folder: Path, recipe: Recipe, phase: mmap.mmap, wanted: Ending) -> N
     assert ending(folder) == wanted
 
 
-def killed_after(count: int, folder: Path, recipe: Recipe, phase: mmap.mmap) -> None:
-    """A run that is killed once it has written so many checkpoints."""
-    commit, calls = store.commit, []
-
-    def killing(*arguments: Any) -> Any:
-        commit(*arguments)
-        calls.append(arguments)
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "commit", killing)
-        process = start(recipe, folder, phase)
-        process.join(SECONDS)
-    assert process.exitcode == -signal.SIGKILL
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is killed right after its third checkpoint; nobody changes it."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    folder.mkdir()
+    assert disturbed_disk("killed after", folder, mmap.mmap(-1, 1)) == -signal.SIGKILL
+    return folder
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    tmp_path: Path, wanted: Ending, damage: str
+    tmp_path: Path, wanted: Ending, killed: Path, damage: str
 ) -> None:
-    phase, recipe = mmap.mmap(-1, 1), recipe_of(KIND)
-    killed_after(3, tmp_path, recipe, phase)
-    newest = max((tmp_path / "checkpoints").glob("step-*"))
+    folder = shutil.copytree(killed, tmp_path / "run")
+    newest = max((folder / "checkpoints").glob("step-*"))
     file = newest / "optimizer.safetensors"
     data = bytearray(file.read_bytes())
     if damage == "flip":
@@ -380,18 +379,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         file.write_bytes(data[: len(data) // 2])
     else:
         file.unlink()
-    goes_on(tmp_path, recipe, phase, wanted)
-    notes = json.loads((tmp_path / "manifest.json").read_text())["notes"]
+    goes_on(folder, short(), mmap.mmap(-1, 1), wanted)
+    notes = json.loads((folder / "manifest.json").read_text())["notes"]
     assert any(newest.name in note and "optimizer.safetensors" in note for note in notes), notes
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(tmp_path: Path) -> None:
-    killed_after(2, tmp_path, recipe_of(KIND), mmap.mmap(-1, 1))
-    for path in (tmp_path / "checkpoints").glob("step-*"):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(
+    tmp_path: Path, killed: Path
+) -> None:
+    folder = shutil.copytree(killed, tmp_path / "run")
+    for path in (folder / "checkpoints").glob("step-*"):
         (path / "model.safetensors").unlink()
     with pytest.raises(BadInputError, match=r"none .* can be trusted \(step-\d+: model.safetensors .* force"):
-        newest_checkpoint(tmp_path, "auto", ALONE)
-    assert newest_checkpoint(tmp_path, "force", ALONE)[0] is None
+        newest_checkpoint(folder, "auto", ALONE)
+    assert newest_checkpoint(folder, "force", ALONE)[0] is None
 
 
 def jumping() -> float:
@@ -405,7 +406,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
     """Checkpoints by time are on; the same ones come, and the same bits."""
     monkeypatch.setattr(time, "time", jumping)
     monkeypatch.setattr(time, "time_ns", lambda: int(jumping() * 1e9))
-    assert undisturbed(recipe_of(KIND), tmp_path, mmap.mmap(-1, 1))[0] == wanted
+    assert undisturbed(short(), tmp_path, mmap.mmap(-1, 1))[0] == wanted
 
 
 def test_only_what_is_shown_asks_the_wall_clock() -> None:
@@ -477,7 +478,7 @@ def test_as_the_first_process_of_a_container_it_stops_with_a_checkpoint(tmp_path
 
 def test_a_killed_loader_worker_fails_the_run_and_it_can_go_on(tmp_path: Path, wanted: Ending) -> None:
     """Loader workers change no bit."""
-    phase, recipe = mmap.mmap(-1, 1), recipe_of({**KIND, "workers": 2})
+    phase, recipe = mmap.mmap(-1, 1), short(workers=2)
     commit = store.commit
 
     def killing(*arguments: Any) -> Any:

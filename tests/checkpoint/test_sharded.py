@@ -39,6 +39,7 @@ from trainer.train.state import load_state, tensors_of
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
+LAST = 10  # steps: in the second epoch, with checkpoints of 5 and 10
 
 
 def whole_run(
@@ -46,7 +47,10 @@ def whole_run(
 ) -> tuple[int, str]:
     """A rank's whole part of a run; its exit code, and what it said."""
     recipe = small(
-        data={"micro_batch_size": 2}, parallel={"threads": 1, "hang_s": 0, **parallel}, log={"every": 4}
+        data={"micro_batch_size": 2},
+        parallel={"threads": 1, "hang_s": 0, **parallel},
+        log={"every": 4},
+        max_steps=LAST,
     )
     return asked_run(world, Request(recipe, "small", folder, stop_after=stop_after))
 
@@ -103,6 +107,14 @@ def uncut(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def cut(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, stopped after step 7: checkpoints of 5 and 7."""
+    folder = tmp_path_factory.mktemp("sharded") / "run"
+    assert "stopped after step 7" in run_on(ranks, 2, folder, FSDP, stop_after=7)
+    return folder
+
+
 def test_final_weights_are_whole_and_open(uncut: Path) -> None:
     opened = open_run(uncut)
     assert opened.weights == "ema.safetensors"
@@ -116,10 +128,8 @@ def test_it_learns_the_same(ranks: Ranks, uncut: Path, tmp_path: Path, parallel:
     assert close(tmp_path / "run", uncut)
 
 
-def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    said = run_on(ranks, 2, folder, FSDP, stop_after=7)
-    assert "stopped after step 7" in said
+def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, cut: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(cut, tmp_path / "run")
     assert "resumes after step 7" in run_on(ranks, 2, folder, FSDP)
     assert same_bits(folder, uncut)
 
@@ -147,6 +157,7 @@ def test_sharded_chaos_in_small() -> None:
 def test_another_number_of_ranks_goes_on(
     ranks: Ranks,
     uncut: Path,
+    cut: Path,
     tmp_path: Path,
     size: int,
     parallel: dict[str, Any],
@@ -154,14 +165,17 @@ def test_another_number_of_ranks_goes_on(
     then: dict[str, Any],
 ) -> None:
     folder = tmp_path / "run"
-    run_on(ranks, size, folder, parallel, stop_after=7)
+    if (size, parallel) == (2, FSDP):
+        shutil.copytree(cut, folder)
+    else:
+        run_on(ranks, size, folder, parallel, stop_after=7)
     said = run_on(ranks, then_size, folder, then)
     assert "resumes after step 7" in said and "sums in another order" in said
     assert close(folder, uncut)
 
 
 def test_each_rank_writes_its_rows(uncut: Path) -> None:
-    folder = uncut / FOLDER / "step-00000016"
+    folder = uncut / FOLDER / "step-00000010"
     parts = [
         safetensors.torch.load_file(folder / f"model_0000{rank}_of_00002.safetensors") for rank in range(2)
     ]
@@ -198,7 +212,7 @@ def test_it_is_verified_on_as_many_ranks(
     monkeypatch.setattr(replaying, "start", start)
     assert main(["verify", str(uncut)]) == 0
     told = capsys.readouterr().out
-    assert sizes == [2] and "16 of 16 steps on 2 ranks of 1 thread" in told
+    assert sizes == [2] and "10 of 10 steps on 2 ranks of 1 thread" in told
     assert told.endswith("final weights: model.safetensors, ema.safetensors\n")
     other = shutil.copytree(uncut, tmp_path / "run")
     change = json.loads((other / "manifest.json").read_text())
@@ -225,13 +239,25 @@ def damaged_shard(folder: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["missing", "torn", "flipped"])
-def test_a_damaged_shard_is_named_and_the_one_before_is_used(
-    ranks: Ranks, uncut: Path, tmp_path: Path, how: str
-) -> None:
-    folder = tmp_path / "run"
-    run_on(ranks, 2, folder, FSDP, stop_after=7)
+def test_a_damaged_shard_is_named(ranks: Ranks, cut: Path, tmp_path: Path, how: str) -> None:
+    """And each rank finds the one before."""
+    folder = shutil.copytree(cut, tmp_path / "run")
     line = damaged_shard(folder, how)
     assert line.partition(": ")[2] in str(listing(folder / FOLDER, verify=True)[0].problem)
+    for step, skipped in ranks.run(2, found_by, folder):
+        assert step == 5 and skipped[0].startswith(line)
+
+
+def found_by(world: World, folder: Path) -> tuple[int, list[str]]:
+    """The step of the checkpoint that a rank goes on from, and which ones it leaves out."""
+    found, skipped = newest_checkpoint(folder, "auto", world, sharded=True)
+    assert found is not None
+    return found.step, skipped
+
+
+def test_the_one_before_a_damaged_one_is_used(ranks: Ranks, uncut: Path, cut: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(cut, tmp_path / "run")
+    line = damaged_shard(folder, "flipped")
     said = run_on(ranks, 2, folder, FSDP)
     assert f"checkpoint left out: {line}" in said and "resumes after step 5" in said
     assert same_bits(folder, uncut)
@@ -266,7 +292,7 @@ def read_bytes(world: World, folder: Path) -> tuple[int, list[int], int]:
 
 @pytest.mark.parametrize("size", [2, 4], ids=["as many ranks", "others"])
 def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path, size: int) -> None:
-    folder = uncut / FOLDER / "step-00000016"
+    folder = uncut / FOLDER / "step-00000010"
     written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     answers = ranks.run(size, read_bytes, uncut)
     assert sum(hashed for hashed, _, _ in answers) == written, "together, and each file once"
@@ -276,12 +302,9 @@ def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path, size: i
 
 @pytest.mark.parametrize("finished", [True, False], ids=["final", "checkpoint"])
 def test_an_export_holds_one_tensor_at_a_time(
-    ranks: Ranks, uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+    uncut: Path, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
 ) -> None:
-    folder = uncut
-    if not finished:
-        folder = tmp_path / "run"
-        run_on(ranks, 2, folder, FSDP, stop_after=7)
+    folder = uncut if finished else cut
     held, most, sizes = [0], [0], list[int]()
     read_rows = Stored.__getitem__
 
@@ -307,11 +330,8 @@ def test_an_export_holds_one_tensor_at_a_time(
     assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
 
 
-def test_what_is_torn_is_not_exported(
-    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    run_on(ranks, 2, folder, FSDP, stop_after=7)
+def test_what_is_torn_is_not_exported(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(cut, tmp_path / "run")
     damaged_shard(folder, "flipped")
     assert main(["export", str(folder), "--to", "safetensors", "--streamed"]) == 0
     assert "step-00000005" in capsys.readouterr().out, "the one before"
@@ -339,7 +359,7 @@ def test_a_part_that_cannot_be_written_is_told_and_leaves_nothing(ranks: Ranks, 
     (code, said), _ = ranks.run(2, failing_part, folder)
     assert code == 0
     assert "the checkpoint of step 5 wasn't written (rank 1: No space left on device)" in said
-    assert sorted(path.name for path in (folder / FOLDER).iterdir()) == ["step-00000015", "step-00000016"]
+    assert sorted(path.name for path in (folder / FOLDER).iterdir()) == ["step-00000010"]
 
 
 def test_a_new_run_begins_from_it(uncut: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -69,6 +70,10 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     assert newest is not None and newest.step == 7
     assert all(tensor.isfinite().all() for tensor in newest.tensors["model"].values())
 
+
+def test_a_run_that_stopped_goes_on_by_force_alone(tmp_path: Path) -> None:
+    folder, recipe = tmp_path / "run", small(**SEED, checkpoint={"every": 1})
+    assert attempt(folder, recipe, before=poison([7], "gradient")).code == 1
     again = attempt(folder, recipe)
     assert again.code == 1 and "is diverged already" in again.said and "--resume force" in again.said
     cured = attempt(folder, recipe, "force")
@@ -84,11 +89,21 @@ def test_stop_in_the_last_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("harm", ["loss", "gradient"])
-def test_skip(tmp_path: Path, harm: Harm) -> None:
-    folder = tmp_path / "run"
+SKIPPED = [3, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Attempt]]:
+    """Runs some of whose steps had a bad loss, or a bad gradient."""
+    root = tmp_path_factory.mktemp("skipped")
     recipe = watched(nonfinite="skip")
-    done = attempt(folder, recipe, before=poison([3, 7, 8], harm))
+    harms: tuple[Harm, ...] = ("loss", "gradient")
+    return {harm: (root / harm, attempt(root / harm, recipe, before=poison(SKIPPED, harm))) for harm in harms}
+
+
+@pytest.mark.parametrize("harm", ["loss", "gradient"])
+def test_skip(skipped: dict[str, tuple[Path, Attempt]], harm: Harm) -> None:
+    folder, done = skipped[harm]
     assert done.code == 0
     assert [one["step"] for one in read_anomalies(folder)] == [4, 8, 9]
     assert done.said.count("its update was not made") == 3
@@ -97,31 +112,46 @@ def test_skip(tmp_path: Path, harm: Harm) -> None:
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None
     assert all(t.isfinite().all() for ts in newest.tensors.values() for t in ts.values())
-    # Cut between the anomalies, it ends the same, and tells each once.
-    cut = tmp_path / "cut"
-    assert attempt(cut, recipe, stop_at=6, before=poison([3, 7, 8], harm)).code == 75
-    assert attempt(cut, recipe, stop_at=9, before=poison([3, 7, 8], harm)).code == 75
-    assert attempt(cut, recipe, before=poison([3, 7, 8], harm)).code == 0
+
+
+def test_cut_between_the_anomalies_it_ends_the_same(
+    skipped: dict[str, tuple[Path, Attempt]], tmp_path: Path
+) -> None:
+    """And tells each once."""
+    cut, recipe = tmp_path / "cut", watched(nonfinite="skip")
+    for stop_at, code in ((6, 75), (9, 75), (None, 0)):
+        assert attempt(cut, recipe, stop_at=stop_at, before=poison(SKIPPED, "loss")).code == code
     assert [one["step"] for one in read_anomalies(cut)] == [4, 8, 9]
-    assert ending(cut).weights == ending(folder).weights
+    assert ending(cut).weights == ending(skipped["loss"][0]).weights
 
 
-def test_what_is_skipped_does_not_matter(tmp_path: Path) -> None:
-    """A step with a bad loss and one with a bad gradient leave the same weights: those without it."""
-    recipe = watched(nonfinite="skip")
-    harms: tuple[Harm, ...] = ("loss", "gradient")
-    for harm in harms:
-        assert attempt(tmp_path / harm, recipe, before=poison([5], harm)).code == 0
-    assert ending(tmp_path / "loss").weights == ending(tmp_path / "gradient").weights
+def test_what_is_skipped_does_not_matter(skipped: dict[str, tuple[Path, Attempt]]) -> None:
+    """Steps with a bad loss and those with a bad gradient leave the same weights: those without them."""
+    assert ending(skipped["loss"][0]).weights == ending(skipped["gradient"][0]).weights
+
+
+ROLLBACK = watched(nonfinite="rollback")
+
+
+def leaves_out_the_13th(folder: Path, recipe: Recipe = ROLLBACK) -> Path:
+    """A run that was rolled back before its first step, so to say."""
+    folder.mkdir()
+    told = {"number": 1, "step": 13, "kind": "nonfinite", "policy": "rollback"}
+    (folder / "anomalies.jsonl").write_text(json.dumps(told) + "\n")
+    assert attempt(folder, recipe, before=poison([12], "gradient")).code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def without_13th(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The oracle: a run that is told from the start to leave the step out."""
+    return leaves_out_the_13th(tmp_path_factory.mktemp("without") / "run")
 
 
 @pytest.mark.parametrize("harm", ["gradient", "leap"])
-def test_rollback(tmp_path: Path, harm: Harm) -> None:
+def test_rollback(tmp_path: Path, without_13th: Path, harm: Harm) -> None:
     kind = "spike" if harm == "leap" else "nonfinite"
     recipe = watched(**{kind: "rollback"}, spike_history=10)
-    # The oracle: the same, told from the start to leave the step out.
-    whole = leaves_out_the_13th(tmp_path / "whole", kind)
-    assert attempt(whole, recipe, before=poison([12], harm)).code == 0
     folder = tmp_path / "run"
     done = attempt(folder, recipe, before=poison([12], harm))
     assert done.code == 0
@@ -130,51 +160,52 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
     assert len(rows) == len(set(rows)), "rows of what was rolled back are still there"
     assert "back to the checkpoint before it" in done.said and "resumes after step 10" in done.said
     assert "without step 13" in done.said
-    assert ending(folder) == ending(whole)
+    assert ending(folder) == ending(without_13th)
     (anomaly,) = read_anomalies(folder)
     assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, kind, samples_of(recipe, 12))
-    if harm == "leap":
-        return
-    # Stopped before, within and after it, too.
-    for stop_at in (11, 13, 14):
-        cut = tmp_path / f"cut-{stop_at}"
-        assert attempt(cut, recipe, stop_at=stop_at, before=poison([12], harm)).code == 75
-        assert attempt(cut, recipe, before=poison([12], harm)).code == 0
-        assert ending(cut).weights == ending(whole).weights, stop_at
-    cut = leaves_out_the_13th(tmp_path / "right-after", kind)
-    assert attempt(cut, recipe, stop_at=13).code == 75
-    assert attempt(cut, recipe).code == 0
-    assert ending(cut).weights == ending(whole).weights
 
 
-def leaves_out_the_13th(folder: Path, kind: str) -> Path:
-    """A run folder of a run that was rolled back before its first step, so to say."""
-    folder.mkdir()
-    told = {"number": 1, "step": 13, "kind": kind, "policy": "rollback"}
-    (folder / "anomalies.jsonl").write_text(json.dumps(told) + "\n")
-    return folder
+# Before the step, and at it; a signal within the one after is below.
+@pytest.mark.parametrize("stop_at", [11, 13, pytest.param(14, marks=pytest.mark.slow)])
+def test_a_rollback_of_a_run_that_is_stopped(tmp_path: Path, without_13th: Path, stop_at: int) -> None:
+    cut = tmp_path / "cut"
+    assert attempt(cut, ROLLBACK, stop_at=stop_at, before=poison([12], "gradient")).code == 75
+    assert attempt(cut, ROLLBACK, before=poison([12], "gradient")).code == 0
+    assert ending(cut).weights == ending(without_13th).weights
 
 
-def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path) -> None:
-    losses = {}
-    for every in (1, 2):
-        folder = leaves_out_the_13th(tmp_path / f"every-{every}", "spike")
-        assert attempt(folder, small(**SEED, log={"every": every})).code == 0
-        rows = read_rows(folder)
-        losses[every] = next(row["loss"] for row in rows if row["step"] == 14)
-    assert losses[1] == losses[2]
+def test_a_run_that_is_stopped_right_after_the_step_that_it_leaves_out(
+    tmp_path: Path, without_13th: Path
+) -> None:
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    shutil.copy(without_13th / "anomalies.jsonl", cut)
+    assert attempt(cut, ROLLBACK, stop_at=13).code == 75
+    assert attempt(cut, ROLLBACK).code == 0
+    assert ending(cut).weights == ending(without_13th).weights
+
+
+def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path, without_13th: Path) -> None:
+    each = leaves_out_the_13th(
+        tmp_path / "each", small(**SEED, anomaly={"nonfinite": "rollback"}, log={"every": 1})
+    )
+    losses = [
+        next(row["loss"] for row in read_rows(folder) if row["step"] == 14) for folder in (without_13th, each)
+    ]
+    assert losses[0] == losses[1]
 
 
 def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
-    """Writing a checkpoint takes long; and a signal comes in the middle of a step."""
+    """Writing the checkpoint before an anomaly takes long; and a signal comes in the middle of a step."""
 
     def install() -> None:
         poison([12], "gradient")()
         commit, harmed = store.commit, Classification.loss
 
-        def slow(*arguments: Any) -> Any:
-            time.sleep(seconds)
-            return commit(*arguments)
+        def slow(folder: Path, step: int, *rest: Any) -> Any:
+            if step in (10, 12):
+                time.sleep(seconds)
+            return commit(folder, step, *rest)
 
         def signaled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
             if number and sys.modules["trainer.observe.phases"].PHASE_TIMER.step == at + 1 and model.training:
@@ -188,26 +219,21 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
 
 
 def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
-    recipe = watched(nonfinite="rollback")
-    done = attempt(tmp_path / "run", recipe, before=slowly(0.4))
+    done = attempt(tmp_path / "run", ROLLBACK, before=slowly(0.4))
     assert done.code == 0 and "resumes after step 10" in done.said
 
 
-def test_a_stop_that_comes_with_an_anomaly_is_a_stop(tmp_path: Path) -> None:
-    recipe = watched(nonfinite="rollback")
+def test_a_stop_that_comes_with_an_anomaly_is_a_stop(tmp_path: Path, without_13th: Path) -> None:
     folder = tmp_path / "run"
-    stopped = attempt(folder, recipe, before=slowly(0.0, signal.SIGTERM, 13))
+    stopped = attempt(folder, ROLLBACK, before=slowly(0.0, signal.SIGTERM, 13))
     assert stopped.code == 75 and "resumes after step 10" in stopped.said
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
-    assert attempt(folder, recipe).code == 0
-    whole = leaves_out_the_13th(tmp_path / "whole", "nonfinite")
-    assert attempt(whole, recipe).code == 0
-    assert ending(folder) == ending(whole)
+    assert attempt(folder, ROLLBACK).code == 0
+    assert ending(folder) == ending(without_13th)
 
 
 def test_rollback_to_the_very_start(tmp_path: Path) -> None:
-    recipe = watched(nonfinite="rollback")
-    done = attempt(tmp_path / "run", recipe, before=poison([0, 1], "gradient"))
+    done = attempt(tmp_path / "run", ROLLBACK, before=poison([0, 1], "gradient"))
     assert done.code == 0 and left_out(read_anomalies(tmp_path / "run")) == {0, 1}
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "finished"
 
@@ -296,10 +322,10 @@ def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[
     ("harm", "policy", "reduction"),
     [
         ("loss", "stop", "all_reduce"),
-        ("gradient", "stop", "tree"),
+        pytest.param("gradient", "stop", "tree", marks=pytest.mark.slow),
         ("loss", "skip", "tree"),
         ("gradient", "skip", "all_reduce"),
-        ("loss", "rollback", "all_reduce"),
+        pytest.param("loss", "rollback", "all_reduce", marks=pytest.mark.slow),
         ("gradient", "rollback", "tree"),
     ],
 )
@@ -327,7 +353,7 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
 def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
     """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
     recipe = small(**{**SEED, "data": {"micro_batch_size": 4}}, checkpoint={"every": 12})
-    for one in two_ranks(tmp_path / "run", recipe, slowly(1.0)):
+    for one in two_ranks(tmp_path / "run", recipe, slowly(0.5)):
         assert one.code == 1 and "step 13" in one.line
         assert "status diverged" in one.said
     assert len(read_anomalies(tmp_path / "run")) == 1

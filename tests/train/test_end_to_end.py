@@ -25,7 +25,7 @@ from trainer.models.images import build_model
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--set", "epochs=2", "--set", "data.micro_batch_size=32", "--set", "parallel.threads=1"]
-SMALLER = [*QUICK, "--set", "model.width=4"]
+SMALLER = [*QUICK, *("--set", "model.width=4", "--set", "max_steps=6", "--set", "log.every=2")]
 
 
 def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -180,7 +180,7 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    wild = settings("optim.lr=1e30", "optim.max_grad_norm=0", "max_steps=30")
+    wild = settings("optim.lr=1e30", "optim.max_grad_norm=0")
     done = trainer(tmp_path, "train", "digits", "--out", "run", *SMALLER, *wild)
     assert done.returncode == 1
     assert "isn't finite; lower optim.lr" in done.stderr and "Traceback" not in done.stderr
@@ -205,11 +205,12 @@ def test_synthetic_resnet_runs_without_data(tmp_path: Path) -> None:
     words = settings(
         "model.name=resnet18", "data.image_size=32", "data.samples=16", "data.global_batch_size=4"
     )
-    words += settings("data.micro_batch_size=2", "data.classes=10", "max_steps=3", "parallel.threads=1")
+    words += settings("data.micro_batch_size=2", "data.classes=10", "max_steps=2", "log.every=1")
+    words += settings("parallel.threads=1")
     done = trainer(tmp_path, "train", "resnet50-synthetic", "--out", "run", *words)
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "run")
-    assert rows[-1]["step"] == 3
+    assert rows[-1]["step"] == 2
     assert all(row["loss"] is not None for row in rows if row["kind"] == "train")
 
 

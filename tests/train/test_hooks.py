@@ -186,9 +186,11 @@ def test_they_are_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_checkpoint_goes_untold(own: Path, tmp_path: Path) -> None:
-    done = attempt(tmp_path / "run", with_hooks(own, "Watch", checkpoint={"every": 1, "keep": 1}))
+    done = attempt(
+        tmp_path / "run", with_hooks(own, "Watch", checkpoint={"every": 1, "keep": 1}, max_steps=9)
+    )
     assert done.code == 0, done.said
-    assert [event[2] for event in told(own, "checkpoint")] == list(range(1, 17))
+    assert [event[2] for event in told(own, "checkpoint")] == list(range(1, 10))
     assert all(event[-1] for event in told(own, "checkpoint"))
 
 
@@ -255,15 +257,15 @@ def test_or_is_only_told(own: Path, tmp_path: Path, alone: list[bytes]) -> None:
 
 def test_on_two_ranks(own: Path, tmp_path: Path) -> None:
     """Paths are relative to where the command is typed, and modules there can be imported."""
-    recipe = small(hooks={"use": ["own.py:Watch", "own:Everywhere"]}, data={"micro_batch_size": 4})
+    recipe = small(epochs=1, hooks={"use": ["own.py:Watch", "own:Everywhere"]}, data={"micro_batch_size": 4})
     done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
     assert done.returncode == 0, done.stderr
-    for kind, due in (("step", range(2, 17, 2)), ("evaluation", (8, 16))):
+    for kind, due in (("step", range(2, 9, 2)), ("evaluation", (8,))):
         events = [(event[0], event[2]) for event in told(own, kind)]
         assert [step for rank, step in events if rank == 0] == [step for step in due for _ in range(2)]
         assert [step for rank, step in events if rank == 1] == list(due), "that of all ranks"
     losses = {(event[2], event[-1]) for event in told(own, "step")}
-    assert len(losses) == 8, "of all samples, on both ranks"
+    assert len(losses) == 4, "of all samples, on both ranks"
     assert {event[0] for event in told(own, "checkpoint")} == {0}, "who writes them"
 
 
@@ -359,32 +361,25 @@ def test_words_that_are_no_places(key: str, word: dict[str, Any], line: str) -> 
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["Demanding", "Failing"])
-def test_one_that_cannot_be_made_leaves_no_run_folder(own: Path, tmp_path: Path, name: str) -> None:
+def test_one_that_cannot_be_made_leaves_no_run_folder(own: Path, tmp_path: Path) -> None:
     """What its `__init__` does only a rank can know: it may open a connection."""
-    recipe = small(hooks={"use": [f"{own.name}:{name}"]}, data={"micro_batch_size": 4})
+    recipe = small(hooks={"use": [f"{own.name}:Failing"]}, data={"micro_batch_size": 4})
     done = typed(tmp_path, recipe, "--nproc-per-node", "2")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    why = {"Demanding": "wants host;", "Failing": "KeyError: 'WANDB'"}[name]
-    assert f"hook own.py:{name}" in done.stderr
-    assert why in done.stderr
+    assert "hook own.py:Failing" in done.stderr
+    assert "KeyError: 'WANDB'" in done.stderr
     assert not list((tmp_path / "runs").glob("mine-*"))
 
 
-def test_a_sink_gets_every_row(own: Path, tmp_path: Path) -> None:
-    done = attempt(tmp_path / "run", small(log={"to": ["jsonl", f"{own}:send"]}))
-    assert done.code == 0, done.said
-    rows = [(row["kind"], row["step"]) for row in read_rows(tmp_path / "run", ())]
-    assert sorted(tuple(event[2:]) for event in told(own, "row")) == sorted(rows)
-
-
-def test_verify_calls_none(own: Path, tmp_path: Path) -> None:
+def test_a_sink_gets_every_row_and_verify_calls_none(own: Path, tmp_path: Path) -> None:
     recipe = small(hooks={"use": ["own.py:Watch"]}, log={"to": ["jsonl", "own.py:send"]})
     done = typed(tmp_path, recipe, "--out", "run")
     assert done.returncode == 0, done.stderr
     before = told(own)
     assert {event[1] for event in before} == {"step", "evaluation", "checkpoint", "row"}
+    rows = [(row["kind"], row["step"]) for row in read_rows(tmp_path / "run", ())]
+    assert sorted(tuple(event[2:]) for event in told(own, "row")) == sorted(rows)
     proof = command(tmp_path, "verify", "run")
     assert proof.returncode == 0, proof.stdout + proof.stderr
     assert told(own) == before
@@ -532,7 +527,7 @@ def test_a_fork_that_comes_through_is_no_rank(tmp_path: Path, end: str) -> None:
     """It writes neither how the rank ended nor how the run stands."""
     file = tmp_path / "forks.py"
     file.write_text(FORKS.format(end=end))
-    ended = attempt(tmp_path / "run", small(hooks={"use": [f"{file}:Forks"]}))
+    ended = attempt(tmp_path / "run", small(hooks={"use": [f"{file}:Forks"]}, max_steps=6))
     assert (ended.code, ended.line) == (0, ""), ended.said
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "finished"
 

@@ -7,6 +7,7 @@ sign can't be told from other text.
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 REDACTED = "***"
@@ -51,8 +52,11 @@ _PATTERNS = [
         (r"\b(bearer\s+)[\w.~+/\-]{8,}=*", rf"\1{REDACTED}"),
     )
 ]
+# Each of them matches one of these: most values of a configuration are a word, and hold none.
+_SIGN = re.compile(r"[=:\s]")
 
 
+@lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Whether a key's name says that its value is secret."""
     return _NAME.fullmatch(name) is not None
@@ -60,6 +64,8 @@ def is_secret(name: str) -> bool:
 
 def redact_text(text: str) -> str:
     """Text without the secrets that can be recognized in it."""
+    if _SIGN.search(text) is None:
+        return text
     for pattern, with_what in _PATTERNS:
         text = pattern.sub(with_what, text)
     return text
@@ -69,6 +75,8 @@ def redact(value: Any) -> Any:
     """The same for mappings and sequences, as JSON has them, at any depth; numbers stay as they are."""
     if isinstance(value, str):
         return redact_text(value)
+    if value is None or isinstance(value, (int, float)):  # asked first: there are many, and it is quick
+        return value
     if isinstance(value, Mapping):
         return {key: _hidden(item) if is_secret(str(key)) else redact(item) for key, item in value.items()}
     if isinstance(value, Sequence):

@@ -28,6 +28,9 @@ from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_s
 from trainer.train.run_folder import MANIFEST, set_status, write_json
 from trainer.train.state import Run, TrainState
 
+# libyaml's writes the same ten times as fast; not every PyYAML has it.
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
@@ -87,7 +90,8 @@ def _open(
             warn(f"{file}: {cut} lines that can't be read were removed")
     write_json(folder / MANIFEST, manifest)
     with written_whole(folder / "config.yaml") as beside:
-        beside.write_text(yaml.safe_dump(redact(recipe.model_dump(mode="json")), sort_keys=False))
+        values = redact(recipe.model_dump(mode="json"))
+        beside.write_text(yaml.dump(values, Dumper=_DUMPER, sort_keys=False))
     sinks: list[Sink] = []
     if "jsonl" in recipe.log.to:
         to_files, close_files = jsonl_sink(folder)

@@ -1,0 +1,190 @@
+"""Promise: training goes on while a checkpoint is written; a failure is told, and costs no older one."""
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from errno import EIO, ENOSPC
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.faulty_disk import Disk
+from tests.helpers.marked import hidden, mark_of, marked
+from tests.helpers.waiting import SECONDS
+from trainer.checkpoint import store
+from trainer.checkpoint.background import BackgroundWriter, stage
+from trainer.checkpoint.folder import read
+from trainer.checkpoint.store import listing, write
+from trainer.host import files
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Set when a write has begun; and what it waits for then."""
+    begun, may = threading.Event(), threading.Event()
+    write_files = store.__dict__["write_files"]
+
+    def gated(*arguments: Any) -> None:
+        begun.set()
+        assert may.wait(SECONDS)
+        write_files(*arguments)
+
+    monkeypatch.setattr(store, "write_files", gated)
+    return begun, may
+
+
+def test_training_goes_on_while_it_is_written(
+    tmp_path: Path, gate: tuple[threading.Event, threading.Event]
+) -> None:
+    begun, may = gate
+    problems: list[str] = []
+    writer = BackgroundWriter(tmp_path, keep_last=2, on_problem=problems.append)
+
+    def submit(step: int) -> None:
+        state, tensors = {"mark": step}, marked(step)
+        writer.submit(step, stage(tensors), state, best=0)
+        state["mark"] = -1
+        for group in tensors.values():
+            for tensor in group.values():
+                tensor.fill_(-1)
+
+    submit(0)  # comes back though the write can't end
+    assert begun.wait(SECONDS) and not listing(tmp_path)
+    second = threading.Thread(target=submit, args=(1,))
+    second.start()
+    second.join(0.05)
+    assert second.is_alive(), "one write at a time"
+    assert sum(thread.name == "checkpoint" for thread in threading.enumerate()) == 1
+    may.set()
+    second.join(SECONDS)
+    for step in (2, 3):
+        submit(step)
+    assert writer.finish() == 3 and writer.finish() == 3
+    assert [entry.step for entry in listing(tmp_path)] == [3, 2, 0]
+    assert mark_of(tmp_path) == 3 and not problems
+
+
+def test_staged_tensors_keep_their_layout(tmp_path: Path) -> None:
+    last = torch.randn(2, 3, 4, 4, requires_grad=True).to(memory_format=torch.channels_last)
+    staged = stage({"model": {"a": last, "b": last}})["model"]
+    assert staged["a"].is_contiguous(memory_format=torch.channels_last) and not staged["a"].requires_grad
+    assert staged["a"].data_ptr() != last.data_ptr()
+    assert torch.equal(read(write(tmp_path, 1, {"model": staged}, {})).tensors["model"]["b"], last)
+
+
+def test_a_failed_write_is_told_and_the_next_tries_again(tmp_path: Path, disk: Callable[..., Disk]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    folder = run / "checkpoints"
+    problems: list[str] = []
+    writer = BackgroundWriter(folder, keep_last=1, on_problem=problems.append)
+    disk(8, ENOSPC)
+    writer.submit(1, marked(1), {"mark": 1})
+    assert writer.finish() is None
+    assert problems == ["the checkpoint of step 1 wasn't written (No space left on device); there is none"]
+    assert not hidden(folder)
+    disk()
+    writer.submit(2, marked(2), {"mark": 2})
+    writer.finish()
+    shutil.rmtree(run)
+    writer.submit(3, marked(3), {"mark": 3})
+    assert writer.finish() == 2
+    assert "step 3 wasn't written (No such file or directory)" in problems[1]
+    run.mkdir()
+    writer.submit(4, marked(4), {"mark": 4})
+    assert writer.finish() == 4 and mark_of(folder) == 4 and len(problems) == 2
+
+
+def test_a_folder_that_goes_under_way_is_told(
+    tmp_path: Path, gate: tuple[threading.Event, threading.Event]
+) -> None:
+    begun, may = gate
+    problems: list[str] = []
+    writer = BackgroundWriter(tmp_path / "checkpoints", keep_last=1, on_problem=problems.append)
+    writer.submit(1, marked(1), {"mark": 1})
+    assert begun.wait(SECONDS)
+    shutil.rmtree(tmp_path / "checkpoints")
+    may.set()
+    assert writer.finish() is None and len(problems) == 1
+
+
+def test_old_ones_that_stay_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    writer = BackgroundWriter(tmp_path, keep_last=1, on_problem=problems.append)
+
+    def refuse(_: Path) -> None:
+        raise OSError(EIO, os.strerror(EIO))
+
+    monkeypatch.setattr(files, "remove", refuse)
+    for step in (1, 2):
+        writer.submit(step, marked(step), {"mark": step})
+    assert writer.finish() == 2
+    assert problems == ["old checkpoints weren't removed (Input/output error)"]
+
+
+def test_a_wrong_state_is_the_caller_s_mistake(tmp_path: Path) -> None:
+    writer = BackgroundWriter(tmp_path, keep_last=1, on_problem=pytest.fail)
+    with pytest.raises(ValueError):
+        writer.submit(1, marked(1), {"loss": float("inf")})
+
+
+def test_an_abandoned_write_leaves_nothing(
+    tmp_path: Path, gate: tuple[threading.Event, threading.Event]
+) -> None:
+    begun, may = gate
+    writer = BackgroundWriter(tmp_path, keep_last=1, on_problem=pytest.fail)
+    writer.submit(1, marked(1), {"mark": 1})
+    assert begun.wait(SECONDS)
+    writer.abandon()  # doesn't wait: the write can't end before the next line
+    may.set()
+    assert writer.finish() is None
+    assert not list(tmp_path.iterdir())
+
+
+# A full disk and a read-only one, real.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"can't mount a small tmpfs here: {error}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
+    problems: list[str] = []
+    folder = small_disk / "checkpoints"
+    writer = BackgroundWriter(folder, keep_last=1, on_problem=problems.append)
+    writer.submit(1, marked(1), {"mark": 1})
+    writer.submit(2, marked(2, 300_000), {"mark": 2})
+    assert writer.finish() == 1
+    assert problems == [
+        "the checkpoint of step 2 wasn't written (No space left on device); the last one is of step 1"
+    ]
+    assert mark_of(folder) == 1 and not hidden(folder)
+    writer.submit(3, marked(3), {"mark": 3})
+    assert writer.finish() == 3 and mark_of(folder) == 3
+    assert len(problems) == 1
+
+
+def test_a_disk_that_is_read_only_for_a_while(small_disk: Path) -> None:
+    problems: list[str] = []
+    writer = BackgroundWriter(small_disk, keep_last=1, on_problem=problems.append)
+    writer.submit(1, marked(1), {"mark": 1})
+    writer.finish()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    writer.submit(2, marked(2), {"mark": 2})
+    assert writer.finish() == 1 and "Read-only file system" in problems[0]
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    writer.submit(3, marked(3), {"mark": 3})
+    assert writer.finish() == 3 and mark_of(small_disk) == 3
