@@ -26,7 +26,7 @@ from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.dataset import ArrayDataset, Arrays
 from trainer.data.joined import make_loaders
-from trainer.data.loader import Source, make_loader
+from trainer.data.loader import RingLoader, Source, make_loader
 from trainer.data.sampling.plan import evaluation_share
 from trainer.errors import BadInputError
 from trainer.observe.rows import tag
@@ -333,7 +333,8 @@ def test_joined_sets_give_the_batches_of_each_alone(
     for rank in range(world):
         parts = sources(counts, size, rank, world)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("trainer.data.joined.RingLoader", in_process)
+            for module in ("joined", "loader"):  # of a set that is alone
+                patch.setattr(f"trainer.data.{module}.RingLoader", in_process)
             loaders = make_loaders(parts, CPU, DataConfig(), 2, quarantines(counts))
         for number in [one for one in order if one < len(counts)] * 2:
             part = parts[number]
@@ -351,8 +352,6 @@ def test_joined_sets_give_the_batches_of_each_alone(
 def in_process(
     source: Source, device: torch.device, _: int, config: DataConfig, quarantine: Quarantine
 ) -> Any:
-    from trainer.data.loader import RingLoader
-
     return RingLoader(source, device, 0, config, quarantine)
 
 
@@ -445,7 +444,10 @@ def test_token_files_have_splits(tmp_path: Path, text: str) -> None:
         make_task(make_recipe(values, ["evaluation.sets.test.split=test"]))
 
 
-def test_detection_and_audio_have_more_sets() -> None:
+def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("digits_canvas", "dtmf"):
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 20)
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 10)
     for name in ("digits-detection", "dtmf"):
         found = load_recipe(name, [])
         other = make_recipe(
