@@ -78,13 +78,16 @@ class Page:
 
     def open(self, what: Path | str, width: int, height: int = 900, dark: bool = False) -> None:
         """Shows a file or a URL, in a window of so many CSS pixels; `events` begin anew."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.prefer("dark" if dark else "light")
         self.resize(width, height)
         self.events.clear()
         self.call("Page.navigate", url=what if isinstance(what, str) else what.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
+
+    def prefer(self, scheme: str) -> None:
+        """Asks pages for their light or their dark colors."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def resize(self, width: int, height: int, scale: float = 1) -> None:
         """Makes the window so large."""

@@ -39,6 +39,7 @@ def recipe_of(pictures: Path, **data: Any) -> Recipe:
         "evaluation": {"every": "end"},
         "data": {"name": "folder", "path": str(pictures), **sizes, **data},
         "model": {"width": 4},
+        "optim": {"schedule": "constant"},  # of so many steps another one takes its time to compute
         "parallel": {"threads": 1},
         "log": {"to": []},
     }

@@ -158,7 +158,7 @@ def test_token_files_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     recipe = make_recipe(
         task="language",
         data={"name": "tokens", "path": str(tmp_path), "micro_batch_size": 2, "global_batch_size": 4},
-        language=SMALL | {"text": "packed"},
+        language=SMALL | {"layers": 1, "sequence_length": 256, "text": "packed"},
         memory={"checkpointing": "blocks"},
         optim={"lr": 0.01, "warmup_steps": 0},
     )

@@ -232,7 +232,7 @@ def kept(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["hub", "path"])
+@pytest.mark.parametrize("kind", ["hub", pytest.param("path", marks=pytest.mark.slow)])
 def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(
     tmp_path: Path, hub: Hub, kind: str
 ) -> None:

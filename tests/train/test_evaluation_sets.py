@@ -19,6 +19,7 @@ from tests.helpers.forked import attempt, replace
 from tests.helpers.rows import read_rows
 from trainer.checkpoint import FOLDER
 from trainer.cli import main
+from trainer.commands.evaluate import rank as ranks_part
 from trainer.commands.evaluate.show import lines
 from trainer.config.data import DataConfig
 from trainer.config.recipe import Recipe
@@ -26,9 +27,10 @@ from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.dataset import ArrayDataset, Arrays
 from trainer.data.joined import make_loaders
-from trainer.data.loader import Source, make_loader
+from trainer.data.loader import RingLoader, Source, make_loader
 from trainer.data.sampling.plan import evaluation_share
 from trainer.errors import BadInputError
+from trainer.launch.launcher import LocalRanks
 from trainer.observe.rows import tag
 from trainer.rng import Float32, Ints
 from trainer.train import evaluate as evaluating
@@ -183,9 +185,22 @@ def test_on_two_ranks_with_workers_it_is_the_same(data: Path, run: Path, tmp_pat
     rows, theirs = (read_rows(folder, ("eval",))[-1] for folder in (tmp_path / "run", run))
     assert rows == theirs
     assert weights(tmp_path / "run") == weights(run)
-    two = [*words[:3], "evaluate", "run", "--on", "test", "--nproc-per-node", "2", "--json"]
-    told = json.loads(preloaded.run(two, cwd=tmp_path).stdout)
-    assert told["metrics"] == {n: rows[f"eval/test/{n}"] for n in ("loss", "accuracy")}
+
+
+def test_ranks_are_told_which_set(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the first of two, in this process; tests/commands/test_evaluate.py has several."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def launched(_: str, request: dict[str, Any], local: LocalRanks, **__: Any) -> int:
+        assert local.ranks == 2
+        return ranks_part.main(json.loads(json.dumps(request)))
+
+    monkeypatch.setattr("trainer.commands.evaluate.evaluate.launch", launched)
+    told, row = on(capsys, run, "--on", "test", "--nproc-per-node", "2"), read_rows(run, ("eval",))[-1]
+    assert told["metrics"] == {n: row[f"eval/test/{n}"] for n in ("loss", "accuracy")}
 
 
 def scored(scores: dict[str, list[float]]) -> Callable[[], None]:
@@ -333,7 +348,8 @@ def test_joined_sets_give_the_batches_of_each_alone(
     for rank in range(world):
         parts = sources(counts, size, rank, world)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("trainer.data.joined.RingLoader", in_process)
+            for module in ("joined", "loader"):  # of a set that is alone
+                patch.setattr(f"trainer.data.{module}.RingLoader", in_process)
             loaders = make_loaders(parts, CPU, DataConfig(), 2, quarantines(counts))
         for number in [one for one in order if one < len(counts)] * 2:
             part = parts[number]
@@ -351,8 +367,6 @@ def test_joined_sets_give_the_batches_of_each_alone(
 def in_process(
     source: Source, device: torch.device, _: int, config: DataConfig, quarantine: Quarantine
 ) -> Any:
-    from trainer.data.loader import RingLoader
-
     return RingLoader(source, device, 0, config, quarantine)
 
 
@@ -445,7 +459,10 @@ def test_token_files_have_splits(tmp_path: Path, text: str) -> None:
         make_task(make_recipe(values, ["evaluation.sets.test.split=test"]))
 
 
-def test_detection_and_audio_have_more_sets() -> None:
+def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("digits_canvas", "dtmf"):
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 20)
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 10)
     for name in ("digits-detection", "dtmf"):
         found = load_recipe(name, [])
         other = make_recipe(

@@ -59,9 +59,10 @@ SMALLEST: dict[str, list[str]] = {
 
 
 @pytest.fixture(autouse=True)
-def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TRAIN", 8)
-    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TEST", 2)
+def little_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("digits_canvas", "dtmf"):
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 8)
+        monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 2)
 
 
 def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -> tuple[Any, Any]:
@@ -106,7 +107,10 @@ def test_each_recipe_is_looked_at() -> None:
 
 
 # Seconds each, and what observes them goes the same ways as with others of their task.
-LARGE = {"coco-fasterrcnn", "resnet50-imagenet", "resnet50-synthetic", "speech-commands", "vit-small"}
+LARGE = {
+    *("coco-fasterrcnn", "resnet18-cifar10", "resnet50-imagenet", "resnet50-synthetic"),
+    *("speech-commands", "vit-small"),
+}
 RECIPES = [pytest.param(name, "torch", marks=[pytest.mark.slow] * (name in LARGE)) for name in SMALLEST]
 
 

@@ -1,7 +1,6 @@
 """Promise P6: a run explains itself in one file, whatever lies in its folder."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -12,29 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from tests.helpers.report_runs import alone, manifest, train_row, write_run
 from tests.helpers.rows import read_rows
 from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.observe import phases
-from trainer.observe.charts.axis import make_axis, step_axis
-from trainer.observe.charts.lines import Line, line, line_chart
-from trainer.observe.charts.thin import Cell, ThinnedRows, thinned
+from trainer.observe.charts.lines import line
 from trainer.observe.rows import FILES
 from trainer.observe.text import (
-    age,
-    count,
-    duration,
-    escaped,
-    megabytes,
-    memory_size,
-    number,
-    plain,
-    scaled,
     share,
-    size,
 )
 from trainer.train.report import figures, page as page_of, write
 from trainer.train.report.phases import PHASES
@@ -315,29 +301,6 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     assert "2 lines that can\u2019t be read were left out" in _report(folder)[1].text
 
 
-@given(
-    st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9), st.integers(-9, 9)), min_size=1, max_size=300),
-    st.integers(1, 20),
-)
-def test_thinned_rows_keep_the_least_the_largest_and_the_sum(values: list[float | None], most: int) -> None:
-    rows = ThinnedRows(most, lambda name: name == "x")
-    for n, value in enumerate(values):
-        rows.add(n, {"x": value, "y": 1})
-    points = rows.points()
-    assert len(points) <= 2 * most + 1
-    less = thinned(points, most + 1)
-    assert len(less) <= most + 1 and less[-1] == points[-1]
-    for found in (points, less):
-        numbers = [value for value in values if value is not None]
-        cells = [point.cells["x"] for point in found if point.cells["x"].rows]
-        assert sum(cell.rows for cell in cells) == len(numbers)
-        assert sum(point.rows for point in found) == len(values) and found[-1].step == len(values) - 1
-        if numbers:
-            assert min(cell.low for cell in cells) == min(numbers)
-            assert max(cell.high for cell in cells) == max(numbers)
-            assert math.fsum(cell.total for cell in cells) == pytest.approx(math.fsum(numbers), abs=1e-3)
-
-
 def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(manifest(20_000)))
     losses = [1.0 + (n % 7) / 10 + 1000 * (n == 7_777) for n in range(20_000)]
@@ -368,92 +331,6 @@ def test_a_report_of_a_million_rows_is_below_a_megabyte(tmp_path: Path) -> None:
                 file.write(f"{line[:at]}{thousand * 1000 + n}{line[line.index(',', at) :]}\n")
     html, parsed = _report(folder)
     assert len(html) < 1_000_000 and "from 1,000,000 rows of metrics" in parsed.text
-
-
-def test_a_figure_that_was_not_finite_is_a_gap() -> None:
-    cells = [(n, Cell(1.0, 1.0, 1.0, int(n != 3))) for n in range(1, 6)]
-    drawn = line_chart("Loss", [Line("loss", cells)], last=5)
-    assert len(re.findall(r'<path d="M[^"]*"/>', drawn)) == 2
-    assert line_chart("Loss", [Line("loss", [(1, Cell(0, 0, 0, 0))])], last=5) == ""
-    assert line_chart("Loss", [Line("limit", cells, -1)], last=5) == ""
-
-
-@given(
-    st.floats(-1e150, 1e150),
-    st.floats(0, 1e150),
-    st.sampled_from(["number", "count", "si", "share", "bytes"]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_axes_have_a_few_round_ticks_between_their_ends(
-    low: float, span: float, kind: Any, zero: bool, may_log: bool
-) -> None:
-    axis = make_axis(low, low + span, kind, "x", zero, may_log)
-    places = [axis.at(value) for value, _ in axis.ticks]
-    assert axis.low < axis.high
-    nothing = 1e-8 * (axis.high - axis.low)
-    assert axis.low <= low + nothing and low + span <= axis.high + nothing
-    assert 2 <= len(places) <= 12 or axis.log
-    assert all(0 <= one < other <= 1 for one, other in pairwise(places))
-    assert len({text for _, text in axis.ticks}) == len(axis.ticks)
-
-
-@pytest.mark.parametrize("zero", [True, False])
-def test_a_share_that_stays_the_same_is_no_more_than_all(zero: bool) -> None:
-    assert make_axis(1.0, 1.0, "share", zero=zero).high == 1
-    assert make_axis(0.2, 0.2, "share", zero=zero).high < 1
-
-
-@given(st.integers(0, 10**15))
-def test_the_axis_of_steps_ends_with_the_last_one(last: int) -> None:
-    axis = step_axis(last)
-    assert (axis.low, axis.high) == (0, max(1, last))
-    assert 2 <= len(axis.ticks) <= 7 and axis.ticks[0][1] == "0"
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (number(0.99166), "0.9917"),
-        (number(-1586.8), "\u22121,587"),
-        (number(5.06e-7), "5.06e\u22127"),
-        (number(1234567890123), "1.23e12"),
-        (number(math.nan), "not finite"),
-        (count(1234567), "1,234,567"),
-        (scaled(12.34e12, "FLOP/s"), "12.3 TFLOP/s"),
-        (size(721178624), "688 MiB"),
-        (size(12), "12 B"),
-        (share(0.4123), "41 %"),
-        (share(0.0041), "0.4 %"),
-        (share(0.0001), "< 0.1 %"),
-        (share(0), "0 %"),
-        (duration(0.0123), "12.3 ms"),
-        (duration(4.44), "4.44 s"),
-        (duration(750), "12 min 30 s"),
-        (duration(3599.7), "1 h"),
-        (duration(187_200), "2 d 4 h"),
-        (age(119), "119 s"),
-        (age(46 * 3600), "46 h"),
-        (age(50 * 3600), "2 d"),
-        (memory_size((1 << 30) - 1), "1,024 MiB"),
-        (memory_size(1 << 30), "1.00 GiB"),
-        (megabytes(9.6e6), "9.6 MB"),
-        (megabytes(9.96e6), "10 MB"),
-    ],
-)
-def test_values_are_written_as_people_read_them(text: str, wanted: str) -> None:
-    if wanted == "1 h":
-        assert text.replace("\u00a0", " ") in ("1 h", "60 min")
-    else:
-        assert text.replace("\u00a0", " ") == wanted
-
-
-@given(st.one_of(st.text(), st.recursive(st.none() | st.booleans() | st.floats() | st.integers(), st.lists)))
-def test_any_value_becomes_text_that_html_may_hold(value: Any) -> None:
-    text = escaped(value, 50)
-    assert not set("<>\"'") & set(text) and "\x1b" not in text
-    text.encode("utf-8", "strict")
-    assert len(plain(value, 50)) <= 50
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:

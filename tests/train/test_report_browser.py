@@ -14,10 +14,13 @@ from tests.helpers.report_runs import alone, write_run
 from trainer.train.report.write import write_report
 
 _PATH = find_chromium()
-pytestmark = pytest.mark.skipif(
-    _PATH is None and os.environ.get("TRAINER_REQUIRE_BROWSER") != "1",
-    reason="no Chromium here: apt-get install chromium",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        _PATH is None and os.environ.get("TRAINER_REQUIRE_BROWSER") != "1",
+        reason="no Chromium here: apt-get install chromium",
+    ),
+    pytest.mark.xdist_group("browser"),  # it takes seconds to start
+]
 
 # What is wider than the window, unless it lies in a part that scrolls by itself.
 _TOO_WIDE = """[...document.querySelectorAll('body *')]
@@ -100,22 +103,19 @@ def _requests(page: Page) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["one", "poor", "two", "many"])
-@pytest.mark.parametrize(
-    ("width", "dark"), [(360, False), (360, True), (768, False), (1440, False), (1440, True)]
-)
-def test_the_report_is_readable(
-    browser: Page, reports: dict[str, Path], name: str, width: int, dark: bool
-) -> None:
-    browser.open(reports[name], width, dark=dark)
-    assert browser.evaluate(_TOO_WIDE) == []
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_the_report_is_readable(browser: Page, reports: dict[str, Path], name: str, width: int) -> None:
+    browser.open(reports[name], width)
     assert browser.evaluate(_UNLABELLED) == []
-    contrasts = browser.evaluate(_LITTLE_CONTRAST)
-    assert len(contrasts) > 30
-    assert [one for one in contrasts if one[0] < 4.5] == []
     if name != "many":
         assert browser.evaluate(_OVER_EACH_OTHER) == []
-    paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert paper == ("rgb(20, 22, 25)" if dark else "rgb(253, 253, 251)")
+    for scheme, paper in (("light", "rgb(253, 253, 251)"), ("dark", "rgb(20, 22, 25)")):
+        browser.prefer(scheme)
+        assert browser.evaluate(_TOO_WIDE) == []
+        contrasts = browser.evaluate(_LITTLE_CONTRAST)
+        assert len(contrasts) > 30
+        assert [one for one in contrasts if one[0] < 4.5] == []
+        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == paper
     assert _complaints(browser) == []
     assert [url for url in _requests(browser) if not url.startswith("data:")] == [reports[name].as_uri()]
 

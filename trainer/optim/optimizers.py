@@ -113,9 +113,11 @@ def schedule(config: OptimConfig, updates: int, steps_per_epoch: float) -> list[
     """
     if config.schedule == "one-cycle":
         return [config.lr * _one_cycle(config, update, updates) for update in range(updates)]
-    # Rounded, as 0.55 epochs of 100 steps are 55.00000000000001.
-    falls = [round(epochs * steps_per_epoch, 6) for epochs in config.milestones]
-    return [config.lr * _warmed_up(config, update, updates, falls) for update in range(updates)]
+    # A run may have millions of updates.
+    warmup = round(_warmup(config, updates))
+    shares = [(update + 1) / warmup for update in range(min(warmup, updates))]
+    shares += _warmed_up(config, range(warmup, updates), steps_per_epoch)
+    return [config.lr * share for share in shares]
 
 
 def _warmup(config: OptimConfig, updates: int) -> float:
@@ -132,21 +134,22 @@ def _one_cycle(config: OptimConfig, update: int, updates: int) -> float:
     return final + (1 - final) * _half_cosine((update - top) / (updates - 1 - top or 1))
 
 
-def _warmed_up(config: OptimConfig, update: int, updates: int, falls: list[float]) -> float:
-    """Share of the peak."""
-    warmup = round(_warmup(config, updates))
-    if update < warmup:
-        return (update + 1) / warmup
+def _warmed_up(config: OptimConfig, after: range, steps_per_epoch: float) -> list[float]:
+    """Shares of the peak, for the updates after the warm-up."""
     if config.schedule == "constant":
-        return 1.0
+        return [1.0] * len(after)
     if config.schedule == "step":
-        return float(config.gamma ** sum(update >= fall for fall in falls))
+        # Rounded, as 0.55 epochs of 100 steps are 55.00000000000001.
+        falls = [round(epochs * steps_per_epoch, 6) for epochs in config.milestones]
+        return [float(config.gamma ** sum(update >= fall for fall in falls)) for update in after]
     if config.schedule == "wsd":
-        length = max(1, min(round(config.decay * updates), updates - warmup))
-        fall = 1 - math.sqrt(max(0, update - (updates - length)) / length)
+        length = max(1, min(round(config.decay * after.stop), len(after)))
+        held = after.stop - length
+        left = [1 - math.sqrt(max(0, update - held) / length) for update in after]
     else:
-        fall = _half_cosine((update - warmup) / max(1, updates - warmup))
-    return config.final_lr + (1 - config.final_lr) * fall
+        left = [_half_cosine(number / len(after)) for number in range(len(after))]
+    final = config.final_lr
+    return [final + (1 - final) * share for share in left]
 
 
 def _half_cosine(part: float) -> float:
