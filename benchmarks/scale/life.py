@@ -58,7 +58,7 @@ def live(
         failures: Seconds at which a node fails, rising.
         leap: Whether to leap over checkpoints that are like the two before, up to the last before a failure.
     """
-    # At most two events are ahead: what the training does next (never, while a copy waits), and a write's end.
+    # At most two events are ahead: what the training does next (never, while a copy waits), the write's end.
     next_at, what = interval_s, "due"
     writing, write_ends = 0.0, _NEVER  # seconds of training in what is written
     copied = kept = held_s = stalled_s = 0.0  # seconds of training in the copy, and on the disk

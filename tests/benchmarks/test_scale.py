@@ -228,6 +228,8 @@ def test_a_life_by_hand() -> None:
     assert live(10, 1, 3, 5, [15.0, 40.0]).lost_share == pytest.approx(1 - 20 / 40)
     # It fails again while it starts: nothing more is kept by 36, only 16 s after the second failure's start.
     assert live(10, 1, 3, 5, [15.0, 18.0, 36.0]).lost_share == pytest.approx(1 - 10 / 36)
+    # On the disk at 26; the next copy is whole at 22 and waits until then. Fails at 30: 10 s are kept.
+    assert live(10, 1, 15, 5, [30.0]) == pytest.approx((1 - 10 / 30, (1 + 1 + 4) / 2, True))
 
 
 def test_the_best_interval_of_a_slow_writer_is_its_own() -> None:
