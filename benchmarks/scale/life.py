@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 _SAME = 1e-9  # cycles that differ by less are the same
+_NEVER = float("inf")
 
 
 class Lived(NamedTuple):
@@ -57,48 +58,53 @@ def live(
         failures: Seconds at which a node fails, rising.
         leap: Whether to leap over checkpoints that are like the two before, up to the last before a failure.
     """
-    events = [(interval_s, "due")]
+    # At most two events are ahead: what the training does next (never, while a copy waits), the write's end.
+    next_at, what = interval_s, "due"
+    writing, write_ends = 0.0, _NEVER  # seconds of training in what is written
     copied = kept = held_s = stalled_s = 0.0  # seconds of training in the copy, and on the disk
-    writing: float | None = None
     waits_since: float | None = None
     checkpoints, waited, written_at, cycle_s = 0, 0.0, 0.0, 0.0
     upcoming = iter(failures)
     failure = next(upcoming)
     while True:
-        if failure <= events[0][0]:
-            events, writing, waits_since, written_at, cycle_s = [], None, None, 0.0, 0.0
-            heapq.heappush(events, (failure + restart_s, "restarted"))
+        if failure <= next_at and failure <= write_ends:
+            next_at, what, write_ends = failure + restart_s, "restarted", _NEVER
+            waits_since, written_at, cycle_s = None, 0.0, 0.0
             end, failure = failure, next(upcoming, -1.0)
             if failure < 0:
                 return Lived(1 - kept / end, stalled_s / max(1, checkpoints), held_s > 0)
             continue
-        now, what = heapq.heappop(events)
-        if what == "restarted":
-            copied = kept
-            heapq.heappush(events, (now + interval_s, "due"))
+        written = write_ends < next_at
+        if written:
+            now, kept, write_ends = write_ends, writing, _NEVER
+            starts = waits_since is not None
         elif what == "due":
             copied += interval_s
-            heapq.heappush(events, (now + copy_s, "copied"))
-        elif what == "copied" and writing is not None:
-            waits_since = now
-        elif what == "written" and writing is not None:
-            kept, writing = writing, None
-        if (what == "copied" and waits_since is None) or (what == "written" and waits_since is not None):
+            next_at, what = next_at + copy_s, "copied"
+            continue
+        elif what == "restarted":
+            copied = kept
+            next_at, what = next_at + interval_s, "due"
+            continue
+        elif write_ends < _NEVER:
+            waits_since, next_at = next_at, _NEVER
+            continue
+        else:
+            now, starts = next_at, True
+        if starts:
             waited = 0.0 if waits_since is None else now - waits_since
             held_s, stalled_s, checkpoints = held_s + waited, stalled_s + copy_s + waited, checkpoints + 1
-            writing, waits_since = copied, None
-            heapq.heappush(events, (now + write_s, "written"))
-            heapq.heappush(events, (now + interval_s, "due"))
-        if what == "written":
+            writing, write_ends, waits_since = copied, now + write_s, None
+            next_at, what = now + interval_s, "due"
+        if written:
             before, cycle_s = cycle_s, now - written_at
             written_at = now
             if leap and before and abs(cycle_s - before) <= _SAME * cycle_s:
                 times = int((failure - now) / cycle_s) - 1
                 if times > 0:
-                    events = [(at + times * cycle_s, name) for at, name in events]
+                    next_at, write_ends = next_at + times * cycle_s, write_ends + times * cycle_s
                     copied, kept = copied + times * interval_s, kept + times * interval_s
-                    writing = None if writing is None else writing + times * interval_s
-                    waits_since = None if waits_since is None else waits_since + times * cycle_s
+                    writing += times * interval_s
                     written_at += times * cycle_s
                     # Each was like the last one.
                     checkpoints, stalled_s = checkpoints + times, stalled_s + times * (copy_s + waited)

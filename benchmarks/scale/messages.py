@@ -47,10 +47,15 @@ class Rings:
         Returns:
             (rings, ranks): seconds at which each has the last message.
         """
-        has = own
+        if steps < 1:
+            return own
+        free, has, busy_s = self._free, np.array(own, order="C"), size / self._bytes_per_s
         for _ in range(steps):
-            self._free = np.maximum(has, self._free) + size / self._bytes_per_s
-            has = np.maximum(np.roll(self._free + self._alpha_s, 1, axis=1), own)
+            np.maximum(has, free, out=free)
+            free += busy_s
+            np.add(free[:, :-1], self._alpha_s, out=has[:, 1:])
+            np.add(free[:, -1], self._alpha_s, out=has[:, 0])
+            np.maximum(has, own, out=has)
         return has
 
 

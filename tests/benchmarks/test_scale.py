@@ -30,14 +30,13 @@ from benchmarks.scale.life import best_interval, failure_times, live
 from benchmarks.scale.messages import Fabric
 from benchmarks.scale.simulate import simulate
 from benchmarks.scale.strategies import held, sent
-from benchmarks.scale.table import TARGET, differences
+from benchmarks.scale.table import TARGET
 from trainer import checkpoint
 from trainer.config.training import CheckpointConfig
 from trainer.errors import BadInputError
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE, MEASURED = (ROOT / f"docs/results/scale-{name}.yaml" for name in ("example", "measured"))
-GPUS = (8, 64, 512, 4096)
+EXAMPLE = ROOT / "docs/results/scale-example.yaml"
 Capsys = pytest.CaptureFixture[str]
 
 
@@ -74,13 +73,6 @@ def test_formula_and_simulation_agree(case: str, gpus: int) -> None:
     one, other = both(example(**CASES[case]), gpus, seed=1)
     apart = {name: difference(getattr(one, name), getattr(other, name)) for name in one._fields}
     assert max(apart.values()) <= TARGET, apart
-
-
-def test_they_agree_at_4096_of_the_example_and_of_what_was_measured() -> None:
-    for job in (EXAMPLE, MEASURED):
-        one, other = both(read_job(job).figures, 4096)
-        apart = differences([one], [other])
-        assert max(apart.values()) <= TARGET, apart
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -236,6 +228,8 @@ def test_a_life_by_hand() -> None:
     assert live(10, 1, 3, 5, [15.0, 40.0]).lost_share == pytest.approx(1 - 20 / 40)
     # It fails again while it starts: nothing more is kept by 36, only 16 s after the second failure's start.
     assert live(10, 1, 3, 5, [15.0, 18.0, 36.0]).lost_share == pytest.approx(1 - 10 / 36)
+    # On the disk at 26; the next copy is whole at 22 and waits until then. Fails at 30: 10 s are kept.
+    assert live(10, 1, 15, 5, [30.0]) == pytest.approx((1 - 10 / 30, (1 + 1 + 4) / 2, True))
 
 
 def test_the_best_interval_of_a_slow_writer_is_its_own() -> None:
@@ -296,6 +290,8 @@ def test_gloo_asks_the_store_as_often_as_is_said(
 def test_the_document_shows_what_its_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/scaling.md").read_text()
+    # Two of them simulate, the example and what was measured, on up to 4,096 GPUs: they end with code 1 where
+    # that and the formulas lie too far apart.
     assert text.count("<!-- python -m benchmarks scale") == text.count("<!-- end -->") == 5
     assert document.renewed(text) == text
 

@@ -73,6 +73,11 @@ def test_every_field_is_changed() -> None:
     assert set(CHANGES) == set(JobSpec.model_fields)
 
 
+@pytest.mark.parametrize("where", PLACES)
+def test_a_file_says_the_job(where: str) -> None:
+    assert read(where, job(where)) == job_files.expected(job(where), port(where, job(where)))
+
+
 @pytest.mark.parametrize("field", CHANGES)
 @pytest.mark.parametrize("where", PLACES)
 def test_a_changed_field_changes_the_file(where: str, field: str) -> None:
@@ -81,7 +86,6 @@ def test_a_changed_field_changes_the_file(where: str, field: str) -> None:
         with pytest.raises(BadInputError):
             read(where, after)
         return
-    assert read(where, before) == job_files.expected(before, port(where, before))
     if field != "recipe_text":
         assert read(where, after) == job_files.expected(after, port(where, after))
     if (where, field) != ("docker", "port"):

@@ -121,7 +121,7 @@ def check_builtin(document: dict[str, Any]) -> None:
 
 
 def check_all(text: str) -> None:
-    for document in yaml.safe_load_all(text):
+    for document in yaml.load_all(text, yaml.CSafeLoader):
         kind = document["kind"]
         if kind in CUSTOM:
             check({**CUSTOM[kind], "kind": kind}, document, kind)

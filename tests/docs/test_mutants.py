@@ -1,6 +1,7 @@
 """Promise: a known fault can be put into the package as it is now, and the test that is to see it exists."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ def _missing(mutant: Mutant) -> str:
     path, _, name = mutant.test.partition("::")
     if not (ROOT / path).exists():
         return f"{mutant.what}: no {path}"
-    functions = {
-        node.name
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.FunctionDef)
-    }
     bare = name.partition("[")[0]
-    return "" if not bare or bare in functions else f"{mutant.what}: {path} has no {bare}"
+    return "" if not bare or bare in _functions(ROOT / path) else f"{mutant.what}: {path} has no {bare}"
+
+
+@functools.cache
+def _functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("file", sorted(HERE.glob("*.yaml")), ids=lambda file: file.stem)

@@ -91,7 +91,7 @@ def read_docker(text: str) -> dict[str, Any]:
 
 def read_compose(text: str) -> dict[str, Any]:
     """As Compose reads it; all services must be the same but for what tells them apart."""
-    project = yaml.safe_load(text)
+    project = yaml.load(text, yaml.CSafeLoader)
     assert set(project) == {"name", "services", "networks"}
     nodes = [
         _compose_service(service, rank, len(project["services"]))
@@ -188,7 +188,7 @@ def read_slurm(text: str) -> dict[str, Any]:
 def documents(text: str) -> dict[str, Any]:
     """The objects of a file for Kubernetes by their kinds."""
     found = {}
-    for document in yaml.safe_load_all(text):
+    for document in yaml.load_all(text, yaml.CSafeLoader):
         assert document["kind"] not in found
         found[document["kind"]] = document
     return found

@@ -463,10 +463,17 @@ FORGE = f"{HOST}/conda-forge/linux-64"
         ([], "no packages"),
     ],
 )
-def test_locks_that_are_refused(make: Make, channel: Channel, lines: list[str], says: str) -> None:
-    made = make(lines=lines)
+def test_locks_that_are_refused(lines: list[str], says: str) -> None:
+    with pytest.raises(LockError) as refused:
+        parse_lock("\n".join(["# a test", "@EXPLICIT", *lines, ""]))
+    assert says in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_lock_that_is_refused_is_one_line(make: Make, channel: Channel) -> None:
+    made = make(lines=[f"{HOST}/t/secret/conda-forge/linux-64/a-1-0.conda#{SHA}"])
     assert made.code == 2
-    assert says in made.error
+    assert "a token" in made.error
     assert made.out.count("\n") == 1
     assert "secret" not in made.out
     assert not channel.asked

@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 
 def read_mutants(file: Path) -> list[Mutant]:
     """The faults of a room."""
-    return [Mutant(**entry) for entry in yaml.safe_load(file.read_text())]
+    return [Mutant(**entry) for entry in yaml.load(file.read_text(), yaml.CSafeLoader)]
 
 
 def _seen(mutant: Mutant, copy: Path) -> str:

@@ -4,6 +4,7 @@ A key sounds as two sinusoids, one of a low and one of a high group. Each record
 noise, and everything else about it is drawn at random, keyed by its number.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +83,7 @@ def synthesize(part: int, number: Ints) -> Recordings:
     return Recordings(tone, _gaussian(own), which, frequency, twist, start, duration, gain)
 
 
+@functools.lru_cache(maxsize=2)  # a forked rank has what its launcher made
 def recordings(part: int, count: int) -> ArrayDataset:
     """The first `count` recordings: fields audio, int16 (LENGTH,), and label, int64 ()."""
     audio = np.empty((count, LENGTH), np.int16)
