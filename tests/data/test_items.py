@@ -343,7 +343,7 @@ class Mine:
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_what_a_data_set_raises_in_the_middle_is_one_line_with_its_place(
     tmp_path: Path, workers: int
 ) -> None:

@@ -94,7 +94,14 @@ def test_a_changed_file_is_another_task(here: Path) -> None:
 def test_fit_in_this_process() -> None:
     state = torch.get_rng_state()
     run = trainer.fit(
-        Spirals, {"epochs": 3, "optim.lr": 0.01, "data.global_batch_size": 64, "data.micro_batch_size": 32}
+        Spirals,
+        {
+            "epochs": 3,
+            "optim.lr": 0.01,
+            "data.global_batch_size": 64,
+            "data.micro_batch_size": 32,
+            "parallel.threads": 1,
+        },
     )
     assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
     assert run.metrics["accuracy"] > 0.7
@@ -177,14 +184,15 @@ def test_fit_goes_on() -> None:
 @pytest.mark.usefixtures("here")
 def test_fit_with_another_class_does_not_go_on() -> None:
     """As a notebook's cell that was changed and run again."""
-    trainer.fit(Small, {"epochs": 1}, out="run")
+    settings = {"epochs": 1, "parallel.threads": 1}
+    trainer.fit(Small, settings, out="run")
 
     class Other(Small):
         pass
 
     Other.__name__ = "Small"
     with pytest.raises(BadInputError, match="task: "):
-        trainer.fit(Other, {"epochs": 1}, out="run")
+        trainer.fit(Other, settings, out="run")
 
 
 @pytest.mark.usefixtures("here")
@@ -565,6 +573,7 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
         "data.micro_batch_size": 4,
         "ema.decay": 0.9,
         "checkpoint.every": 1,
+        "parallel.threads": 1,
     }
     if message:
         with pytest.raises(BadInputError, match=f"'{name}' is {message}"):
@@ -746,7 +755,7 @@ def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[
     )
     shows = "\n" + "".join(f"    {line}\n" for line in lines)
     (here / "mine.py").write_text(text + shows)
-    trainer.fit("mine.py", {"epochs": 1}, out="run")
+    trainer.fit("mine.py", {"epochs": 1, "parallel.threads": 1}, out="run")
     assert main(["predict", "run"]) == 0
     assert "torch.Size([1, 2])" in capsys.readouterr().out
     assert main(["export", "run", "--to", "torchscript", "--out", "exported"]) == 0
