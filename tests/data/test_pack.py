@@ -32,7 +32,6 @@ from trainer.data.formats.tar_shards import index_shards
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 
-
 SIZE = 160, 120
 
 

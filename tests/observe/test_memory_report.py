@@ -1,6 +1,5 @@
 """Promise: memory is told truly, a leak is found and named, and running out of it says what to change."""
 
-import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
