@@ -44,7 +44,7 @@ def originals() -> list[Path]:
     return found
 
 
-def write_photographs(folder: Path, count: int) -> None:
+def write_photographs(folder: Path, count: int, size: tuple[int, int] = (500, 375)) -> None:
     """Writes `folder/<class>/<number>.jpg`, the same at every call: at random cut and resized, quality 90."""
     from PIL import Image
 
@@ -55,7 +55,7 @@ def write_photographs(folder: Path, count: int) -> None:
         width = int(min(image.width, image.height * 4 / 3) * draw.uniform(0.7, 1))
         height = width * 3 // 4
         left, top = draw.randrange(image.width - width + 1), draw.randrange(image.height - height + 1)
-        cut = image.resize((500, 375), Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+        cut = image.resize(size, Image.Resampling.BICUBIC, (left, top, left + width, top + height))
         target = folder / str(number % CLASSES) / f"{number:05d}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
         cut.save(target, quality=90)

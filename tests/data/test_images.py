@@ -17,43 +17,25 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.photographs import write_photographs
 from tests.helpers.batches import CPU, read_all
-from trainer.config.data import DataConfig, LoaderConfig
-from trainer.data.check import CheckedData, check_data, unreadable
+from tests.helpers.image_folders import (
+    SIDE,
+    as_shards,
+    encoded,
+    opened,
+    picture,
+)
+from trainer.config.data import LoaderConfig
 from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box
-from trainer.data.formats.files import Files, in_folder, in_table
+from trainer.data.formats.files import in_folder
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import in_shards
-from trainer.data.formats.tar_shards import index_shards
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
-from trainer.data.sources import common_classes, load_images
 from trainer.errors import BadInputError
-
-SIDE = 32
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photographs")
-    write_photographs(folder, 30)
-    return folder
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytearray:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return bytearray(buffer.getvalue())
-
-
-def picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
-    ramp = np.add.outer(np.arange(size[1]) * 3, np.arange(size[0]) * 2).astype(np.uint8)
-    return Image.merge("RGB", [Image.fromarray(ramp + shift) for shift in (0, 40, 90)]).convert(mode)
 
 
 def whole(height: int, width: int) -> Box:
@@ -216,55 +198,6 @@ def read(records: Records, **options: Any) -> dict[str, Any]:
     return out
 
 
-def as_csv(folder: Path, root: Path) -> Path:
-    files = in_folder(folder)
-    rows = [f'"{os.fsdecode(files.path(n))}",{files.classes[files.labels[n]]}' for n in range(len(files))]
-    (root / "index.csv").write_text("path,label\n" + "\n".join(rows) + "\n")
-    return root / "index.csv"
-
-
-def as_parquet(folder: Path, root: Path) -> Path:
-    import pyarrow
-    from pyarrow import parquet
-
-    files = in_folder(folder)
-    paths = [os.fsdecode(files.path(n)) for n in range(len(files))]
-    labels = [files.classes[label] for label in files.labels]
-    parquet.write_table(pyarrow.table({"path": paths, "label": labels}), root / "index.parquet")
-    return root / "index.parquet"
-
-
-def as_shards(folder: Path, root: Path) -> Path:
-    import tarfile
-
-    files = in_folder(folder)
-    for shard, first in enumerate(range(0, len(files), 7)):
-        with tarfile.open(root / f"{shard:03d}.tar", "w") as tar:
-            for sample in range(first, min(first + 7, len(files))):
-                for suffix, data in (
-                    ("jpg", files.read(sample)),
-                    ("cls", str(files.labels[sample]).encode()),
-                ):
-                    entry = tarfile.TarInfo(f"{sample:05d}.{suffix}")
-                    entry.size = len(data)
-                    tar.addfile(entry, io.BytesIO(data))
-    index_shards(root)
-    return root
-
-
-def opened(kind: str, folder: Path, root: Path) -> Records:
-    if kind == "folder":
-        return in_folder(folder)
-    if kind == "csv":
-        return in_table(as_csv(folder, root))
-    if kind == "parquet":
-        return in_table(as_parquet(folder, root))
-    if kind == "shards":
-        return in_shards(as_shards(folder, root))
-    pack(in_folder(folder), root / "pack", PackSettings(64 if kind == "raw" else None, raw=kind == "raw"))
-    return in_shards(root / "pack")
-
-
 @pytest.mark.parametrize("kind", ["csv", "parquet", "shards", "pack"])
 def test_the_same_images_in_the_same_order_from_every_format(
     kind: str, photographs: Path, tmp_path: Path
@@ -281,7 +214,7 @@ NOT_FORKED = pytest.mark.xdist_group("forkserver")
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        *(("folder", "fork"), ("shards", "fork"), ("pack", "fork")),
+        *(("folder", "fork"), ("shards", "fork"), pytest.param("pack", "fork", marks=pytest.mark.slow)),
         *(pytest.param(kind, "forkserver", marks=NOT_FORKED) for kind in ("csv", "raw")),
     ],
 )
@@ -297,16 +230,6 @@ def test_workers_and_a_resume_change_no_bit(
     for workers in (0, 1, 3):
         config = LoaderConfig(start_method=method, prefetch=2)
         assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
-
-
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 photographs, three of them cut off; nobody changes them."""
-    root = tmp_path_factory.mktemp("broken")
-    write_photographs(root, 60)
-    for file in sorted(root.rglob("*.jpg"))[2:17:7]:
-        file.write_bytes(file.read_bytes()[:2000])
-    return root
 
 
 def test_a_folder_of_odd_files_loses_only_those_that_are_no_images(tmp_path: Path) -> None:
@@ -347,7 +270,7 @@ def test_what_stands_in_is_the_same_in_every_format(broken: Path, tmp_path: Path
         assert np.array_equal(found["label"], expected["label"]), kind
 
 
-@pytest.mark.parametrize("kind", ["folder", "shards", "pack", "raw"])
+@pytest.mark.parametrize("kind", ["folder", "shards", pytest.param("pack", marks=pytest.mark.slow), "raw"])
 def test_what_stands_in_is_always_the_same(kind: str, broken: Path, tmp_path: Path) -> None:
     """For any number of workers and after a resume."""
     (tmp_path / "work").mkdir()
@@ -461,234 +384,24 @@ def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_p
         records.read(8)
 
 
-def test_odd_names(tmp_path: Path) -> None:
-    names = [b"a b.jpg", b"line\nbreak.jpg", b"not-utf8-\xff.jpg", "ümläut.jpg".encode(), b"UPPER.JPEG"]
-    data = bytes(encoded(picture(), "JPEG"))
-    (tmp_path / "class one").mkdir()
-    for name in names:
-        Path(os.fsdecode(os.fsencode(tmp_path / "class one") + b"/" + name)).write_bytes(data)
-    records = in_folder(tmp_path)
-    assert len(records) == 5
-    assert all(records.read(sample) == data for sample in range(5))
-    records.name(2).encode()  # can be printed
-    pack(records, tmp_path / "packed", PackSettings())
-    packed = in_shards(tmp_path / "packed")
-    assert [packed.file_name(n) for n in range(5)] == [records.file_name(n) for n in range(5)]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("path,klass\na.jpg,1\n", "no column 'label'"),
-        ("path,label\n", "holds no rows"),
-        ("path,label\na.jpg,\n", "line 2: path or label is empty"),
-        ("", "no column 'path'"),
-        ('path,label\n"a.jpg,1\n', "line"),
-        ('"a"b,label\n', "line"),
-        ("path,label\na\0.jpg,1\n", "line 2: a path can't hold a zero byte|line contains NUL"),
-    ],
-)
-def test_a_table_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text(text)
-    with pytest.raises(BadInputError, match=message):
-        in_table(tmp_path / "train.csv")
-
-
-def checked(records: Records, how: Any = "fast", on_corrupt: Any = "fail", budget: int = 0) -> None:
-    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt=on_corrupt)
-    check_data(how, False, [CheckedData("training", dataset, budget)])
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_files_of_a_table_that_are_not_there_are_counted(
-    kind: str, photographs: Path, tmp_path: Path
-) -> None:
-    records = opened(kind, photographs, tmp_path)
-    checked(records)
-    lines = [b"path,label", *(records.file_name(n) + b",1" for n in range(30))]
-    lines[17] = b"a/gone.jpg,1"
-    lines[5:5] = [b'"two\nlines.jpg",1', b""]
-    table = tmp_path / "table.csv"
-    table.write_bytes(b"\n".join(lines))
-    place = f"the first: line 7: {tmp_path}/two\nlines.jpg (No such file"
-    if kind == "parquet":
-        from pyarrow import csv, parquet
-
-        options = csv.ParseOptions(newlines_in_values=True)
-        parquet.write_table(csv.read_csv(table, parse_options=options), tmp_path / "table.parquet")
-        table, place = tmp_path / "table.parquet", place.replace("line 7", "row 5")
-    with pytest.raises(BadInputError) as raised:
-        checked(in_table(table))
-    assert str(raised.value).startswith(f"2 of 31 files named in {table} can't be read; {place}")
-    checked(in_table(table), "none")
-
-
-def test_what_is_no_file_is_named_before_it_is_read(tmp_path: Path) -> None:
-    """In folders with few names, which are asked for, and with many, which are listed."""
-    for few in (3, 30):
-        root = tmp_path / str(few)
-        (root / "a" / "is.jpg").mkdir(parents=True)
-        (root / "a" / "dead.jpg").symlink_to("nowhere.jpg")
-        (root / "a" / "loop.jpg").symlink_to("loop.jpg")
-        os.mkfifo(root / "a" / "pipe.jpg")
-        for number in range(few):
-            (root / "a" / f"{number}.jpg").touch()
-        (root / "a" / "good.jpg").symlink_to("0.jpg")
-        good = [b"a/0.jpg", b"a/good.jpg", b"a/../a/1.jpg", os.fsencode(root / "a" / "2.jpg"), b"a//1.jpg"]
-        good += [b"a/%d.jpg" % number for number in range(few)]
-        bad = [
-            b"a/is.jpg",
-            b"a/dead.jpg",
-            b"a/loop.jpg",
-            b"a/pipe.jpg",
-            b"a/no.jpg",
-            b"b/0.jpg",
-            b"a/0.jpg/x",
-        ]
-        found = unreadable(os.fsencode(root), [*good, *bad, b"a/", b"a/..", b"/0.jpg"])
-        assert [number for number, _ in found] == list(range(len(good), len(good) + len(bad) + 3))
-        reasons = [reason.partition(":")[0] for _, reason in found[: len(bad)]]
-        assert reasons[:4] == ["is a folder", *["a link that leads nowhere"] * 2, "is no regular file"]
-        assert reasons[4:] == ["No such file or directory"] * 2 + ["Not a directory"]
-    with pytest.raises(
-        BadInputError, match=r"3 of 34 files below .* the first: .*dead.jpg \(a link that leads"
-    ):
-        checked(in_folder(tmp_path / "30"))
-
-
-def test_a_class_that_is_a_dead_link_is_not_left_out(tmp_path: Path) -> None:
-    (tmp_path / "cat").mkdir()
-    (tmp_path / "cat" / "0.jpg").touch()
-    for target in ("gone", "dog"):
-        (tmp_path / "dog").unlink(missing_ok=True)
-        (tmp_path / "dog").symlink_to(target)
-        with pytest.raises(BadInputError, match="/dog: a link that leads nowhere"):
-            in_folder(tmp_path)
-
-
-def test_a_folder_that_may_not_be_listed_is_asked_for_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [b"a/%d.jpg" % number for number in range(10)]
-    (tmp_path / "a").mkdir()
-    for name in names[1:]:
-        (tmp_path / os.fsdecode(name)).touch()
-
-    def refuse(folder: bytes) -> Any:
-        raise PermissionError(13, "Permission denied", folder)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert [number for number, _ in unreadable(os.fsencode(tmp_path), names)] == [0]
-
-
-def test_shards_that_are_not_there_are_counted(photographs: Path, tmp_path: Path) -> None:
-    records = opened("shards", photographs, tmp_path)
-    checked(records)
-    (tmp_path / "001.tar").unlink()
-    os.truncate(tmp_path / "003.tar", 5000)
-    message = rf"2 of 5 shards of {tmp_path} can't be read; the first: {tmp_path}/001.tar \(No such file"
-    with pytest.raises(BadInputError, match=message):
-        checked(records)
-
-
-def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    records = in_folder(broken)
-    checked(records)
-    with pytest.raises(
-        BadInputError, match=r"3 of 60 training samples can't be used; the first: .*\.jpg: not a"
-    ):
-        checked(records, "full")
-    with pytest.raises(
-        BadInputError, match=r"3 of 60 .* are corrupt, and data.corrupt_budget allows 2; .*\.jpg"
-    ):
-        checked(records, "full", "quarantine", 2)
-    capfd.readouterr()
-    checked(records, "full", "skip", 3)
-    assert "3 of 60 training samples are corrupt" in capfd.readouterr().err
-
-
-def labeled(classes: str, labels: list[int]) -> Files:
-    return Files(Path("x"), [b"%d" % number for number in range(len(labels))], labels, classes)
-
-
-@pytest.mark.parametrize(
-    ("train", "val", "message"),
-    [
-        (("ab", [0, 0]), ("ab", [0, 1]), "class 'b' has no samples in train, and 1 in val"),
-        (("abc", [0, 0]), ("abc", [0, 0]), r"class 'b' \(and 1 more\) has no samples in train, and 0 in val"),
-        (("ab", [0, 1]), ("abc", [0, 1, 2]), "class 'c' is in val only"),
-        (("abcd", [0, 1, 2, 3]), ("ab", [0, 1]), r"class 'c' \(and 1 more\) is in train only"),
-        (("012", [0, 2]), ("0123", [0, 3]), "class '3' has no samples in train, and 1 in val"),
-        (("012", [0, 2]), ("012", [0, 1]), "class '1' has no samples in train, and 1 in val"),
-    ],
-)
-def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
-        common_classes("data", labeled(*train), labeled(*val), gaps=True)
-
-
-def test_a_number_that_is_nobodys_label_is_no_class_of_a_table(tmp_path: Path) -> None:
-    parts = labeled("0123", [0, 2, 3]), labeled("012", [0, 2])
-    assert common_classes("data", *parts, gaps=True) == tuple("0123")
-    with pytest.raises(BadInputError, match="class '1' has no samples in train, and 0 in val"):
-        common_classes("data", *parts, gaps=False)
-    for part in ("train", "val"):
-        (tmp_path / f"{part}.csv").write_text("path,label\na.jpg,0\na.jpg,2\n")
-    data = load_images(DataConfig(name="table", path=tmp_path), 0)
-    assert data.notes == ("1 of 3 classes have no samples; the first is '1'",)
-
-
-def test_labels_are_names_or_numbers(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("path,label\nx.jpg,3\ny.jpg,0\n")
-    numbers_, names = in_table(tmp_path / "a.csv"), tmp_path / "b.csv"
-    assert (list(numbers_.classes), numbers_.labels.tolist()) == (["0", "1", "2", "3"], [3, 0])
-    names.write_text("label,path\ndog,x.jpg\ncat,y.jpg\n")
-    assert (list(in_table(names).classes), in_table(names).labels.tolist()) == (["cat", "dog"], [1, 0])
-
-
-def test_classes_are_numbered_alike_in_every_format(tmp_path: Path) -> None:
-    for name in map(str, range(12)):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        (tmp_path / "images" / name / "x.jpg").write_bytes(bytes(encoded(picture(), "JPEG")))
-    folder = in_folder(tmp_path / "images")
-    table = in_table(as_csv(tmp_path / "images", tmp_path))
-    assert list(folder.classes) == list(table.classes) == list(map(str, range(12)))
-    assert folder.labels.tolist() == table.labels.tolist() == list(range(12))
-
-
-def test_dates_are_names_and_excels_mark_is_no_column(tmp_path: Path) -> None:
-    file = tmp_path / "a.csv"
-    file.write_bytes(b"\xef\xbb\xbfpath,label\nx.jpg,20240201\ny.jpg,20240131\nz.jpg,007\n")
-    assert list(in_table(file).classes) == ["007", "20240131", "20240201"]
-    file.write_bytes(b"path,label\nx.jpg,caf\xe9\n")
-    json.dumps(in_table(file).classes).encode()
-
-
-def test_what_is_no_file_does_not_hang(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    os.mkfifo(tmp_path / "a" / "x.jpg")
-    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
-    records = in_folder(tmp_path)
-    assert len(records) <= 2
-    records.fingerprint()
-    with pytest.raises(BadInputError, match="isn't a file"):
-        records.read(0)
-
-
 def test_a_closed_loader_leaves_nothing_open(photographs: Path, tmp_path: Path) -> None:
     def opened_files() -> int:
         gc.collect()
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    before = opened_files()
-    for _ in range(2):
-        records = in_shards(as_shards(photographs, tmp_path))
-        source = Source(ImageDataset(records, SIDE, True), Share(Plan(30, 4, 4, 1, last="cross", seed=1)), 4)
-        loader = RingLoader(source, CPU, 0, LoaderConfig())
-        next(loader(range(2)))
-        loader.close()
-    del records, source, loader
-    assert opened_files() <= before
+    gc.freeze()  # what the tests before have left needn't be looked through
+    try:
+        before = opened_files()
+        for _ in range(2):
+            records = in_shards(as_shards(photographs, tmp_path))
+            share = Share(Plan(30, 4, 4, 1, last="cross", seed=1))
+            loader = RingLoader(Source(ImageDataset(records, SIDE, True), share, 4), CPU, 0, LoaderConfig())
+            next(loader(range(2)))
+            loader.close()
+        del records, loader
+        assert opened_files() <= before
+    finally:
+        gc.unfreeze()
 
 
 class Locked(ImageDataset):

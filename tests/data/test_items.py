@@ -25,7 +25,7 @@ from trainer.config.task_file import MODULE
 from trainer.data.items import ItemDataset
 from trainer.data.workers import check_known_there
 from trainer.distributed.parallel import World
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, OwnCodeError
 from trainer.tasks.custom import CustomTask
 from trainer.train.build import build
 from trainer.train.evaluate import evaluate
@@ -303,6 +303,16 @@ def test_a_batch_of_another_type_in_the_middle_is_one_line(workers: int) -> None
     run.close()
 
 
+def test_what_is_raised_in_the_middle_has_its_place_and_traceback_without_workers_too() -> None:
+    items = Bad(lambda i: broken(i) if i == 3 else {"x": np.zeros(3, np.float32), "y": 0}, 8)
+    run = build_alone(recipe_of(workers=0), task_of(data=lambda _: (items, items)))
+    line = f"training data: Bad[3]: in {PLACE} (__getitem__): OSError: no file 3.png"
+    with pytest.raises(OwnCodeError, match=re.escape(line)) as raised:
+        list(run.loader(run.share.batches()))
+    frames = [frame for frame in raised.value.trace.splitlines() if frame.startswith("  File ")]
+    assert [frame.rpartition(" in ")[2] for frame in frames] == ["__getitem__", "<lambda>", "broken"]
+
+
 OWN = """
 import numpy as np
 import torch
@@ -343,7 +353,7 @@ class Mine:
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_what_a_data_set_raises_in_the_middle_is_one_line_with_its_place(
     tmp_path: Path, workers: int
 ) -> None:

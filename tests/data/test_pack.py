@@ -32,11 +32,13 @@ from trainer.data.formats.tar_shards import index_shards
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 
+SIZE = 160, 120
+
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photographs")
-    write_photographs(folder, 150)
+    write_photographs(folder, 150, SIZE)
     return folder
 
 
@@ -87,7 +89,7 @@ def test_a_pack_that_was_killed_is_gone_on_with(photographs: Path, tmp_path: Pat
             os.kill(os.getpid(), signal.SIGKILL)
 
     packing = multiprocessing.get_context("fork").Process(
-        target=pack, args=(records, target, PackSettings(200), 1, kill)
+        target=pack, args=(records, target, PackSettings(100), 1, kill)
     )
     packing.start()
     packing.join(300)
@@ -96,10 +98,10 @@ def test_a_pack_that_was_killed_is_gone_on_with(photographs: Path, tmp_path: Pat
         in_shards(target)
     first = next(target.glob("00000.bin")).stat().st_mtime_ns
     with pytest.raises(BadInputError, match="unfinished pack of other data or settings"):
-        pack(records, target, PackSettings(100))
-    pack(records, target, PackSettings(200))
+        pack(records, target, PackSettings(50))
+    pack(records, target, PackSettings(100))
     assert (target / "00000.bin").stat().st_mtime_ns == first, "what was finished is kept"
-    pack(records, whole, PackSettings(200))
+    pack(records, whole, PackSettings(100))
     assert content(target) == content(whole)
 
 
@@ -268,13 +270,13 @@ def test_verify_names_what_changed(
 
 
 def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_photographs(tmp_path / "d", 20)
+    write_photographs(tmp_path / "d", 20, SIZE)
     next((tmp_path / "d").rglob("*.jpg")).write_bytes(b"\xff\xd8\xff")
     assert main(["data", "stats", str(tmp_path / "d"), "--json"]) == 0
     ((_, found),) = json.loads(capsys.readouterr().out).items()
     assert (found["samples"], found["classes"], found["looked_at"]) == (20, 10, 19)
     assert found["per_class"] == {"least": 2, "median": 2, "most": 2}
-    assert (found["height"]["median"], found["width"]["median"]) == (375, 500)
+    assert (found["height"]["median"], found["width"]["median"]) == SIZE[::-1]
     assert len(found["unreadable"]) == 1
     images = [
         np.asarray(Image.open(path)) / 255

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,14 +19,15 @@ from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
 from trainer.data.formats.sharded import About
 from trainer.data.loader import RingLoader, Source
-from trainer.data.remote.cache import CachedShards
+from trainer.data.remote.cache import Cached, CachedShards, fitting_shards_per_block
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import load_images, order_of
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 from trainer.train.run import data_of, make_plan, make_task
 
-SHARDS = [8] * 8
+SHARDS = [8] * 4
+MORE = [8] * 8
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,14 @@ def about(pack: Path) -> About:
 
 
 @pytest.fixture(scope="module")
-def started(pack: Path) -> Iterator[S3]:
-    server = S3({f"some/where/{name}": data for name, data in files_below(pack).items()})
+def started(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    more = tmp_path_factory.mktemp("more")
+    write_pack(more / "train", MORE)
+    write_pack(more / "val", [4], seed=1)
+    folders = {"some/where": pack, "some/more": more}
+    server = S3(
+        {f"{at}/{name}": data for at, folder in folders.items() for name, data in files_below(folder).items()}
+    )
     yield server
     server.close()
 
@@ -59,8 +66,8 @@ def config(**changes: Any) -> DataConfig:
     return DataConfig.model_validate({"name": "pack", "image_size": 8, "micro_batch_size": 4, **changes})
 
 
-def remote(s3: S3, folder: Path, **changes: Any) -> DataConfig:
-    return config(path=f"{s3.url}/some/where/", cache=folder, **changes)
+def remote(s3: S3, folder: Path, at: str = "where", **changes: Any) -> DataConfig:
+    return config(path=f"{s3.url}/some/{at}/", cache=folder, **changes)
 
 
 def batches(what: DataConfig, workers: int, method: Any = "fork", epochs: int = 3) -> Iterator[list[bytes]]:
@@ -95,11 +102,12 @@ def limit_for(about: About, shards_per_block: int) -> int:
     return 2 * shards_per_block * max(shard.bytes for shard in about.shards)
 
 
-def test_with_a_small_cache_each_shard_comes_once_an_epoch(s3: S3, about: About, tmp_path: Path) -> None:
+def test_with_a_small_cache_each_shard_comes_once_an_epoch(s3: S3, tmp_path: Path) -> None:
     epochs, shards_per_block = 3, 2
+    about = write_pack(tmp_path / "the same", MORE)
     limit = limit_for(about, shards_per_block)
-    what = remote(s3, tmp_path, cache_limit=f"{limit}B")
-    assert order_of(load_images(what, 0).train) == (tuple(SHARDS), shards_per_block)
+    what = remote(s3, tmp_path, "more", cache_limit=f"{limit}B")
+    assert order_of(load_images(what, 0).train) == (tuple(MORE), shards_per_block)
     largest = 0
     for _ in batches(what, 2, epochs=epochs):
         with disk.locked(tmp_path / "trainer-cache.lock"):  # nobody makes room while this counts
@@ -107,24 +115,24 @@ def test_with_a_small_cache_each_shard_comes_once_an_epoch(s3: S3, about: About,
     asked = asked_for(s3.app, about)
     assert max(asked) <= epochs
     # At each border between epochs some of the last two blocks' shards may still be there.
-    assert epochs * len(SHARDS) - 2 * shards_per_block * (epochs - 1) <= sum(asked) <= epochs * len(SHARDS)
+    assert epochs * len(MORE) - 2 * shards_per_block * (epochs - 1) <= sum(asked) <= epochs * len(MORE)
     assert limit / 2 < largest <= limit
 
 
 def test_batches_in_steps_are_the_same_with_any_number_of_workers(
-    s3: S3, about: About, tmp_path: Path
+    s3: S3, pack: Path, about: About, tmp_path: Path
 ) -> None:
     what = remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B")
     expected = list(batches(what, 0, epochs=2))
     assert list(batches(what, 2, epochs=2)) == expected
-    assert list(batches(remote(s3, tmp_path), 0, epochs=1)) != expected[:16]
+    assert list(batches(config(path=pack), 0, epochs=1)) != expected[: len(expected) // 2]
 
 
 def test_a_shard_that_vanishes_is_fetched_again(s3: S3, pack: Path, about: About, tmp_path: Path) -> None:
     read = list[list[bytes]]()
     for batch in batches(remote(s3, tmp_path), 0, epochs=2):
         read.append(batch)
-        if len(read) == 16:  # an epoch: all are there, and open
+        if len(read) == 2 * len(SHARDS):  # an epoch: all are there, and open
             for path in tmp_path.glob("*.shard"):
                 path.unlink()
     assert read == list(batches(config(path=pack), 0, epochs=2))
@@ -153,18 +161,21 @@ def test_a_limit_below_two_shards_names_the_smallest(s3: S3, about: About, tmp_p
 
 
 def test_as_many_shards_are_shuffled_together_as_fit_twice(s3: S3, about: About, tmp_path: Path) -> None:
-    for shards_per_block in (1, 2, 3):
-        for more in (0, 2 * max(shard.bytes for shard in about.shards) - 1):
-            limit = limit_for(about, shards_per_block) + more
-            images = load_images(remote(s3, tmp_path, cache_limit=f"{limit}B"), 0)
-            assert order_of(images.train)[1] == shards_per_block
-            assert order_of(images.evaluation) == ((), 0)
+    largest = max(shard.bytes for shard in about.shards)
+    images = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1) + 2 * largest - 1}B"), 0)
+    assert order_of(images.train)[1] == 1
+    assert order_of(images.evaluation) == ((), 0)
     total = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
     assert total == 0  # only indices were fetched
+    parts = [cast(CachedShards, cast(Any, part).records) for part in (images.train, images.evaluation)]
+    parts[0].about.shards *= 4
+    for shards_per_block in (1, 2, 3, 7):
+        for more in (0, 2 * largest - 1):
+            limit = limit_for(about, shards_per_block) + more
+            assert fitting_shards_per_block(limit, parts) == shards_per_block
 
 
 def test_samples_that_are_numbered_across_shards_need_all_of_them(tmp_path: Path) -> None:
-    from trainer.data.remote.cache import Cached, fitting_shards_per_block
     from trainer.data.shared import Columns
 
     about = write_pack(tmp_path / "train", [3, 3])

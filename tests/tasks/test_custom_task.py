@@ -1,8 +1,6 @@
-"""Promise: a custom task in ten minutes, with all of the trainer behind it; what is wrong in it is said."""
+"""Promise: what is wrong in a custom task is said before it trains; what is right passes."""
 
-import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,187 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from tests.helpers import forked, preloaded
-from tests.helpers.rows import read_rows
+from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.commands.predict.predict import _show
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
 from trainer.config.task_file import MODULE
 from trainer.data.loader import Batch
 from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
-from trainer.tasks.example import Spirals
 from trainer.train import start
-from trainer.train.resume import differences
-
-WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def recipe_of(path: Path, **sections: Any) -> Recipe:
-    return validated(Recipe, {**read_recipe(str(path)), **sections}, str(path))
-
-
-def test_a_new_task_trains_at_once(here: Path) -> None:
-    """As it is typed, and to the end of what the file asks for."""
-    told = preloaded.run([sys.executable, "-m", "trainer", "new", "mine.py"]).stdout
-    assert "trainer train mine.py" in told
-    lines = [line for line in (here / "mine.py").read_text().splitlines() if line.strip()]
-    assert len(lines) < 60
-    words = ["train", "mine.py", "--set", "epochs=6", "--set", "parallel.threads=1", "--out", "run"]
-    done = preloaded.run([sys.executable, "-m", "trainer", *words])
-    assert done.returncode == 0, done.stderr
-    accuracy = re.findall(r"accuracy +(\d\.\d+)", done.stdout)
-    assert float(accuracy[-1]) > 0.9
-
-
-def test_an_existing_file_stays_as_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "mine.py").write_text("mine = 1\n")
-    assert main(["new", "mine.py"]) == 2
-    assert "is there already" in capsys.readouterr().err
-    assert (here / "mine.py").read_text() == "mine = 1\n"
-    assert main(["new", "mine"]) == 2
-    assert "name it mine.py" in capsys.readouterr().err
-
-
-def test_it_resumes_to_the_same_bits(here: Path) -> None:
-    main(["new", "mine.py"])
-    more = {"epochs": 2, "log": {"every": 5, "to": ["jsonl"]}, "parallel": {"threads": 1}}
-    recipe = recipe_of(here / "mine.py", **more)
-    assert forked.attempt(here / "whole", recipe).code == 0
-    assert forked.attempt(here / "cut", recipe, stop_after=17).code == 75
-    assert forked.attempt(here / "cut", recipe).code == 0
-    whole, cut = ((here / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
-    assert whole == cut
-
-
-def test_a_changed_file_is_another_task(here: Path) -> None:
-    main(["new", "mine.py"])
-    recipe = recipe_of(here / "mine.py", epochs=1, log={"to": ["jsonl"]}, parallel={"threads": 1})
-    assert forked.attempt(here / "run", recipe, stop_after=5).code == 75
-    with (here / "mine.py").open("a") as file:
-        file.write("# changed\n")
-    told = forked.attempt(here / "run", recipe)
-    assert told.code == 2
-    assert "task: " in told.line
-
-
-@pytest.mark.compat
-@pytest.mark.usefixtures("here")
-def test_fit_in_this_process() -> None:
-    state = torch.get_rng_state()
-    run = trainer.fit(
-        Spirals, {"epochs": 3, "optim.lr": 0.01, "data.global_batch_size": 64, "data.micro_batch_size": 32}
-    )
-    assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
-    assert run.metrics["accuracy"] > 0.7
-    assert run.folder.parent.name == "runs"
-    assert [row["step"] for row in run.rows()] == sorted(row["step"] for row in run.rows())
-    points = torch.from_numpy(Spirals().data()[1]["point"])
-    labels = torch.from_numpy(Spirals().data()[1]["label"])
-    right = (run.model()(points).argmax(1) == labels).float().mean()
-    assert float(right) == pytest.approx(run.metrics["accuracy"])
-
-
-class Bound(nn.Module):
-    """Keeps a function of its own, as `torch.compile(self._method)` is one: a copy calls the original's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
-        self.register_buffer("seen", torch.zeros(()))
-
-        def layered(point: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                self.get_buffer("seen").lerp_(point.mean() + 1, 0.1)
-            logits: torch.Tensor = self.layers(point)
-            return logits
-
-        self.closure: Callable[[torch.Tensor], torch.Tensor] = layered
-
-    def forward(self, point: torch.Tensor) -> torch.Tensor:
-        return self.closure(point)
-
-
-@pytest.mark.usefixtures("here")
-def test_the_average_is_evaluated_where_a_model_keeps_functions_of_its_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Kept(Spirals):
-        def model(self) -> nn.Module:
-            return Bound()
-
-    # The average stays near where it began, far from the weights as trained.
-    settings = {"epochs": 3, "optim.lr": 0.05, "ema.decay": 0.999, "ema.every": 70, "parallel.threads": 1}
-    run = trainer.fit(Kept, {**settings, "data.global_batch_size": 64, "data.micro_batch_size": 32})
-    assert "changes the buffers seen" in capsys.readouterr().out
-    batch: Any = SimpleNamespace(
-        fields={name: torch.from_numpy(array) for name, array in Spirals().data()[1].items()}
-    )
-    losses = []
-    for name in ("ema", "model"):
-        model = Bound().eval()
-        model.load_state_dict(safetensors.torch.load_file(run.folder / f"{name}.safetensors"))
-        losses.append(float(Spirals().measure(model, batch)["loss"].detach()) / 400)
-    assert losses[0] == pytest.approx(run.metrics["loss"], rel=1e-5)
-    assert losses[0] != pytest.approx(losses[1], rel=0.01)
-
-
-@pytest.mark.usefixtures("here")
-def test_fit_goes_on() -> None:
-    """Of an interrupted run, with the same `out`, to the same bits."""
-    settings = {"epochs": 1, "checkpoint.every": 5, "parallel.threads": 1}
-    whole = trainer.fit(Spirals, settings, out="whole")
-
-    class Interrupted(Spirals):
-        RECIPE = Spirals.__dict__.get("RECIPE", {})
-        left = 30  # as many are called before the training, to see whether it is right
-
-        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-            Interrupted.left -= 1
-            if not Interrupted.left:
-                raise KeyboardInterrupt
-            return super().loss(model, batch)
-
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(Interrupted, settings, out="cut")
-    again = trainer.fit(Interrupted, settings, out="cut")
-    assert again.metrics == whole.metrics
-    weights = [(run.folder / "model.safetensors").read_bytes() for run in (whole, again)]
-    assert weights[0] == weights[1]
-
-
-@pytest.mark.usefixtures("here")
-def test_fit_with_another_class_does_not_go_on() -> None:
-    """As a notebook's cell that was changed and run again."""
-    trainer.fit(Small, {"epochs": 1}, out="run")
-
-    class Other(Small):
-        pass
-
-    Other.__name__ = "Small"
-    with pytest.raises(BadInputError, match="task: "):
-        trainer.fit(Other, {"epochs": 1}, out="run")
-
-
-@pytest.mark.usefixtures("here")
-def test_settings_from_python_are_paths_and_numpys_numbers_too() -> None:
-    run = trainer.fit(Small, {"optim.lr": np.float64(0.01), "data.cache_limit": None}, out=Path("run"))
-    assert run.folder == Path("run")
 
 
 def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
@@ -200,23 +33,6 @@ def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
     check_known_there(inner, "spawn")
     with pytest.raises(BadInputError, match="can't import Mine from a task's file"):
         check_known_there(of_the_file, "forkserver")
-
-
-class Small:
-    """Ten samples of two numbers; what is wrong with it is put in by a test."""
-
-    def data(self) -> Any:
-        x = np.arange(20, dtype=np.float32).reshape(10, 2) / 10
-        return {"x": x, "y": x[:, :1]}, {"x": x[:5], "y": x[:5, :1]}
-
-    def model(self) -> Any:
-        return nn.Linear(2, 1)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
-
-    def measure(self, model: nn.Module, batch: Any) -> Any:
-        return {"loss": self.loss(model, batch)}
 
 
 def test_a_right_one_passes() -> None:
@@ -565,6 +381,7 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
         "data.micro_batch_size": 4,
         "ema.decay": 0.9,
         "checkpoint.every": 1,
+        "parallel.threads": 1,
     }
     if message:
         with pytest.raises(BadInputError, match=f"'{name}' is {message}"):
@@ -592,60 +409,6 @@ def test_predict_says_what_is_missing() -> None:
         BadInputError, match=r"class in mine.py has no method predict\(model, options\).*add it"
     ):
         _show(run)
-
-
-def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:
-    main(["new", "mine.py"])
-    more = {"epochs": 1, "log": {"to": ["jsonl"]}, "parallel": {"threads": 1}}
-    assert forked.attempt(here / "run", recipe_of(here / "mine.py", **more), stop_after=5).code == 75
-    (here / "elsewhere").mkdir()
-    (here / "mine.py").rename(here / "elsewhere" / "yours.py")
-    moved = recipe_of(here / "elsewhere" / "yours.py", **more)
-    told = forked.attempt(here / "run", moved)
-    assert told.code == 0, told.line
-    (here / "elsewhere" / "yours.py").write_text("# another\n")
-    assert "task: " in differences({"task": "digits"}, {"task": "mine.py"})[0]
-
-
-def test_a_step_without_any_unit_trains_nothing_and_is_no_divergence(here: Path) -> None:
-    """Nor does it make the next one with items a leap."""
-    (here / "mine.py").write_text(SPARSE)
-    keys = {"spike": "stop", "spike_history": 10}
-    told = forked.attempt(here / "run", recipe_of(here / "mine.py", anomaly=keys))
-    assert (told.code, told.line) == (0, ""), told.said
-    losses = [row["loss"] for row in read_rows(here / "run", ("train",))]
-    assert len(losses) == 48
-    assert losses.count(0.0) > 24, "steps without any unit"
-    assert max(losses) > 0
-
-
-SPARSE = """
-import numpy as np
-from torch import nn
-from torch.nn import functional as F
-RECIPE = {
-    "epochs": 6,
-    "data": {"global_batch_size": 8, "micro_batch_size": 4},
-    "log": {"every": 1, "to": ["jsonl"]},
-    "parallel": {"threads": 1},
-}
-class Sparse:
-    def data(self):
-        random = np.random.default_rng(0)
-        x = random.normal(size=(64, 5, 3)).astype(np.float32)
-        items = np.zeros(64, np.int64)
-        items[:3] = 5
-        y = random.integers(0, 4, (64, 5))
-        y[np.arange(5) >= items[:, None]] = -100
-        return (both := {"x": x, "y": y, "num_items": items}), both
-    def model(self):
-        return nn.Linear(3, 4)
-    def loss(self, model, batch):
-        logits = model(batch.fields["x"]).flatten(0, 1)
-        return F.cross_entropy(logits, batch.fields["y"].flatten(), reduction="sum")
-    def measure(self, model, batch):
-        return {"loss": self.loss(model, batch)}
-"""
 
 
 FILES = [
@@ -734,36 +497,6 @@ def test_padding_never_comes_to_the_methods() -> None:
     nothing = Batch(fields, torch.zeros(4), None, 0)
     assert float(task.loss(model, nothing)) == 0
     assert float(task.measure(model, nothing)["loss"]) == 0
-
-
-def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["new", "mine.py"])
-    text = (here / "mine.py").read_text()
-    lines = (
-        "def predict(self, model, options):",
-        "    print(model(torch.zeros(1, 2)).shape)",
-        "    return 0",
-    )
-    shows = "\n" + "".join(f"    {line}\n" for line in lines)
-    (here / "mine.py").write_text(text + shows)
-    trainer.fit("mine.py", {"epochs": 1}, out="run")
-    assert main(["predict", "run"]) == 0
-    assert "torch.Size([1, 2])" in capsys.readouterr().out
-    assert main(["export", "run", "--to", "torchscript", "--out", "exported"]) == 0
-    assert list((here / "exported").glob("*.ts"))
-    with (here / "mine.py").open("a") as file:
-        file.write("# changed\n")
-    assert main(["predict", "run"]) == 2
-    assert "isn't the file that the run was trained with" in capsys.readouterr().err
-
-
-def test_the_walk_through(here: Path) -> None:
-    """Every Python block of docs/your-own-task.md, one after another, as a reader would type them."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", WALK.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 3
-    (here / "walk.py").write_text("\n".join(blocks))
-    done = preloaded.run([sys.executable, "walk.py"], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_slip_of_an_optional_name_is_an_error() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from tests.helpers import forked, preloaded
+from tests.helpers import forked
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.checkpoint.state_dict import put_together, take_apart
+from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
@@ -365,29 +365,32 @@ def test_a_stopped_run_of_a_file_goes_on(tmp_path: Path) -> None:
     assert all(row["loss"] == pytest.approx(row["loss/right"] + row["loss/small"]) for row in rows)
 
 
-def test_a_schedule_that_is_over_before_the_run_is_refused(tmp_path: Path) -> None:
+def test_a_schedule_that_is_over_before_the_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """OneCycleLR raises after its last step, which a checkpoint says: an extended run would end with that."""
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.py"
     file.write_text(FILE)
+    values = read_recipe(str(file))
 
-    def train(*words: str) -> Any:
-        program = [sys.executable, "-m", "trainer", "train", str(file), *words]
-        return preloaded.run(program, cwd=tmp_path)
+    def refused(*words: str) -> str:
+        assert main(["train", str(file), "--out", *words]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        return line
 
-    assert train("--out", "run").returncode == 0
-    longer = train("--out", "run", "epochs=3")
-    assert longer.returncode == 2 and longer.stderr.count("\n") == 1
-    assert "step-00000016: the task's own scheduler ends after 16 updates (its total_" in longer.stderr
-    assert "and the run after 24 steps; a run that is extended keeps" in longer.stderr
-    recipe = validated(Recipe, {**read_recipe(str(file)), "epochs": 3}, "mine")
+    assert forked.attempt(tmp_path / "run", validated(Recipe, values, "mine")).code == 0
+    longer = refused("run", "epochs=3")
+    assert "step-00000016: the task's own scheduler ends after 16 updates (its total_" in longer
+    assert "and the run after 24 steps; a run that is extended keeps" in longer
+    recipe = validated(Recipe, {**values, "epochs": 3}, "mine")
     assert "ends after 16 updates" in forked.attempt(tmp_path / "run", recipe).line, "also without a launcher"
-    anew = train("--from", "run", "--out", "new", "epochs=3")
-    assert anew.returncode == 0, anew.stderr
+    anew = forked.attempt(tmp_path / "new", recipe, source="run")
+    assert anew.code == 0, anew.said
     # One that fits no run at all.
     file.write_text(FILE.replace("total_steps=steps", "total_steps=9"))
-    short = train("--out", "short")
-    assert short.returncode == 2 and "ends after 9 updates" in short.stderr
-    assert short.stderr.count("\n") == 1
+    assert "ends after 9 updates" in refused("short")
 
 
 def sgd(_: Any, model: nn.Module) -> torch.optim.Optimizer:

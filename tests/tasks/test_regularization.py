@@ -154,7 +154,9 @@ def test_a_micro_batch_of_one_has_nothing_to_mix() -> None:
 )
 def test_stochastic_depth_reaches_the_branches_of_known_models(name: str) -> None:
     """Without branches nothing is left of a sample's image but what the shortcuts carry."""
-    model = build_model(ModelConfig(name=name, blocks=(2, 2)), 3, 10)
+    # Without numbers where it can be built so.
+    with torch.device("cpu" if name.startswith("regnet") else "meta"):
+        model = build_model(ModelConfig(name=name, blocks=(2, 2)), 3, 10)
     names = set(model.state_dict())
     add_stochastic_depth(model, 0.5)
     assert set(model.state_dict()) == names

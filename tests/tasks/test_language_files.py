@@ -1,0 +1,197 @@
+"""Promise: token and text files are read in every way, and what is wrong with them is one line before the
+start; what is generated is what the model says; the packaged recipes run.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.small_gpt import SMALL, make_model
+from tests.helpers.toys import build_alone, make_recipe
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import read_recipe
+from trainer.config.tasks import LanguageConfig
+from trainer.data.formats.text import decode, encode
+from trainer.data.formats.tokenize import tokenize
+from trainer.data.formats.tokens import TOKENS
+from trainer.errors import BadInputError
+from trainer.models.gpt import generate
+from trainer.train.run import check_request, make_task
+from trainer.train.step import train_step
+
+
+def run_of(folder: Path, **language: Any) -> tuple[Recipe, Any]:
+    recipe = make_recipe(
+        task="language",
+        data={"name": "tokens", "path": str(folder), "micro_batch_size": 2, "global_batch_size": 4},
+        language=SMALL | language,
+    )
+    return recipe, make_task(recipe)
+
+
+def token_folder(folder: Path, text: bytes = b"to be or not to be, that is the question") -> Path:
+    for name in ("train", "val"):
+        source = folder / f"{name}.txt"
+        source.write_bytes(text)
+        tokenize(source, folder / f"{name}.bin", "bytes", force=True)
+    return folder
+
+
+@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
+def test_token_files_are_read_in_every_way(tmp_path: Path, way: str) -> None:
+    recipe, task = run_of(token_folder(tmp_path), text=way)
+    check_request(recipe, task, 1)
+    run = build_alone(recipe, task)
+    train_step(run, run.loader(run.share.batches()), 0)
+    assert 4 < float(run.state.loss) < 7, "about the logarithm of 257"
+    about = task.describe()
+    assert (about["vocabulary"], about["tokenizer"], about["end_of_document"]) == (257, "bytes", 256)
+
+
+@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
+def test_a_token_above_the_vocabulary_is_found_before_the_start(tmp_path: Path, way: str) -> None:
+    folder = token_folder(tmp_path)
+    tokens = np.fromfile(folder / "train.bin", np.uint16)
+    tokens[26] = 300
+    tokens.tofile(folder / "train.bin")
+    with pytest.raises(BadInputError, match=r"train\.bin: sample 2 holds token 300, .* vocabulary is 257"):
+        check_request(*run_of(folder, text=way), 1)
+
+
+def test_a_token_above_the_vocabulary_is_found_without_a_launcher_too(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    _, task = run_of(tmp_path, dtype="uint16", vocabulary=90)
+    out = {TOKENS: np.zeros((2, 13), np.uint16)}
+    with pytest.raises(BadInputError, match="sample 7 holds token 96, but the vocabulary is 90"):
+        task.train_data.read(np.array([1, 7]), None, out)
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    folder = token_folder(tmp_path)
+    with pytest.raises(BadInputError, match="too few for a sample of 99"):
+        run_of(folder, sequence_length=99)
+    with pytest.raises(BadInputError, match=r"sample 0 holds token 116, .* raise language\.vocabulary"):
+        check_request(*run_of(folder, vocabulary=100), 1)
+    with pytest.raises(BadInputError, match=r"language\.stride is for"):
+        run_of(folder, stride=2)
+    (folder / "val.bin.json").unlink()
+    with pytest.raises(BadInputError, match=r"give language\.dtype and language\.vocabulary"):
+        run_of(folder)
+    with pytest.raises(BadInputError, match=r"data\.path is missing"):
+        make_task(make_recipe(task="language", data={"name": "tokens"}))
+    text = tmp_path / "input.txt"
+    text.write_text("ab")
+    with pytest.raises(BadInputError, match="no text to learn from"):
+        make_task(make_recipe(task="language", data={"name": "text", "path": str(text)}))
+    text.write_text("abcd" * 100)
+    with pytest.raises(BadInputError, match="are for documents, and there are none"):
+        make_task(
+            make_recipe(
+                task="language", data={"name": "text", "path": str(text)}, language=SMALL | {"text": "packed"}
+            )
+        )
+    text.write_text("abcd" * 40)
+    with pytest.raises(BadInputError, match="too few for a sample"):
+        make_task(make_recipe(task="language", data={"name": "text", "path": str(text)}))
+    for keys, what in (({"heads": 3}, "multiple of language.heads"), ({"width": 6}, "even number")):
+        with pytest.raises(ValueError, match=what):
+            LanguageConfig(**SMALL | keys)
+
+
+def test_nanogpts_files_need_their_dtype_and_vocabulary(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    _, task = run_of(tmp_path, dtype="uint16", vocabulary=50257)
+    assert task.describe()["vocabulary"] == 50257
+    assert (task.metric, task.lower_is_better) == ("loss", True)
+
+
+def test_a_character_file_is_shared_as_in_nanogpt(tmp_path: Path) -> None:
+    text = tmp_path / "input.txt"
+    text.write_text("the quick brown føx: " * 20)
+    recipe = Recipe.model_validate(read_recipe("gpt-char"))
+    recipe.data.path, recipe.language.sequence_length = text, 16
+    task = make_task(recipe)
+    about = task.describe()
+    content = text.read_text()
+    assert about["characters"] == "".join(sorted(set(content)))
+    assert about["vocabulary"] == len(about["characters"])
+    first = int(0.9 * len(content))
+    assert len(task.train_data) == first - 16, "a sample at every character"
+    out = {TOKENS: np.zeros((1, 17), np.uint8)}
+    task.train_data.read(np.array([3]), None, out)
+    assert decode(out[TOKENS][0].tolist(), "characters", about["characters"]) == content[3:20]
+    assert task.metric == "loss"
+
+
+def test_text_becomes_tokens_and_text_again() -> None:
+    assert decode(encode("größer", "bytes"), "bytes") == "größer"
+    assert decode([103, 195], "bytes") == "g\ufffd"
+    assert decode(encode("cab", "characters", "abc"), "characters", "abc") == "cab"
+    with pytest.raises(BadInputError, match="holds no 'x'"):
+        encode("x", "characters", "abc")
+
+
+def test_generating_is_what_the_model_says() -> None:
+    model = make_model().eval()
+    prompt = torch.tensor([3, 1, 4])
+    likeliest = generate(model, prompt, 20, temperature=0)
+    assert len(likeliest) == 20
+    assert int(likeliest[0]) == int(model(prompt[None])[0, -1].argmax())
+    whole = torch.cat((prompt, likeliest))
+    last = model(whole[None, -13:-1])[0, -1]  # no further back than a sample is long
+    assert int(whole[-1]) == int(last.argmax())
+    drawn = [
+        generate(model, prompt, 9, 1.0, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    counts = torch.bincount(
+        torch.cat([generate(model, prompt, 1, 2.0, torch.Generator().manual_seed(n)) for n in range(600)]),
+        minlength=20,
+    )
+    wanted = (model(prompt[None])[0, -1].detach() / 2).softmax(0)
+    assert float((counts / 600 - wanted).abs().max()) < 0.08
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "gpt-stdlib-gpu", "gpt-char-gpu"])
+def test_the_large_recipes_have_a_dry_run(name: str) -> None:
+    """Random tokens, and shapes alone: on two cores a step of theirs takes minutes."""
+    values = read_recipe(name)
+    values["data"] = values["data"] | {
+        "name": "synthetic",
+        "samples": 16,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+    }
+    recipe = Recipe.model_validate(values)
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    with torch.device("meta"):
+        model = task.model()
+    tokens = torch.zeros(2, recipe.language.sequence_length, dtype=torch.int64, device="meta")
+    vocabulary = task.describe()["vocabulary"]
+    assert model(tokens).shape == (2, recipe.language.sequence_length, vocabulary)
+
+
+@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+def test_a_step_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> None:
+    recipe = make_recipe(
+        task="language",
+        language={**SMALL, "text": way, "dropout": 0.1},
+        data={"name": "synthetic", "samples": 32, "micro_batch_size": 4, "global_batch_size": 8},
+        memory={"checkpointing": "blocks"},
+        precision={"mode": mode},
+        parallel={"reduction": "tree", "threads": 1},
+        optim={"name": "muon"},
+    )
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    run = build_alone(recipe, task)
+    train_step(run, run.loader(run.share.batches()), 0)
+    assert abs(float(run.state.loss) - math.log(256)) < 0.5
