@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from tests.helpers import preloaded
 from tests.helpers.rows import read_rows
@@ -126,6 +125,8 @@ def test_bad_input_is_one_line(
 
 
 def test_the_matrix_and_the_table_are_scikit_learns() -> None:
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support  # here: it imports SciPy
+
     random = np.random.default_rng(0)
     label, predicted = random.integers(0, 4, 200), random.integers(0, 3, 200)  # nobody says 3
     matrix = confusion_matrix(label, predicted)

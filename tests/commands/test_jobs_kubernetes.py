@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import render_examples
 import yaml
@@ -116,6 +115,8 @@ def check(shape: Any, value: Any, where: str = "") -> None:
 
 
 def check_builtin(document: dict[str, Any]) -> None:
+    import kubernetes_validate  # here: the import builds parsers for seconds
+
     for version in VERSIONS:
         kubernetes_validate.validate(document, version, strict=True)
 
@@ -151,6 +152,8 @@ def test_manifests_are_valid(where: str, changes: dict[str, Any]) -> None:
 
 
 def test_the_check_finds_what_is_no_field() -> None:
+    import kubernetes_validate
+
     place, site, _ = PLACES["job"]
     with pytest.raises(kubernetes_validate.ValidationError):
         check_all(HOW[place].render(job("job"), site).replace("restartPolicy:", "restartPolice:"))
