@@ -524,8 +524,7 @@ def test_an_older_field_is_no_difference() -> None:
 @pytest.mark.parametrize(
     ("ranks", "trained"),
     [
-        # What a launch of one rank and its proof are is in the second one too, but for its line.
-        pytest.param(1, "1 rank of 1 thread", marks=pytest.mark.slow),
+        (1, "1 rank of 1 thread"),
         (2, "2 ranks of 1 thread, then 1 rank of 1 thread"),
     ],
 )
