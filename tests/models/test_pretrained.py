@@ -128,9 +128,8 @@ def manifest(folder: Path) -> dict[str, Any]:
 def test_a_branch_is_fetched_once_for_all_ranks_and_its_commit_is_kept(tmp_path: Path, hub: Hub) -> None:
     old = weights(tmp_path)
     hub.files, hub.commits = {("org/name", OLD): old}, {"main": OLD}
-    size = "data.micro_batch_size=32"
-    two = ["--nproc-per-node", "2", size, "--stop-after", "1"]
-    done = trained(tmp_path, hub.url, *two, "--out", "run")
+    two = ["--nproc-per-node", "2", "data.micro_batch_size=32"]
+    done = trained(tmp_path, hub.url, *two, "--out", "run", "--stop-after", "1")
     assert done.returncode == 75, done.stdout + done.stderr
     assert [name for name in hub.asked.elements() if name.startswith("GET")] == [
         "GET /org/name/resolve/main/model.safetensors"
@@ -142,7 +141,7 @@ def test_a_branch_is_fetched_once_for_all_ranks_and_its_commit_is_kept(tmp_path:
     assert facts["config"]["model"]["pretrained"] == f"hub:org/name@{OLD}"
     # The branch moves on: the run doesn't; a new one does.
     hub.files["org/name", NEW], hub.commits["main"] = weights(tmp_path, 6), NEW
-    assert trained(tmp_path, hub.url, size, "--out", "run").returncode == 0
+    assert trained(tmp_path, hub.url, *two, "--out", "run").returncode == 0
     assert manifest(tmp_path / "run")["pretrained"]["revision"] == OLD
     assert trained(tmp_path, hub.url, "--out", "other").returncode == 0
     assert manifest(tmp_path / "other")["pretrained"]["revision"] == NEW
