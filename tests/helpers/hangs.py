@@ -6,6 +6,7 @@ the disk. It knows its step from the training loop and not from the phases that 
 
 import contextlib
 import itertools
+import mmap
 import multiprocessing
 import os
 import random
@@ -179,11 +180,26 @@ def sleep_forever() -> None:
 def hang(where: Hang) -> Callable[[int], object]:
     """A fault for `Job`: this rank does not go on there."""
 
+    told = mmap.mmap(-1, 64)  # a byte for each rank, shared by the forks
+
     def put(number: int) -> None:
         if number == where.rank:
-            _put(where, _tracked_step())
+            _put(where, _tracked_step(), told)
+        elif where.phase == "stopped" and where.rank == 0:
+            _note_what_is_told(number, where.step, told)
 
     return put
+
+
+def _note_what_is_told(number: int, step: int, told: mmap.mmap) -> None:
+    listens: Any = Watchdog._listens
+
+    def noted(self: Watchdog) -> Any:  # called as soon as rank 0's last word was read
+        if self._first.step >= step:
+            told[number] = 1
+        return listens(self)
+
+    replace(Watchdog, "_listens", noted)
 
 
 def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True) -> Callable[[int], object]:
@@ -214,7 +230,7 @@ def _tracked_step() -> Callable[[], int]:
     return lambda: at[0]
 
 
-def _put(where: Hang, step: Callable[[], int]) -> None:
+def _put(where: Hang, step: Callable[[], int], told: mmap.mmap) -> None:
     if where.phase == "data":
         fill = loader._Filler._fill
 
@@ -261,7 +277,9 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
     def stuck(*arguments: Any, **named: Any) -> Any:
         if step() == where.step:
             if where.phase == "stopped":
-                while said.count(where.step) < 2:  # the first of them has gone out then
+                # The first word has gone out then; rank 0's store stops with it, so the others have read it.
+                others = range(1, int(os.environ["WORLD_SIZE"]) if where.rank == 0 else 1)
+                while said.count(where.step) < 2 or not all(told[number] for number in others):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGSTOP)
             else:
