@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 import trainer
+from tests.helpers.waiting import SECONDS
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
 from trainer.launch import signals as preempt
 from trainer.launch.folder import take_request
@@ -53,6 +54,12 @@ def _obey() -> int:
     _wait_for_a_request()
     time.sleep(0.2)  # time for a signal that should not come twice
     return EXIT_REQUEUE
+
+
+def _obey_twice() -> int:
+    while len((FOLDER / f"signals-{RANK}").read_text().split() if requested() else ()) < 2:
+        time.sleep(0.01)
+    return _obey()
 
 
 def _obey_three() -> int:
@@ -176,6 +183,7 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "obey": _obey,
     "obey-late": _obey,
     "obey-three": _obey_three,
+    "obey-twice": _obey_twice,
     "once": _once,
     "raise": _raise,
     "requeue": lambda: EXIT_REQUEUE,
@@ -202,6 +210,8 @@ if __name__ == "__main__":
         time.sleep(1000)
     while WORDS[1] == "obey-late" and not (FOLDER / "signal-sent").exists():
         time.sleep(0.01)
+    if WORDS[1] == "obey-twice":
+        preempt._SAME_INTERRUPT_SECONDS = SECONDS  # however late the launcher is with it
     with Worker(LAUNCH) as worker:
         worker.code = main()
     sys.exit(worker.exit_code)

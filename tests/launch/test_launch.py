@@ -372,8 +372,9 @@ def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
 
 
 def test_an_interrupt_by_two_ways_is_one(run: Launcher) -> None:
-    run.start("obey", processes=1)
+    run.start("obey-twice", processes=1)
     os.kill(run.ready(1)[0], signal.SIGINT)  # by Slurm, and by the launcher
+    until(lambda: run.signals(0))  # two that come before either is taken are one
     run.send(signal.SIGINT)
     assert run.end() == (75, "")
     assert run.signals(0) == ["SIGINT", "SIGINT"]
