@@ -34,8 +34,9 @@ settings.load_profile("few")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    # Many tests start two ranks or workers of their own.
-    return max(1, min(int(read_limits().cpus), 8))
+    # One more than cores, for the time that tests wait for processes of their own; not more than 8, because
+    # many start two ranks or workers.
+    return max(1, min(int(read_limits().cpus) + 1, 8))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

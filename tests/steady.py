@@ -33,7 +33,7 @@ _TOP = """\
 # How long the tests take, and whether they are steady
 
 Whole runs of the fast suite (`make test`) by `make steady`, on {processor} with Python {python} and torch
-{torch}. A run leaves two processes of pytest to two cores, one to one; a busy process computes without end.
+{torch}. A run leaves three processes of pytest to two cores, two to one; a busy process computes without end.
 `make mutants` breaks a copy of the package in known ways, and names for each the fast test that fails:
 [mutants.md](mutants.md).
 
@@ -105,7 +105,7 @@ def page(runs: list[dict[str, Any]]) -> str:
     slowest = sorted(((statistics.median(many), name) for name, many in times.items()), reverse=True)[:10]
     lines += [
         "",
-        "The ten slowest tests, seconds of wall time (median of the quiet runs, two tests at a time):",
+        "The ten slowest tests, seconds of wall time (median of the quiet runs, three tests at a time):",
         "",
     ]
     lines += ["| seconds | test |", "|---|---|"]

@@ -1,0 +1,235 @@
+"""Promise: `benchmarks scoreboard` writes all its files or none, and says what failed, by its code too."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import tokens
+from benchmarks.__main__ import main
+from benchmarks.scoreboard import benches, quiet
+from benchmarks.scoreboard.bench import bench_scoreboard, check_files, write_all
+from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
+from benchmarks.scoreboard.common import Extent
+from benchmarks.scoreboard.figures import (
+    BUSY,
+    QUIET,
+    Absent,
+    Counted,
+    Part,
+    outcomes,
+    timed,
+)
+from benchmarks.scoreboard.quiet import share_of_cpus
+from benchmarks.scoreboard.show import command_line
+from tests.helpers.scoreboard_parts import (
+    COUNTED,
+    FAILED,
+    LOST,
+    MISSING,
+    OVERHEAD,
+    PARTS,
+    WON,
+    rows,
+)
+from trainer.errors import BadInputError
+
+Fake = Callable[[str, Any, Path | None], Part]
+
+
+def answering(*parts: Part) -> Fake:
+    by_name = {part.name: part for part in parts}
+    return lambda name, _, __: by_name[name]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_three_files_are_written_and_the_rest_of_what_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, figures = tmp_path / "board.md", tmp_path / "all.json"
+    only = "overhead,accumulation,resume"
+    code = bench_scoreboard(only=only, out=page, json=figures, measure=answering(*PARTS))
+    assert code == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        *("all.json", "board.json", "board.md", "board.svg")
+    ]
+    assert figures.read_text() == (tmp_path / "board.json").read_text()
+    ElementTree.parse(tmp_path / "board.svg")
+    written = page.read_text()
+    assert f"`python -m benchmarks scoreboard --only {only} --out {page} --json {figures}`" in written
+    assert "**trainer loses**" in written
+    assert FAILED.failed in written
+    captured = capsys.readouterr()
+    assert "**trainer loses**" in captured.out
+    assert "measuring accumulation, 2 of 3" in captured.err
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [
+        (OVERHEAD, 0),
+        (replace(OVERHEAD, rows=[LOST]), 0),
+        (replace(OVERHEAD, rows=[MISSING]), 3),
+        (replace(OVERHEAD, rows=[]), 3),
+        (replace(OVERHEAD, rows=[Counted("trainer", 0, 0)]), 3),
+        (replace(OVERHEAD, rows=[WON, Absent("a", "failed: b", failed=True)]), 1),
+        (replace(OVERHEAD, rows=[Counted("trainer", 1, 2)]), 1),
+        (Part("overhead", failed="gone"), 1),
+        (Part("overhead", lacking="no /proc"), 3),
+    ],
+    ids=["measured", "lost", "missing", "empty", "none", "library", "broken", "failed", "lacking"],
+)
+def test_exit_codes(part: Part, code: int) -> None:
+    assert bench_scoreboard(only="overhead", measure=answering(part)) == code
+
+
+def test_each_timed_part_is_looked_at_before_and_after(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = iter([0.99, 0.98, 0.97, 0.5])
+    seen: list[str] = []
+
+    def share() -> float:
+        seen.append("looked")
+        return next(shares)
+
+    def measure(name: str, _: Any, __: Any) -> Part:
+        seen.append(name)
+        return replace(OVERHEAD if BENCHES[name].timed else COUNTED, name=name)
+
+    monkeypatch.setattr(quiet, "share_of_cpus", share)
+    assert bench_scoreboard(only="overhead,tokens,resume", measure=measure) == 0
+    assert seen == ["looked", "overhead", "looked", "looked", "tokens", "looked", "resume"]
+    out = capsys.readouterr().out
+    assert rows(out, "Who wins")[:2] == [["overhead", "1", "1", "0", "1"], ["tokens", "0", "0", "0", "3"]]
+    assert "**Other work ran beside tokens:" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "overhaed"], "did you mean 'overhead'? (there are: overhead, loader, tokens"),
+        (["--out", "nowhere/board.md"], "there is no folder nowhere; make it first"),
+        (["--json", "nowhere/board.json"], "there is no folder nowhere; make it first"),
+        (["--out", "board.txt"], "give a file that ends in .md"),
+        (["--out", "taken.md"], "taken.svg: that is a folder"),
+        (["--out", "a.md", "--json", "a.md"], "--json a.md: --out writes the page or its plot there"),
+        (["--out", "a.md", "--json", "../here/a.svg"], "a.svg: --out writes the page or its plot there"),
+        (["--out", "shut/a.md"], "--out shut/a.md: nothing can be written into shut"),
+        (["--json", "shut/a.json"], "--json shut/a.json: nothing can be written into shut"),
+        (["--timm-train", "train.py"], "there is no file train.py"),
+        (["--timm-train", "there.py", "--only", "tokens"], "only read by accumulation"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_measured(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = tmp_path / "here"
+    for folder in (here, here / "taken.svg", here / "shut"):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    (here / "there.py").touch()
+    original = os.access  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut" and original(path, mode))
+    monkeypatch.setattr(benches, "measured_apart", lambda *_: 1 / 0)
+    assert main(["scoreboard", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_nothing_is_replaced_before_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "a.md", tmp_path / "a.svg"]
+    for file in files:
+        file.write_text("old")
+    original = Path.write_text
+
+    def full(self: Path, *arguments: Any, **keywords: Any) -> int:
+        if "svg" in self.name:
+            raise OSError(28, "No space left on device", str(self))
+        return original(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(BadInputError, match="No space left") as failed:
+        write_all(dict.fromkeys(files, "new"))
+    assert str(failed.value).startswith(f"{files[1]}: can't be written")
+    assert [file.read_text() for file in files] == ["old", "old"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_figures_may_be_asked_for_where_they_lie_anyway(tmp_path: Path) -> None:
+    check_files(tmp_path / "a.md", tmp_path / "a.json", None)
+
+
+def killed(*_: Any) -> Part:
+    os._exit(9)
+
+
+def test_a_bench_that_fails_or_dies_is_a_part_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = BENCHES["tokens"]._replace(measure=lambda *_: json.loads("{}")["key"])
+    monkeypatch.setitem(BENCHES, "tokens", bench)
+    assert benches._measure("tokens", QUICK, None) == Part("tokens", failed="KeyError: 'key'")
+
+    def too_few(*_: Any) -> Part:
+        raise BadInputError("no photographs")
+
+    monkeypatch.setitem(BENCHES, "tokens", bench._replace(measure=too_few))
+    assert benches._measure("tokens", QUICK, None) == Part("tokens", lacking="no photographs")
+    monkeypatch.setattr(benches, "_measure", killed)
+    fork = multiprocessing.get_context("fork")  # it computes nothing here, and imports nothing anew
+    monkeypatch.setattr(benches, "multiprocessing", SimpleNamespace(get_context=lambda _: fork))
+    died = measured_apart("tokens", QUICK, None)
+    assert "ended before it answered" in died.failed
+    assert died.seconds > 0
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_cheapest_part_in_earnest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "board.md"
+
+    def here(name: str, extent: Extent, timm_train: Path | None) -> Part:
+        return benches._measure(name, extent._replace(batches=10, megabytes=1), timm_train)
+
+    assert bench_scoreboard(quick=True, only="tokens", out=page, measure=here) == 0
+    (row,) = rows(page.read_text(), BENCHES["tokens"].title)
+    assert row[:2] == ["trainer, no workers", tokens.NANOGPT]
+    found = json.loads(page.with_suffix(".json").read_text())["benches"][0]
+    ours, theirs = found["raw"].values()
+    assert len(ours) == len(theirs) == QUICK.token_rounds and min(*ours, *theirs) > 0
+    # Who wins is this machine's matter; the page says what these figures and the load beside them come to.
+    wanted = timed(row[0], row[1], ours, theirs)
+    assert row[4:6] == [f"{wanted.ratio:.3f}", f"{wanted.low:.3f} to {wanted.high:.3f}"]
+    assert len(found["shares"]) == 2
+    decided = str(wanted.outcome).replace("trainer loses", "**trainer loses**")
+    assert row[-1] == (decided if min(found["shares"]) >= QUIET else BUSY)
+    assert "measuring tokens, 1 of 1" in capsys.readouterr().err
+
+
+def test_the_share_of_the_cpus() -> None:
+    assert 0 < share_of_cpus(0.05) <= 1
+    assert Part("tokens", shares=(0.95, 0.91)).quiet
+    assert not Part("tokens", shares=(0.95, 0.85)).quiet
+
+
+def test_enough_rounds_to_decide() -> None:
+    for extent in (QUICK, FULL):
+        assert min(extent.rounds, extent.epochs, extent.token_rounds) >= 6
+    assert outcomes([OVERHEAD], "trainer loses") == [(OVERHEAD, LOST)]
+
+
+def test_the_command_is_what_was_asked() -> None:
+    given = {"quick": True, "only": "", "out": Path("a b.md"), "json": None}
+    assert command_line(given) == "python -m benchmarks scoreboard --quick --out 'a b.md'"

@@ -1,0 +1,92 @@
+"""A project whose engine and nvidia-smi are small programs: they answer as told, and note the question."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+
+LISTED = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(2))
+NO_RUNTIME = (
+    'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].'
+)
+
+# In sh, which starts ten times as fast as Python: 037 ends a word in the log, 036 all of them.
+FAKE = r"""#!/bin/sh
+{{ printf '%s\037' "$@"; printf '\036'; }} >>{log}
+case "$*" in
+{answers}
+esac
+echo "{name}: not in this test: $*" >&2
+exit 1
+"""
+
+
+@dataclass
+class Machine:
+    """A project with the scripts, and a PATH with an engine and nvidia-smi that answer what they are told."""
+
+    root: Path
+    tools: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def fake(self, name: str, answers: dict[str, tuple[int, str, str]]) -> None:
+        """Puts a program on PATH; the first answer whose words begin the request counts."""
+        program = self.tools / name
+        cases = "\n".join(
+            f"{quote(start)}*) printf %s {quote(out)}; printf %s {quote(err)} >&2; exit {code} ;;"
+            for start, (code, out, err) in answers.items()
+        )
+        log = quote(str(self.tools / f"{name}.log"))
+        program.write_text(FAKE.format(log=log, answers=cases, name=name))
+        program.chmod(0o755)
+
+    def engine(self, **changes: tuple[int, str, str]) -> None:
+        """An engine with every image, without GPUs; other answers by the words that a request begins with."""
+        answers = {
+            "version": (0, "26.1\n", ""),
+            "buildx version": (0, "v0.13\n", ""),
+            "compose version": (0, "2.26\n", ""),
+            "image inspect": (0, "sha256:11aa", ""),
+            "info": (0, '["name=seccomp"]\n', ""),
+            "run --rm --pull=never": (125, "", NO_RUNTIME),
+            "run": (0, "trained\n", ""),
+            "compose -f docker-compose.yml ps": (0, "", ""),
+            "compose logs": (0, "", ""),
+            "compose": (0, "", ""),
+        }
+        given = {key.replace("_", " ").strip(): value for key, value in changes.items()}
+        self.fake("docker", {**given, **{key: value for key, value in answers.items() if key not in given}})
+
+    def gpus(self, driver: str = "575.51", capability: str = "9.0") -> None:
+        """Two GPUs on the host."""
+        rows = f"{driver}, {capability}\n" * 2
+        self.fake("nvidia-smi", {"-L": (0, LISTED, ""), "--query-gpu": (0, rows, "")})
+
+    def asked(self, name: str = "docker") -> list[list[str]]:
+        """What a program was asked."""
+        log = self.tools / f"{name}.log"
+        requests = log.read_text().split("\x1e")[:-1] if log.exists() else []
+        return [request.split("\x1f")[:-1] for request in requests]
+
+    def run(self, *words: str, code: int = 0, script: str = "runtime", **env: str) -> tuple[str, str]:
+        """Runs a script; returns what it said on stdout and stderr."""
+        done = subprocess.run(
+            [sys.executable, f"scripts/{script}.py", *words],
+            cwd=self.root,
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout, done.stderr
+
+    def refused(self, *words: str, **env: str) -> str:
+        """The one line that it ends with."""
+        out, err = self.run(*words, code=2, **env)
+        assert err.startswith("runtime: error: ")
+        assert err.count("\n") == 1, err
+        assert "docker run" not in out
+        return err

@@ -1,0 +1,222 @@
+"""P2, one command: `make up`, `make shell` and make itself start what was asked, or say in a line why not."""
+
+import ast
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine_box import LISTED, Machine
+from tests.helpers.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKE = shutil.which("make")
+
+
+@pytest.fixture
+def ports(machine: Machine) -> dict[str, str]:
+    """Ports that are free; the machine's variables name them."""
+    port = free_port()  # the first of four
+    free = {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
+    machine.env |= free
+    return free
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
+    port = machine.env["JUPYTER_PORT"]
+    said = f"  http://127.0.0.1:{port}/lab?token=abc\n      http://127.0.0.1:8888/lab?token=abc\n"
+    machine.engine(**{"compose logs": (0, said, "")})
+    out, _ = machine.run("up")
+    assert "runtime: stack torch2.9-cu128\n" in out
+    assert "runtime: without scripts/compose/gpu.yml, on the CPU: the engine has no NVIDIA runtime" in out
+    started = "docker compose -f docker-compose.yml up --detach --wait --no-build"
+    assert started in out.splitlines()
+    assert started.split()[1:] in machine.asked()
+    assert f"JupyterLab   http://127.0.0.1:{port}/lab?token=abc\n" in out
+    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+    out, _ = machine.run("up")
+    assert "runtime: with scripts/compose/gpu.yml: containers see 2 x NVIDIA" in out
+    files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
+    assert ["compose", *files, "up"] in [words[:6] for words in machine.asked()]
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
+    machine.engine(image_inspect=(1, "", ""))
+    out, _ = machine.run("up", "--stack", "torch2.6-cu124")
+    assert "runtime: no image trainer:torch2.6-cu124-dev here: building it first" in out
+    assert "image.py build --stack torch2.6-cu124 --target dev" in out
+    machine.engine(image_inspect=(1, "", ""), pull=(1, "", ""))
+    assert "there/x:1 can't be had" in machine.refused("up", "--image", "there/x:1")
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_prints_the_ports_that_compose_took(machine: Machine) -> None:
+    said = "http://127.0.0.1:8888/lab?token=in http://127.0.0.1:18888/lab?token=out"
+    machine.engine(**{"compose logs": (0, said, ""), "compose port": (0, "127.0.0.1:18888\n", "")})
+    out, _ = machine.run("up")
+    assert "http://127.0.0.1:18888/lab?token=out\n" in out
+    assert "TensorBoard  http://127.0.0.1:18888\n" in out
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_says_why_a_service_did_not_start(machine: Machine) -> None:
+    machine.engine(
+        **{
+            "compose -f docker-compose.yml up": (1, "", ""),
+            "compose ps": (0, "ssh\n", ""),
+            "compose logs": (0, "entrypoint: no authorized key\n", ""),
+        }
+    )
+    _, err = machine.run("up", code=1)
+    assert "runtime: error: ssh: entrypoint: no authorized key\n" in err
+    assert "make down" in err
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_does_not_invent_a_token(machine: Machine) -> None:
+    machine.engine(
+        **{"compose logs": (0, f"http://127.0.0.1:{machine.env['JUPYTER_PORT']}/lab?token=...", "")}
+    )
+    machine.env["JUPYTER_TOKEN"] = "mine"
+    out, _ = machine.run("up")
+    assert (
+        f"JupyterLab   http://127.0.0.1:{machine.env['JUPYTER_PORT']}/lab, with your JUPYTER_TOKEN\n" in out
+    )
+
+
+def test_up_and_a_port_that_is_taken(machine: Machine, ports: dict[str, str]) -> None:
+    machine.engine()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(ports["JUPYTER_PORT"])))
+        taken.listen()
+        assert f"port {ports['JUPYTER_PORT']} of 127.0.0.1 is taken" in machine.refused("up")
+        machine.engine(**{"compose -f docker-compose.yml ps": (0, "jupyter\n", "")})
+        out, _ = machine.run("up")  # taken by itself
+        assert "what runs already stays as it is (jupyter)" in out
+        assert machine.asked()[-4][-1] == "--no-recreate"
+
+
+def test_up_looks_for_the_ports_that_compose_reads_from_env_files(
+    machine: Machine, ports: dict[str, str]
+) -> None:
+    """.env sets them for Compose alone; a service of a profile that isn't asked for needs none."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        services = {
+            "jupyter": {"ports": [{"published": ports["JUPYTER_PORT"]}]},
+            "tensorboard": {"ports": [{"published": str(port)}]},
+        }
+        told = (0, json.dumps({"services": services}), "")
+        machine.engine(**{"compose -f docker-compose.yml config": told})
+        assert f"port {port} of 127.0.0.1 is taken" in machine.refused("up")
+    machine.run("up")
+
+
+def test_shell(machine: Machine) -> None:
+    machine.engine()
+    machine.run("shell", "--", "python", "-V")
+    assert machine.asked()[-1][-3:] == ["trainer:torch2.9-cu128-dev", "python", "-V"]
+    machine.engine(image_inspect=(1, "", ""))
+    assert "make image STACK=torch2.9-cu128 builds it" in machine.refused("shell")
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+def test_make_passes_everything_on(machine: Machine) -> None:
+    shutil.copy(ROOT / "Makefile", machine.root)
+    machine.gpus()
+    machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
+
+    (machine.tools / "python3").symlink_to(sys.executable)
+
+    def make(*words: str) -> list[str]:
+        assert MAKE
+        done = subprocess.run(
+            [MAKE, *words], cwd=machine.root, env=machine.env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return machine.asked()[-1]
+
+    words = make("train", "RECIPE=resnet50-synthetic", "GPUS=0,1", "OUT=my runs/a", "ARGS=--set 'a=[1, 2]'")
+    assert words[-7:] == ["trainer", "train", "resnet50-synthetic", "--out", "my runs/a", "--set", "a=[1, 2]"]
+    assert words[words.index("--gpus") + 1] == "all"
+    assert make("train", "RESUME=1", "IMAGE=there/x:1")[-5:] == [
+        "trainer",
+        "train",
+        "digits",
+        "--resume",
+        "newest",
+    ]
+    assert "there/x:1" in machine.asked()[-1]
+    assert make("shell", "STACK=torch2.6-cu124", "ARGS=id")[-2:] == ["trainer:torch2.6-cu124-dev", "id"]
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+def test_env_sets_runtime_and_stack_once(machine: Machine) -> None:
+    """As Compose reads it: the last line counts, and what is typed goes before."""
+    shutil.copy(ROOT / "Makefile", machine.root)
+    (machine.root / ".env").write_text("#STACK=no\nSTACK=torch2.6-cu124\nRUNTIME=auto\nRUNTIME='cloud'\n")
+    for name, program in (("python3", sys.executable), ("sed", shutil.which("sed"))):
+        (machine.tools / name).symlink_to(str(program))
+    machine.engine()
+
+    def make(*words: str) -> tuple[int, str]:
+        assert MAKE
+        command, out = [MAKE, *words], subprocess.STDOUT
+        done = subprocess.run(
+            command, cwd=machine.root, env=machine.env, stdout=subprocess.PIPE, stderr=out, check=False
+        )
+        return done.returncode, done.stdout.decode()
+
+    code, out = make("train")
+    assert code == 2 and "RUNTIME is auto, local (.venv) or container, not 'cloud'" in out
+    code, out = make("train", "RUNTIME=container")
+    assert code == 0 and "trainer:torch2.6-cu124-train is here" in out
+
+
+def test_every_line_of_the_example_is_a_comment() -> None:
+    """So that a copy changes nothing; what it names is what Compose and make ask for."""
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    assert all(line.startswith("#") or not line for line in lines)
+    names = {match[1] for line in lines if (match := re.match(r"#([A-Z_]+)=", line))}
+    asked = (ROOT / "docker-compose.yml").read_text() + (ROOT / "Makefile").read_text()
+    assert {name for name in names - {"COMPOSE_FILE"} if name not in asked} == set()
+    (files,) = (line.partition("=")[2] for line in lines if line.startswith("#COMPOSE_FILE="))
+    assert all((ROOT / name).is_file() for name in files.split(":"))
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+def test_no_python_is_one_line(machine: Machine) -> None:
+    shutil.copy(ROOT / "Makefile", machine.root)
+    assert MAKE
+    done = subprocess.run(
+        [MAKE, "train"], cwd=machine.root, env=machine.env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    first, _ = done.stderr.split("\n", 1)
+    assert first == (
+        "make: no Python from 3.9 on here: name one with PYTHON=…, or use "
+        "docker compose run --rm train digits, which needs none"
+    )
+
+
+def test_an_old_python_can_read_the_scripts() -> None:
+    for name in (
+        "scripts/runtime.py",
+        "scripts/engine_checks.py",
+        "trainer/__init__.py",
+        "trainer/version.py",
+        "trainer/errors.py",
+        "trainer/host/__init__.py",
+        "trainer/host/gpus.py",
+        "trainer/config/suggest.py",
+    ):
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 9))
