@@ -177,8 +177,10 @@ def fetch_all(packages: list[Package], source: Source) -> None:
     """Fetches the packages, a few at once; the first failure ends it, whatever a server still owes."""
     begun, held, size = time.monotonic(), 0, 0
     pool = concurrent.futures.ThreadPoolExecutor(PARALLEL)
-    waiting = {pool.submit(fetch, package, source): package for package in packages}
+    waiting = dict[concurrent.futures.Future[bool], Package]()
     try:
+        for package in packages:
+            waiting[pool.submit(fetch, package, source)] = package
         for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
             package, was_held = waiting[done], done.result()
             held += was_held

@@ -196,7 +196,10 @@ def disturb(
             resuming = phase[0] == 0 and any((folder / "checkpoints").glob("step-*"))
             hits["resume" if resuming else PHASES[phase[0]]] += 1
             assert process.pid is not None
-            os.kill(process.pid, number)
+            while process.exitcode is None and not takes(process.pid, number):
+                time.sleep(0.005)
+            if process.exitcode is None:
+                os.kill(process.pid, number)
             process.join(120)
             if process.exitcode is None:
                 process.kill()

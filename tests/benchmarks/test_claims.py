@@ -246,6 +246,7 @@ def test_two_claims_from_end_to_end(
 
     monkeypatch.setattr(runs, "run_claims", partial(runs.run_claims, measure=here))
     monkeypatch.setattr(measuring, "threads_per_rank", lambda *_: 1)
+    monkeypatch.setattr(runs, "QUICK", runs.QUICK._replace(limit_s=3600.0))
     plot, data = tmp_path / "plot.svg", tmp_path / "all.json"
     words = ["--quick", "--only", "managed-off,zero-grad", "--out", str(tmp_path / "out")]
     assert main(["claims", *words, "--plot", str(plot), "--json", str(data)]) == 0

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from wheels import canonical, read_lock
 from tests.container.run import engine
 from tests.helpers.packages import wheel
 from tests.helpers.ports import free_port
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.container
 
@@ -384,6 +386,12 @@ def test_libraries_without_symbols_are_those_of_the_wheels(train_image: str, tmp
         assert hashes == {"before": digest_of(library), "after": digest_of(new)}, path
 
 
+def answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as knocks:
+        return not knocks.connect_ex((host, int(port)))
+
+
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
     """Debian's registry, on loopback."""
@@ -396,6 +404,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
     configuration.write_text(f"version: 0.1\nstorage: {blobs}\nhttp: {{addr: '{address}'}}\n")
     words = [program, "serve", str(configuration)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: answers(address))
         yield address
         process.terminate()
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.remote import Web, files_below, wait_until_answered, write_pack
+from tests.helpers.waiting import SECONDS
 from trainer.data.formats.sharded import COLUMNS, INDEX, Shard
 from trainer.data.remote import cache
 from trainer.data.remote.cache import Cached, open_cached
@@ -69,7 +70,7 @@ def test_a_shard_is_fetched_once_and_then_there(web: Web, tmp_path: Path) -> Non
     assert str(place) == f"{web.url}/data"
 
 
-def in_forks(count: int, work: Callable[[], bool], seconds: float = 120) -> list[int | None]:
+def in_forks(count: int, work: Callable[[], bool], seconds: float = SECONDS) -> list[int | None]:
     """Exit codes of so many processes that work at once: 0 if it was true."""
 
     def ended() -> None:
@@ -227,8 +228,9 @@ def test_many_processes_keep_the_limit_together(web: Web, tmp_path: Path) -> Non
         return all(read(place, name) == content(name) for name in order)
 
     def watch() -> bool:
-        largest = 0
-        while not done.exists():
+        largest, last = 0, False
+        while not last:
+            last = done.exists()
             with disk.locked(tmp_path / "trainer-cache.lock"):
                 total = 0
                 for path in tmp_path.glob("*.shard*"):

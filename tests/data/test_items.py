@@ -363,6 +363,10 @@ def test_what_a_data_set_raises_in_the_middle_is_one_line_with_its_place(
         program = [sys.executable, "-m", "trainer", "train", "mine.py", f"data.workers={workers}"]
         return preloaded.run([*program, "--out", "run", *words], cwd=tmp_path)
 
+    # However late the other rank is with its last words.
+    (tmp_path / "sitecustomize.py").write_text(
+        "from trainer.launch import launcher\nlauncher._AFTER_FAILURE_SECONDS = 300.0\n"
+    )
     done = train("--nproc-per-node", "2")
     assert done.returncode == 1
     line = "trainer: training data: Points[9]: in mine.py:12 (__getitem__): OSError: no file 3.png"

@@ -20,6 +20,7 @@ from tests.helpers import preloaded
 from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
 from tests.helpers.few_pictures import make_folder
 from tests.helpers.toys import make_recipe
+from tests.helpers.waiting import until
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.data import work
 from trainer.data.dataset import Arrays, Field
@@ -93,7 +94,7 @@ def test_no_worker_outlives_close() -> None:
     next(running)
     assert len({child.pid for child in multiprocessing.active_children()} - before) == 2
     loader.close()
-    assert {child.pid for child in multiprocessing.active_children()} <= before
+    until(lambda: {child.pid for child in multiprocessing.active_children()} <= before)
 
 
 def worker_of(what: Source) -> tuple[RingLoader, BaseProcess]:
@@ -389,7 +390,8 @@ def test_the_clocks_are_those_of_the_thread() -> None:
     while time.thread_time_ns() < end:
         pass
     done = work.work_since(began, 1)
-    assert done.wall >= done.cpu >= 5_000_000 and done.queued >= 0
+    # An interrupt between the readings of the two clocks is in one of them.
+    assert done.wall + 1_000_000 >= done.cpu >= 5_000_000 and done.queued >= 0
     pid = os.fork()
     if not pid:
         processes.queued_ns()

@@ -85,7 +85,7 @@ def stand_ins(folder: Path, **scripts: str) -> dict[str, str]:
 def run_step(name: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     words = ["bash", "-e", "-c", SCRIPTS[name]]  # as the platform does
     return subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
 
 

@@ -195,7 +195,7 @@ def _note_what_is_told(number: int, step: int, told: mmap.mmap) -> None:
     listens: Any = Watchdog._listens
 
     def noted(self: Watchdog) -> Any:  # called as soon as rank 0's last word was read
-        if self._first.step >= step:
+        if self._first.step == step and self._first.phase == "forward":
             told[number] = 1
         return listens(self)
 
@@ -269,7 +269,8 @@ def _put(where: Hang, step: Callable[[], int], told: mmap.mmap) -> None:
     word: Any = Watchdog._word
 
     def noted(self: Watchdog) -> Any:
-        said.append(PHASE_TIMER.step)
+        if where.phase == "stopped" and PHASE_TIMER.phase == "forward":
+            said.append(PHASE_TIMER.step)
         return word(self)
 
     replace(Watchdog, "_word", noted)

@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import trainer
 from tests.helpers.waiting import SECONDS
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
+from trainer.host.files import write_whole
 from trainer.launch import signals as preempt
 from trainer.launch.folder import take_request
 from trainer.launch.worker import Worker, leave_now, requested
@@ -32,16 +32,15 @@ FOLDER = Path(WORDS[0])
 
 
 def _record_signals() -> None:
-    for number in preempt.SIGNALS:
-        handler = signal.getsignal(number)
-        assert callable(handler)
+    """From before the first that it takes."""
+    note = preempt.StopFlag.note
 
-        def note(number: int, frame: FrameType | None, then: Callable[..., object] = handler) -> None:
-            with (FOLDER / f"signals-{RANK}").open("a") as file:
-                file.write(f"{signal.Signals(number).name}\n")
-            then(number, frame)
+    def recorded(flag: preempt.StopFlag, number: signal.Signals) -> None:
+        with (FOLDER / f"signals-{RANK}").open("a") as file:
+            file.write(f"{number.name}\n")
+        note(flag, number)
 
-        signal.signal(number, note)
+    preempt.StopFlag.note = recorded  # type: ignore[method-assign]
 
 
 def _wait_for_a_request() -> signal.Signals:
@@ -136,9 +135,16 @@ def _agree() -> int:
 
 
 def _terminate_a_fork() -> int:
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
+
+    def sleep() -> None:
+        runs.set()
+        time.sleep(1000)
+
+    child = fork.Process(target=sleep)
     child.start()
-    time.sleep(0.2)
+    runs.wait(SECONDS)
     child.terminate()
     child.join(300)
     return 0 if child.exitcode == -signal.SIGTERM else 1
@@ -196,8 +202,7 @@ WHAT: dict[str, Callable[[], int | None]] = {
 
 
 def main() -> int | None:
-    _record_signals()
-    (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
+    write_whole(FOLDER / f"ready-{RANK}", str(os.getpid()))
     with (FOLDER / f"starts-{RANK}").open("a") as file:
         file.write("start\n")
     by_rank = dict(word.split("=") for word in WORDS[1:] if "=" in word)
@@ -206,12 +211,13 @@ def main() -> int | None:
 
 if __name__ == "__main__":
     if WORDS[1] == "never-register":
-        (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
+        write_whole(FOLDER / f"ready-{RANK}", str(os.getpid()))
         time.sleep(1000)
     while WORDS[1] == "obey-late" and not (FOLDER / "signal-sent").exists():
         time.sleep(0.01)
     if WORDS[1] == "obey-twice":
         preempt._SAME_INTERRUPT_SECONDS = SECONDS  # however late the launcher is with it
+    _record_signals()
     with Worker(LAUNCH) as worker:
         worker.code = main()
     sys.exit(worker.exit_code)

@@ -3,6 +3,10 @@
 from pathlib import Path
 from textwrap import dedent
 
+from tests.helpers.forked import replace
+from tests.helpers.waiting import SECONDS
+from trainer.train.tracking import feed
+
 MODULE = dedent('''
     """Sinks; each tells in a file what it was called with."""
 
@@ -88,3 +92,13 @@ def install(folder: Path) -> Path:
     (about / "entry_points.txt").write_text(POINTS)
     (folder / "plugged_sinks.py").write_text(MODULE)
     return folder / "told.jsonl"
+
+
+def waiting(seconds: float) -> None:
+    """In a fork: so long it waits for trackers at its end, at most; a busy machine may take its time."""
+    replace(feed, "_FINISH_S", seconds)
+    replace(feed, "_LEAVE_S", seconds)
+
+
+def patiently() -> None:
+    waiting(SECONDS)

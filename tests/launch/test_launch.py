@@ -124,6 +124,8 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launcher]:
 
 
 def test_a_rank_that_raises_ends_the_others_in_a_collective(run: Launcher) -> None:
+    run.folder.mkdir()
+    (run.folder / "time-stands").touch()  # both end by themselves, however late rank 1's word is
     run.start("0=collective", "1=fail-in-collective")
     code, text = run.end()
     assert code == 1

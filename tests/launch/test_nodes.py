@@ -306,9 +306,10 @@ def test_an_elastic_job_waits_for_node_0(cluster: Cluster) -> None:
 
 
 def test_with_fewer_than_the_least_it_doesnt_go_on(cluster: Cluster) -> None:
-    cluster.least, cluster.most, cluster.seconds = 2, 3, 0.2
+    cluster.least, cluster.most = 2, 3
     mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
+    mine.seconds = 0.2
     other.close()
     assert cluster.conclude(mine, 1).result(SECONDS).again
     outcome = cluster.gather(mine).result(SECONDS)
@@ -349,7 +350,8 @@ def test_a_round_takes_as_many_nodes_as_can_share_the_batch(cluster: Cluster) ->
     assert isinstance(waits.result(SECONDS), Round)
 
 
-def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
+def test_two_nodes_with_one_number_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_ALIVE_SECONDS", SECONDS)
     cluster.least = cluster.most = 3
     rendezvous = cluster.rendezvous(0)
     mine, first = cluster.gather(rendezvous), cluster.gather(cluster.rendezvous(1))

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.clock import Clock
 from tests.helpers.planted import GIB, write
-from tests.helpers.waiting import until
+from tests.helpers.waiting import SECONDS, until
 from trainer.host import counters as host
 from trainer.host.counters import JobCounters, rates
 from trainer.host.limits import read_limits
@@ -349,7 +349,8 @@ def wait_for_figures(machine: Machine) -> dict[str, float | str]:
     return until(machine.take, "no sample came")
 
 
-def test_a_machine_hands_out_means_once() -> None:
+def test_a_machine_hands_out_means_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "_END_SECONDS", SECONDS)
     nvml = FakeNvml()
     machine = Machine(True, 2, interval=0.02, environ={}, nvml=nvml)
     try:

@@ -67,7 +67,7 @@ def test_a_case_of_make_slowdowns_is_run_and_says_something(tmp_path: Path) -> N
     case = next(case for case in FIRST if case.name == "digits-collect")
     bases.write_recipes(tmp_path)
     settings = ("max_steps=10", "log.every=2", "parallel.threads=1", *case.settings)
-    ending = execute(case.recipe, settings, case.injections, tmp_path, "collect", case.ranks)
+    ending = execute(case.recipe, settings, case.injections, tmp_path, "collect", case.ranks, seconds=1200.0)
     assert ending.code == 0, ending.text
     assert ending.verdict["text"]
     assert sum(row.get("time/gc", 0.0) for row in ending.rows if row["kind"] == "train") > 0

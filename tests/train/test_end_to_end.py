@@ -168,6 +168,7 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nif 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:\n"
         + "".join(f"    {line}\n" for line in BROKEN.strip().splitlines())
+        + "else:\n    from trainer.launch import launcher\n    launcher._AFTER_FAILURE_SECONDS = 300.0\n"
     )
     done = trainer(
         tmp_path, "train", "digits", "--nproc-per-node", "2", *SMALLER, PYTHONPATH=f"{tmp_path}:{ROOT}"

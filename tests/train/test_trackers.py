@@ -22,6 +22,7 @@ import pytest
 
 from tests.helpers import plugged, preloaded
 from tests.helpers.forked import attempt, replace, small
+from tests.helpers.plugged import patiently, waiting
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import before_each_step_ends
 from tests.helpers.waiting import SECONDS, until, until_gone
@@ -67,16 +68,6 @@ def manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
-def waiting(seconds: float) -> None:
-    """In a fork: so long it waits for trackers at its end, at most; a busy machine may take its time."""
-    replace(feed, "_FINISH_S", seconds)
-    replace(feed, "_LEAVE_S", seconds)
-
-
-def patiently() -> None:
-    waiting(SECONDS)
-
-
 def test_a_package_brings_a_function_and_a_tracker(told: Any, tmp_path: Path) -> None:
     recipe = small(**logged("teller", "watching"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}")
     run = tmp_path / "run"
@@ -104,14 +95,15 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
 
     def kill_after(done: int) -> None:
         if done == 3:
-            until(
-                (run / "trackers/watching.json").exists, seconds=60
-            )  # then its id is told with the next row
+            until((run / "trackers/watching.json").exists)  # then its id is told with the next row
         if done == 9:  # the checkpoint is of step 5
             sent = run / "trackers/watching.json"
-            until(lambda: json.loads(sent.read_text())["steps"].get("train", 0) >= 6, seconds=60)
-            until((run / "checkpoints/step-00000005").exists, seconds=60)
+            until(lambda: json.loads(sent.read_text())["rows"] == len(read_rows(run, ())) and 8 in written())
+            until((run / "checkpoints/step-00000005").exists)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def written() -> set[int]:
+        return {row["step"] for row in read_rows(run, ())}
 
     killed = attempt(run, recipe, before=lambda: before_each_step_ends(kill_after))
     assert killed.code == -signal.SIGKILL
@@ -154,7 +146,7 @@ def test_the_manifest_knows_the_id(told: Any, tmp_path: Path) -> None:
 def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path, name: str, line: str) -> None:
     def wait_for_it(done: int) -> None:
         if done == 5 and name in ("dying", "hanging"):
-            until(lambda: told("dies", "hangs"), seconds=60)
+            until(lambda: told("dies", "hangs"))
 
     def before() -> None:
         waiting(0.5 if name == "hanging" else SECONDS)
@@ -189,7 +181,7 @@ def test_rows_never_wait_for_a_tracker(told: Any, tmp_path: Path, capfd: pytest.
     for step in range(4000):
         tracker({"kind": "train", "step": step, "text": "x" * 1000})
     until(lambda: told("hangs"))
-    assert len(tracker._waiting) == feed._ROWS, "it is bounded"
+    assert len(tracker._waiting) <= feed._ROWS, "it is bounded"
     tracker.end("finished")
     tracker.close(lambda: 0.0)
     assert "hanging: 4000 of 4000 rows didn't reach it" in capfd.readouterr().err
@@ -380,8 +372,9 @@ def test_one_that_is_not_installed(tmp_path: Path) -> None:
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     for module in ("wandb", "mlflow"):
         pytest.importorskip(module, reason=f"{module} is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    nobody = socket.socket()
+    nobody.bind(("127.0.0.1", 0))  # and nobody listens there
+    address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     done = typed(tmp_path, MLFLOW_TRACKING_URI=address)
     assert done.returncode == 2, done.stderr
     assert f"log.to=mlflow: {address} doesn't answer (" in done.stderr
@@ -391,6 +384,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="WANDB_MODE=onlin is none of online, offline, disabled"):
         check_reachable(["wandb"], {"WANDB_MODE": "onlin"})
     check_reachable(["wandb", "jsonl"], {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": address})
+    nobody.close()
 
 
 def test_an_address_with_a_password_is_asked_without_it_and_never_shown() -> None:

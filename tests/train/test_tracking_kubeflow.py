@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.forked import attempt, small
+from tests.helpers.plugged import patiently
 from tests.helpers.rows import read_rows
 from trainer.train.tracking.process import _Sent
 from trainer.train.tracking.to_kubeflow import ToKubeflow, status_of
@@ -116,13 +117,13 @@ def test_a_run_tells_by_the_variable_alone_and_one_that_nobody_hears_goes_on(
     assert trackers_here(["jsonl"], {"KUBEFLOW_TRAINER_SERVER_URL": "http://x"}) == ["kubeflow"]
     with controller() as (url, heard):
         monkeypatch.setitem(os.environ, "KUBEFLOW_TRAINER_SERVER_URL", url)
-        done = attempt(tmp_path / "run", small())
+        done = attempt(tmp_path / "run", small(), before=patiently)
     assert done.code == 0, done.said
     last = heard[-1][2]["trainerStatus"]
     assert (last["progressPercentage"], last["estimatedRemainingSeconds"]) == (100, 0)
     accuracy = read_rows(tmp_path / "run", ("eval",))[-1]["accuracy"]
     assert {"name": "eval/accuracy", "value": f"{accuracy:.6g}"} in last["metrics"]
-    done = attempt(tmp_path / "alone", small())
+    done = attempt(tmp_path / "alone", small(), before=patiently)
     assert done.code == 0, done.said
     assert "kubeflow: URLError" in done.said
 

@@ -30,7 +30,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
 from trainer.host.memory_room import HEADROOM, MemoryGuard, Room, cap_own, read_room
-from trainer.host.processes import peak_bytes
+from trainer.host.processes import children, is_running, peak_bytes
 from trainer.host.reading import text_of
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
@@ -264,11 +264,12 @@ def holder(name: str = "") -> "subprocess.Popen[str]":
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
-def test_what_processes_share_counts_once() -> None:
-    ranks: list[int] = []
-    with MemoryGuard(lambda: ranks, float("inf")) as watch:
-        process = holder()
-        ranks.append(process.pid)
+def test_what_processes_share_counts_once(tmp_path: Path) -> None:
+    def ranks() -> list[int]:
+        return [pid for pid in children(os.getpid()) if str(tmp_path) in text_of(f"/proc/{pid}/cmdline")]
+
+    with MemoryGuard(ranks, float("inf")) as watch:
+        process = holder(str(tmp_path))
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         # 60 its own, 30 shared, 20 of the child alone; and Python itself, twice a few MiB.
@@ -295,6 +296,42 @@ def test_a_job_beyond_its_bound_is_killed_whole(
         until(lambda: watch.killed)  # which is said before the first of them is
     assert why in watch.killed
     until(lambda: not list(named(tmp_path)), lambda: list(named(tmp_path)))
+
+
+FORKS_WHEN_ASKED = """
+import os, signal
+signal.signal(signal.SIGUSR1, lambda *_: os.fork())
+print("there", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+def test_what_is_forked_while_a_job_is_killed_is_killed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = MemoryGuard(list, float("inf"))
+    words = [sys.executable, "-c", FORKS_WHEN_ASKED, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        job, looks = watch._job, list[list[int]]()
+
+        def late() -> list[int]:
+            """While it runs, it has one child more as soon as it was looked at."""
+            looks.append(job())
+            if is_running(process.pid):
+                before = children(process.pid)
+                process.send_signal(signal.SIGUSR1)
+                until(lambda: children(process.pid) > before or not is_running(process.pid))
+            return looks[-1]
+
+        monkeypatch.setattr(watch, "_job", late)
+        watch._kill("it was enough")
+        assert process.wait(300) == -9
+        assert looks[0] == [process.pid]
+        until(lambda: not list(named(tmp_path)), lambda: list(named(tmp_path)))
 
 
 def named(folder: Path) -> Iterator[Path]:

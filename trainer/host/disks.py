@@ -161,7 +161,7 @@ def _write(folder: Path) -> float:
         block.write(os.urandom(MIB))
         direct = _direct(file.fileno())
         began = time.monotonic()
-        while written < _MOST_WRITTEN and time.monotonic() - began < _WRITING:
+        while not written or (written < _MOST_WRITTEN and time.monotonic() - began < _WRITING):
             try:
                 written += os.write(file.fileno(), block)
             except OSError:

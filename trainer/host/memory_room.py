@@ -19,12 +19,13 @@ from pathlib import Path
 
 from trainer.host.kernel import figures_in
 from trainer.host.limits import read_limits
-from trainer.host.processes import children, private_bytes, status_of, tree
+from trainer.host.processes import children, is_running, private_bytes, status_of, tree
 from trainer.host.reading import text_of
 
 HEADROOM = 0.05  # of a memory stays free: fragmentation and neighbors are not the same every time
 _LOOK_SECONDS = 0.01
 _REST_SECONDS = 0.25  # between two looks at what isn't a rank, which cost milliseconds each
+_STOP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,20 @@ class MemoryGuard:
 
     def _kill(self, why: str) -> None:
         self.killed = self.killed or why
+        # What a process forks after it was listed would lose its parent, and be found no more: so each is
+        # stopped first, until none runs; one that waits for a disk can't be, and is waited for a second only.
+        until = time.monotonic() + _STOP_SECONDS
+        while (running := [pid for pid in self._job() if is_running(pid)]) and time.monotonic() < until:
+            for pid in running:
+                _send(pid, signal.SIGSTOP)
+            time.sleep(_LOOK_SECONDS / 10)
         for pid in reversed(self._job()):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
 
 
 def _held(pid: int) -> tuple[int, int]:

@@ -37,6 +37,12 @@ def status_of(pid: int | str = "self") -> dict[str, int]:
     return figures_in(text_of(f"/proc/{pid}/status"))
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and neither stopped nor over."""
+    state = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
+    return bool(state) and state[0] not in "TtZX"
+
+
 def private_bytes(pid: int) -> int:
     """Bytes that a process has for itself."""
     return figures_in(text_of(f"/proc/{pid}/smaps_rollup")).get("Private_Dirty", 0)

@@ -131,9 +131,11 @@ def _stream(connection: socket.socket, seconds: float) -> None:
     connection.settimeout(seconds)
     chunk = memoryview(bytes(_CHUNK))
     until = time.monotonic() + STREAM_SECONDS
+    sent = 0
     try:
-        while time.monotonic() < until:
+        while sent < 2 or time.monotonic() < until:
             connection.send(chunk)
+            sent += 1
     except TimeoutError:
         pass
     connection.shutdown(socket.SHUT_WR)
