@@ -40,7 +40,7 @@ def _record_signals() -> None:
             file.write(f"{number.name}\n")
         note(flag, number)
 
-    preempt.StopFlag.note = recorded  # type: ignore[method-assign]
+    preempt.StopFlag.note = recorded  # type: ignore[assignment, method-assign]
 
 
 def _wait_for_a_request() -> signal.Signals:

@@ -309,6 +309,7 @@ def test_with_fewer_than_the_least_it_doesnt_go_on(cluster: Cluster) -> None:
     cluster.least, cluster.most = 2, 3
     mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
+    assert isinstance(mine, RendezvousServer)
     mine.seconds = 0.2
     other.close()
     assert cluster.conclude(mine, 1).result(SECONDS).again
