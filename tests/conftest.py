@@ -33,10 +33,11 @@ settings.register_profile("many", max_examples=300, **_QUIET)
 settings.load_profile("few")
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    # One more than cores, for the time that tests wait for processes of their own; not more than 8, because
-    # many start two ranks or workers.
-    return max(1, min(int(read_limits().cpus) + 1, 8))
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    # One more than cores, for the time that tests wait for processes of their own; the slow ones wait more,
+    # Slurm's for minutes. Not more than 8, because many start two ranks or workers.
+    more = 2 if config.getoption("--hypothesis-profile") == "many" else 1
+    return max(1, min(int(read_limits().cpus) + more, 8))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

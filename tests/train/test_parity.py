@@ -28,7 +28,7 @@ from trainer.train.state import Run
 from trainer.train.step import train_step
 
 # Fifty come to the second pass over the digits, and to the twentieth over the few synthetic images.
-STEPS, FEWER, BATCH = 200, 50, 32
+STEPS, FEWER, BATCH = 100, 50, 32
 DATA: dict[str, dict[str, Any]] = {
     "digits": {"name": "digits"},
     "synthetic": {"name": "synthetic", "image_size": 16, "classes": 10, "samples": 80},
