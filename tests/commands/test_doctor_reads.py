@@ -1,8 +1,6 @@
 """Promise P7: the doctor reads a box as it is: planted files, a false NVML, and the real kernel."""
 
 import ctypes
-import errno
-import fcntl
 import json
 import os
 import resource
@@ -17,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.doctor_box import GIB, MIB, healthy
+from tests.helpers.nobody import IN_ROOT_ONLY, as_nobody
 from tests.helpers.planted import write
-from tests.helpers.waiting import SECONDS
 from trainer.commands.doctor import network
 from trainer.commands.doctor.doctor import judge, read_box
 from trainer.commands.doctor.facts import Gpus, Network, System
@@ -29,14 +27,11 @@ from trainer.commands.doctor.software import read_software
 from trainer.config.data import WITHOUT_WORKERS
 from trainer.config.recipe_file import recipe_names
 from trainer.data.fit import Sizes, by_rule, bytes_needed
-from trainer.host import disks
-from trainer.host.disks import Folder, Mount, cache_folders, read_data, read_folder, read_mount
 from trainer.host.limits import Limits, read_limits
 from trainer.host.reading import within
 from trainer.observe.text import rough_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-IN_ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 # GPUs
@@ -197,27 +192,6 @@ def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     assert not any("can't be checked" in one.finding for one in found.values())
 
 
-def as_nobody(imports: str, code: str, limit: int, value: int) -> str:
-    """What a process says that has no name, no HOME, no privileges and a lower limit.
-
-    It becomes that user when it has imported what it needs: Python may lie where others can't read.
-    """
-    become = "os.setgid(12345); os.setuid(12345); os.chdir('/tmp')" if os.geteuid() == 0 else ""
-    lower = f"resource.setrlimit({limit}, ({value}, {value}))"
-    lines = f"{imports}\nimport os, resource\n{lower}\n{become}\n{code}"
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", lines],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert not done.stderr, done.stderr
-    return done.stdout.strip()
-
-
 @IN_ROOT_ONLY
 def test_as_a_user_without_a_name_under_tight_limits() -> None:
     """The whole command, as a container with any UID would run it."""
@@ -231,144 +205,6 @@ def test_as_a_user_without_a_name_under_tight_limits() -> None:
     assert rows["ulimit.nofile"]["finding"] == "open files: 200"
     assert rows["user.name"]["finding"].startswith("uid 12345 has no name, and neither")
     assert rows["user.home"]["finding"] == "HOME isn't set"
-
-
-# Storage
-
-
-MOUNTS = """\
-22 1 0:30 / / rw - overlay overlay rw,lowerdir=/a
-23 22 8:1 /var/lib/docker/volumes/cache/_data /cache rw - ext4 /dev/sda1 rw
-24 22 8:1 /home/ann/pets /data/pets rw - ext4 /dev/sda1 rw
-25 22 0:40 / /data/nfs rw - nfs4 server:/x rw
-26 22 0:41 / /data/a\\040b rw - fuse.s3fs s3fs rw
-27 22 8:1 /pods/1/volumes/kubernetes.io~csi/pvc/mount /runs rw - xfs /dev/sdb rw
-28 22 0:42 / /dev/shm rw - tmpfs tmpfs rw"""
-
-
-@pytest.mark.parametrize(
-    ("path", "mount"),
-    [
-        ("/elsewhere", Mount("overlay", "/", "container layer")),
-        ("/cache/torch", Mount("ext4", "/cache", "volume")),
-        ("/data/pets/train", Mount("ext4", "/data/pets", "bind mount")),
-        ("/data/nfs", Mount("nfs4", "/data/nfs", "mount")),
-        ("/data/nfs2", Mount("overlay", "/", "container layer")),
-        ("/data/a b/c", Mount("fuse.s3fs", "/data/a b", "mount")),
-        ("/runs/1", Mount("xfs", "/runs", "volume")),
-    ],
-)
-def test_what_a_path_lies_on(tmp_path: Path, path: str, mount: Mount) -> None:
-    write(tmp_path, {"proc/self/mountinfo": MOUNTS})
-    assert read_mount(Path(path), tmp_path) == mount
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow this machine is, its disk is no server that never answers."""
-
-    def waited_for(_: float, function: Any, otherwise: Any) -> Any:
-        return within(SECONDS, function, otherwise)
-
-    monkeypatch.setattr(disks, "within", waited_for)
-    monkeypatch.setattr(disks, "_WALKING", SECONDS)
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
-    found = read_folder(tmp_path / "not/yet/there")
-    assert found.error == ""
-    assert found.free > 0
-    assert found.speed is not None
-    assert found.speed > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("patient")
-def test_the_speed_of_a_file_system_is_measured_once(tmp_path: Path) -> None:
-    known = Folder(Path("/x"), speed=7.0, mount=read_mount(tmp_path))
-    assert read_folder(tmp_path, known=[known]).speed == 7.0
-
-
-@pytest.mark.usefixtures("patient")
-def test_what_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    assert read_folder(tmp_path / "file").error.endswith("file is no folder")
-
-    def refuse(**_: Any) -> Any:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    assert read_folder(tmp_path).error == "Read-only file system"
-
-
-def test_a_server_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disks, "_LONGEST", 0.05)
-
-    answered = threading.Event()
-
-    def hang(_: object) -> None:
-        answered.wait()
-        raise OSError
-
-    monkeypatch.setattr("os.statvfs", hang)
-    assert read_folder(tmp_path).error == "no answer within 0.05 s"
-    answered.set()
-
-
-def test_a_disk_that_is_only_slow_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = threading.Event()
-    monkeypatch.setattr(disks, "_write", lambda _: written.wait())
-
-    def waited_for(_: float, function: Any, otherwise: Any) -> Any:
-        return within(0.3 if otherwise == 0.0 else SECONDS, function, otherwise)
-
-    monkeypatch.setattr(disks, "within", waited_for)
-    found = read_folder(tmp_path)
-    written.set()
-    assert (found.error, found.speed) == ("", 0.0)
-    assert read_folder(tmp_path, known=[found]).speed == 0.0  # and isn't waited for again
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-
-    def refuse(file: int, block: Any) -> int:
-        if fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return write(file, block)
-
-    monkeypatch.setattr("os.write", refuse)
-    assert (read_folder(tmp_path).speed or 0) > 0
-
-
-@pytest.mark.usefixtures("patient")
-def test_data_is_read_at_random(tmp_path: Path) -> None:
-    assert read_data(None).path is None
-    assert read_data("s3://bucket/x").error == ""
-    assert read_data(str(tmp_path)).error == "it holds no files"
-    assert read_data(str(tmp_path / "no")).error == "No such file or directory"
-    for number in range(20):
-        (tmp_path / f"{number}.jpg").write_bytes(b"x" * 1000)
-    found = read_data(str(tmp_path))
-    assert found.error == ""
-    assert found.speed == pytest.approx(1000 * found.reads)
-
-
-@IN_ROOT_ONLY
-def test_data_that_this_user_may_not_read(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir(mode=0o700)
-    code = f"print(read_data({str(folder)!r}).error)"
-    said = as_nobody("from trainer.host.disks import read_data", code, resource.RLIMIT_CORE, 0)
-    assert said == "Permission denied"
-
-
-def test_where_caches_lie() -> None:
-    assert cache_folders({"HOME": "/home/ann"}) == {"XDG_CACHE_HOME": Path("/home/ann/.cache")}
-    found = cache_folders({"XDG_CACHE_HOME": "/cache", "TORCH_HOME": "/cache/torch", "TRITON_CACHE_DIR": ""})
-    assert found == {"XDG_CACHE_HOME": Path("/cache"), "TORCH_HOME": Path("/cache/torch")}
 
 
 # Software

@@ -4,6 +4,7 @@ The packages are made here and served on loopback. A real conda links them where
 `container/stand_in_conda.py` does. The summary at the end says which.
 """
 
+import concurrent.futures
 import hashlib
 import io
 import json
@@ -24,11 +25,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import conda_env
 import pytest
 from explicit_lock import LockError, parse_lock
 
 from tests.container.stand_in_conda import raw_zstd, unraw_zstd
-from tests.helpers.waiting import until
+from tests.helpers.waiting import SECONDS, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "conda_env.py"
@@ -560,6 +562,35 @@ def test_a_signal_is_not_kept_waiting_by_a_server_that_says_nothing(
     assert (run.returncode, error) == (143, "conda_env: interrupted; nothing was left at the prefix\n")
     assert packages.asked[asked] == 1
     assert not [*cache.rglob("*.part")] and not [*(tmp_path / "opt").iterdir()]
+
+
+def test_a_signal_while_it_begins_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, begun = tmp_path / "one.part", threading.Event()
+
+    def fetch(_: object, source: conda_env.Source) -> bool:
+        source.parts.add(part)
+        part.touch()
+        begun.set()
+        return source.stop.wait(SECONDS)
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def submit(self, *arguments: Any) -> Any:  # type: ignore[override]
+            if begun.is_set():
+                raise KeyboardInterrupt
+            future = super().submit(*arguments)
+            until(begun.is_set)
+            return future
+
+    monkeypatch.setattr(conda_env, "fetch", fetch)
+    monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Pool)
+    source = conda_env.Source(tmp_path, "", False, 0.0, threading.Event(), set())
+    packages: Any = ["one", "another"]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            conda_env.fetch_all(packages, source)
+        assert not part.exists()
+    finally:
+        source.stop.set()
 
 
 @pytest.mark.parametrize("when", ["fetching", "creating"])

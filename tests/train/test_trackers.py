@@ -372,19 +372,20 @@ def test_one_that_is_not_installed(tmp_path: Path) -> None:
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     for module in ("wandb", "mlflow"):
         pytest.importorskip(module, reason=f"{module} is not installed")
-    nobody = socket.socket()
-    nobody.bind(("127.0.0.1", 0))  # and nobody listens there
-    address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    done = typed(tmp_path, MLFLOW_TRACKING_URI=address)
-    assert done.returncode == 2, done.stderr
-    assert f"log.to=mlflow: {address} doesn't answer (" in done.stderr
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(BadInputError, match=r"WANDB_MODE=online, and http://127.0.0.1:\d+ doesn't answer"):
-        check_reachable(["wandb"], {"WANDB_MODE": "online", "WANDB_BASE_URL": address})
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and nobody listens there
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        done = typed(tmp_path, MLFLOW_TRACKING_URI=address)
+        assert done.returncode == 2, done.stderr
+        assert f"log.to=mlflow: {address} doesn't answer (" in done.stderr
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(
+            BadInputError, match=r"WANDB_MODE=online, and http://127.0.0.1:\d+ doesn't answer"
+        ):
+            check_reachable(["wandb"], {"WANDB_MODE": "online", "WANDB_BASE_URL": address})
     with pytest.raises(BadInputError, match="WANDB_MODE=onlin is none of online, offline, disabled"):
         check_reachable(["wandb"], {"WANDB_MODE": "onlin"})
     check_reachable(["wandb", "jsonl"], {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": address})
-    nobody.close()
 
 
 def test_an_address_with_a_password_is_asked_without_it_and_never_shown() -> None:

@@ -328,10 +328,14 @@ def test_what_is_forked_while_a_job_is_killed_is_killed_too(
             return looks[-1]
 
         monkeypatch.setattr(watch, "_job", late)
-        watch._kill("it was enough")
-        assert process.wait(300) == -9
-        assert looks[0] == [process.pid]
-        until(lambda: not list(named(tmp_path)), lambda: list(named(tmp_path)))
+        try:
+            watch._kill("it was enough")
+            assert process.wait(300) == -9
+            assert looks[0] == [process.pid]
+            until(lambda: not list(named(tmp_path)), lambda: list(named(tmp_path)))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def named(folder: Path) -> Iterator[Path]:
