@@ -41,6 +41,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The slow tests first: one of them takes ten minutes, and the others fill the time beside it.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     # With torch 2.14 some backward passes start threads, and a process that has them can't fork ranks any
     # more: the tests that fork come first there.
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
