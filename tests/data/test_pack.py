@@ -65,6 +65,18 @@ def test_the_number_of_processes_changes_no_byte(photographs: Path, tmp_path: Pa
     assert sorted(first) == ["00000.bin", "00001.bin", "00002.bin", INDEX, COLUMNS]
 
 
+@pytest.mark.xdist_group("forkserver")
+@pytest.mark.parametrize(("settings", "decodes"), [(PackSettings(64), True), (PackSettings(), False)])
+def test_the_processes_have_what_they_need_imported_before_they_are_forked(
+    settings: PackSettings, decodes: bool, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(type(context), "set_forkserver_preload", lambda _, modules: told.extend(modules))
+    pack(in_folder(photographs), tmp_path / "p", settings, processes=2)
+    assert told == [pack.__module__, *(["trainer.data.formats.decode"] if decodes else [])]
+
+
 def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> None:
     records = in_folder(photographs)
     pack(records, tmp_path / "small", PackSettings(96))

@@ -95,7 +95,8 @@ def _packed(
 ) -> About:
     size = samples_per_shard(len(records))
     ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
-    _work_off(partial(_pack_shard, records, target, settings), ranges, processes, advance)
+    imports = [__name__, *(["trainer.data.formats.decode"] if _decodes(settings) else [])]
+    _work_off(partial(_pack_shard, records, target, settings), ranges, processes, advance, imports)
     shards, columns = [], list[dict[str, npt.NDArray[Any]]]()
     for number in range(len(ranges)):
         shard, part = _finished(target, number)
@@ -161,7 +162,11 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 def _work_off(
-    work: Callable[[int, range], object], shards: Sequence[range], processes: int, advance: Advance
+    work: Callable[[int, range], object],
+    shards: Sequence[range],
+    processes: int,
+    advance: Advance,
+    imports: Sequence[str] = (),
 ) -> None:
     """Does the work of each shard, given its number and samples; `advance` is told of those that are done."""
     if processes < 2:
@@ -170,6 +175,8 @@ def _work_off(
             advance(len(samples))
         return
     context, others = multiprocessing.get_context("forkserver"), {*multiprocessing.active_children()}
+    if imports:  # by the server of the forks, once: torch and torchvision take each process five seconds
+        context.set_forkserver_preload(list(imports))
     try:
         with ProcessPoolExecutor(min(processes, len(shards)), context, _begin) as pool:
             try:
@@ -248,10 +255,14 @@ def _stored_one_by_one(
         yield bytes(stored.data)
 
 
+def _decodes(settings: PackSettings) -> bool:
+    return settings.short_side is not None or settings.raw
+
+
 def _stored(data: bytearray, settings: PackSettings) -> _Stored:
     from trainer.data.formats import decode  # here: torchvision takes three seconds
 
-    if settings.short_side is None and not settings.raw:
+    if not _decodes(settings):
         return _Stored(data)
     try:
         image = decode.whole(data)
