@@ -29,10 +29,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does nohup with hang
 # A few examples, always the same: where a test fails, the change made it fail. `make test-all` draws many.
 _QUIET: Any = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 settings.register_profile("few", max_examples=20, derandomize=True, **_QUIET)
-settings.register_profile("many", max_examples=300, **_QUIET)
+settings.register_profile("many", max_examples=200, **_QUIET)
 settings.load_profile("few")
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be left out
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     # One more than cores, for the time that tests wait for processes of their own; the slow ones wait more,
     # Slurm's for minutes. Not more than 8, because many start two ranks or workers.

@@ -25,6 +25,8 @@ VENV = Path(sys.executable).parent.parent
 # Some seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
 SETTINGS = ("data.micro_batch_size=4", "epochs=6", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
 
+ONE = {"nnodes": 1, "nproc_per_node": 1}
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
@@ -152,7 +154,12 @@ def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:
     specs = [
-        _spec(tmp_path, name=f"job-{n}", nnodes=1, settings=(*SETTINGS, "epochs=12", f"seed={n}"))
+        _spec(
+            tmp_path,
+            **ONE,
+            name=f"job-{n}",
+            settings=(*SETTINGS, "epochs=12", f"seed={n}"),
+        )
         for n in (0, 1)
     ]
     (tmp_path / ".jobs").mkdir()
@@ -186,10 +193,10 @@ def _is_finished(run: Path) -> bool:
 def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
     run = tmp_path / "job"
     settings = (*SETTINGS, "epochs=30", "parallel.reduction=tree")
-    job, log = _submit(slurm, _spec(tmp_path, min_nnodes=1, settings=settings))
+    job, log = _submit(slurm, _spec(tmp_path, min_nnodes=1, nproc_per_node=1, settings=settings))
     until(lambda: _rows(run) > 4)
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
-    until(lambda: "on 2 ranks instead of 4" in _text(log))
+    until(lambda: "on 1 rank instead of 2" in _text(log))
     slurm.completes(job, log)
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
     assert _manifest(run)["status"] == "finished"
@@ -197,7 +204,7 @@ def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: Slurm, tmp_path: Path) -> None:
     long = (*SETTINGS[:1], "epochs=1000", *SETTINGS[2:])
-    job, log = _submit(slurm, _spec(tmp_path, settings=long, minutes=2, grace_seconds=10))
+    job, log = _submit(slurm, _spec(tmp_path, **ONE, settings=long, minutes=2, grace_seconds=10))
     until(lambda: "requeued, number 1" in _text(log), lambda: _text(log))
     assert "stopped by SIGUSR1 after step" in _text(log)
     slurm.tell("scancel", job)
@@ -205,7 +212,7 @@ def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: S
 
 def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) -> None:
     run = tmp_path / "job"
-    job, log = _submit(slurm, _spec(tmp_path))
+    job, log = _submit(slurm, _spec(tmp_path, nproc_per_node=1))
     until(lambda: _rows(run) > 5)
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
     until(lambda: slurm.state(job) == "PENDING")
