@@ -41,5 +41,16 @@ def test_what_fails_is_no_figure(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="failed"):
         in_a_fork(fail)
     assert "ValueError: torn" in capfd.readouterr().err
-    taken = in_a_fork(lambda: bytearray(b"x") * (64 << 20))[1]
-    assert 60 < taken < 80
+
+
+def test_memory_that_lies_free_in_the_parent_is_counted_too() -> None:
+    """The pieces lie in malloc's heap, in one row, once a larger one than its threshold was freed."""
+    _bytes_of(24)
+    *held, above = [_bytes_of(24) for _ in range(6)]
+    del held
+    taken = in_a_fork(lambda: _bytes_of(64))[1]
+    assert 60 < taken < 80 and above
+
+
+def _bytes_of(mib: int) -> bytearray:
+    return bytearray(b"x") * (mib << 20)

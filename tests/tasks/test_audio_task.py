@@ -161,7 +161,7 @@ def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits(monkeypatch: 
 
 @pytest.mark.slow  # the whole recipe; a shortened one runs above
 def test_the_recipe_reads_99_of_100_keys(tmp_path: Path) -> None:
-    words = ["--out", tmp_path / "run", "--set", "parallel.threads=1"]
+    words = ["--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
     done = preloaded.run([sys.executable, "-m", "trainer", "train", "dtmf", *words], timeout=3600)
     assert done.returncode == 0, done.stderr
     (accuracy,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  accuracy")]

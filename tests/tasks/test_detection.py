@@ -345,7 +345,7 @@ def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits() -> None:
 def test_the_recipe_finds_four_of_five_digits(tmp_path: Path) -> None:
     from tests.helpers.rows import read_rows
 
-    words = ["--out", tmp_path / "run", "--set", "parallel.threads=1"]
+    words = ["--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
     done = preloaded.run([sys.executable, "-m", "trainer", "train", "digits-detection", *words], timeout=3600)
     assert done.returncode == 0, done.stderr
     last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"][-1]
