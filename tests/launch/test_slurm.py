@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 VENV = Path(sys.executable).parent.parent
 # Some seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
 SETTINGS = ("data.micro_batch_size=4", "epochs=6", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
-
+# The smallest job, where a second rank would only cost time.
 ONE = {"nnodes": 1, "nproc_per_node": 1}
 
 
@@ -154,12 +154,7 @@ def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:
     specs = [
-        _spec(
-            tmp_path,
-            **ONE,
-            name=f"job-{n}",
-            settings=(*SETTINGS, "epochs=12", f"seed={n}"),
-        )
+        _spec(tmp_path, **ONE, name=f"job-{n}", settings=(*SETTINGS, "epochs=12", f"seed={n}"))
         for n in (0, 1)
     ]
     (tmp_path / ".jobs").mkdir()

@@ -260,10 +260,10 @@ def _decodes(settings: PackSettings) -> bool:
 
 
 def _stored(data: bytearray, settings: PackSettings) -> _Stored:
-    from trainer.data.formats import decode  # here: torchvision takes three seconds
-
     if not _decodes(settings):
         return _Stored(data)
+    from trainer.data.formats import decode  # here: torchvision takes three seconds
+
     try:
         image = decode.whole(data)
     except Corrupt:
