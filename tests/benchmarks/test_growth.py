@@ -44,8 +44,8 @@ def test_what_fails_is_no_figure(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_that_lies_free_in_the_parent_is_counted_too() -> None:
-    # A freed block of 24 MiB raises glibc's mmap threshold: those that follow lie in the heap, side by side, and
-    # stay there when they are freed below one that is still held.
+    # A freed block of 24 MiB raises glibc's mmap threshold: those that follow lie in the heap, side by side,
+    # and stay there when they are freed below one that is still held.
     _bytes_of(24)
     *held, above = [_bytes_of(24) for _ in range(6)]
     del held
