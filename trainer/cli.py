@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from trainer.commands import (
     bench,
+    check,
     checkpoints,
     data,
     doctor,
@@ -36,6 +37,7 @@ COMMANDS = (
     *(
         train,
         new,
+        check,
         recipes,
         checkpoints,
         evaluate,

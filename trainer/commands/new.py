@@ -32,5 +32,5 @@ def new(options: argparse.Namespace) -> int:
         raise BadInputError(f"{path}: is there already, and stays as it is; give another name") from error
     except OSError as error:
         raise BadInputError(f"{path}: can't be written ({error.strerror}); give another place") from error
-    print(f"{path}: a task that trains as it is\n  next  trainer train {path}")
+    print(f"{path}: a task that trains as it is\n  next  trainer check {path}\n  then  trainer train {path}")
     return EXIT_DONE

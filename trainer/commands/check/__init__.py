@@ -1,0 +1,40 @@
+"""`trainer check RECIPE`: a few steps as the trainer trains them and as plain PyTorch does, compared.
+
+- `plain`: the reference, to be read: its own loop, which imports nothing of what it checks
+- `compare`: the first tensor that differs by more than rounding, and after which step
+- `training`: the same steps by the trainer; few samples, in float64
+- `variants`: what is changed, one thing at a time, and the verdict on it
+- `rank`, `exchange`: variants that need processes of their own
+- `check`, `show`: what is asked for; the table
+"""
+
+import argparse
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `check` to the commands."""
+    check = commands.add_parser(
+        "check",
+        help="train a few steps as plain PyTorch does and compare; exit code 1: they differ",
+        allow_abbrev=False,
+    )
+    check.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a .yaml or .py file")
+    check.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable"
+    )
+    check.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this comparison, such as plain, ema or ranks-ddp; repeatable",
+    )
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from trainer.commands.check.check import run
+
+    return run(options)

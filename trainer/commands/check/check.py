@@ -1,0 +1,108 @@
+"""What is to be checked, and what comes of it: for the command, and for `trainer.check` in a notebook."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.commands.check.exchange import launched
+from trainer.commands.check.show import Report, about, as_json, line, lines
+from trainer.commands.check.training import open_subject
+from trainer.commands.check.variants import NAMES, Launch, Row, check_all, draws
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe, make_recipe
+from trainer.config.suggest import nearest
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.tasks import Task
+from trainer.tasks.custom import CustomTask
+from trainer.train.operations import random_state_kept
+from trainer.train.run import check_request, make_task
+
+_ELSEWHERE = "needs another process, which can't see a class of a notebook: put it in a file, trainer check FILE"
+
+
+def check(
+    task: str | Path | object, settings: Mapping[str, Any] | None = None, only: Collection[str] = ()
+) -> Report:
+    """Trains a few steps as the trainer does and as plain PyTorch would, and compares all tensors.
+
+    Then it changes one thing at a time: micro-batches, ranks, workers, precision and so on (docs/check.md).
+
+    Args:
+        task: As for `fit`: a recipe's name, a file, or an object (or class) with the methods of a task.
+        settings: Configuration keys, `{"optim.lr": 0.1}`.
+        only: Names of what is to be changed, such as "plain" and "ema"; by default all.
+
+    Returns:
+        A table to be printed; `ok`: nothing differs but what is documented; `rows`.
+
+    Raises:
+        BadInputError: What is wrong with the task, and the remedy.
+    """
+    # JSON is YAML, so this is what --set takes.
+    words = [f"{key}={json.dumps(value, default=str)}" for key, value in (settings or {}).items()]
+    if isinstance(task, str | Path):
+        return _check(str(task), load_recipe(str(task), words), None, only)
+    own = task() if isinstance(task, type) else task
+    name = type(own).__name__
+    recipe = make_recipe({"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    return _check(name, recipe, CustomTask(own, name), only)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what `trainer check` was asked for.
+
+    Returns:
+        0 all is equal, or differs as documented; 1 something differs.
+    """
+    words = list(options.set)
+    if not any(word.startswith("data.micro_batch_size=") for word in words):
+        words.append("data.micro_batch_size=1")  # it takes its own, and may be `auto`
+    recipe = load_recipe(options.recipe, words)
+    shown = sys.stderr.isatty() and not options.json
+    report = _check(options.recipe, recipe, None, options.only, _Progress() if shown else _silent)
+    print(as_json(report) if options.json else report)
+    return EXIT_DONE if report.ok else EXIT_FAILED
+
+
+def _check(
+    name: str,
+    recipe: Recipe,
+    task: Task | None,
+    only: Collection[str],
+    tell: Callable[[str], None] = lambda what: None,
+) -> Report:
+    for one in only:
+        if one not in NAMES:
+            raise BadInputError(f"--only {one}: no such comparison{nearest(one, NAMES)} (there are: {', '.join(NAMES)})")
+    here: dict[str, Launch | str] = {"ranks": launched(2), "fresh": launched(1)}
+    if task is not None:
+        here = dict.fromkeys(here, _ELSEWHERE)
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        with random_state_kept():
+            opened = make_task(recipe) if task is None else task
+            subject = open_subject(name, recipe, opened)
+            check_request(subject.recipe, opened, 1)
+            rows = tuple(check_all(subject, only, here, tell))
+            return Report(name, about(subject, draws(subject)), rows)
+    finally:
+        tell("")
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
+def _silent(what: str) -> None:
+    """Tells nothing."""
+
+
+class _Progress:
+    """A line that says what is under way."""
+
+    def __call__(self, what: str) -> None:
+        """Writes over the last one."""
+        print(f"\r\033[K{f'checking: {what}' if what else ''}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""Processes of their own: starts them, and reads what they leave."""
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.training import Subject
+from trainer.commands.check.variants import Launch, Trained, Variant
+from trainer.host.files import write_whole
+from trainer.launch.launcher import launch
+from trainer.train.local_ranks import plan_local_ranks
+
+_RANK = "trainer.commands.check.rank"
+_GRACE_SECONDS = 5.0
+
+
+def launched(ranks: int) -> Launch:
+    """What trains variants on so many ranks, one after another; with another hash seed than this process."""
+
+    def train(subject: Subject, variants: Sequence[Variant], folder: Path) -> dict[str, Trained]:
+        request = {
+            "name": subject.name,
+            "recipe": subject.recipe.model_dump(mode="json"),
+            "double": subject.double,
+            "variants": [variant._asdict() for variant in variants],
+            "folder": str(folder),
+        }
+        local = plan_local_ranks(subject.recipe, None, ranks)
+        seed = "1" if os.environ.get("PYTHONHASHSEED", "0") != "1" else "2"
+        local = local._replace(environment={**local.environment, "PYTHONHASHSEED": seed})
+        nowhere, said = os.open(os.devnull, os.O_WRONLY), io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=nowhere)
+        finally:
+            os.close(nowhere)
+        ended = f"crash: {' '.join(said.getvalue().split())[:300] or 'its process left nothing'}"
+        return {variant.name: _taken(folder, variant.name, ended) for variant in variants}
+
+    return train
+
+
+def leave(folder: Path, name: str, found: Trained) -> None:
+    """Writes what came of a variant, so that another process can read it."""
+    if isinstance(found, str):
+        write_whole(folder / f"{name}.txt", found)
+        return
+    arrays = {f"{step}/{key}": _plain(t) for step, seen in enumerate(found) for key, t in seen.items()}
+    with (folder / f"{name}.npz").open("wb") as file:
+        np.savez(file, count=np.array(len(found)), **arrays)  # type: ignore[arg-type]
+
+
+def _plain(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """In float64, which holds all narrower numbers exactly."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().numpy()
+
+
+def _taken(folder: Path, name: str, ended: str) -> Trained:
+    if (folder / f"{name}.txt").exists():
+        return (folder / f"{name}.txt").read_text()
+    if not (folder / f"{name}.npz").exists():
+        return ended
+    with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
+        seen: list[Snapshot] = [{} for _ in range(int(file["count"]))]
+        for key in file.files:
+            step, slash, tensor = key.partition("/")
+            if slash:
+                seen[int(step)][tensor] = torch.from_numpy(file[key])
+    return seen

@@ -1,0 +1,45 @@
+"""A process of `trainer check`, `trainer.commands.check.rank FOLDER-OF-THE-LAUNCH`: trains variants in turn."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.launch.worker import Worker
+
+
+def main(request: dict[str, Any]) -> int:
+    """Trains one after another; the first rank leaves what came of each in a file."""
+    rank, folder = int(os.environ["RANK"]), Path(request["folder"])
+    os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+
+    from trainer.commands.check.exchange import leave
+    from trainer.commands.check.training import open_subject, train_some
+    from trainer.config.recipe import Recipe
+    from trainer.config.section import validated
+    from trainer.distributed.parallel import joined_world
+    from trainer.errors import BadInputError
+
+    recipe = validated(Recipe, request["recipe"], request["name"])
+    subject = open_subject(request["name"], recipe, double=request["double"])
+    with joined_world("cpu", recipe.parallel.timeout_s) as world:
+        for variant in request["variants"]:
+            stopped = folder if variant["resumed"] else None
+            try:
+                found = train_some(subject, variant["edits"], world, stopped)
+            except Exception as error:
+                refused = isinstance(error, BadInputError)
+                told = f"{'' if refused else f'crash: {type(error).__name__}: '}{error}"
+                leave(folder, variant["name"], " ".join(told.split())[:400])
+                if world.size > 1:  # the other rank waits for this one
+                    raise
+            else:
+                if rank == 0:
+                    leave(folder, variant["name"], found)
+    return 0
+
+
+if __name__ == "__main__":
+    with Worker(sys.argv[1]) as worker:
+        worker.code = main(worker.request)
+    sys.exit(worker.exit_code)

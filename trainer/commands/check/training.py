@@ -1,0 +1,344 @@
+"""Trains a few steps of a task as the trainer does, and keeps what there is after each."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.background import BackgroundWriter
+from trainer.commands.check import plain
+from trainer.commands.check.plain import Snapshot
+from trainer.config.recipe import Recipe
+from trainer.config.section import validated
+from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.sampling.plan import Plan
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.observe.console import warn
+from trainer.observe.log import MetricLogger
+from trainer.tasks import Task
+from trainer.train.anomalies import AnomalyLog
+from trainer.train.build import build
+from trainer.train.checkpoints import Checkpoints
+from trainer.train.evaluate import next_evaluation
+from trainer.train.loop import train
+from trainer.train.outputs import Outputs
+from trainer.train.restore import load_checkpoint, newest_checkpoint
+from trainer.train.run import make_task
+from trainer.train.state import Run, gather_tensors, tensors_of
+from trainer.train.step import take_metrics
+
+STEPS, BATCH, SAMPLES = 5, 8, 20  # so that an epoch ends within a step
+_TRIED = 4
+
+Edits = Mapping[str, Any]
+
+# What a check changes of any recipe: a few small steps on one CPU thread, one micro-batch in each.
+_SMALL: Edits = {
+    "device": "cpu",
+    "max_steps": STEPS,
+    "epochs": STEPS,
+    "data.global_batch_size": BATCH,
+    "data.micro_batch_size": BATCH,
+    "data.workers": "auto",
+    "data.check": "none",
+    "precision": {},
+    "compile": {},
+    "memory": {},
+    "log": {"every": 1},
+    "checkpoint": {"minutes": 0},
+    "parallel": {"threads": 1, "timeout_s": 60},
+    "hooks": {"enabled": False},
+    "evaluation.every": "end",
+    "evaluation.patience": 0,
+    "evaluation.sets": {},
+    "evaluation.decides": "data",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        name: As it was given.
+        recipe: Of a few small steps.
+        task: Its data cut to a few samples; in float64, if it can be.
+        double: Whether it is in float64.
+        why: Else: why it isn't.
+    """
+
+    name: str
+    recipe: Recipe
+    task: Any
+    double: bool
+    why: str = ""
+
+    def single(self) -> "Subject":
+        """The same in float32, which autocast wants."""
+        task = vars(self.task)["_task"] if self.double else self.task
+        return replace(self, task=task, double=False)
+
+    @property
+    def eps(self) -> float:
+        """Of what is computed with."""
+        return float(torch.finfo(torch.float64 if self.double else torch.float32).eps)
+
+
+def open_subject(name: str, recipe: Recipe, task: Task | None = None, double: bool | None = None) -> Subject:
+    """Makes a subject of a recipe and its task.
+
+    Args:
+        double: Whether it is to be in float64; None: if it can be.
+    """
+    small = changed(recipe, _SMALL)
+    if small.optim.warmup_steps >= 1:  # else the rate would be next to nothing in all of the steps
+        small = changed(small, {"optim.warmup_steps": min(2, small.optim.warmup_steps)})
+    cut = _cut(make_task(small) if task is None else task)
+    if not hasattr(cut, "summarize"):  # which may want them all
+        small = changed(small, {"data.eval_batch_size": min(16, small.data.eval_batch_size)})
+    why = _not_in_double(cut) if double is None else ""
+    double = not why if double is None else double
+    return Subject(name, small, InDouble(cut) if double else cut, double, why)
+
+
+def changed(recipe: Recipe, edits: Edits) -> Recipe:
+    """A recipe with other values for some keys; a section's are put in its place."""
+    values = recipe.model_dump()
+    for name, value in edits.items():
+        part, _, key = name.rpartition(".")
+        (values[part] if part else values)[key] = value
+    return validated(Recipe, values, "check")
+
+
+def evaluated(recipe: Recipe, plan: Plan) -> list[int]:
+    """Steps after which a run is evaluated."""
+    steps = [0]
+    while steps[-1] < plan.steps:
+        steps.append(next_evaluation(recipe.evaluation, plan, steps[-1]))
+    return steps[1:]
+
+
+def train_some(
+    subject: Subject,
+    edits: Edits,
+    world: World,
+    folder: Path | None = None,
+    stop_after: int | None = None,
+    workers: int = 0,
+) -> list[Snapshot]:
+    """Trains; returns what there is after each step, of steps before a resumed one nothing.
+
+    Args:
+        folder: Where `stop_after` leaves a checkpoint, or what to go on from.
+        workers: What `data.workers=auto` stands for.
+
+    Raises:
+        BadInputError: If the trainer refuses it.
+    """
+    recipe = changed(subject.recipe, edits)
+    torch.set_num_threads(int(recipe.parallel.threads))
+    rows, seen = list[Mapping[str, Any]](), dict[int, Snapshot]()
+    with contextlib.ExitStack() as stack:
+        run = build(recipe, subject.task, world, workers)
+        stack.callback(run.close)
+        if recipe.compile.mode != "none" and not run.compiled:
+            raise BadInputError(next(note for note in run.notes if note.startswith("compile.mode")))
+        writer = None
+        if folder is not None and stop_after is None:
+            load_checkpoint(run, newest_checkpoint(folder, "auto", world)[0])
+        elif folder is not None:
+            writer = BackgroundWriter(folder / FOLDER, 2, warn)
+            stack.callback(writer.abandon)
+        measured = evaluated(recipe, run.plan)
+
+        def look(done: int) -> None:
+            metrics = run.state.metrics if done in measured else {}
+            told = {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
+            seen[done] = {**_state(run), **told}
+
+        logger = MetricLogger(
+            run.plan, world.device, [rows.append], partial(take_metrics, run), logged=run.state.logged
+        )
+        checkpoints = Checkpoints(run, writer)
+        train(run, Outputs(logger, checkpoints, AnomalyLog(None, run.plan), (look,)), stop_after=stop_after)
+        checkpoints.close()
+        logger.deliver()
+    for row in rows:
+        if row["kind"] == "train":
+            told = {n: v for n, v in row.items() if n in ("loss", "lr") or n.startswith("loss/")}
+            numbers = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in told.items()}
+            seen[row["step"]] = {**numbers, **seen[row["step"]]}
+    return [seen.get(step, {}) for step in range(1, max(seen) + 1)]
+
+
+def _state(run: Run) -> Snapshot:
+    """Weights, buffers, moments and average, whole, on the first rank; collective."""
+    state = run.state
+    tensors = {kind: dict(gather_tensors(state, kind, group)) for kind, group in tensors_of(state).items()}
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    if state.rows is None:  # a task's own optimizer is kept otherwise
+        tensors["optimizer"] = {
+            f"{names[id(p)]}/{slot}": value
+            for p, slots in state.optimizer.state.items()
+            for slot, value in slots.items()
+            if isinstance(value, torch.Tensor)
+        }
+    ours = ("updates", "ema/", "scaler/")
+    return {
+        f"{kind}/{name}": value.detach().clone()
+        for kind, group in tensors.items()
+        for name, value in group.items()
+        if kind != "optimizer" or not name.startswith(ours)
+    }
+
+
+# --- in float64 ---
+
+
+class InDouble:
+    """A task that computes in float64: weights, floating fields, and what it makes of them as float32."""
+
+    def __init__(self, task: Any) -> None:
+        """Of another."""
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        """The other's."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._task, name)
+
+    def model(self) -> nn.Module:
+        """The other's, with the same values."""
+        model: nn.Module = self._task.model().double()
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        """See `Task`."""
+        with _doubled():
+            return self._task.loss(model, _wide(batch))
+
+    def loss_parts(self, model: nn.Module, batch: Any) -> Any:
+        """See `Several`."""
+        with _doubled():
+            return self._task.loss_parts(model, _wide(batch))
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        """See `Task`."""
+        with _doubled():
+            return self._task.measure(model, _wide(batch))
+
+
+def _wide(batch: Any) -> Any:
+    fields = {n: t.double() if t.is_floating_point() else t for n, t in batch.fields.items()}
+    return batch._replace(
+        fields=fields, uniform=None if batch.uniform is None else batch.uniform.double()
+    )
+
+
+class _Doubled(TorchFunctionMode):
+    """Within it whoever asks for float32 gets float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+        given = {n: torch.float64 if one is torch.float32 else one for n, one in (kwargs or {}).items()}
+        return func(*args, **given)
+
+
+@contextlib.contextmanager
+def _doubled() -> Iterator[None]:
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubled():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+class _Narrow(TorchDispatchMode):
+    """Notes the first operation whose result is less than float64."""
+
+    first = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            narrow = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dtype != torch.float64
+            if narrow and not self.first:
+                self.first = f"{func.overloadpacket} gives {str(one.dtype).removeprefix('torch.')}"
+        return result
+
+
+def _not_in_double(task: Any) -> str:
+    """Why a task can't compute in float64, or ""."""
+    wide, few = InDouble(task), np.arange(min(_TRIED, len(task.train_data)))
+    try:
+        model, seen = wide.model().train(), _Narrow()
+        batch = plain.read(task.train_data, np.zeros_like(few), few, 0, task.uniforms)
+        with torch.random.fork_rng(devices=[]), seen:
+            sum(plain.losses(wide, model, batch).values()).backward()
+    except Exception as error:  # somebody's code
+        return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:120]}"
+    return seen.first
+
+
+# --- few samples ---
+
+
+class _First:
+    """The first samples of a data set."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self._data, self._count = data, count
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._data, name)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class _Cut:
+    """A task with less data."""
+
+    def __init__(self, task: Any, train_data: Dataset, evaluation_data: Dataset) -> None:
+        self._task, self.train_data, self.evaluation_data = task, train_data, evaluation_data
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "evaluation_sets":
+            raise AttributeError(name)
+        return getattr(self._task, name)
+
+
+def _cut(task: Any) -> Any:
+    train_data = _few(task.train_data)
+    evaluation = task.evaluation_data if hasattr(task, "summarize") else _few(task.evaluation_data)
+    return _Cut(task, train_data, evaluation)
+
+
+def _few(data: Any) -> Any:
+    """Its first samples, but where their order hangs on how they lie in files."""
+    if len(data) <= SAMPLES or getattr(data, "buckets", ()) or getattr(data, "records", None) is not None:
+        return data
+    if data.arrays is not None:
+        return ArrayDataset({name: array[:SAMPLES] for name, array in data.arrays.items()})
+    return _First(data, SAMPLES)

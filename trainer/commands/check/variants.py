@@ -1,0 +1,261 @@
+"""What is changed, one thing at a time, and what is made of what differs then."""
+
+import json
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.commands.check import plain
+from trainer.commands.check.compare import Compared, compare, odd_order
+from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.training import STEPS, Edits, Subject, changed, evaluated, train_some
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.train.run import check_request, make_plan
+
+Verdict = Literal["equal", "documented", "differs", "not compared"]
+Trained = list[Snapshot] | str  # or why there is nothing
+_ALONE = World(0, 1, 0, torch.device("cpu"), None)
+_HALF = STEPS // 2
+
+
+class Variant(NamedTuple):
+    """A training that is compared.
+
+    Attributes:
+        name: For --only.
+        what: Is changed, in a few words.
+        edits: Of the configuration.
+        where: In this process, on two ranks of a launch, or in a fresh process.
+        same_as: The variant that it must equal bit for bit; "": it is held against the plain loop.
+        resumed: Whether it goes on from a checkpoint that this process leaves.
+    """
+
+    name: str
+    what: str
+    edits: Edits = {}
+    where: Literal["here", "ranks", "fresh"] = "here"
+    same_as: str = ""
+    resumed: bool = False
+
+
+_TWO, _FOUR = {"data.micro_batch_size": 4}, {"data.micro_batch_size": 2}
+_LOADED = {"data.resident": False}
+VARIANTS = (
+    Variant("plain", "nothing: one micro-batch a step"),
+    Variant("micro-batches-2", "2 micro-batches a step", _TWO),
+    Variant("micro-batches-4", "4 micro-batches a step", _FOUR),
+    Variant("ema", "EMA, evaluated every 2 steps", {"ema.decay": 0.9, "evaluation.every": "2 steps"}),
+    Variant("tree", "2 micro-batches, added in a tree", {**_TWO, "parallel.reduction": "tree"}),
+    Variant("checkpointing", "activation checkpointing", {"memory.checkpointing": "blocks"}),
+    Variant("compile", "torch.compile", {"compile.mode": "default"}),
+    Variant("bf16", "bfloat16 autocast", {"precision.mode": "bf16"}),
+    Variant("fp16", "float16 autocast with a loss scale", {"precision.mode": "fp16"}),
+    Variant("again", "a second run in the same process", same_as="plain"),
+    Variant("workers-0", "loaded in this process", {**_LOADED, "data.workers": 0}, same_as="plain"),
+    Variant("workers-2", "loaded by 2 workers", {**_LOADED, "data.workers": 2}, "fresh", "plain"),
+    Variant("hash-seed", "another process and hash seed", {}, "fresh", "plain"),
+    Variant("resume", f"stopped after step {_HALF}, resumed", {}, "fresh", "plain", resumed=True),
+    Variant("ranks-ddp", "2 ranks, DDP", {**_TWO, "parallel.find_unused_parameters": True}, "ranks"),
+    Variant("ranks-tree", "2 ranks, tree", {**_TWO, "parallel.reduction": "tree"}, "ranks", "tree"),
+    Variant("ranks-fsdp", "2 ranks, FSDP", {**_TWO, "parallel.strategy": "fsdp"}, "ranks"),
+)
+NAMES = ("order", *(variant.name for variant in VARIANTS))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        name: Of the variant.
+        what: Was changed.
+        verdict: equal; documented: it differs as the documentation says; differs; or not compared.
+        detail: To what bound, what differs first and after which step, or why not.
+        tensor: That differs first, or "".
+        step: After which it differs, or 0.
+    """
+
+    name: str
+    what: str
+    verdict: Verdict
+    detail: str
+    tensor: str = ""
+    step: int = 0
+
+
+Launch = Callable[[Subject, list[Variant], Path], dict[str, Trained]]
+
+
+def check_all(
+    subject: Subject, only: Collection[str], launches: dict[str, Launch | str], tell: Callable[[str], None]
+) -> Iterator[Row]:
+    """Trains and compares, and yields a row for each variant.
+
+    Args:
+        only: Their names; empty: all.
+        launches: For "ranks" and "fresh" what trains such variants; or why none can be.
+        tell: Told what is under way.
+    """
+    chosen = [variant for variant in VARIANTS if not only or variant.name in only]
+    found, references = dict[str, Trained](), dict[str, tuple[list[Snapshot], list[Snapshot]]]()
+    if not only or "order" in only:
+        plan = make_plan(subject.recipe, subject.task)
+        odd = odd_order(plan)
+        samples = f"each of {plan.samples:,} samples once an epoch"
+        yield Row("order", "the order of the samples", "differs" if odd else "equal", odd or samples)
+    with tempfile.TemporaryDirectory(prefix="trainer-check-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
+
+        def trained(variant: Variant) -> Trained:
+            if variant.name not in found:
+                tell(variant.what)
+                found[variant.name] = tried(lambda: train_some(of(subject, variant.edits), variant.edits, _ALONE))
+            return found[variant.name]
+
+        def reference(edits: Edits) -> tuple[list[Snapshot], list[Snapshot]]:
+            recipe = changed(subject.recipe, edits)
+            micro, ema, mode = recipe.data.micro_batch_size, recipe.ema, recipe.precision.mode
+            of = json.dumps([micro, ema.model_dump(), mode, recipe.evaluation.every])
+            if of not in references:
+                plainly = (train_plainly(subject, edits, nudged) for nudged in (False, True))
+                references[of] = next(plainly), next(plainly)
+            return references[of]
+
+        for variant in chosen:
+            if variant.where != "here" and variant.name not in found:
+                tell(variant.what)
+                beside = [one for one in chosen if one.where == variant.where]
+                found.update(_launched(subject, beside, launches[variant.where], folder))
+            got = trained(variant)
+            if isinstance(got, str):
+                crashed = got.startswith("crash: ")
+                yield Row(variant.name, variant.what, "differs" if crashed else "not compared", got)
+            elif variant.same_as:
+                base = trained(next(one for one in VARIANTS if one.name == variant.same_as))
+                yield _same_bits(variant, got, base)
+            else:
+                tell(f"{variant.what}: by the plain loop")
+                try:
+                    yield _against_plain(subject, variant, got, reference)
+                except BadInputError:
+                    raise
+                except Exception as error:  # somebody's code
+                    yield Row(variant.name, variant.what, "not compared", f"the plain loop fails: {_line(error)}")
+
+
+def of(subject: Subject, edits: Edits) -> Subject:
+    """In float32 where autocast is to lower that."""
+    return subject.single() if "precision.mode" in edits else subject
+
+
+def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[Snapshot]:
+    """The plain loop, with the samples that the plan names."""
+    recipe, task = changed(subject.recipe, edits), of(subject, edits).task
+    torch.set_num_threads(int(recipe.parallel.threads))
+    plan, order = make_plan(recipe, task), []
+    for step in range(plan.steps):
+        epoch, sample, weight = plan.read(np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches))
+        order.append([(e[w > 0], s[w > 0]) for e, s, w in zip(epoch, sample, weight, strict=True)])
+    with torch.random.fork_rng(devices=[]):
+        return plain.train(task, recipe, order, plan.epoch_length, evaluated(recipe, plan), nudged)
+
+
+def tried(train: Callable[[], list[Snapshot]]) -> Trained:
+    """What it gives, or in a line why it doesn't."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return train()
+    except BadInputError as error:
+        return " ".join(str(error).split())
+    except Exception as error:
+        return f"crash: {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
+
+
+def _launched(
+    subject: Subject, variants: list[Variant], launch: Launch | str, folder: Path
+) -> dict[str, Trained]:
+    """Trains variants in processes of their own; what can't be trained there says why."""
+    if isinstance(launch, str):
+        return {variant.name: launch for variant in variants}
+    found, able = dict[str, Trained](), []
+    ranks = 2 if variants[0].where == "ranks" else 1
+    for variant in variants:
+        try:
+            check_request(changed(subject.recipe, variant.edits), subject.task, ranks)
+            if variant.resumed:
+                stopped = tried(lambda: train_some(subject, {}, _ALONE, folder, stop_after=_HALF))
+                if isinstance(stopped, str):
+                    raise BadInputError(stopped)
+            able.append(variant)
+        except BadInputError as error:
+            found[variant.name] = str(error)
+    return {**found, **(launch(subject, able, folder) if able else {})}
+
+
+def _same_bits(variant: Variant, got: list[Snapshot], base: Trained) -> Row:
+    if isinstance(base, str):
+        return Row(variant.name, variant.what, "not compared", f"{variant.same_as} has no result: {base}")
+    compared = compare(got, base, begin=_HALF if variant.resumed else 0)
+    if (first := compared.first) is not None:
+        told = f"not the bits of {variant.same_as}: {first}"
+        return Row(variant.name, variant.what, "differs", told, first.tensor, first.step)
+    return Row(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
+
+
+def _against_plain(
+    subject: Subject,
+    variant: Variant,
+    got: list[Snapshot],
+    reference: Callable[[Edits], tuple[list[Snapshot], list[Snapshot]]],
+) -> Row:
+    wanted, nudged = reference(variant.edits)
+    compared = compare(got, wanted, nudged, of(subject, variant.edits).eps)
+    if (first := compared.first) is not None:
+        return Row(variant.name, variant.what, "differs", f"{first} (bound {first.bound:.1g})", first.tensor, first.step)
+    recipe = changed(subject.recipe, variant.edits)
+    count = recipe.data.global_batch_size // recipe.data.micro_batch_size
+    if count > 1:
+        whole = compare(wanted, *reference({}), subject.eps)
+        if (first := whole.first) is not None:
+            told = f"as plain PyTorch with {count} micro-batches ({_bound(compared)}); with one, {first}: {why(subject)}"
+            return Row(variant.name, variant.what, "documented", told, first.tensor, first.step)
+    return Row(variant.name, variant.what, "equal", _bound(compared))
+
+
+def _bound(compared: Compared) -> str:
+    if not compared.largest:
+        return "every bit"
+    return f"to {compared.largest:.0e} of the largest value, bound {compared.bound:.0e}"
+
+
+def why(subject: Subject) -> str:
+    """Why several micro-batches in a step give something else than one, in plain PyTorch too."""
+    model = subject.task.model().train()
+    if any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
+        return "BatchNorm sees one micro-batch at a time"
+    if draws(subject):
+        return "random numbers are drawn for each micro-batch"
+    return "the loss compares the samples of a micro-batch, or keeps something from one to the next"
+
+
+def draws(subject: Subject) -> bool:
+    """Whether a training loss draws random numbers."""
+    few = np.arange(min(2, len(subject.task.train_data)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = subject.task.model().train()
+        batch = plain.read(subject.task.train_data, np.zeros_like(few), few, 0, subject.task.uniforms)
+        before: Any = torch.get_rng_state()
+        plain.losses(subject.task, model, batch)
+        return not torch.equal(before, torch.get_rng_state())
