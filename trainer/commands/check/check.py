@@ -22,7 +22,9 @@ from trainer.tasks.custom import CustomTask
 from trainer.train.operations import random_state_kept
 from trainer.train.run import check_request, make_task
 
-_ELSEWHERE = "needs another process, which can't see a class of a notebook: put it in a file, trainer check FILE"
+_ELSEWHERE = (
+    "needs another process, which can't see a class of a notebook: put it in a file, trainer check FILE"
+)
 
 
 def check(
@@ -78,7 +80,9 @@ def _check(
 ) -> Report:
     for one in only:
         if one not in NAMES:
-            raise BadInputError(f"--only {one}: no such comparison{nearest(one, NAMES)} (there are: {', '.join(NAMES)})")
+            raise BadInputError(
+                f"--only {one}: no such comparison{nearest(one, NAMES)} (there are: {', '.join(NAMES)})"
+            )
     here: dict[str, Launch | str] = {"ranks": launched(2), "fresh": launched(1)}
     if task is not None:
         here = dict.fromkeys(here, _ELSEWHERE)

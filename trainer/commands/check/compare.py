@@ -1,6 +1,6 @@
 """What differs first between two trainings, by more than rounding explains."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,8 @@ from trainer.commands.check.plain import Snapshot
 from trainer.data.sampling.plan import Plan
 
 _ULPS = 256  # of a tensor's largest value: sums of other order in the few steps that are compared
-_SPREADS = 32  # times what the plain loop itself differs by from weights moved by one unit in the last place
+_SPREADS = 32  # times what the plain loop itself differs by if it is rounded otherwise
+_NOISE = 0.01
 
 
 @dataclass(frozen=True)
@@ -20,21 +21,16 @@ class Difference:
     Attributes:
         tensor: Its name: loss, lr, model/NAME, optimizer/NAME/SLOT, ema/NAME, metric/NAME.
         step: After which it was seen, from 1.
-        by: The largest difference of its values.
-        bound: The largest that rounding explains.
-        values: That of the one, and of the other.
+        what: How it differs, in a few words.
     """
 
     tensor: str
     step: int
-    by: float
-    bound: float
-    values: tuple[float, float]
+    what: str
 
     def __str__(self) -> str:
         """In words."""
-        one, other = self.values
-        return f"{self.tensor} after step {self.step}: {one:.8g} instead of {other:.8g}"
+        return f"{self.tensor} after step {self.step}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -43,13 +39,26 @@ class Compared:
 
     Attributes:
         first: The first difference, or None.
-        largest: The largest difference of all tensors, as a share of the tensor's largest value.
+        largest: The largest difference of a tensor, as a share of its largest value; without `noise`.
         bound: The largest bound, as such a share.
+        noise: Tensors that nothing can be said of: rounding moves them by more than 1 %.
     """
 
     first: Difference | None
     largest: float
     bound: float
+    noise: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """To what they are equal."""
+        if not self.largest:
+            return "every bit"
+        apart = f"to {self.largest:.0e} of the largest value (bound {self.bound:.0e})"
+        return (
+            f"{apart}, but {len(self.noise)} that are rounding alone: {self.noise[0]}"
+            if self.noise
+            else apart
+        )
 
 
 def compare(
@@ -58,51 +67,54 @@ def compare(
     nudged: Sequence[Snapshot] | None = None,
     eps: float = 0.0,
     begin: int = 0,
+    moved: Collection[str] = (),
 ) -> Compared:
-    """Compares step by step: loss and rate first, then weights and buffers, moments, average, metrics.
+    """Compares step by step: loss and rate, then weights and buffers, moments, average, metrics.
 
-    The bound of a tensor follows from the plain loop alone: what it differs by from a run whose weights began
-    one unit in the last place away, 32 times; at least 256 units in the last place of its largest value.
+    The bound of a tensor follows from the plain loop alone: what it differs by from a run that is rounded
+    otherwise (`nudged`), 32 times; at least 256 units in the last place of its largest value.
 
     Args:
         nudged: That run; None: the bits are to be the same.
         eps: Of the numbers that both compute with.
         begin: Steps that are left out.
+        moved: Names of what a forward pass may move, buffers and frozen parameters: where such a tensor and
+            the loss differ after the same step, it is named, as the loss follows from it.
     """
     largest = loosest = 0.0
-    first = None
+    noise = dict[str, None]()
     for step in range(begin, len(wanted)):
         ours, theirs = found[step] if step < len(found) else {}, wanted[step]
-        odd = [name for name in (*theirs, *ours) if (name in ours) is not (name in theirs)]
-        for name in (*odd, *(name for name in theirs if name in ours)):
-            if name in odd:
-                nan = float("nan")
-                first = first or Difference(
-                    name, step + 1, nan, 0.0, (nan, 0.0) if name in theirs else (0.0, nan)
-                )
+        odd = [Difference(name, step + 1, "is missing") for name in theirs if name not in ours]
+        odd += [Difference(name, step + 1, "is one too many") for name in ours if name not in theirs]
+        for name, tensor in theirs.items():
+            if name not in ours:
                 continue
-            one, other = _numbers(ours[name]), _numbers(theirs[name])
-            scale = float(np.abs(other).max(initial=0.0))
+            one, other = _numbers(ours[name]), _numbers(tensor)
             if one.shape != other.shape:
-                first = first or Difference(name, step + 1, float("inf"), 0.0, (one.size, other.size))
+                odd.append(Difference(name, step + 1, f"shape {one.shape} instead of {other.shape}"))
                 continue
             if np.array_equal(one, other, equal_nan=True):
                 continue
-            bound = 0.0
+            scale, bound = float(np.abs(other).max(initial=0.0)), 0.0
             if nudged is not None:
-                spread = np.abs(_numbers(nudged[step][name]) - other).max(initial=0.0)
-                bound = _SPREADS * float(spread)
-                if theirs[name].is_floating_point() or theirs[name].is_complex():
+                bound = _SPREADS * float(np.abs(_numbers(nudged[step][name]) - other).max(initial=0.0))
+                if tensor.is_floating_point() or tensor.is_complex():
                     bound = max(bound, _ULPS * eps * scale)
             apart = np.abs(one - other)
             worst = int(np.argmax(np.where(np.isnan(apart), np.inf, apart)))
             by = float(apart.flat[worst])
             if not by <= bound:
-                values = (float(one.flat[worst]), float(other.flat[worst]))
-                first = first or Difference(name, step + 1, by, bound, values)
-            elif scale:
+                values = f"{one.flat[worst]:.9g} instead of {other.flat[worst]:.9g}"
+                odd.append(Difference(name, step + 1, values + f" (bound {bound:.0e})" * (bound > 0)))
+            elif bound > _NOISE * scale:
+                noise[name] = None
+            else:
                 largest, loosest = max(largest, by / scale), max(loosest, bound / scale)
-    return Compared(first, largest, loosest)
+        if odd:
+            first = next((one for one in odd if one.tensor in moved), odd[0])
+            return Compared(first, largest, loosest, tuple(noise))
+    return Compared(None, largest, loosest, tuple(noise))
 
 
 def _numbers(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -58,7 +58,8 @@ def train(
         order: For each step its micro-batches, each as epochs and numbers of its samples.
         epoch_length: Steps of an epoch, in which milestones count.
         evaluated: Steps (from 1) after which it measures.
-        nudged: Whether it begins from weights that are moved by one unit in their last place.
+        nudged: Whether all is rounded otherwise: it begins from weights that are moved by one unit in their
+            last place, and a third of each gradient is taken three times.
     """
     torch.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model: nn.Module = task.model()
@@ -73,7 +74,8 @@ def train(
     off = [part for part in model.modules() if not part.training] if model.training else []
     optimizer, scheduler = make_optimizer(task, recipe, model, len(order))
     own_rate = scheduler is None and not hasattr(task, "optimizer")
-    average = {name: p.detach().clone() for name, p in trained.items()} if recipe.ema.decay else {}
+    averaged = {name: p for name, p in model.named_parameters() if p.is_floating_point() and recipe.ema.decay}
+    average = {name: p.detach().clone() for name, p in averaged.items()}
     updates = moved = 0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision.mode)
     scaler = torch.amp.GradScaler(
@@ -82,7 +84,7 @@ def train(
         growth_interval=recipe.precision.growth_interval,
         enabled=mixed == torch.float16,
     )
-    first = key(recipe.seed, Purpose.MICRO_BATCH) >> 2
+    first, thirds = key(recipe.seed, Purpose.MICRO_BATCH) >> 2, 3 if nudged else 1
     seen = list[Snapshot]()
     for step, micro_batches in enumerate(order):
         model.train()
@@ -99,12 +101,15 @@ def train(
             torch.manual_seed(first + step * len(batches) + number)
             with torch.autocast("cpu", mixed) if mixed else nullcontext():
                 parts = losses(task, model, batch)
-            scaler.scale(sum(parts.values()) / items).backward()
+            scaler.scale(sum(parts.values()) / (items * thirds)).backward()
             for name, part in {"": sum(parts.values()), **parts}.items():
                 where = f"loss/{name}" if name else "loss"
                 total[where] = total.get(where, 0) + part.detach().double() / items
             after.append(untrained(model))
         scaler.unscale_(optimizer)
+        for p in trained.values():
+            if p.grad is not None and nudged:
+                p.grad *= thirds
         if recipe.optim.max_grad_norm:
             nn.utils.clip_grad_norm_(list(trained.values()), recipe.optim.max_grad_norm)
         if own_rate:
@@ -130,7 +135,7 @@ def train(
         if average and due and updates > moved:
             # The ramp: the decay is at most (1 + n) / (10 + n) after n updates.
             share = max(1 - recipe.ema.decay ** (updates - moved), 9 / (10 + updates - 1))
-            for name, p in trained.items():
+            for name, p in averaged.items():
                 average[name] += share * (p.detach() - average[name])
             moved = updates
         names = {id(p): name for name, p in model.named_parameters()}
@@ -142,7 +147,7 @@ def train(
         now |= {f"ema/{name}": tensor for name, tensor in average.items()}
         now = {name: torch.as_tensor(tensor).detach().clone() for name, tensor in now.items()}
         if step + 1 in evaluated:
-            kept = {name: p.detach().clone() for name, p in trained.items()}
+            kept = {name: p.detach().clone() for name, p in averaged.items()}
             put(model, average)
             now |= {f"metric/{name}": value for name, value in measure(task, model, recipe, mixed).items()}
             put(model, kept)

@@ -35,7 +35,11 @@ class Report:
 def about(subject: Subject, draws: bool) -> str:
     """How it was computed."""
     kind = "float64" if subject.double else f"float32 (in float64 {subject.why})"
-    drawn = "random numbers of the loss by the run's keys in both" if draws else "the loss draws no random numbers"
+    drawn = (
+        "random numbers of the loss by the run's keys in both"
+        if draws
+        else "the loss draws no random numbers"
+    )
     return f"{STEPS} steps of {BATCH} samples, {kind}, on the CPU, one thread; {drawn}"
 
 
@@ -44,7 +48,10 @@ def lines(report: Report) -> Iterator[str]:
     yield f"{report.name}: the trainer against plain PyTorch; {report.about}"
     for row in report.rows:
         yield line(row)
-    counts = {v: sum(row.verdict == v for row in report.rows) for v in ("equal", "documented", "differs", "not compared")}
+    counts = {
+        v: sum(row.verdict == v for row in report.rows)
+        for v in ("equal", "documented", "differs", "not compared")
+    }
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     yield f"  {told}" + ("" if report.ok else "; what each verdict means: docs/check.md")
 

@@ -1,6 +1,7 @@
 """Trains a few steps of a task as the trainer does, and keeps what there is after each."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from trainer.commands.check import plain
 from trainer.commands.check.plain import Snapshot
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
-from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.dataset import ArrayDataset
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -75,18 +76,19 @@ class Subject:
         task: Its data cut to a few samples; in float64, if it can be.
         double: Whether it is in float64.
         why: Else: why it isn't.
+        narrow: The task in float32.
     """
 
     name: str
     recipe: Recipe
     task: Any
     double: bool
-    why: str = ""
+    why: str
+    narrow: Any
 
     def single(self) -> "Subject":
         """The same in float32, which autocast wants."""
-        task = vars(self.task)["_task"] if self.double else self.task
-        return replace(self, task=task, double=False)
+        return replace(self, task=self.narrow, double=False)
 
     @property
     def eps(self) -> float:
@@ -108,7 +110,7 @@ def open_subject(name: str, recipe: Recipe, task: Task | None = None, double: bo
         small = changed(small, {"data.eval_batch_size": min(16, small.data.eval_batch_size)})
     why = _not_in_double(cut) if double is None else ""
     double = not why if double is None else double
-    return Subject(name, small, InDouble(cut) if double else cut, double, why)
+    return Subject(name, small, _in_double(cut) if double else cut, double, why, cut)
 
 
 def changed(recipe: Recipe, edits: Edits) -> Recipe:
@@ -205,45 +207,35 @@ def _state(run: Run) -> Snapshot:
 # --- in float64 ---
 
 
-class InDouble:
-    """A task that computes in float64: weights, floating fields, and what it makes of them as float32."""
-
-    def __init__(self, task: Any) -> None:
-        """Of another."""
-        self._task = task
-
-    def __getattr__(self, name: str) -> Any:
-        """The other's."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._task, name)
+class _InDouble:
+    """What a task's class gets before it: computes in float64, also what it makes of it as float32."""
 
     def model(self) -> nn.Module:
-        """The other's, with the same values."""
-        model: nn.Module = self._task.model().double()
+        model: nn.Module = super().model().double()  # type: ignore[misc]
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        """See `Task`."""
         with _doubled():
-            return self._task.loss(model, _wide(batch))
+            return super().loss(model, _wide(batch))  # type: ignore[misc]
 
     def loss_parts(self, model: nn.Module, batch: Any) -> Any:
-        """See `Several`."""
         with _doubled():
-            return self._task.loss_parts(model, _wide(batch))
+            return super().loss_parts(model, _wide(batch))  # type: ignore[misc]
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
-        """See `Task`."""
         with _doubled():
-            return self._task.measure(model, _wide(batch))
+            return super().measure(model, _wide(batch))  # type: ignore[misc]
+
+
+def _in_double(task: Any) -> Any:
+    wide = copy.copy(task)
+    wide.__class__ = type("InDouble", (_InDouble, type(task)), {})
+    return wide
 
 
 def _wide(batch: Any) -> Any:
     fields = {n: t.double() if t.is_floating_point() else t for n, t in batch.fields.items()}
-    return batch._replace(
-        fields=fields, uniform=None if batch.uniform is None else batch.uniform.double()
-    )
+    return batch._replace(fields=fields, uniform=None if batch.uniform is None else batch.uniform.double())
 
 
 class _Doubled(TorchFunctionMode):
@@ -288,7 +280,7 @@ class _Narrow(TorchDispatchMode):
 
 def _not_in_double(task: Any) -> str:
     """Why a task can't compute in float64, or ""."""
-    wide, few = InDouble(task), np.arange(min(_TRIED, len(task.train_data)))
+    wide, few = _in_double(task), np.arange(min(_TRIED, len(task.train_data)))
     try:
         model, seen = wide.model().train(), _Narrow()
         batch = plain.read(task.train_data, np.zeros_like(few), few, 0, task.uniforms)
@@ -317,22 +309,15 @@ class _First:
         return self._count
 
 
-class _Cut:
-    """A task with less data."""
-
-    def __init__(self, task: Any, train_data: Dataset, evaluation_data: Dataset) -> None:
-        self._task, self.train_data, self.evaluation_data = task, train_data, evaluation_data
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "evaluation_sets":
-            raise AttributeError(name)
-        return getattr(self._task, name)
-
-
 def _cut(task: Any) -> Any:
-    train_data = _few(task.train_data)
-    evaluation = task.evaluation_data if hasattr(task, "summarize") else _few(task.evaluation_data)
-    return _Cut(task, train_data, evaluation)
+    """A copy of a task with less data."""
+    cut = copy.copy(task)
+    cut.train_data = _few(task.train_data)
+    if not hasattr(task, "summarize"):  # which may want all of it
+        cut.evaluation_data = _few(task.evaluation_data)
+    if hasattr(task, "evaluation_sets"):
+        cut.evaluation_sets = {}
+    return cut
 
 
 def _few(data: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.commands.check import plain
-from trainer.commands.check.compare import Compared, compare, odd_order
+from trainer.commands.check.compare import compare, odd_order
 from trainer.commands.check.plain import Snapshot
 from trainer.commands.check.training import STEPS, Edits, Subject, changed, evaluated, train_some
 from trainer.distributed.parallel import World
@@ -116,7 +116,9 @@ def check_all(
         def trained(variant: Variant) -> Trained:
             if variant.name not in found:
                 tell(variant.what)
-                found[variant.name] = tried(lambda: train_some(of(subject, variant.edits), variant.edits, _ALONE))
+                found[variant.name] = tried(
+                    lambda: train_some(of(subject, variant.edits), variant.edits, _ALONE)
+                )
             return found[variant.name]
 
         def reference(edits: Edits) -> tuple[list[Snapshot], list[Snapshot]]:
@@ -147,7 +149,9 @@ def check_all(
                 except BadInputError:
                     raise
                 except Exception as error:  # somebody's code
-                    yield Row(variant.name, variant.what, "not compared", f"the plain loop fails: {_line(error)}")
+                    yield Row(
+                        variant.name, variant.what, "not compared", f"the plain loop fails: {_line(error)}"
+                    )
 
 
 def of(subject: Subject, edits: Edits) -> Subject:
@@ -161,7 +165,9 @@ def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[
     torch.set_num_threads(int(recipe.parallel.threads))
     plan, order = make_plan(recipe, task), []
     for step in range(plan.steps):
-        epoch, sample, weight = plan.read(np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches))
+        epoch, sample, weight = plan.read(
+            np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches)
+        )
         order.append([(e[w > 0], s[w > 0]) for e, s, w in zip(epoch, sample, weight, strict=True)])
     with torch.random.fork_rng(devices=[]):
         return plain.train(task, recipe, order, plan.epoch_length, evaluated(recipe, plan), nudged)
@@ -220,23 +226,20 @@ def _against_plain(
     reference: Callable[[Edits], tuple[list[Snapshot], list[Snapshot]]],
 ) -> Row:
     wanted, nudged = reference(variant.edits)
-    compared = compare(got, wanted, nudged, of(subject, variant.edits).eps)
+    moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]
+    compared = compare(got, wanted, nudged, of(subject, variant.edits).eps, moved=moved)
     if (first := compared.first) is not None:
-        return Row(variant.name, variant.what, "differs", f"{first} (bound {first.bound:.1g})", first.tensor, first.step)
+        return Row(variant.name, variant.what, "differs", str(first), first.tensor, first.step)
     recipe = changed(subject.recipe, variant.edits)
     count = recipe.data.global_batch_size // recipe.data.micro_batch_size
     if count > 1:
-        whole = compare(wanted, *reference({}), subject.eps)
+        whole = compare(wanted, *reference({}), subject.eps, moved=moved)
         if (first := whole.first) is not None:
-            told = f"as plain PyTorch with {count} micro-batches ({_bound(compared)}); with one, {first}: {why(subject)}"
+            told = (
+                f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why(subject)}"
+            )
             return Row(variant.name, variant.what, "documented", told, first.tensor, first.step)
-    return Row(variant.name, variant.what, "equal", _bound(compared))
-
-
-def _bound(compared: Compared) -> str:
-    if not compared.largest:
-        return "every bit"
-    return f"to {compared.largest:.0e} of the largest value, bound {compared.bound:.0e}"
+    return Row(variant.name, variant.what, "equal", str(compared))
 
 
 def why(subject: Subject) -> str:

@@ -1,0 +1,38 @@
+"""Diffusion: noise of a random strength is to be told; what is evaluated are the averaged weights."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "ema": {"decay": 0.9}, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 2))
+
+    def forward(self, x, strength):
+        return self.layers(torch.cat((x, strength), dim=1))
+
+
+class Diffusion:
+    def data(self):
+        x = np.random.default_rng(0).normal((1, -1), 0.3, (24, 2)).astype(np.float32)
+        return {"x": x}, {"x": x[:10]}
+
+    def model(self):
+        return Denoiser()
+
+    def loss(self, model, batch):
+        x = batch.fields["x"]
+        strength, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        return F.mse_loss(
+            model((1 - strength).sqrt() * x + strength.sqrt() * noise, strength), noise, reduction="sum"
+        )
+
+    def measure(self, model, batch):
+        x = batch.fields["x"]
+        half = torch.full((len(x), 1), 0.5)
+        return {"loss": F.mse_loss(model(0.5**0.5 * (x + 1), half), torch.ones_like(x), reduction="sum")}

@@ -1,0 +1,37 @@
+"""Language model whose output layer is its embedding: one parameter with two names."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.words.weight
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.block(self.words(tokens), mask.to(self.words.weight.dtype)))
+
+
+class Language:
+    def data(self):
+        text = np.random.default_rng(0).integers(0, 12, (24, 7))
+        return {"text": text}, {"text": text[:10]}
+
+    def model(self):
+        torch.backends.mha.set_fastpath_enabled(False)
+        return Tied()
+
+    def loss(self, model, batch):
+        text = batch.fields["text"]
+        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}

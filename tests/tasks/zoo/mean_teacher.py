@@ -1,0 +1,40 @@
+"""Mean teacher: labels for some samples, and for all of them agreement with a slow copy of the network."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fast, self.slow = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, x):
+        if self.training:
+            self.slow.weight.data.mul_(0.9).add_(self.fast.weight.data, alpha=0.1)
+            self.slow.bias.data.mul_(0.9).add_(self.fast.bias.data, alpha=0.1)
+        return self.fast(F.dropout(x, 0.2, self.training)), self.slow(x)
+
+
+class MeanTeacher:
+    losses = ("labeled", "agreement")
+
+    def data(self):
+        random = np.random.default_rng(0)
+        x, y = random.normal(size=(24, 4)).astype(np.float32), random.integers(-1, 3, 24)
+        return {"x": x, "y": y}, {"x": x[:10], "y": y[:10]}
+
+    def model(self):
+        return Both()
+
+    def loss(self, model, batch):
+        told, wanted = model(batch.fields["x"])
+        labeled = F.cross_entropy(told, batch.fields["y"], ignore_index=-1, reduction="sum")
+        return {"labeled": labeled, "agreement": F.mse_loss(told, wanted.detach(), reduction="sum")}
+
+    def measure(self, model, batch):
+        return {"loss": sum(self.loss(model, batch).values())}

@@ -1,0 +1,44 @@
+"""Several tasks whose weights are learned (Kendall et al., 2018): parameters of the model in the loss."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.kind, self.size = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+        self.log_variance = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        hidden = F.relu(self.body(x))
+        return self.kind(hidden), self.size(hidden)[:, 0]
+
+
+class MultiTask:
+    losses = ("kind", "size")
+
+    def data(self):
+        random = np.random.default_rng(0)
+        x = random.normal(size=(24, 4)).astype(np.float32)
+        rows = {"x": x, "kind": random.integers(0, 3, 24), "size": x.sum(1)}
+        return rows, {name: row[:10] for name, row in rows.items()}
+
+    def model(self):
+        return Heads()
+
+    def loss(self, model, batch):
+        f, (kind, size), (one, two) = batch.fields, model(batch.fields["x"]), model.log_variance
+        wrong = (
+            F.cross_entropy(kind, f["kind"], reduction="sum"),
+            F.mse_loss(size, f["size"], reduction="sum"),
+        )
+        count = len(size) / 2
+        return {"kind": wrong[0] * (-one).exp() + one * count, "size": wrong[1] * (-two).exp() + two * count}
+
+    def measure(self, model, batch):
+        return {"loss": sum(self.loss(model, batch).values())}

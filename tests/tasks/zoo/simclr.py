@@ -1,0 +1,28 @@
+"""SimCLR: two noisy views of each sample, told apart from all other views of the micro-batch."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
+
+
+class SimCLR:
+    def data(self):
+        x = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
+        return {"x": x}, {"x": x[:10]}
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def loss(self, model, batch):
+        views = batch.fields["x"].repeat(2, 1)
+        views = views + 0.1 * torch.randn_like(views) if model.training else views
+        z = F.normalize(model(views), dim=1)
+        alike = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+        other = torch.arange(len(z)).roll(len(z) // 2)
+        return F.cross_entropy(alike, other, reduction="sum") / 2
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
