@@ -1,7 +1,6 @@
 """Mixture of experts: each sample goes to one of them, so that some get no gradient in a step."""
 
 import numpy as np
-import torch
 from torch import nn
 from torch.nn import functional as F
 

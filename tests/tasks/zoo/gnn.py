@@ -1,4 +1,4 @@
-"""Graph network: the graphs of a batch are padded to the same number of nodes, and a mask says which count."""
+"""Graph network: the graphs of a batch are padded to as many nodes each, and a mask says which count."""
 
 import numpy as np
 from torch import nn

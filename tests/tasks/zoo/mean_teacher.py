@@ -1,7 +1,6 @@
 """Mean teacher: labels for some samples, and for all of them agreement with a slow copy of the network."""
 
 import numpy as np
-import torch
 from torch import nn
 from torch.nn import functional as F
 

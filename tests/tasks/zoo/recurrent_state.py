@@ -1,4 +1,4 @@
-"""Recurrent state that goes on from step to step: the mean last state is the next step's first, in a buffer."""
+"""Recurrent state that goes on: the mean last state is the next step's first, in a buffer."""
 
 import numpy as np
 import torch

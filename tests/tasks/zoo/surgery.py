@@ -17,7 +17,7 @@ class Centered(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 slow = self.state[p].setdefault("slow", p.clone())
-                p -= group["lr"] * (p.grad - p.grad.mean() if p.ndim > 1 else p.grad)
+                p.sub_(p.grad - p.grad.mean() if p.ndim > 1 else p.grad, alpha=group["lr"])
                 slow.lerp_(p, 0.2)
                 p.lerp_(slow, 0.1)
 

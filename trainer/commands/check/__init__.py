@@ -1,6 +1,6 @@
 """`trainer check RECIPE`: a few steps as the trainer trains them and as plain PyTorch does, compared.
 
-- `plain`: the reference, to be read: its own loop, which imports nothing of what it checks
+- `plain`, `formulas`: the reference, to be read: a loop of its own that imports nothing of what it checks
 - `compare`: the first tensor that differs by more than rounding, and after which step
 - `training`: the same steps by the trainer; few samples, in float64
 - `variants`: what is changed, one thing at a time, and the verdict on it

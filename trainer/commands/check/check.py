@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from trainer.commands.check.exchange import launched
-from trainer.commands.check.show import Report, about, as_json, line, lines
+from trainer.commands.check.show import Report, about, as_json
 from trainer.commands.check.training import open_subject
-from trainer.commands.check.variants import NAMES, Launch, Row, check_all, draws
+from trainer.commands.check.variants import NAMES, Launch, check_all, draws
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.suggest import nearest
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         words.append("data.micro_batch_size=1")  # it takes its own, and may be `auto`
     recipe = load_recipe(options.recipe, words)
     shown = sys.stderr.isatty() and not options.json
-    report = _check(options.recipe, recipe, None, options.only, _Progress() if shown else _silent)
+    report = _check(options.recipe, recipe, None, options.only, _Progress() if shown else str)
     print(as_json(report) if options.json else report)
     return EXIT_DONE if report.ok else EXIT_FAILED
 
@@ -76,7 +76,7 @@ def _check(
     recipe: Recipe,
     task: Task | None,
     only: Collection[str],
-    tell: Callable[[str], None] = lambda what: None,
+    tell: Callable[[str], object] = str,  # nothing
 ) -> Report:
     for one in only:
         if one not in NAMES:
@@ -98,10 +98,6 @@ def _check(
         tell("")
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict)
-
-
-def _silent(what: str) -> None:
-    """Tells nothing."""
 
 
 class _Progress:

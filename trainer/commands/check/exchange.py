@@ -28,7 +28,7 @@ def launched(ranks: int) -> Launch:
             "name": subject.name,
             "recipe": subject.recipe.model_dump(mode="json"),
             "double": subject.double,
-            "variants": [variant._asdict() for variant in variants],
+            "variants": [{**one._asdict(), "edits": dict(one.edits)} for one in variants],
             "folder": str(folder),
         }
         local = plan_local_ranks(subject.recipe, None, ranks)

@@ -4,13 +4,14 @@ To be read from top to bottom. It imports nothing of what it checks: no loop, st
 average, process group or loader of the package. What it shares with a run is named here: the keys of random
 numbers (`trainer.rng`), the task's data, model, loss and metrics, and which samples are in which micro-batch.
 
-A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer of
-torch.optim, the average. With several micro-batches in a step, what a forward pass changes besides (buffers,
-frozen parameters) begins each time at the value before the step, and becomes the mean of what they made of it.
+A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer
+of torch.optim (`formulas`), the average. With several micro-batches in a step, what a forward pass changes
+besides (buffers, frozen parameters) begins each time at the value before the step, and becomes the mean of
+what they made of it.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,15 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.commands.check.formulas import learning_rate, make_optimizer
 from trainer.config.recipe import Recipe
-from trainer.config.training import OptimConfig
-from trainer.models.activation_checkpointing import blocks
 from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
 from trainer.rng import Ints, Purpose, key, uniforms
 
-Snapshot = dict[str, torch.Tensor]  # after a step, by name: loss, lr, model/…, optimizer/…, ema/…, metric/…
+Snapshot = dict[
+    str, torch.Tensor
+]  # after a step, by name: loss, lr, updates, model/…, optimizer/…, ema/…, metric/…
 
 
 class Samples(NamedTuple):
@@ -38,13 +40,8 @@ class Samples(NamedTuple):
     num_items: int
     longest: int
 
-    @property
-    def items(self) -> int:
-        """What the loss is a sum over."""
-        return self.num_items
 
-
-def train(
+def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     task: Any,
     recipe: Recipe,
     order: Sequence[Sequence[tuple[Ints, Ints]]],
@@ -74,7 +71,8 @@ def train(
     off = [part for part in model.modules() if not part.training] if model.training else []
     optimizer, scheduler = make_optimizer(task, recipe, model, len(order))
     own_rate = scheduler is None and not hasattr(task, "optimizer")
-    averaged = {name: p for name, p in model.named_parameters() if p.is_floating_point() and recipe.ema.decay}
+    floating = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    averaged = floating if recipe.ema.decay else {}
     average = {name: p.detach().clone() for name, p in averaged.items()}
     updates = moved = 0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision.mode)
@@ -91,9 +89,8 @@ def train(
         for part in off:  # what the task's model() has put into evaluation stays so
             part.eval()
         batches = [read(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
-        items = max(1, sum(batch.items for batch in batches))
-        before, after = untrained(model), list[Mapping[str, torch.Tensor]]()
-        total = dict[str, torch.Tensor]()
+        items = max(1, sum(batch.num_items for batch in batches))
+        before, after, total = untrained(model), list[Snapshot](), Snapshot()
         for number, batch in enumerate(batches):
             put(model, before)
             if not len(next(iter(batch.fields.values()))):  # padding alone
@@ -101,23 +98,19 @@ def train(
             torch.manual_seed(first + step * len(batches) + number)
             with torch.autocast("cpu", mixed) if mixed else nullcontext():
                 parts = losses(task, model, batch)
-            scaler.scale(sum(parts.values()) / (items * thirds)).backward()
-            for name, part in {"": sum(parts.values()), **parts}.items():
-                where = f"loss/{name}" if name else "loss"
-                total[where] = total.get(where, 0) + part.detach().double() / items
+            scaler.scale(parts["loss"] / (items * thirds)).backward()
+            total = {n: total.get(n, 0) + part.detach().double() / items for n, part in parts.items()}
             after.append(untrained(model))
         scaler.unscale_(optimizer)
-        for p in trained.values():
-            if p.grad is not None and nudged:
-                p.grad *= thirds
+        for p in trained.values() if nudged else ():
+            p.grad = None if p.grad is None else p.grad * thirds
         if recipe.optim.max_grad_norm:
             nn.utils.clip_grad_norm_(list(trained.values()), recipe.optim.max_grad_norm)
         if own_rate:
             rate = np.float32(learning_rate(recipe.optim, updates, len(order), epoch_length))  # kept so
             for group in optimizer.param_groups:
                 group["lr"] = float(rate * np.float32(group["factor"]))
-        else:
-            rate = optimizer.param_groups[0]["lr"]
+        total["lr"] = torch.tensor(rate if own_rate else optimizer.param_groups[0]["lr"], dtype=torch.float64)
         if hasattr(task, "optimizer"):  # which may draw random numbers
             torch.manual_seed(key(recipe.seed, Purpose.UPDATE, updates) >> 2)
         scale = scaler.get_scale()
@@ -133,33 +126,39 @@ def train(
                 scheduler.step()
         due = (step + 1) % recipe.ema.every == 0 or step + 1 == len(order)
         if average and due and updates > moved:
-            # The ramp: the decay is at most (1 + n) / (10 + n) after n updates.
-            share = max(1 - recipe.ema.decay ** (updates - moved), 9 / (10 + updates - 1))
+            # The ramp: the decay is at most n / (9 + n), n updates having been made.
+            share = max(1 - recipe.ema.decay ** (updates - moved), 9 / (9 + updates))
             for name, p in averaged.items():
                 average[name] += share * (p.detach() - average[name])
             moved = updates
-        names = {id(p): name for name, p in model.named_parameters()}
-        now: Snapshot = {**total, "lr": torch.as_tensor(float(rate), dtype=torch.float64)}
-        now |= {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-        for p, slots in optimizer.state.items():
-            tensors = {slot: value for slot, value in slots.items() if isinstance(value, torch.Tensor)}
-            now |= {f"optimizer/{names[id(p)]}/{slot}": value for slot, value in tensors.items()}
-        now |= {f"ema/{name}": tensor for name, tensor in average.items()}
-        now = {name: torch.as_tensor(tensor).detach().clone() for name, tensor in now.items()}
+        total["updates"] = torch.tensor(updates)
+        now = {**total, **tensors(model, optimizer, average)}
         if step + 1 in evaluated:
             kept = {name: p.detach().clone() for name, p in averaged.items()}
             put(model, average)
-            now |= {f"metric/{name}": value for name, value in measure(task, model, recipe, mixed).items()}
+            now |= measure(task, model, recipe.data.eval_batch_size, mixed)
             put(model, kept)
         seen.append(now)
     return seen
 
 
-def losses(task: Any, model: nn.Module, batch: Samples) -> dict[str, torch.Tensor]:
-    """Of a micro-batch, each a sum over its samples: by name, or the only one as ""."""
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: Snapshot) -> Snapshot:
+    """Copies of weights and buffers, of what the optimizer keeps of each parameter, and of the average."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    for p, slots in optimizer.state.items():
+        found |= {f"optimizer/{names[id(p)]}/{slot}": value for slot, value in slots.items()}
+    found |= {f"ema/{name}": tensor for name, tensor in average.items()}
+    return {name: t.detach().clone() for name, t in found.items() if isinstance(t, torch.Tensor)}
+
+
+def losses(task: Any, model: nn.Module, batch: Samples) -> Snapshot:
+    """The loss of a micro-batch, a sum over its samples; and each of several by name."""
     if names := getattr(task, "losses", ()):
-        return dict(zip(names, task.loss_parts(model, batch), strict=True))
-    return {"": task.loss(model, batch)}
+        first, *others = task.loss_parts(model, batch)
+        parts = {f"loss/{name}": part for name, part in zip(names, (first, *others), strict=True)}
+        return {"loss": sum(others, first), **parts}
+    return {"loss": task.loss(model, batch)}
 
 
 def read(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> Samples:
@@ -208,139 +207,22 @@ def mean(before: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(task: Any, model: nn.Module, recipe: Recipe, mixed: torch.dtype | None) -> Snapshot:
+def measure(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> Snapshot:
     """Metrics: sums over the evaluation data divided by its items, and what `summarize` makes of rows."""
-    data, size, items = task.evaluation_data, recipe.data.eval_batch_size, 0
+    data, items, sums, rows = task.evaluation_data, 0, Snapshot(), dict[str, list[torch.Tensor]]()
     model.eval()
-    sums, rows = dict[str, torch.Tensor](), dict[str, list[torch.Tensor]]()
     for start in range(0, len(data), size):
-        batch = read(data, None, np.arange(start, min(start + size, len(data))), recipe.seed, 0)
-        items += batch.items
+        batch = read(data, None, np.arange(start, min(start + size, len(data))), 0, 0)
+        items += batch.num_items
         with torch.autocast("cpu", mixed) if mixed else nullcontext():
             measured = task.measure(model, batch)
         for name, value in measured.items():
             if value.ndim:
                 rows.setdefault(name, []).append(value)
             else:
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.double()
+                sums[name] = sums.get(name, 0) + value.double()
     metrics = {name: value / items for name, value in sums.items()}
     if rows:
         given = task.summarize({name: torch.cat(parts) for name, parts in rows.items()})
         metrics |= {name: torch.tensor(float(v), dtype=torch.float64) for name, v in given.items()}
-    return metrics
-
-
-def learning_rate(config: OptimConfig, update: int, updates: int, epoch_length: float) -> float:
-    """Of an update, by the formulas in docs/check.md; the first is update 0."""
-    share = config.warmup_steps * updates if config.warmup_steps < 1 else config.warmup_steps
-    if config.schedule == "one-cycle":
-        top, low, end = share - 1, 1 / 25, max(config.final_lr, 1 / 25 / 1e4)
-        if update < top:
-            return config.lr * between(1, low, update / top)
-        return config.lr * between(end, 1, (update - top) / (updates - 1 - top or 1))
-    warmup = round(share)
-    if update < warmup:
-        return config.lr * (update + 1) / warmup
-    final = config.final_lr
-    match config.schedule:
-        case "constant":
-            return config.lr
-        case "step":
-            falls = sum(update >= round(epochs * epoch_length, 6) for epochs in config.milestones)
-            return config.lr * float(config.gamma**falls)
-        case "cosine":
-            return config.lr * between(final, 1, (update - warmup) / (updates - warmup))
-        case "wsd":
-            length = max(1, min(round(config.decay * updates), updates - warmup))
-            fallen = math.sqrt(max(0, update - (updates - length)) / length)
-            return config.lr * (1 - (1 - final) * fallen)
-
-
-def between(end: float, start: float, part: float) -> float:
-    """Half a cosine from `start` (part 0) to `end` (part 1)."""
-    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
-
-
-def make_optimizer(
-    task: Any, recipe: Recipe, model: nn.Module, updates: int
-) -> tuple[torch.optim.Optimizer, Any]:
-    """The task's own optimizer and scheduler where it has them; else those of torch, by the recipe."""
-    config = recipe.optim
-    if hasattr(task, "optimizer"):
-        optimizer = task.optimizer(model)
-    elif config.name == "sgd":
-        momentum = config.momentum
-        optimizer = torch.optim.SGD(groups(config, model), config.lr, momentum, nesterov=momentum > 0)
-    elif config.name == "adamw":
-        optimizer = torch.optim.AdamW(groups(config, model), config.lr, config.betas, config.eps)
-    else:
-        optimizer = Muon(groups(config, model), config)
-    scheduler = task.scheduler(optimizer, updates) if hasattr(task, "scheduler") else None
-    return optimizer, scheduler
-
-
-def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """A group for each parameter: what has less than two dimensions isn't decayed; the factor of its rate.
-
-    With `layer_decay` d and n blocks, what comes after the blocks has factor 1, block i from the end d^i, and
-    what comes before them d^(n+1). With muon, matrices and kernels of linear, convolution and attention layers
-    are orthogonal, but those of the first and the last layer, and embeddings.
-    """
-    names, inside = list(blocks(model)), False
-    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
-    layers = [part for part in model.modules() if isinstance(part, kinds)]
-    hidden = [part for part in layers[1:-1] if not isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    others = [p for part in layers if part not in hidden for p in part.parameters()]
-    chosen = {id(p) for part in hidden for p in part.parameters()} - {id(p) for p in others}
-    found = []
-    for name, p in model.named_parameters():
-        at = next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), None)
-        inside = inside or at is not None
-        depth = (0 if inside else len(names) + 1) if at is None else len(names) - at
-        if p.requires_grad:
-            found.append(
-                {
-                    "params": [p],
-                    "weight_decay": config.weight_decay if p.ndim >= 2 else 0.0,
-                    "factor": config.layer_decay**depth,
-                    "orthogonal": config.name == "muon" and p.ndim >= 2 and id(p) in chosen,
-                }
-            )
-    return found
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal by Newton-Schulz (Jordan et al., 2024), of the size of Liu et al., 2025."""
-
-    def __init__(self, params: list[dict[str, Any]], config: OptimConfig) -> None:
-        """AdamW takes the groups that aren't orthogonal."""
-        super().__init__(params, {"lr": config.lr})
-        self._momentum = config.momentum
-        rest = [group for group in self.param_groups if not group["orthogonal"]]
-        self._adamw = torch.optim.AdamW(rest, config.lr, config.betas, config.eps) if rest else None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """An update."""
-        assert closure is None
-        for group in self.param_groups:
-            p = group["params"][0]
-            if not group["orthogonal"] or p.grad is None:
-                continue
-            buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            buffer += (1 - self._momentum) * (p.grad - buffer)
-            x = (p.grad + self._momentum * (buffer - p.grad)).flatten(1)
-            x = x / (x.norm() + 1e-7)
-            for _ in range(5):
-                a = x @ x.T
-                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.sub_(group["lr"] * 0.2 * max(x.shape) ** 0.5 * x.view_as(p))
-        if self._adamw is not None:
-            for ours, theirs in zip(self._rest(), self._adamw.param_groups, strict=True):
-                theirs["lr"] = ours["lr"]
-            self._adamw.step()
-            self.state.update(self._adamw.state)
-
-    def _rest(self) -> Iterator[dict[str, Any]]:
-        return (group for group in self.param_groups if not group["orthogonal"])
+    return {f"metric/{name}": value for name, value in metrics.items()}

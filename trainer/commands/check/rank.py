@@ -1,4 +1,4 @@
-"""A process of `trainer check`, `trainer.commands.check.rank FOLDER-OF-THE-LAUNCH`: trains variants in turn."""
+"""A process of `trainer check`, `trainer.commands.check.rank FOLDER-OF-THE-LAUNCH`: trains variants."""
 
 import os
 import sys

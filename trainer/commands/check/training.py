@@ -195,12 +195,13 @@ def _state(run: Run) -> Snapshot:
             for slot, value in slots.items()
             if isinstance(value, torch.Tensor)
         }
-    ours = ("updates", "ema/", "scaler/")
-    return {
+    ours = {n for n in tensors["optimizer"] if n == "updates" or n.startswith(("ema/", "scaler/"))}
+    tensors["optimizer"] = {n: t for n, t in tensors["optimizer"].items() if n not in ours}
+    updates = {"updates": state.lr.updates[0].clone()}
+    return updates | {
         f"{kind}/{name}": value.detach().clone()
         for kind, group in tensors.items()
         for name, value in group.items()
-        if kind != "optimizer" or not name.startswith(ours)
     }
 
 
@@ -285,7 +286,7 @@ def _not_in_double(task: Any) -> str:
         model, seen = wide.model().train(), _Narrow()
         batch = plain.read(task.train_data, np.zeros_like(few), few, 0, task.uniforms)
         with torch.random.fork_rng(devices=[]), seen:
-            sum(plain.losses(wide, model, batch).values()).backward()
+            plain.losses(wide, model, batch)["loss"].backward()
     except Exception as error:  # somebody's code
         return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:120]}"
     return seen.first

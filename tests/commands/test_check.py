@@ -1,0 +1,176 @@
+"""`trainer check`: what it holds, what it finds, and what it says."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import trainer
+from tests.helpers import preloaded
+from tests.helpers.small_task import Small
+from trainer.cli import main
+from trainer.commands.check.check import check
+from trainer.commands.check.compare import compare, odd_order
+from trainer.commands.check.variants import NAMES
+from trainer.data.sampling.plan import Plan
+from trainer.errors import BadInputError
+from trainer.train import step as step_module
+
+EXAMPLE = Path(trainer.__file__).parent / "tasks" / "example.py"
+
+
+def test_the_example_holds_and_code_is_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(EXAMPLE), "--only", "order", "--only", "plain", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"]
+    assert [(row["name"], row["verdict"]) for row in told["rows"]] == [("order", "equal"), ("plain", "equal")]
+    assert "float64" in told["about"]
+
+
+def test_a_fault_is_named_by_tensor_and_step_and_code_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = step_module._update
+
+    def wrong(run: Any, step: int, loss: torch.Tensor) -> Any:
+        if step == 2:
+            next(iter(run.state.model.parameters())).grad *= 1.001
+        return usual(run, step, loss)
+
+    monkeypatch.setattr(step_module, "_update", wrong)
+    assert main(["check", str(EXAMPLE), "--only", "plain"]) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if "plain " in line[:8])
+    assert "differs" in line
+    assert "model/0.weight after step 3" in line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim.name": "sgd", "optim.schedule": "constant", "optim.momentum": 0},
+        {
+            "optim.name": "sgd",
+            "optim.schedule": "step",
+            "optim.milestones": [0.4, 1],
+            "optim.warmup_steps": 1,
+        },
+        {"optim.name": "muon", "optim.schedule": "wsd", "optim.decay": 0.5, "optim.final_lr": 0.1},
+        {"optim.schedule": "one-cycle", "optim.warmup_steps": 0.3, "optim.max_grad_norm": 0.1},
+        {"optim.schedule": "cosine", "optim.layer_decay": 0.5, "optim.weight_decay": 0.3},
+        {"data.last_batch": "weighted", "ema.decay": 0.99, "ema.every": 2},
+        {"data.last_batch": "drop", "optim.betas": [0.5, 0.6], "optim.eps": 1e-3},
+    ],
+    ids=str,
+)
+def test_optimizers_schedules_and_last_batches(settings: dict[str, Any]) -> None:
+    report = check(Deep, {"optim.lr": 0.01, **settings}, only=["plain", "micro-batches-4"])
+    assert [row.verdict for row in report.rows] == ["equal", "equal"], str(report)
+
+
+@pytest.mark.parametrize("recipe", ["digits", "dtmf"])
+def test_embedded_recipes(recipe: str) -> None:
+    report = check(recipe, only=["order", "plain", "ema"])
+    assert [row.verdict for row in report.rows] == ["equal"] * 3, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["digits", "dtmf", "gpt-stdlib", "digits-detection"])
+def test_embedded_recipes_whatever_is_changed(recipe: str) -> None:
+    report = check(recipe)
+    assert report.ok, str(report)
+    assert {row.name for row in report.rows} == set(NAMES)
+
+
+def test_other_processes_hold(tmp_path: Path) -> None:
+    names = ["workers-2", "hash-seed", "resume", "ranks-ddp", "ranks-tree"]
+    words = [word for name in names for word in ("--only", name)]
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "check", str(EXAMPLE), "--json", *words], cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["name"], row["verdict"]) for row in rows] == [(name, "equal") for name in names]
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_a_notebook_what_needs_processes_says_so() -> None:
+    report = trainer.check(Small, only=["again", "ranks-ddp", "resume"])
+    assert [row.verdict for row in report.rows] == ["equal", "not compared", "not compared"]
+    assert "put it in a file" in report.rows[1].detail
+    assert "bit for bit" in str(report)
+
+
+def test_batchnorm_is_documented_over_micro_batches() -> None:
+    class Normed(Small):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    (row,) = check(Normed, only=["micro-batches-2"]).rows
+    assert row.verdict == "documented"
+    assert (row.tensor, row.step) == ("model/1.running_mean", 1)
+    assert "BatchNorm sees one micro-batch" in row.detail
+
+
+def test_float32_is_told_with_its_reason() -> None:
+    class Narrow(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            wanted = torch.from_numpy(batch.fields["y"].numpy().astype(np.float32))
+            return super().loss(model, batch) + 0 * (wanted * 2).sum()
+
+    report = check(Narrow, only=["plain"])
+    assert "float32 (in float64 aten.mul gives float32)" in report.about
+    assert report.ok
+
+
+def test_a_crash_is_a_difference_and_a_refusal_is_not() -> None:
+    class Crashing(Small):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(2, 1))
+
+        def optimizer(self, model: nn.Module) -> Any:
+            return torch.optim.SGD(model.parameters(), 0.1)
+
+    rows = {row.name: row for row in check(Crashing, only=["checkpointing", "fp16"]).rows}
+    assert rows["checkpointing"].verdict == "not compared"
+    assert "no repeated blocks" in rows["checkpointing"].detail
+    assert rows["fp16"].verdict == "equal"
+
+
+@pytest.mark.parametrize("words", [["--only", "plane"], ["--set", "optim.name=adem"]])
+def test_bad_input_is_one_line_and_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(EXAMPLE), *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_task_that_is_wrong_is_refused() -> None:
+    class Mean(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return super().loss(model, batch) / len(batch.fields["x"])
+
+    with pytest.raises(BadInputError, match="mean"):
+        check(Mean)
+
+
+def test_an_order_that_leaves_one_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(10, 4, 2, 1, "cross", 0)
+    assert odd_order(plan) == ""
+    monkeypatch.setattr(Plan, "_sample", lambda self, epoch, position: position // 2 * 2)
+    assert odd_order(plan) == "sample 0 comes 2 times in the first epoch"
+
+
+def test_nan_and_missing_tensors_differ() -> None:
+    one, nan = {"a": torch.ones(2)}, {"a": torch.tensor([1.0, float("nan")])}
+    assert compare([nan], [nan]).first is None
+    assert str(compare([nan], [one]).first) == "a after step 1: nan instead of 1"
+    assert str(compare([{}], [one], [one], 1e-7).first) == "a after step 1: is missing"
+    assert compare([{"a": torch.zeros(2)}], [{}]).first is None
+
+
+class Deep(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3)), nn.Linear(2, 1))

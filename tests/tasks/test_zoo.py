@@ -1,0 +1,60 @@
+"""What people train: `trainer check` holds on a small task of each kind, as the table of docs/check.md says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.world import Ranks
+from trainer.commands.check.check import check
+from trainer.commands.check.compare import compare
+from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.training import open_subject, train_some
+from trainer.commands.check.variants import VARIANTS, train_plainly
+from trainer.config.recipe_file import load_recipe
+from trainer.distributed.parallel import World
+
+ZOO = Path(__file__).parent / "zoo"
+TASKS = sorted(path.name for path in ZOO.glob("*.py") if path.name != "__init__.py")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "check.md"
+TOLD = dict(re.findall(r"\| `(\w+\.py)` \| ([a-z ]+) \|", DOCUMENT.read_text()))
+ON_RANKS = ("byol.py", "experts.py", "gan.py", "segmentation.py", "siamese.py", "surgery.py")
+
+
+def test_each_has_its_row() -> None:
+    assert sorted(TOLD) == TASKS
+    assert len(TASKS) >= 30
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_each_is_trained_as_plain_pytorch_does(name: str) -> None:
+    report = check(ZOO / name, only=["plain", "micro-batches-2", "ema"])
+    verdicts = {row.name: row.verdict for row in report.rows}
+    assert verdicts == {"plain": "equal", "micro-batches-2": TOLD[name], "ema": "equal"}, str(report)
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_six_are_so_on_two_ranks(name: str, ranks: Ranks) -> None:
+    found, _ = ranks.run(2, _trained, str(ZOO / name))
+    subject = open_subject(name, load_recipe(str(ZOO / name)))
+    wanted, nudged = (train_plainly(subject, _DDP, nudged) for nudged in (False, True))
+    assert compare(found, wanted, nudged, subject.eps).first is None
+
+
+_DDP = {**next(one.edits for one in VARIANTS if one.name == "ranks-ddp")}
+
+
+def _trained(world: World, path: str) -> list[Snapshot]:
+    with torch.random.fork_rng(devices=[]):
+        return train_some(open_subject(path, load_recipe(path)), _DDP, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_whatever_is_changed(name: str) -> None:
+    report = check(ZOO / name, only=[one.name for one in VARIANTS if one.name != "compile"])
+    assert report.ok, str(report)
+    refused: Any = [row.name for row in report.rows if row.verdict == "not compared"]
+    assert "plain" not in refused

@@ -1,0 +1,135 @@
+"""Optimizers, learning rates and parameter groups written anew: `plain` has them in place of `trainer.optim`.
+
+The optimizers are those of torch.optim; Muon is its formula.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import assert_never
+
+from trainer.config.recipe import Recipe
+from trainer.config.training import OptimConfig
+from trainer.models.activation_checkpointing import blocks
+
+
+def learning_rate(config: OptimConfig, update: int, updates: int, epoch_length: float) -> float:
+    """Of an update, by the formulas in docs/check.md; the first is update 0."""
+    share = config.warmup_steps * updates if config.warmup_steps < 1 else config.warmup_steps
+    if config.schedule == "one-cycle":
+        top, low, end = share - 1, 1 / 25, max(config.final_lr, 1 / 25 / 1e4)
+        if update < top:
+            return config.lr * between(1, low, update / top)
+        return config.lr * between(end, 1, (update - top) / (updates - 1 - top or 1))
+    warmup = round(share)
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
+    after, final = update - warmup, config.final_lr
+    match config.schedule:
+        case "constant":
+            factor = 1.0
+        case "step":
+            falls = sum(update >= round(epochs * epoch_length, 6) for epochs in config.milestones)
+            factor = float(config.gamma**falls)
+        case "cosine":
+            factor = between(final, 1, after / (updates - warmup))
+        case "wsd":
+            length = max(1, min(round(config.decay * updates), updates - warmup))
+            fallen = math.sqrt(max(0, update - (updates - length)) / length)
+            factor = final + (1 - final) * (1 - fallen)
+        case _:
+            assert_never(config.schedule)
+    return config.lr * factor
+
+
+def between(end: float, start: float, part: float) -> float:
+    """Half a cosine from `start` (part 0) to `end` (part 1)."""
+    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
+
+
+def make_optimizer(
+    task: Any, recipe: Recipe, model: nn.Module, updates: int
+) -> tuple[torch.optim.Optimizer, Any]:
+    """The task's own optimizer and scheduler where it has them; else those of torch, by the recipe."""
+    config = recipe.optim
+    if hasattr(task, "optimizer"):
+        optimizer = task.optimizer(model)
+    elif config.name == "sgd":
+        momentum = config.momentum
+        optimizer = torch.optim.SGD(groups(config, model), config.lr, momentum, nesterov=momentum > 0)
+    elif config.name == "adamw":
+        optimizer = torch.optim.AdamW(groups(config, model), config.lr, config.betas, config.eps)
+    else:
+        optimizer = Muon(groups(config, model), config)
+    scheduler = task.scheduler(optimizer, updates) if hasattr(task, "scheduler") else None
+    return optimizer, scheduler
+
+
+def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """A group for each parameter: what has less than two dimensions isn't decayed; the factor of its rate.
+
+    With `layer_decay` d and n blocks, what comes after the blocks has factor 1, block i from the end d^i, and
+    what comes before them d^(n+1). With muon, matrices and kernels of linear, convolution and attention
+    layers are orthogonal, but those of the first and the last layer, and embeddings.
+    """
+    names, inside = list(blocks(model)), False
+    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
+    layers = [part for part in model.modules() if isinstance(part, kinds)]
+    hidden = [part for part in layers[1:-1] if not isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    others = [p for part in layers if part not in hidden for p in part.parameters()]
+    chosen = {id(p) for part in hidden for p in part.parameters()} - {id(p) for p in others}
+    found = []
+    for name, p in model.named_parameters():
+        at = next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), None)
+        inside = inside or at is not None
+        depth = (0 if inside else len(names) + 1) if at is None else len(names) - at
+        if p.requires_grad:
+            found.append(
+                {
+                    "params": [p],
+                    "weight_decay": config.weight_decay if p.ndim >= 2 else 0.0,
+                    "factor": config.layer_decay**depth,
+                    "orthogonal": config.name == "muon" and p.ndim >= 2 and id(p) in chosen,
+                }
+            )
+    return found
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal by Newton-Schulz (Jordan et al., 2024), of the size of Liu et al., 2025."""
+
+    def __init__(self, params: list[dict[str, Any]], config: OptimConfig) -> None:
+        """AdamW takes the groups that aren't orthogonal."""
+        super().__init__(params, {"lr": config.lr})
+        self._momentum = config.momentum
+        rest = [group for group in self.param_groups if not group["orthogonal"]]
+        self._adamw = torch.optim.AdamW(rest, config.lr, config.betas, config.eps) if rest else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """An update."""
+        assert closure is None
+        for group in self.param_groups:
+            p = group["params"][0]
+            if not group["orthogonal"] or p.grad is None:
+                continue
+            buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            buffer += (1 - self._momentum) * (p.grad - buffer)
+            x = (p.grad + self._momentum * (buffer - p.grad)).flatten(1)
+            x = x / (x.norm() + 1e-7)
+            for _ in range(5):
+                a = x @ x.T
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_(group["lr"] * 0.2 * max(x.shape) ** 0.5 * x.view_as(p))
+        if self._adamw is not None:
+            for ours, theirs in zip(self._rest(), self._adamw.param_groups, strict=True):
+                theirs["lr"] = ours["lr"]
+            self._adamw.step()
+            self.state.update(self._adamw.state)
+
+    def _rest(self) -> Iterator[dict[str, Any]]:
+        return (group for group in self.param_groups if not group["orthogonal"])
