@@ -123,8 +123,9 @@ class Muon(torch.optim.Optimizer):
             for _ in range(5):
                 a = x @ x.T
                 x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.sub_(group["lr"] * 0.2 * max(x.shape) ** 0.5 * x.view_as(p))
+            rate = torch.tensor(group["lr"], dtype=torch.float32)  # and what it is multiplied with
+            p.mul_(1 - rate * group["weight_decay"])
+            p.sub_(rate * (0.2 * max(x.shape) ** 0.5) * x.view_as(p))
         if self._adamw is not None:
             for ours, theirs in zip(self._rest(), self._adamw.param_groups, strict=True):
                 theirs["lr"] = ours["lr"]

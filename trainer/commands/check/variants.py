@@ -199,7 +199,7 @@ def _launched(
     ranks = 2 if variants[0].where == "ranks" else 1
     for variant in variants:
         try:
-            check_request(changed(subject.recipe, variant.edits), subject.task, ranks)
+            check_request(changed(subject.recipe, variant.edits), subject.narrow, ranks)
             if variant.resumed:
                 stopped = tried(lambda: train_some(subject, {}, _ALONE, folder, stop_after=_HALF))
                 if isinstance(stopped, str):
