@@ -1,4 +1,4 @@
-"""LoRA by hand: the weights are frozen, two thin matrices beside each are trained."""
+"""LoRA by hand: the weights are frozen in 8 bits, two thin matrices beside each are trained."""
 
 import numpy as np
 import torch
@@ -11,12 +11,13 @@ RECIPE = {"epochs": 2, "optim": {"name": "adamw", "lr": 0.01}}
 class Adapted(nn.Module):
     def __init__(self, layer):
         super().__init__()
-        self.layer = layer.requires_grad_(False)
+        self.register_buffer("scale", layer.weight.detach().abs().max() / 127)
+        self.base = nn.Parameter((layer.weight / self.scale).round().to(torch.int8), requires_grad=False)
         self.down = nn.Parameter(torch.randn(2, layer.in_features) / 10)
         self.up = nn.Parameter(torch.zeros(layer.out_features, 2))
 
     def forward(self, x):
-        return self.layer(x) + x @ self.down.T @ self.up.T
+        return x @ (self.base.to(x.dtype) * self.scale).T + x @ self.down.T @ self.up.T
 
 
 class LoRA:

@@ -107,7 +107,7 @@ def open_subject(name: str, recipe: Recipe, task: Task | None = None, double: bo
         small = changed(small, {"optim.warmup_steps": min(2, small.optim.warmup_steps)})
     cut = _cut(make_task(small) if task is None else task)
     if not hasattr(cut, "summarize"):  # which may want them all
-        small = changed(small, {"data.eval_batch_size": min(16, small.data.eval_batch_size)})
+        small = changed(small, {"data.eval_batch_size": min(BATCH, small.data.eval_batch_size)})
     why = _not_in_double(cut) if double is None else ""
     double = not why if double is None else double
     return Subject(name, small, _in_double(cut) if double else cut, double, why, cut)
@@ -212,8 +212,8 @@ class _InDouble:
     """What a task's class gets before it: computes in float64, also what it makes of it as float32."""
 
     def model(self) -> nn.Module:
-        model: nn.Module = super().model().double()  # type: ignore[misc]
-        return model
+        model: nn.Module = super().model()  # type: ignore[misc]
+        return _widened(model)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         with _doubled():
@@ -226,6 +226,21 @@ class _InDouble:
     def measure(self, model: nn.Module, batch: Any) -> Any:
         with _doubled():
             return super().measure(model, _wide(batch))  # type: ignore[misc]
+
+
+def _widened(model: nn.Module) -> nn.Module:
+    """A model in float64; tensors that share memory, as `.double()` would not leave them, share it still."""
+    found = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    if any(tensor.is_meta for tensor in found):
+        return model.double()
+    wide = dict[tuple[int, torch.dtype], torch.Tensor]()
+    for tensor in found:
+        memory = tensor.untyped_storage()
+        if (key := (memory._cdata, tensor.dtype)) not in wide:
+            wide[key] = torch.empty(0, dtype=tensor.dtype).set_(memory).double()
+    for tensor, key in [(t, (t.untyped_storage()._cdata, t.dtype)) for t in found]:
+        tensor.data = wide[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return model
 
 
 def _in_double(task: Any) -> Any:

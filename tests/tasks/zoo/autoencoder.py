@@ -1,0 +1,32 @@
+"""Autoencoder with tied weights: the decoder's parameter is the encoder's, seen transposed, in one memory."""
+
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "optim": {"name": "sgd", "lr": 0.02, "momentum": 0.0}}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 3), nn.Linear(3, 6)
+        self.decoder.weight = nn.Parameter(self.encoder.weight.t())
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x).tanh())
+
+
+class Autoencoder:
+    def data(self):
+        x = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
+        return {"x": x}, {"x": x[:10]}
+
+    def model(self):
+        return Tied()
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["x"], reduction="sum")
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
