@@ -1,5 +1,7 @@
 """What is changed, one thing at a time, and what is made of what differs then."""
 
+import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -177,7 +179,10 @@ def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[
 def tried(train: Callable[[], list[Snapshot]]) -> Trained:
     """What it gives, or in a line why it doesn't."""
     try:
-        with torch.random.fork_rng(devices=[]):
+        with (
+            torch.random.fork_rng(devices=[]),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):  # the same each time
             return train()
     except BadInputError as error:
         return " ".join(str(error).split())
