@@ -141,6 +141,20 @@ def test_a_crash_is_a_difference_and_a_refusal_is_not() -> None:
     assert rows["fp16"].verdict == "equal"
 
 
+def test_a_step_in_which_nothing_has_a_gradient() -> None:
+    class Rare(Small):
+        def data(self) -> Any:
+            rows = {"x": np.ones((20, 2), np.float32), "y": np.arange(20, dtype=np.float32)[:, None]}
+            return rows, rows
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            x, y = (batch.fields[name][batch.fields["y"][:, 0] == 0] for name in ("x", "y"))
+            return (model(x) - y).square().sum() if len(x) else torch.zeros((), requires_grad=True)
+
+    report = check(Rare, {"optim.max_grad_norm": 1}, ["plain", "micro-batches-4"])
+    assert [row.verdict for row in report.rows] == ["equal"] * 2, str(report)
+
+
 @pytest.mark.parametrize("words", [["--only", "plane"], ["--set", "optim.name=adem"]])
 def test_bad_input_is_one_line_and_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(EXAMPLE), *words]) == 2
