@@ -88,6 +88,7 @@ def _check(
         here = dict.fromkeys(here, _ELSEWHERE)
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
+        torch.set_num_threads(1)
         with random_state_kept():
             opened = make_task(recipe) if task is None else task
             subject = open_subject(name, recipe, opened)

@@ -27,6 +27,7 @@ from trainer.errors import BadInputError
 from trainer.observe.console import warn
 from trainer.observe.log import MetricLogger
 from trainer.tasks import Task
+from trainer.tasks.custom import CustomTask
 from trainer.train.anomalies import AnomalyLog
 from trainer.train.build import build
 from trainer.train.checkpoints import Checkpoints
@@ -106,7 +107,7 @@ def open_subject(name: str, recipe: Recipe, task: Task | None = None, double: bo
     if small.optim.warmup_steps >= 1:  # else the rate would be next to nothing in all of the steps
         small = changed(small, {"optim.warmup_steps": min(2, small.optim.warmup_steps)})
     cut = _cut(make_task(small) if task is None else task)
-    if not hasattr(cut, "summarize"):  # which may want them all
+    if not _wants_all(cut):
         small = changed(small, {"data.eval_batch_size": min(BATCH, small.data.eval_batch_size)})
     why = _not_in_double(cut) if double is None else ""
     double = not why if double is None else double
@@ -329,11 +330,16 @@ def _cut(task: Any) -> Any:
     """A copy of a task with less data."""
     cut = copy.copy(task)
     cut.train_data = _few(task.train_data)
-    if not hasattr(task, "summarize"):  # which may want all of it
+    if not _wants_all(task):
         cut.evaluation_data = _few(task.evaluation_data)
     if hasattr(task, "evaluation_sets"):
         cut.evaluation_sets = {}
     return cut
+
+
+def _wants_all(task: Any) -> bool:
+    """Whether somebody's `summarize` may hold its rows against what it knows of all samples."""
+    return isinstance(task, CustomTask) and hasattr(task, "summarize")
 
 
 def _few(data: Any) -> Any:
