@@ -57,7 +57,7 @@ WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
     ("loss", mean, 'loss gave a mean (reduction="sum" instead'),
     ("loss", lambda _, m, b: m(b.fields["y"]).sum(), "in loss: RuntimeError"),
     ("measure", lambda *_: 3, "measure gave a int"),
-    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "in data: ValueError"),
+    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "'x' as a list that numpy can't read"),
     ("describe", lambda _: {"classes": {1, 2}}, "describe gave what JSON can't hold"),
     (
         "measure",

@@ -41,6 +41,7 @@ _RESIDENT_BYTES = 256 << 20
 _CHUNK_SAMPLES = 8192
 _WEIGHT = "weight"
 _UNIFORM = "uniform"
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 class Batch(NamedTuple):
@@ -117,8 +118,16 @@ class ResidentLoader:
         self._source = source
         self._device = device
         self._num_items = source.dataset.arrays.get(data.NUM_ITEMS)
+        arrays = source.dataset.arrays
+        tensors = {
+            name: torch.from_numpy(array if array.flags.writeable else array.copy())
+            for name, array in arrays.items()
+        }
+        # torch gathers no unsigned integers of these types: their bits travel as signed ones.
+        self._unsigned = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype in _SIGNED}
         self._tensors = {
-            name: torch.from_numpy(array).to(device) for name, array in source.dataset.arrays.items()
+            name: tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype)).to(device)
+            for name, tensor in tensors.items()
         }
 
     def __call__(self, batches: range) -> Iterator[Batch]:
@@ -132,6 +141,8 @@ class ResidentLoader:
                 fields = {
                     name: torch.index_select(tensor, 0, picked) for name, tensor in self._tensors.items()
                 }
+                for name, dtype in self._unsigned.items():
+                    fields[name] = fields[name].view(dtype)
                 for name, row in rows.items():
                     fields[name] = row[index]
                 yield source.batch(fields, num_items[index])

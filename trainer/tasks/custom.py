@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from trainer.config.task_file import MODULE, read_source, source_hash
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, as_numbers, spread
 from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
@@ -385,13 +386,13 @@ class CustomTask:
                     f"{self._source}: data gave a data set with `read`, which fills batches itself: do there "
                     "what transforms and collate do, and leave them out"
                 )
+            for name, field in part.fields.items():
+                self._numbers(name, np.empty(0, field.dtype))
             return cast(Dataset, part)
-        arrays = {name: np.ascontiguousarray(value) for name, value in part.items()}
+        arrays = {name: self._numbers(name, value) for name, value in part.items()}
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or min(lengths.values()) < 1:
             raise self._wrong("data", f"arrays of different lengths or empty ones ({lengths})")
-        if odd := [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]:
-            raise self._wrong("data", f"'{odd[0]}' of dtype {arrays[odd[0]].dtype}, which is no number")
         num_items = arrays.get(NUM_ITEMS)
         if num_items is not None and (
             num_items.dtype.kind == "f" or num_items.ndim != 1 or num_items.min() < 0
@@ -403,6 +404,12 @@ class CustomTask:
         if not transforms and collate is None:
             return whole
         return ItemDataset(ArrayItems(arrays), what, collate, transforms, whole.num_items)
+
+    def _numbers(self, name: str, value: Any) -> npt.NDArray[Any]:
+        try:
+            return as_numbers(name, value)
+        except ValueError as error:
+            raise self._wrong("data", str(error)) from error
 
     def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.config.model import PrecisionConfig
 from trainer.config.training import MAIN_SET, EvaluationConfig
+from trainer.data.dataset import NUM_ITEMS
 from trainer.data.joined import EvaluationLoader
 from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks
@@ -95,6 +96,8 @@ def evaluate(
     # Without the rows that fill up the last round: how many these are depends on the number of ranks.
     real = -(-share.plan.samples // share.plan.micro_batch_size)
     count = float(sum_over_ranks(num_items, world.group)[:real].sum())
+    if not count:
+        raise BadInputError(f"the evaluation data counts nothing: its '{NUM_ITEMS}' are 0 for every sample")
     metrics, rows = {}, {}
     for name, table in tables.items():
         together = sum_over_ranks(table, world.group)[:real]

@@ -28,6 +28,7 @@ from trainer.train.prepare import blank_batch, shapes_only
 from trainer.train.run_folder import Pretrained
 from trainer.train.updates import brings_optimizer, check_updates
 
+_TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = "initial weights"  # in the fingerprint of a run
 
 
@@ -168,7 +169,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
             "data.micro_batch_size or the number of ranks"
         )
     model = shapes_only(task)
-    _check_tensors(model)
+    _check_tensors(model, recipe.precision.mode)
     if fresh and (weights := find_weights(recipe.model)) is not None:
         load_initial(model, weights.file, recipe.model.reinit)
     fine_tune(model, recipe.model)
@@ -211,7 +212,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
         ) from error
 
 
-def _check_tensors(model: nn.Module) -> None:
+def _check_tensors(model: nn.Module, mode: str) -> None:
     """Refuses what has no shape, what the fused optimizers can't update and what safetensors can't hold."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -220,10 +221,22 @@ def _check_tensors(model: nn.Module) -> None:
                 "the sizes, or let the task's model() call the module before it returns it"
             )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
+        if not parameter.requires_grad:
+            continue
+        what = f"the model's parameter '{name}' is {_short(parameter)}, which"
+        if parameter.is_complex():
             raise BadInputError(
-                f"the model's parameter '{name}' is {_short(parameter)}, which the fused optimizers can't "
-                "update; keep real and imaginary part in a float32 parameter (…, 2) for torch.view_as_complex"
+                f"{what} the fused optimizers can't update; keep real and imaginary part in a float32 "
+                "parameter (…, 2) for torch.view_as_complex"
+            )
+        if parameter.dtype not in _TRAINABLE:
+            raise BadInputError(
+                f"{what} no optimizer can update; give it as float32 or bfloat16, or with requires_grad=False"
+            )
+        if mode == "fp16" and parameter.dtype == torch.float16:
+            raise BadInputError(
+                f"{what} precision.mode=fp16 can't train: the loss scale needs float32 gradients; return the "
+                "model from model() in float32 (.float()): autocast computes in float16"
             )
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, torch.Tensor):

@@ -62,6 +62,7 @@ class Attempt(BaseModel):
         config_hash: Of its configuration.
         jsonl: Whether it wrote rows to metrics.jsonl and the files beside it.
         checksums: Whether it wrote rows to checksums.jsonl.
+        arithmetic: Number of the arithmetic that it computed by, see `trainer.version`; 1 if none is written.
         job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
 
@@ -77,6 +78,7 @@ class Attempt(BaseModel):
     config_hash: str
     jsonl: bool
     checksums: bool
+    arithmetic: int = Field(1, ge=1)
     job: dict[str, str]
 
 
@@ -154,6 +156,11 @@ class Manifest(BaseModel):
     out_of_patience: int = Field(0, ge=0)
     begun_from: BegunFrom | None = Field(None, alias="from")
     trackers: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def arithmetic(self) -> int:
+        """Number of the arithmetic that its newest attempt computed by."""
+        return self.attempts[-1].arithmetic
 
     @property
     def extended(self) -> bool:
