@@ -182,6 +182,8 @@ def open_records(
     if name == "table":
         parquet = path / f"{split}.parquet"
         return in_table(parquet if parquet.exists() else path / f"{split}.csv")
+    if name not in ("shards", "pack"):
+        raise AssertionError(f"data.name={name} has no records")
     return in_shards(path / split)
 
 
