@@ -276,7 +276,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data": lambda _: (Bad(lambda i: {"x": i, **({"z": 1} if i else {})}), Points())}, "Bad gave x, z"),
     ({"data": lambda _: (Bad(lambda _: {"x": "a"}), Points())}, "'x' of dtype <U1, which is no number"),
-    ({"data": lambda _: (Bad(lambda _: "a"), Points())}, "a str where a dict of tensors or a tuple is wanted (sample 0)"),
+    (
+        {"data": lambda _: (Bad(lambda _: "a"), Points())},
+        "a str where a dict of tensors or a tuple is wanted (sample 0)",
+    ),
     ({"data": lambda _: (Bad(lambda _: {"x": FRESH.random()}), Points())}, "another 'x' the second time"),
     ({"collate": lambda *_: "a"}, "a str where a dict of tensors or a tuple is wanted"),
     ({"collate": lambda *_: {"x": torch.zeros(3)}}, "collate gave 'x' of shape (3,) for 1 samples"),

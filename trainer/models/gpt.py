@@ -166,9 +166,13 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         """The gated form is narrower, so that both have about as many weights."""
         super().__init__()
-        if config.mlp not in ("swiglu", "gelu"):
-            assert_never(config.mlp)
-        self.gated = config.mlp == "swiglu"
+        match config.mlp:
+            case "swiglu":
+                self.gated = True
+            case "gelu":
+                self.gated = False
+            case _:
+                assert_never(config.mlp)
         inner = 8 * -(-config.width // 3) if self.gated else 4 * config.width
         self.into = nn.Linear(config.width, 2 * inner if self.gated else inner, bias=config.bias)
         self.out = nn.Linear(inner, config.width, bias=config.bias)
