@@ -47,7 +47,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "data.name of images": lambda: load_images(
         other(RECIPE.data, "name").model_copy(update={"path": Path(__file__).parent}), 0
     ),
-    "data.name of records": lambda: open_records("another", Path(), "train"),
+    "data.name of records": lambda: open_records(other(RECIPE.data, "name"), Path(), "train"),
     "data.name of sound": lambda: load_audio(other(RECIPE.data, "name"), 1.0, 8000, "validation", 0),
     "data.name of boxes": lambda: Detection(
         other(RECIPE.data, "name").model_copy(update={"path": Path(__file__).parent}),

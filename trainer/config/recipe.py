@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from trainer.config.data import DataConfig, EvaluationSetConfig
+from trainer.config.formats import read_by
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
@@ -22,18 +23,13 @@ from trainer.config.training import (
     ParallelConfig,
 )
 
-# Each task's own model, and what it reads; data.name is the first where a recipe doesn't say.
+# The model of each task, where a recipe names none.
 _TASKS = {
-    "classification": (
-        "small_resnet",
-        ("digits", "synthetic", "folder", "table", "shards", "pack", "cifar10", "hf"),
-    ),
-    "language": ("gpt", ("stdlib", "tokens", "text", "hf", "synthetic")),
-    "audio": ("audio_cnn", ("dtmf", "folder", "synthetic")),
-    "detection": ("tiny_detector", ("digits-canvas", "coco", "synthetic")),
+    "classification": "small_resnet",
+    "language": "gpt",
+    "audio": "audio_cnn",
+    "detection": "tiny_detector",
 }
-
-
 _SECTIONS = ("language", "audio", "detection")
 
 
@@ -89,10 +85,10 @@ class Recipe(Section):
                 f"task={self.task}: no such task{nearest(self.task, list(_TASKS))} (there are: "
                 f"{', '.join(_TASKS)}, or a .py file, which `trainer new FILE.py` begins)"
             )
-        model, names = ("own", ("own",)) if own else _TASKS[self.task]
+        model, names = ("own", ("own",)) if own else (_TASKS[self.task], read_by(self.task))
         only = own or self.task in ("language", "audio")
         if "name" not in self.data.model_fields_set:
-            self.data.name = names[0]  # type: ignore[assignment]
+            self.data.name = names[0]
         if self.data.name not in names:
             raise ValueError(
                 f"data.name={self.data.name} is nothing that task={self.task} reads: it reads "
@@ -131,7 +127,7 @@ class Recipe(Section):
                     "on; leave them out"
                 )
             try:
-                data, names = one.on(self.data), _TASKS[self.task][1]
+                data, names = one.on(self.data), read_by(self.task)
             except ValueError as error:
                 raise ValueError(of_set(name, str(error))) from None
             if data.name not in names:
