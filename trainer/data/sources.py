@@ -1,6 +1,5 @@
 """Data sets by name: embedded digits, synthetic images, and images from folders, tables, shards and packs."""
 
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 
 from trainer.config.data import DataConfig, at_home
 from trainer.config.formats import FORMATS
+from trainer.config.registry import named
 from trainer.config.sizes import parse_size
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.cifar10 import open_cifar10
@@ -158,8 +158,7 @@ def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
         assert config.cache is not None
         folder = Path(_at_home("cache", config.cache)).absolute()
         return open_cached(join(path, split), folder, _bytes(config.cache_limit))
-    module, _, function = FORMATS[config.name].opens.partition(":")
-    records: Records = getattr(importlib.import_module(module), function)(config, path, split)
+    records: Records = named(FORMATS[config.name].opens)(config, path, split)
     return records
 
 

@@ -9,6 +9,8 @@ from torch import nn
 
 from trainer.checkpoint.tensor_file import is_storable
 from trainer.config.recipe import Recipe, of_set
+from trainer.config.registry import named
+from trainer.config.tasks import TASKS
 from trainer.data.check import CheckedData, check_data
 from trainer.data.dataset import Dataset
 from trainer.data.sampling.plan import Plan, Share
@@ -58,28 +60,15 @@ def more_sets(task: Task) -> Mapping[str, Dataset]:
 
 
 def _task_of(recipe: Recipe) -> Task:
-    data, model, seed = recipe.data, recipe.model, recipe.seed
-    if recipe.task == "classification":
-        from trainer.tasks.classification import Classification
-
-        return Classification(data, model, recipe.regularization, seed)
-    if recipe.task == "language":
-        from trainer.tasks.language import Language
-
-        return Language(data, model, recipe.language, seed)
-    if recipe.task == "audio":
-        from trainer.tasks.audio import Audio
-
-        return Audio(data, model, recipe.audio, seed)
-    if recipe.task == "detection":
-        from trainer.tasks.detection import Detection
-
-        return Detection(data, model, recipe.detection, seed)
     if recipe.task == "own":
         raise BadInputError("task=own: its class was given to trainer.fit, which alone can go on with it")
-    from trainer.tasks.custom import custom_task
+    if recipe.task not in TASKS:
+        from trainer.tasks.custom import custom_task
 
-    return custom_task(Path(recipe.task))
+        return custom_task(Path(recipe.task))
+    kind = TASKS[recipe.task]
+    task: Task = named(kind.opens)(recipe.data, recipe.model, getattr(recipe, kind.section), recipe.seed)
+    return task
 
 
 def data_of(task: Task, pretrained: Pretrained | None = None) -> dict[str, str]:
