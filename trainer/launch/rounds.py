@@ -13,7 +13,7 @@ from typing import Any
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.host.interfaces import gloo_interface
 from trainer.launch.exit_record import ExitRecord
-from trainer.launch.launcher import LocalRanks, WorkerGroup, say
+from trainer.launch.launcher import STATIC, LocalRanks, WorkerGroup, say
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.nodes.client import RendezvousClient, sees
 from trainer.launch.nodes.discover import Nodes
@@ -144,7 +144,7 @@ def _tell(joined: Round, nodes: Nodes) -> None:
 
 def _rendezvous_of_torchrun(joined: Round, nodes: Nodes) -> list[str]:
     return [
-        *(f"--nnodes={len(joined.sizes)}", f"--node-rank={joined.place}"),
+        *(f"--nnodes={len(joined.sizes)}", f"--node-rank={joined.place}", STATIC),
         *(f"--master-addr={nodes.host}", f"--master-port={nodes.port + 1}"),
     ]
 
