@@ -120,7 +120,13 @@ def test_two_ranks_and_torchrun_are_the_same_thing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 x CPU" in done.stdout
     assert "Gloo" not in done.stdout
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}", "--nproc-per-node=2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--master-port={free_port()}",
+        "--nproc-per-node=2",
+    ]
     done = run(tmp_path, *torchrun, "-m", "trainer", "train", "digits", *SMALLER)
     assert done.returncode == 0, done.stderr
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir() and not path.is_symlink())
