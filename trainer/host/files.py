@@ -323,21 +323,22 @@ def own_folder(path: Path) -> Path:
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir()
-    check_folder(path)
+    if odd := oddity(path, folder=True):
+        raise OSError(errno.ENOTDIR, odd, str(path))
     return path
 
 
-def check_folder(path: Path) -> None:
-    """Makes sure that a name is that of a folder, or free.
-
-    Raises:
-        OSError: If it isn't; strerror says what it is.
-    """
-    with contextlib.suppress(FileNotFoundError):
+def oddity(path: Path, folder: bool) -> str:
+    """What a name is instead of a folder, or of a regular file; nothing if it is one, or free."""
+    try:
         mode = os.lstat(path).st_mode
-        if not stat.S_ISDIR(mode):
-            odd = "is a symbolic link" if stat.S_ISLNK(mode) else "isn't a folder"
-            raise OSError(errno.ENOTDIR, odd, str(path))
+    except FileNotFoundError:
+        return ""
+    if stat.S_ISLNK(mode):
+        return "is a symbolic link"
+    if folder:
+        return "" if stat.S_ISDIR(mode) else "isn't a folder"
+    return "" if stat.S_ISREG(mode) else "isn't a regular file"
 
 
 def _umask() -> int:

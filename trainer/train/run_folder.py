@@ -27,9 +27,9 @@ from trainer.errors import BadInputError
 from trainer.host import latest, strict_json
 from trainer.host.disks import read_mount
 from trainer.host.files import (
-    check_folder,
     check_writable,
     is_unfinished,
+    oddity,
     open_own,
     open_regular,
     written_whole,
@@ -45,6 +45,7 @@ RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 _LEFTOVERS = {_LOCK, MEETING, LOGS, EXIT_CODE, KEPT}
 _FOLDERS = (FOLDER, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
+_ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 
 # --- what a manifest says ---
@@ -414,19 +415,19 @@ def _is_left(name: str) -> bool:
 
 
 def check_inside(folder: Path) -> None:
-    """Makes sure that what a run writes and removes in the folders of a run folder lies in there.
+    """Makes sure that what a run adds to and removes from lies in its folder, which may itself be a link.
 
     Raises:
-        BadInputError: If one of them is a link. The run folder itself may be one.
+        BadInputError: Naming all that doesn't.
     """
-    for name in _FOLDERS:
-        try:
-            check_folder(folder / name)
-        except OSError as error:
-            raise BadInputError(
-                f"{folder / name}: {error.strerror}, and a run writes only below its own folder; to have it "
-                f"elsewhere, move all of {folder} there and link that"
-            ) from error
+    odd = [(name, oddity(folder / name, folder=True)) for name in _FOLDERS]
+    files = [*_ADDED_TO, *sorted(path.name for path in folder.glob("*.csv"))]
+    odd += [(name, oddity(folder / name, folder=False)) for name in files]
+    if said := ", ".join(f"{name} {why}" for name, why in odd if why):
+        raise BadInputError(
+            f"{folder}: {said}; a run writes only below its own folder: bring that back, or have the whole "
+            "run folder elsewhere and link that"
+        )
 
 
 def remove_unused(folder: Path) -> None:
@@ -452,8 +453,8 @@ def lock(folder: Path) -> int:
         file = open_own(folder / _LOCK, os.O_RDWR | os.O_CREAT, alone=False)
     except OSError as error:
         raise BadInputError(
-            f"--out {folder}: {folder / _LOCK} can't be written ({error.strerror}); mend that, or give another "
-            "folder"
+            f"--out {folder}: {folder / _LOCK} can't be written ({error.strerror}); mend that, or give "
+            "another folder"
         ) from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
