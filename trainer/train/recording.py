@@ -17,14 +17,14 @@ from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
-from trainer.host.files import write_file, written_whole
+from trainer.host.files import remove_unfinished, write_file, written_whole
 from trainer.launch.signals import Stopped
 from trainer.models.finetune import plain_state
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, last_names
 from trainer.observe.console import warn
 from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
-from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
+from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, opened_to_add, tensorboard_sink
 from trainer.train.run_folder import MANIFEST, set_status, write_json
 from trainer.train.state import Run, TrainState
 
@@ -83,6 +83,7 @@ def status_of(error: BaseException) -> str:
 def _open(
     folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int, closing: contextlib.ExitStack
 ) -> list[Sink]:
+    remove_unfinished(folder)
     if not step:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     for file in (*(folder / name for name in (*FILES.values(), "checksums.jsonl")), *folder.glob("*.csv")):
@@ -108,7 +109,7 @@ def _open(
 
 def _open_trace(path: Path, state: TrainState, closing: contextlib.ExitStack) -> Checksums:
     known = last_names(path)
-    file = path.open("a")
+    file = opened_to_add(path)
     closing.callback(_despite_the_disk(file.close))
     write = checksums_to(file, list(state.model.state_dict()), known, state.step)
     return Checksums(_fingerprints(state), _despite_the_disk(write))
@@ -155,7 +156,7 @@ def save_weights(model: nn.Module, path: Path, whole: Mapping[str, torch.Tensor]
         The file's hash.
     """
     with written_whole(path) as beside:
-        beside.unlink(missing_ok=True)  # of an end that was killed
+        beside.unlink()  # it makes a new one
         return write_file(beside, encode(plain_state(model, whole)))
 
 

@@ -11,6 +11,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, provisional
 from trainer.config.section import config_hash
 from trainer.errors import EXIT_FAILED, BadInputError
+from trainer.host.files import write_whole
 from trainer.host.limits import read_limits
 from trainer.launch.forked import can_fork
 from trainer.launch.launcher import launch
@@ -29,6 +30,7 @@ from trainer.train.run_folder import (
     RUNS,
     BegunFrom,
     Manifest,
+    check_inside,
     claim_folder,
     new_folder,
     newest_run,
@@ -94,6 +96,7 @@ def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int |
         check_reachable(recipe.log.to)
         check_metrics_port(recipe.log)
     folder, made = _folder(options.recipe, recipe, wanted, begins)
+    check_inside(folder)
     warn_of_loss(wanted or RUNS)
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
     request = as_json(
@@ -296,5 +299,5 @@ def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
     if os.environ["RANK"] != "0":
         return RUNS  # only rank 0 writes
     folder = new_folder(RUNS, options.recipe, recipe)
-    marker.write_text(str(folder))
+    write_whole(marker, str(folder))
     return folder

@@ -44,7 +44,7 @@ from trainer.train.request import Request
 from trainer.train.restore import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.resume import Mode, check_resumable, ended
 from trainer.train.run import check_request, data_of, device_kind, make_plan, make_task
-from trainer.train.run_folder import Manifest, lock, read_stored
+from trainer.train.run_folder import Manifest, check_inside, lock, read_stored
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_weights
 
@@ -66,6 +66,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
     """
     unpin_main_thread(cpu_shares())
     if _is_first():
+        check_inside(request.folder)
         lock(request.folder)  # until this process ends
     recipe, folder = request.recipe, request.folder
     # Before the ranks meet, and so before rank 0 writes the manifest anew.
