@@ -330,8 +330,9 @@ def _cost_line(
     more = again / max(step - again, again)
     return (
         f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
-        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations instead of {cost.kept() / MIB:,.1f}, for about "
-        f"{more:.0%} more time (measured here without compiling)"
+        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations, and backward {cost.again(chosen) / MIB:,.1f} more "
+        f"for the block that it computes again, instead of {cost.kept() / MIB:,.1f}, for about {more:.0%} more "
+        "time (measured here without compiling)"
     )
 
 
