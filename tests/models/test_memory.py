@@ -377,9 +377,10 @@ def test_statistics_of_a_step_are_the_mean_over_its_micro_batches() -> None:
     statistics = StepStatistics(layer, None)
     micro_batches = [torch.randn(8, 3) for _ in range(4)]
     for micro_batch in micro_batches:
+        statistics.restore()
         layer(micro_batch)
-        layer(micro_batch)  # once more, as activation checkpointing does
         statistics.add(statistics.of_micro_batch())
+        layer(micro_batch)  # once more, as activation checkpointing does in the backward pass
     statistics.end_step()
     assert layer.running_mean is not None
     assert layer.running_var is not None

@@ -59,7 +59,7 @@ class Task(TokenTask):
         model = nn.Sequential(nn.Linear(3, 6), blocks, nn.Linear(6, 4))
         seen = [weakref.ref[torch.Tensor](p) for p in model.parameters()]
 
-        def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def look(_: nn.Module, __: Any, output: torch.Tensor) -> None:
             seen.append(weakref.ref(output))
 
         for block in blocks:
@@ -78,7 +78,7 @@ def alive(refs: list[Any]) -> int:
 def test_what_was_measured_is_gone(way: Callable[..., Any], kind: str) -> None:
     model, refs = nn.Sequential(Saving(kind), Saving(kind)), list[Any]()
 
-    def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def look(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         refs.append(weakref.ref(output))
 
     for block in model:
@@ -154,7 +154,9 @@ def peak(checkpointing: str) -> None:
     data = {"global_batch_size": rows, "micro_batch_size": rows}
     optim = {"name": "sgd"}
     task = Wide(rows, ragged=False, dtype=torch.float32)
-    recipe = make_recipe(data=data, optim=optim, memory={"checkpointing": checkpointing}, max_steps=2, epochs=2)
+    recipe = make_recipe(
+        data=data, optim=optim, memory={"checkpointing": checkpointing}, max_steps=2, epochs=2
+    )
     before = resident("VmRSS")
     run = build_alone(recipe, task)
     run.replica.train()

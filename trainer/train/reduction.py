@@ -159,13 +159,14 @@ class AllReduce:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """See `Reduction.micro_batch`: only the last one's gradients cross the network."""
+        if self._loss is not None:
+            self._statistics.restore()
         return _NOTHING if last else unsynchronized(self._replica)
 
     def add(self, loss: torch.Tensor, statistics: list[torch.Tensor]) -> None:
         """See `Reduction.add`."""
         self._loss = loss if self._loss is None else self._loss + loss
         if statistics:
-            self._statistics.restore()
             self._statistics.add(statistics)
 
     def finish(self) -> torch.Tensor:
@@ -202,6 +203,8 @@ class ReduceScatter(AllReduce):
         """See `AllReduce.micro_batch`: until the last one each rank keeps whole gradients."""
         if self._accumulates:
             self._model.set_requires_gradient_sync(last)
+        if self._loss is not None:
+            self._statistics.restore()
         return _NOTHING
 
     def finish(self) -> torch.Tensor:
