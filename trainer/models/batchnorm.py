@@ -14,9 +14,9 @@ import torch
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.distributed.overlap import sharing
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.models.buffers import ChangingBuffers, FoundBuffers, OtherBuffers
-from trainer.models.overlap import sharing
 
 
 def batchnorm_buffers(model: nn.Module) -> list[torch.Tensor]:

@@ -60,12 +60,15 @@ class Gradients:
             parameter.grad = None
 
     def norm(self) -> torch.Tensor:
-        """Their joint 2-norm, float ()."""
-        return grad_norm(self.present())
+        """Their joint 2-norm, float (); 0 where there are none."""
+        return grad_norm(present) if (present := self.present()) else self._nothing()
 
     def clip(self, largest: float) -> torch.Tensor:
         """Scales them so that it is at most `largest`; returns what it was before."""
-        return clip_gradients(self.present(), largest)
+        return clip_gradients(present, largest) if (present := self.present()) else self._nothing()
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros((), device=self.parameters[0].device)
 
 
 class ShardedGradients(Gradients):
@@ -324,6 +327,6 @@ class RaggedItemCount(ItemCount):
         sum_over_ranks(true, self._group)
         # No valid token at all: no gradient, not a NaN.
         correction = self._expected / true.clamp_(min=1)
-        present = gradients.present()
-        torch._foreach_mul_(present, correction.to(present[0].dtype))
+        if present := gradients.present():
+            torch._foreach_mul_(present, correction.to(present[0].dtype))
         return loss * correction

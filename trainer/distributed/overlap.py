@@ -1,4 +1,4 @@
-"""Parameters and buffers that share memory: transposed views, slices, `.data =`, another name for one tensor."""
+"""Tensors that share memory: transposed views, slices, `.data =`, another name for one tensor."""
 
 from collections.abc import Iterable, Mapping
 
@@ -57,7 +57,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     (first, last), (other_first, other_last) = _reach(one), _reach(other)
     if last <= other_first or other_last <= first:
         return False
-    if one.dtype != other.dtype or (_is_dense(one) and _is_dense(other)):
+    if one.dtype != other.dtype or (is_dense(one) and is_dense(other)):
         return True
     # With gaps: columns of a matrix, say. By their places, as many as lie between first and last.
     size, begin = one.element_size(), min(first, other_first)
@@ -77,7 +77,10 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in one piece, in whatever order; not a column of a matrix, or an expanded one."""
+    if not tensor.numel() or tensor.layout != torch.strided:
+        return True
     first, last = _reach(tensor)
     return last - first == tensor.nbytes
 
