@@ -1,5 +1,6 @@
 """Promise: what a start measures, tries or builds on the side is gone when the loop begins."""
 
+import functools
 import gc
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,11 +87,16 @@ def test_what_was_measured_is_gone(way: Callable[..., Any], kind: str) -> None:
         block.register_forward_hook(look)
         block.inner.register_forward_hook(look)  # type: ignore[union-attr]
     x, given = torch.randn(4, 5, 6), (dict(model.named_children()),) if way is measure else ()
-    way(model, *given, lambda: model(x).sum(), *(() if given else (CPU,)))
+    way(model, *given, functools.partial(_total, model, x), *(() if given else (CPU,)))
     assert len(refs) > 4 and alive(refs) == 0
     refs = [weakref.ref(parameter) for parameter in model.parameters()]
     del model, block, given
     assert alive(refs) == 0
+
+
+def _total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(x).sum()
+    return result
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def peak(checkpointing: str) -> None:
 
 
 def resident(which: str) -> float:
-    with open("/proc/self/status") as file:
+    with Path("/proc/self/status").open() as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(which))
 
 
