@@ -10,6 +10,7 @@ from trainer.data.corrupt import Quarantine
 from trainer.data.joined import make_loaders
 from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
+from trainer.distributed.overlap import buffers_of_parameters
 from trainer.distributed.parallel import World, is_sharded, replicate
 from trainer.distributed.sharding import shard
 from trainer.models.activation_checkpointing import blocks
@@ -72,7 +73,7 @@ def build(
     found = find_changing(
         task,
         model,
-        batchnorm_buffers(model),
+        [*batchnorm_buffers(model), *buffers_of_parameters(model)],
         recipe.data.micro_batch_size,
         autocast(recipe.precision, device),
         world,

@@ -25,6 +25,7 @@ from trainer.observe.console import warn
 from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, opened_to_add, tensorboard_sink
+from trainer.optim.optimizers import bytes_of_moments
 from trainer.train.run_folder import MANIFEST, set_status, write_json
 from trainer.train.state import Run, TrainState
 
@@ -169,15 +170,18 @@ def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: b
     Raises:
         BadInputError: If they won't.
     """
-    averages = 1 if recipe.ema.decay else 0
-    moments = 0 if own_optimizer else 1 if recipe.optim.name == "sgd" else 2
     more = " and the state of the task's own optimizer" * own_optimizer
     kept = recipe.checkpoint.keep + recipe.checkpoint.best + 1
-    copies = (1 + averages) + kept * (1 + averages + moments)
-    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    whole = sum(tensor.nbytes for tensor in model.state_dict().values())
+    average = sum(p.nbytes for p in model.parameters() if p.requires_grad) if recipe.ema.decay else 0
+    state = 0 if own_optimizer else bytes_of_moments(recipe.optim, model)
+    final = whole * (2 if recipe.ema.decay else 1)
     ours = [*(folder / FOLDER).rglob("*"), *folder.glob("*.safetensors")]
     taken = sum(path.lstat().st_size for path in ours if path.is_file())
-    wanted, free = copies * weights + (4 << 20), shutil.disk_usage(folder).free + taken
+    wanted, free = (
+        final + kept * (whole + average + state) + (4 << 20),
+        shutil.disk_usage(folder).free + taken,
+    )
     if free < wanted:
         raise BadInputError(
             f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB{more}; "
