@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from trainer.config.task_file import MODULE
+from trainer.config.beside import MAIN
 from trainer.data.dataset import Dataset
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
@@ -54,7 +54,7 @@ def check_known_there(dataset: Dataset, method: str) -> None:
     for thing in (dataset, *getattr(dataset, "brought", ())):
         module = getattr(thing, "__module__", "")
         notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
-        if method != "fork" and (module == MODULE or notebook):
+        if method != "fork" and (module.endswith(MAIN) or notebook):
             name = getattr(thing, "__name__", type(thing).__name__)
             raise BadInputError(
                 f"data.start_method={method}: a worker can't import {name} from a task's "
