@@ -20,6 +20,7 @@ from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
 from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
+from trainer.host.here import from_here
 from trainer.observe.console import warn
 from trainer.optim.own import HostSchedule, Scheduler
 from trainer.rng import Ints
@@ -428,6 +429,7 @@ def custom_task(path: Path) -> CustomTask:
     Raises:
         BadInputError: If the file can't be run, holds no such class, or the class lacks a method.
     """
+    path = from_here(path)
     read_source(path)
     try:
         _, module = run_file(path, "task")

@@ -18,6 +18,7 @@ from trainer.config.suggest import nearest
 from trainer.config.task_file import source_hash
 from trainer.config.training import FILES, HooksConfig, LogConfig, is_place
 from trainer.errors import BadInputError
+from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn
 from trainer.observe.log import Row, Sink
 from trainer.train.tracking.tracker import plugged, trackers_of
@@ -149,7 +150,8 @@ def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Call
 
     def guard(*arguments: Any) -> None:
         try:
-            call(*arguments)
+            with folder_kept():
+                call(*arguments)
         except _FAILURES as error:
             line = f"{name}: {_said(error)}"
             if config.on_error == "stop":
@@ -183,11 +185,13 @@ def _said(error: BaseException) -> str:
 
 def _at(place: str, key: str) -> Any:
     where, _, name = place.rpartition(":")
-    path = Path(where).absolute() if where.endswith(".py") else None
-    if path is None and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as if `python -m` were typed: what lies here can be imported
+    path = from_here(Path(where)).absolute() if where.endswith(".py") else None
+    here = str(from_here(Path()).absolute())
+    if path is None and here not in sys.path:
+        sys.path.insert(0, here)  # as if `python -m` were typed: what lies here can be imported
     try:
-        module = _module(path) if path else importlib.import_module(where)
+        with folder_kept():
+            module = _module(path) if path else importlib.import_module(where)
     except _FAILURES as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
