@@ -130,11 +130,11 @@ def _fit(
     name, recipe, opened = _open(task, words)
     if line := threads_line(recipe, stored, resume):
         warn(line)
-    if source is not None:
-        source = source._replace(run=from_here(source.run))
     recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, resume, source)
     check_request(recipe, opened, 1, fresh)
     find_hooks(recipe.hooks, hooks)
+    if source is not None:
+        source = source._replace(run=from_here(source.run))
     begun_from = begun(source, recipe, opened, wanted, stored)
     over = None
     if wanted is not None and stored is not None:

@@ -45,7 +45,7 @@ class Hook(Protocol):
 
 
 class HookError(Exception):
-    """Code of the user's own failed, in a hook or a sink."""
+    """Code of the user's own failed, in a hook or a sink; `fit` raises it for a SystemExit alone."""
 
 
 def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any]]:
