@@ -17,6 +17,7 @@ import sysconfig
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -215,14 +216,14 @@ class _Source(SourceFileLoader):
             raise
 
 
-class _Loaded:
+class _Loaded(Loader):
     """Gives a module that is there already, whatever name it is asked for by."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._spec: ModuleSpec | None = None
 
-    def create_module(self, _: ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
         own = _by_key.get(self._name.removeprefix(f"{__name__}.").partition(".")[0])
         known = None if own is None else own.modules.get(self._name)
         module = importlib.import_module(self._name) if known is None else known

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def print_anything() -> None:
@@ -24,7 +25,8 @@ def _take_anything(stream: object) -> bool:
 @contextmanager
 def any_character() -> Iterator[None]:
     """The same within it, of both streams that a caller may have put there."""
-    changed = [stream for stream in (sys.stdout, sys.stderr) if _take_anything(stream)]
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+    changed = [stream for stream in streams if _take_anything(stream)]
     try:
         yield
     finally:

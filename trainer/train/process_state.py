@@ -16,6 +16,7 @@ import torch
 
 from trainer.config.beside import imports_kept
 from trainer.host.here import folder_kept
+from trainer.host.limits import cpus_kept
 from trainer.host.startup import any_character
 from trainer.train.operations import random_state_kept
 
@@ -30,10 +31,6 @@ def _attribute(thing: Any, name: str) -> _Switch:
 
 def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
-
-
-def _set_affinity(cpus: set[int]) -> None:
-    os.sched_setaffinity(0, cpus)
 
 
 def _set_environment(before: dict[str, str]) -> None:
@@ -76,7 +73,6 @@ def _switches() -> Sequence[_Switch]:
         ),
         (np.geterr, lambda before: np.seterr(**before)),
         (lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None, _set_current_gpu),
-        (lambda: os.sched_getaffinity(0), _set_affinity),
         (lambda: dict(os.environ), _set_environment),
         (lambda: list(logging.root.handlers), _set_handlers),
         _attribute(logging.root, "level"),
@@ -149,6 +145,7 @@ def process_state_kept() -> Iterator[None]:
         any_character(),
         folder_kept(),
         imports_kept(),
+        cpus_kept(),
         _handlers_kept(),
         _switches_kept(),
         _gpu_randomness_kept(),
