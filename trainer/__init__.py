@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.tasks import Task as Task
     from trainer.train.build import build as build
     from trainer.train.from_python import Fitted as Fitted, fit as fit
-    from trainer.train.hooks import Hook as Hook
+    from trainer.train.hooks import Hook as Hook, HookError as HookError
     from trainer.train.run import make_task as make_task
     from trainer.train.step import train_step as train_step
     from trainer.train.tracking.tracker import Tracker as Tracker
@@ -41,6 +41,7 @@ PUBLIC = {
     },
     "Hooks and sinks": {
         "Hook": "train.hooks",
+        "HookError": "train.hooks",
         "Sink": "observe.log",
         "Tracker": "train.tracking.tracker",
     },

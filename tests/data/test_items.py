@@ -18,10 +18,10 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 from tests.helpers import forked, preloaded
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
+from trainer.config.beside import MAIN
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
-from trainer.config.task_file import MODULE
 from trainer.data.items import ItemDataset
 from trainer.data.workers import check_known_there
 from trainer.distributed.parallel import World
@@ -395,7 +395,7 @@ def test_functions_of_the_file_go_only_to_forked_workers() -> None:
     def mine(sample: Any) -> Any:
         return sample
 
-    mine.__module__ = MODULE
+    mine.__module__ = MAIN
     dataset: Any = task_of(transforms=lambda _: mine).train_data
     check_known_there(dataset, "fork")
     with pytest.raises(BadInputError, match="can't import mine from a task's file"):

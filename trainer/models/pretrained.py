@@ -27,6 +27,7 @@ from trainer.config.suggest import nearest
 from trainer.data.remote.access import DiskError, NotThereError, Sink, fetch, join
 from trainer.errors import BadInputError
 from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
+from trainer.host.here import from_here
 from trainer.observe.console import say
 
 FILE = "model.safetensors"
@@ -65,7 +66,7 @@ def find_weights(config: ModelConfig) -> Weights | None:
     if source is None:
         return None
     if isinstance(source, Path):
-        return Weights(at_home(source, "model.pretrained"), source)
+        return Weights(from_here(at_home(source, "model.pretrained")), source)
     try:
         if named := HUB.fullmatch(source):
             return _of_hub(source, named["repository"], named["revision"])

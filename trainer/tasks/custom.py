@@ -1,10 +1,8 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
 import contextlib
-import importlib.util
 import inspect
 import json
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -17,11 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from trainer.config.task_file import MODULE, read_source, source_hash
+from trainer.config.beside import run_file
+from trainer.config.task_file import read_source, source_hash
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, as_numbers, spread
 from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
+from trainer.host.here import from_here
 from trainer.observe.console import warn
 from trainer.optim.own import HostSchedule, Scheduler
 from trainer.rng import Ints
@@ -436,16 +436,10 @@ def custom_task(path: Path) -> CustomTask:
     Raises:
         BadInputError: If the file can't be run, holds no such class, or the class lacks a method.
     """
+    path = from_here(path)
     read_source(path)
-    spec = importlib.util.spec_from_file_location(MODULE, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as if the file were run: what lies beside it can be imported
     try:
-        spec.loader.exec_module(module)
+        _, module = run_file(path, "task")
     except Exception as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
         where = f" line {lines[-1]}" if lines else ""
@@ -453,7 +447,7 @@ def custom_task(path: Path) -> CustomTask:
     found = [
         kind
         for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == MODULE and hasattr(kind, "loss")
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, "loss")
     ]
     if len(found) != 1:
         names = ", ".join(kind.__name__ for kind in found) or "none"

@@ -54,6 +54,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
     except BadInputError as error:
         raise BadInputError(f"{word}: {error}") from error
     step, path = _chosen(run, source)
+    path = path.absolute()  # the code of a task, below, may go to another folder
     try:
         verify(path)
         state, digest = read_state(path), sums_hash(path)
