@@ -231,7 +231,7 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
         if lasting:
             sync_folder(path.parent)
     except OSError as error:
-        if error.filename == str(beside):
+        if str(error.filename) == str(beside):
             error.filename = str(path)
         raise
     finally:
