@@ -80,9 +80,10 @@ class Task(TokenTask):
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x = batch.fields["x"].to(self.dtype)
+        result: torch.Tensor = model(x).square()
         if self.kind == "critic":
-            return (model(x).square() - 0.1 * model(x.flip(0) + 2)).sum()
-        return model(x).square().sum()
+            result = result - 0.1 * model(x.flip(0) + 2)
+        return result.sum()
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return {"loss": self.loss(model, batch)}

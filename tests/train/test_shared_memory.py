@@ -80,7 +80,8 @@ class Task(TokenTask):
         return Tied(self.kind).double() if self.kind == "flat" else _doubled(Tied(self.kind))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch.fields["x"]).square().sum()
+        result: torch.Tensor = model(batch.fields["x"]).square().sum()
+        return result
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return {"loss": self.loss(model, batch)}
@@ -165,14 +166,14 @@ def test_muon_updates_one_after_the_other() -> None:
             config = OptimConfig(weight_decay=0.5)
             groups = [{**group, "orthogonal": True} for group in parameter_groups(config, model)]
         optimizer = None if apart else Muon(groups, lr=0.1, momentum=0.9)
-        settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+        settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
         alone = [Muon([{"params": [p], "orthogonal": True}], **settings) for p in (one, other)]
         for _ in range(3):
             one.grad, other.grad = (g.clone() for g in gradients)
             for each in [optimizer] if optimizer else alone:
                 each.step()
         states.append(weight)
-    assert torch.allclose(*states, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(states[0], states[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["transposed", "data", "buffer"])
@@ -256,12 +257,13 @@ def test_it_is_told_where_moving_a_model_ends_it() -> None:
     class Kernels(Task):
         def model(self) -> nn.Module:
             model = nn.Sequential(nn.Conv2d(3, 3, 2), nn.Conv2d(3, 3, 2)).double()
-            model[1].weight = nn.Parameter(model[0].weight.detach())
+            model[1].weight = nn.Parameter(model[0].get_parameter("weight").detach())
             return model
 
         def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
             x = batch.fields["x"][..., None].movedim(2, 1).expand(-1, -1, -1, 4).contiguous()
-            return model(x).square().sum()
+            result: torch.Tensor = model(x).square().sum()
+            return result
 
     told = build(recipe(model={"channels_last": True}), Kernels(), ALONE, 0).notes
     assert any("'0.weight' and '1.weight' share memory no more" in note for note in told)

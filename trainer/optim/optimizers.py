@@ -262,7 +262,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
         if not is_dense(parameter):
             raise BadInputError(
                 f"the model's parameter '{name}' is a view with gaps (strides {parameter.stride()} for the "
-                f"shape {tuple(parameter.shape)}), which the fused optimizers can't update: give it memory of "
+                f"shape {tuple(parameter.shape)}), which fused optimizers can't update: give it memory of "
                 "its own by .contiguous().clone(), or give the task an optimizer of its own"
             )
     apart = shared({name: parameter.detach() for name, parameter in trained.items()})
