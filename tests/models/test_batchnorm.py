@@ -76,7 +76,12 @@ class Task(TokenTask):
         self.kind, self.momentum = kind, momentum
 
     def model(self) -> nn.Module:
-        return Model(self.kind, self.momentum).to(self.dtype)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)  # `to` would give each name a tensor of its own
+        try:
+            return Model(self.kind, self.momentum)
+        finally:
+            torch.set_default_dtype(before)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x = batch.fields["x"].to(self.dtype)
