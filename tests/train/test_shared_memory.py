@@ -10,9 +10,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from tests.helpers.small_task import Small
 from tests.helpers.steps import ALONE, train_some
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
+from trainer import fit
 from trainer.config.model import LoraConfig, ModelConfig
 from trainer.config.training import AverageConfig, OptimConfig, ParallelConfig
 from trainer.distributed.overlap import buffers_of_parameters, sharing
@@ -25,6 +27,8 @@ from trainer.optim.average import WeightAverage
 from trainer.optim.muon import Muon
 from trainer.optim.optimizers import parameter_groups
 from trainer.train.build import build
+from trainer.train.model_of_run import _load_weights
+from trainer.train.run_folder import read_run
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
@@ -288,3 +292,29 @@ def test_frozen_and_odd_parameters_are_in_no_average() -> None:
         assert model.get_parameter("teacher").tolist() == [7.0, 7.0]
         assert torch.allclose(model.weight, before["weight"] + 0.9)
     assert torch.equal(model.weight, before["weight"] + 1.0)
+
+
+class Quantized(Small):
+    """Has LoRA, a frozen parameter of integers, and BatchNorm."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+        codes = torch.ones(3, dtype=torch.int8)
+        model.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
+        return model
+
+
+def test_a_checkpoint_gives_the_average_of_what_is_trained_with_all_else(tmp_path: Path) -> None:
+    settings = {
+        **{"epochs": 4, "data.global_batch_size": 5, "data.micro_batch_size": 5, "data.workers": 0},
+        **{"ema.decay": 0.5, "model.lora.rank": 1, "model.lora.targets": ["0"], "log.to": ["jsonl"]},
+        "parallel.threads": 1,
+    }
+    fit(Quantized, settings, out=tmp_path / "run")
+    model = Quantized().model()
+    with torch.no_grad():
+        _load_weights(model, read_run(tmp_path / "run"), "ema.safetensors", "last")
+    final = safetensors.torch.load_file(tmp_path / "run" / "ema.safetensors")
+    assert all(torch.equal(tensor, final[name]) for name, tensor in model.state_dict().items())
+    trained = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    assert [name for name in final if not torch.equal(final[name], trained[name])] == ["0.weight"]
