@@ -76,13 +76,19 @@ class Task(TokenTask):
         self.kind, self.momentum = kind, momentum
 
     def model(self) -> nn.Module:
-        return Model(self.kind, self.momentum).to(self.dtype)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)  # `to` would give each name a tensor of its own
+        try:
+            return Model(self.kind, self.momentum)
+        finally:
+            torch.set_default_dtype(before)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x = batch.fields["x"].to(self.dtype)
+        result: torch.Tensor = model(x).square()
         if self.kind == "critic":
-            return (model(x).square() - 0.1 * model(x.flip(0) + 2)).sum()
-        return model(x).square().sum()
+            result = result - 0.1 * model(x.flip(0) + 2)
+        return result.sum()
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return {"loss": self.loss(model, batch)}

@@ -56,9 +56,8 @@ def trained(world: World, ragged: bool, losses: bool, sections: dict[str, Any]) 
         told = {name: float(value) for name, value in take_metrics(run).items()}
         weights = [p.detach().clone() for p in run.gradients.parameters]
         counts = [float(state["step"]) for state in run.state.optimizer.state.values() if "step" in state]
-        seen.append({"weights": weights, "told": told, "counts": counts, "scaler": run.state.scaler})
-        if run.state.scaler is not None:
-            seen[-1]["scaler"] = float(scale_of(run.state.scaler))
+        scale = None if run.state.scaler is None else float(scale_of(run.state.scaler))
+        seen.append({"weights": weights, "told": told, "counts": counts, "scaler": scale})
     run.close()
     return seen
 

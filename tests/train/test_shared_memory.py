@@ -10,9 +10,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from tests.helpers.small_task import Small
 from tests.helpers.steps import ALONE, train_some
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
+from trainer import fit
 from trainer.config.model import LoraConfig, ModelConfig
 from trainer.config.training import AverageConfig, OptimConfig, ParallelConfig
 from trainer.distributed.overlap import buffers_of_parameters, sharing
@@ -25,6 +27,8 @@ from trainer.optim.average import WeightAverage
 from trainer.optim.muon import Muon
 from trainer.optim.optimizers import parameter_groups
 from trainer.train.build import build
+from trainer.train.model_of_run import _load_weights
+from trainer.train.run_folder import read_run
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
@@ -80,7 +84,8 @@ class Task(TokenTask):
         return Tied(self.kind).double() if self.kind == "flat" else _doubled(Tied(self.kind))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch.fields["x"]).square().sum()
+        result: torch.Tensor = model(batch.fields["x"]).square().sum()
+        return result
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return {"loss": self.loss(model, batch)}
@@ -165,14 +170,14 @@ def test_muon_updates_one_after_the_other() -> None:
             config = OptimConfig(weight_decay=0.5)
             groups = [{**group, "orthogonal": True} for group in parameter_groups(config, model)]
         optimizer = None if apart else Muon(groups, lr=0.1, momentum=0.9)
-        settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+        settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
         alone = [Muon([{"params": [p], "orthogonal": True}], **settings) for p in (one, other)]
         for _ in range(3):
             one.grad, other.grad = (g.clone() for g in gradients)
             for each in [optimizer] if optimizer else alone:
                 each.step()
         states.append(weight)
-    assert torch.allclose(*states, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(states[0], states[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["transposed", "data", "buffer"])
@@ -256,12 +261,13 @@ def test_it_is_told_where_moving_a_model_ends_it() -> None:
     class Kernels(Task):
         def model(self) -> nn.Module:
             model = nn.Sequential(nn.Conv2d(3, 3, 2), nn.Conv2d(3, 3, 2)).double()
-            model[1].weight = nn.Parameter(model[0].weight.detach())
+            model[1].weight = nn.Parameter(model[0].get_parameter("weight").detach())
             return model
 
         def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
             x = batch.fields["x"][..., None].movedim(2, 1).expand(-1, -1, -1, 4).contiguous()
-            return model(x).square().sum()
+            result: torch.Tensor = model(x).square().sum()
+            return result
 
     told = build(recipe(model={"channels_last": True}), Kernels(), ALONE, 0).notes
     assert any("'0.weight' and '1.weight' share memory no more" in note for note in told)
@@ -286,3 +292,29 @@ def test_frozen_and_odd_parameters_are_in_no_average() -> None:
         assert model.get_parameter("teacher").tolist() == [7.0, 7.0]
         assert torch.allclose(model.weight, before["weight"] + 0.9)
     assert torch.equal(model.weight, before["weight"] + 1.0)
+
+
+class Quantized(Small):
+    """Has LoRA, a frozen parameter of integers, and BatchNorm."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+        codes = torch.ones(3, dtype=torch.int8)
+        model.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
+        return model
+
+
+def test_a_checkpoint_gives_the_average_of_what_is_trained_with_all_else(tmp_path: Path) -> None:
+    settings = {
+        **{"epochs": 4, "data.global_batch_size": 5, "data.micro_batch_size": 5, "data.workers": 0},
+        **{"ema.decay": 0.5, "model.lora.rank": 1, "model.lora.targets": ["0"], "log.to": ["jsonl"]},
+        "parallel.threads": 1,
+    }
+    fit(Quantized, settings, out=tmp_path / "run")
+    model = Quantized().model()
+    with torch.no_grad():
+        _load_weights(model, read_run(tmp_path / "run"), "ema.safetensors", "last")
+    final = safetensors.torch.load_file(tmp_path / "run" / "ema.safetensors")
+    assert all(torch.equal(tensor, final[name]) for name, tensor in model.state_dict().items())
+    trained = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    assert [name for name in final if not torch.equal(final[name], trained[name])] == ["0.weight"]

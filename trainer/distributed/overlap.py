@@ -72,9 +72,9 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     """From which byte of its storage to which a tensor lies."""
-    size = tensor.element_size()
+    size, first = tensor.element_size(), int(tensor.storage_offset())
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
+    return first * size, (first + last + 1) * size
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -138,7 +138,7 @@ class _BatchNorms:
     def of_micro_batch(self) -> torch.Tensor:
         # A layer that was left out tells by its counter, also in compiled code.
         calls = torch.stack(self._counters) - self._counts
-        ran = calls if self._together is None else self._together @ calls.to(self._dtype)
+        ran = calls if self._together is None else self._together @ calls.to(self._together.dtype)
         ran = ran > 0
         values = torch.where(ran.gather(0, self._owners), torch.cat(self._buffers), 0.0)
         return torch.cat((values, ran, calls)).to(self._dtype)

@@ -262,7 +262,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
         if not is_dense(parameter):
             raise BadInputError(
                 f"the model's parameter '{name}' is a view with gaps (strides {parameter.stride()} for the "
-                f"shape {tuple(parameter.shape)}), which the fused optimizers can't update: give it memory of "
+                f"shape {tuple(parameter.shape)}), which fused optimizers can't update: give it memory of "
                 "its own by .contiguous().clone(), or give the task an optimizer of its own"
             )
     apart = shared({name: parameter.detach() for name, parameter in trained.items()})
@@ -303,10 +303,11 @@ def moments_kept(config: OptimConfig, model: nn.Module) -> dict[int, int]:
             assert_never(config.name)
 
 
-def bytes_of_moments(config: OptimConfig, model: nn.Module) -> int:
-    """Bytes of the optimizer's state."""
-    kept = moments_kept(config, model)
-    return sum(kept.get(id(parameter), 0) * parameter.nbytes for parameter in model.parameters())
+def bytes_of_moments(config: OptimConfig, model: nn.Module, own: bool = False) -> int:
+    """Bytes of the optimizer's state; `own`: of a sharded model this rank's alone."""
+    kept, rows = moments_kept(config, model), weights(model)
+    sizes = {id(one): (rows[name] if own else one).nbytes for name, one in model.named_parameters()}
+    return sum(number * sizes[parameter] for parameter, number in kept.items())
 
 
 def make_optimizer(

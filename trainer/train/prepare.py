@@ -158,7 +158,7 @@ def memory_to_come(
     own_optimizer = brings_optimizer(task)
     sharded = is_sharded(recipe.parallel, world)
     copies = 1 + (world.group is not None and not sharded)  # with DDP's buckets
-    state = copies * learned + (0 if own_optimizer else bytes_of_moments(recipe.optim, model))
+    state = copies * learned + (0 if own_optimizer else bytes_of_moments(recipe.optim, model, own=True))
     activations = 0
     own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
     numbers = recipe.data.micro_batch_size * sum(math.prod(f.shape) for f in task.train_data.fields.values())
