@@ -557,8 +557,6 @@ UNGUARDED = """
 import sys
 from tests.train.test_from_python import Points, SETTINGS
 from trainer import fit
-from trainer.cli import make_parser
-from trainer.config.recipe_file import provisional
 settings = {{**SETTINGS, "data.workers": 1, "data.resident": False, "data.start_method": "spawn"}}
 fit(Points, settings{out})
 """

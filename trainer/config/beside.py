@@ -93,11 +93,22 @@ class Beside:
         file = None if level else self.file_of(top)
         itself = file is not None and file == _absolute((globals or {}).get("__file__", ""))
         if file is None or (itself and _elsewhere(top, self.folder)):  # timm.py that imports timm
-            return __import__(name, globals, locals, fromlist or (), level)
+            module = __import__(name, globals, locals, fromlist or (), level)
+            return self._importlib() if module is importlib else module
         if fromlist:
             return __import__(f"{self.name}.{name}", globals, locals, fromlist)
         importlib.import_module(f"{self.name}.{name}")
         return sys.modules[f"{self.name}.{top}"]
+
+    def _importlib(self) -> ModuleType:
+        """Python's, with an `import_module` that looks beside the file first, too."""
+        module = ModuleType("importlib")
+        vars(module).update(vars(importlib), import_module=self._import_module)
+        return module
+
+    def _import_module(self, name: str, package: str | None = None) -> ModuleType:
+        beside = not name.startswith(".") and self.file_of(name.partition(".")[0]) is not None
+        return importlib.import_module(f"{self.name}.{name}" if beside else name, package)
 
     def unlist(self) -> None:
         """Takes the modules out of `sys.modules`; whoever still holds one of them can import it as before."""
@@ -126,6 +137,8 @@ def open_folder(own: Beside, whose: str) -> None:
     if (before := _open.pop(whose, None)) is not None and before is not own:
         _close(before)
     _open[whose] = own
+    opened = list(_open.values())
+    _drop(name for name, module in sys.modules.items() if _is_plain(name, module, opened))
     if str(own.folder) not in sys.path:
         sys.path.append(str(own.folder))  # last: nobody else's import is to find something there
 
@@ -177,6 +190,12 @@ def _found_in(module: ModuleType, folders: set[str]) -> bool:
 
 def _is_of(module: ModuleType | None, own: Beside) -> bool:
     return str(getattr(module, "__name__", "")).startswith(f"{own.name}.")
+
+
+def _is_plain(name: str, module: ModuleType, but: Sequence[Beside]) -> bool:
+    """Whether a module of a folder stands there by its plain name, and the folder isn't among those given."""
+    ours = str(getattr(module, "__name__", "")).startswith(f"{__name__}.")
+    return ours and not name.startswith(__name__) and not any(_is_of(module, own) for own in but)
 
 
 def _elsewhere(top: str, folder: Path) -> bool:
@@ -260,7 +279,7 @@ class _Finder:
 
 
 def _plain(name: str) -> ModuleSpec | None:
-    """Of a name made at run time, or of a pickle: the module that import statements of the folder get."""
+    """Of a pickle, or of a name that a library imports: the module that imports of the folder get."""
     top = name.partition(".")[0]
     for own in list(_open.values()):
         if top != name:
