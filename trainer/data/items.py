@@ -233,7 +233,10 @@ def _shown(path: Path) -> Path:
 
 def _by_name(item: Any) -> dict[str, Any]:
     if isinstance(item, Mapping):
-        return {str(name): value for name, value in item.items()}
+        named = {str(name): value for name, value in item.items()}
+        if len(named) < len(item):
+            raise BadInputError(f"of the keys {[*item]!r} of an item two are the same text; give each its own")
+        return named
     if isinstance(item, list | tuple):
         return {str(number): value for number, value in enumerate(item)}
     if isinstance(item, torch.Tensor | np.ndarray):
