@@ -235,7 +235,7 @@ def _by_name(item: Any) -> dict[str, Any]:
     if isinstance(item, Mapping):
         named = {str(name): value for name, value in item.items()}
         if len(named) < len(item):
-            raise BadInputError(f"of the keys {[*item]!r} of an item two are the same text; give each its own")
+            raise BadInputError(f"two of an item's keys {[*item]!r} are the same text; give each its own")
         return named
     if isinstance(item, list | tuple):
         return {str(number): value for number, value in enumerate(item)}

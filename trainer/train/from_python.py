@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.weights import load_initial
-from trainer.observe.rows import FILES
+from trainer.observe.rows import FILES, OWN
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.begin import find_beginning, keep_beginning
@@ -128,8 +129,8 @@ def fit(
         )
     run = Fitted(folder, opened, {})
     evaluations = run.rows("eval")
-    known = {"kind", "step", "epoch", "time", "seconds"}
-    run.metrics.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
+    last = evaluations[-1] if evaluations else {}
+    run.metrics.update({n: math.nan if v is None else v for n, v in last.items() if n not in OWN})
     return run
 
 
