@@ -19,10 +19,10 @@ from torch import nn
 from trainer.config.task_file import MODULE, read_source, source_hash
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
 from trainer.data.items import ArrayItems, ItemDataset, is_items
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, is_field_name
 from trainer.errors import BadInputError
 from trainer.observe.console import warn
-from trainer.observe.rows import why_no_metric
+from trainer.observe.rows import is_name, why_no_metric
 from trainer.optim.own import HostSchedule, Scheduler
 from trainer.rng import Ints
 from trainer.tasks.figures import as_tensor, told, why_unfit
@@ -46,6 +46,7 @@ _GIVEN = {
 _METHODS = ("describe", "inputs", "predict", "collate", *(name for name in _GIVEN if name not in _WANTED))
 _ATTRIBUTES = ("metric", "mode", "losses", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
+_LETTERS = 160  # of what somebody gave, in a message
 _TRIED = 4  # samples
 _SLIP = 0.8  # how much alike names are of which one is a slip of the other
 _SUMMARIZED = 32  # samples whose rows `summarize` is tried on
@@ -220,6 +221,9 @@ class CustomTask:
         Raises:
             BadInputError: Naming the method and what it should give.
         """
+        for what, data in (("training", self.train_data), ("evaluation", self.evaluation_data)):
+            if odd := [name for name in data.fields if not is_field_name(name)]:
+                raise self._wrong("data", f"a field {odd[0]!r:.80} of the {what} data; its name is a text")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             model = self.model().eval()
@@ -568,8 +572,11 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
 def _names(given: Any, source: str) -> tuple[str, ...]:
     """Of several losses."""
     names = tuple(given) if isinstance(given, tuple | list) else ("",)
-    if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        raise BadInputError(f'{source}: losses is {given!r}; give their names, such as ("content", "style")')
+    if not all(map(is_name, names)) or len(set(names)) < len(names):
+        told = f"{given!r}"[:_LETTERS]
+        raise BadInputError(
+            f'{source}: losses is {told}; give their names, short texts such as ("content", "style")'
+        )
     return names
 
 
