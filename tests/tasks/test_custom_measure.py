@@ -58,11 +58,11 @@ def check(measure: Callable[..., Any], **more: Any) -> None:
     CustomTask(type("Mine", (Classes,), {"measure": measured, **more})(), "mine").check()
 
 
-def right(out: torch.Tensor, fields: Any) -> torch.Tensor:
+def right(out: torch.Tensor, fields: Any) -> Any:
     return out.argmax(1) == fields["label"]
 
 
-def of_two(out: torch.Tensor, fields: Any) -> torch.Tensor:
+def of_two(out: torch.Tensor, fields: Any) -> Any:
     return (out[:, 0] > 9) == fields["few"]
 
 
@@ -262,10 +262,13 @@ def penalized(_: Any, model: nn.Module, batch: Any) -> torch.Tensor:
 
 def test_a_loss_may_take_gradients() -> None:
     """Here they pull the weights to 0; and a mean of them is found like any other."""
-    methods = {"loss": penalized, "measure": lambda _, model, batch: {"loss": Small().loss(model, batch)}}
+    methods: dict[str, Any] = {
+        "loss": penalized,
+        "measure": lambda _, model, batch: {"loss": Small().loss(model, batch)},
+    }
     for more in ({}, {"log.layers_every": 1}, {"memory.checkpointing": "none", "precision.debug": True}):
         run = fit(settings={"epochs": 30, "optim.name": "sgd", "optim.lr": 0.05, **more}, **methods)
-        assert run.model().weight.detach().abs().max() < 0.5  # type: ignore[union-attr,operator]
+        assert run.model().weight.detach().abs().max() < 0.5  # type: ignore[operator]
     with pytest.raises(BadInputError, match="loss gave a mean"):
         fit(**methods | {"loss": lambda *given: penalized(*given) / len(given[2].fields["x"])})
 
