@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.data.dataset import Dataset as Dataset, Field as Field
     from trainer.data.loader import Batch as Batch
     from trainer.distributed.parallel import World as World
-    from trainer.errors import BadInputError as BadInputError
+    from trainer.errors import BadInputError as BadInputError, DivergedError as DivergedError
     from trainer.host.limits import read_limits as read_limits
     from trainer.models.images import build_model as build_model
     from trainer.observe.log import Sink as Sink
@@ -32,6 +32,7 @@ PUBLIC = {
         "fit": "train.from_python",
         "Fitted": "train.from_python",
         "BadInputError": "errors",
+        "DivergedError": "errors",
     },
     "A custom task": {
         "Task": "tasks",

@@ -222,10 +222,6 @@ class ItemDataset:
                     "size (a method collate(items) may do it), and cut it in `loss` if need be"
                 )
 
-        if NUM_ITEMS in arrays and arrays[NUM_ITEMS].min() < 0:
-            raise self._wrong(
-                f"a negative '{NUM_ITEMS}' {where}: give what the loss of each is a sum over, 0 or more"
-            )
 
     def _wrong(self, gave: str) -> BadInputError:
         giver = "collate" if self._collate is not None else self._name

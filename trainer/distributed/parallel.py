@@ -246,8 +246,18 @@ def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
-def check_agreement(text: str, world: World) -> None:
-    """Makes sure that all ranks are about to do the same.
+def check_agreement(
+    text: str,
+    world: World,
+    what: str = "configurations, data or initial weights",
+    remedy: str = "give every host the same recipe and the same files",
+) -> None:
+    """Makes sure that all ranks are about to do the same; collective.
+
+    Args:
+        text: What is to be the same on each.
+        what: What it is, for the message.
+        remedy: What to do where it differs.
 
     Raises:
         BadInputError: If ranks differ, as they do where hosts see different files.
@@ -260,10 +270,7 @@ def check_agreement(text: str, world: World) -> None:
     others = sum_over_ranks(hashes, world.group).tolist()
     odd = [rank for rank, other in enumerate(others) if other != mine]
     if odd:
-        raise BadInputError(
-            f"rank {world.rank} and rank {odd[0]} have different configurations, data or initial weights: "
-            "give every host the same recipe and the same files"
-        )
+        raise BadInputError(f"rank {world.rank} and rank {odd[0]} have different {what}: {remedy}")
 
 
 def least_over_ranks(number: int, world: World) -> int:

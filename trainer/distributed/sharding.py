@@ -310,11 +310,19 @@ def take_gradients(model: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context for forward passes without gradients; at its end a sharded model holds its rows only."""
+    """A context for forward passes without gradients; at its end a sharded model holds its rows only.
+
+    Not torch's inference mode: a cache that is made in it can't be trained with later, TorchScript fails, and
+    a measure could take no gradients. Those that one leaves at parameters aren't the next step's.
+    """
     parts: list[Any] = [one for one in model.modules() if hasattr(one, "set_requires_gradient_sync")]
-    # What FSDP gathers into in inference mode couldn't be trained with later.
-    with torch.no_grad() if parts else torch.inference_mode():
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    with torch.no_grad():
         yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient
     for part in parts:
         part.reshard()
 

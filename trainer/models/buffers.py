@@ -49,7 +49,8 @@ class ChangingBuffers:
         """Starts from the values that are in the model now."""
         self._names = names
         self._places = [place(model, name) for name in names]
-        self._buffers = [model.get_buffer(name) for name in names]
+        known = dict(model.named_buffers(remove_duplicate=False))
+        self._buffers = [known[name] for name in names]
         self._sizes = [buffer.numel() * (1 + buffer.is_complex()) for buffer in self._buffers]
         self.size = sum(self._sizes) + len(self._sizes)
         self.reload()
@@ -150,4 +151,4 @@ def _reals(tensor: torch.Tensor) -> torch.Tensor:
 def place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that has a buffer, and its name for it."""
     path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
+    return nn.Module.get_submodule(model, path), key  # TorchScript's own raises

@@ -2,40 +2,91 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from trainer.errors import BadInputError
 from trainer.models.pointwise import mend_pointwise
 from trainer.optim.own import HostSchedule
+from trainer.rng import Ints
 
 _DRAWS = 16  # of a loss that draws random numbers
 _NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
+_ZERO = 1e-6
+_APART = 0.05  # relative: by how much the parts of what is no sum are more, whatever rounds
+_EQUAL = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
 _LARGEST_BYTES = 1 << 20  # of an attribute that is looked at: not somebody's data
 
+_Figures = Callable[[], Sequence[float]]
 
-def stays_when_doubled(once: Callable[[], float], twice: Callable[[], float]) -> bool:
-    """Whether a loss is the same for the same samples twice in one micro-batch, as that of a mean is.
 
-    A sum doubles; a loss that compares the samples with each other grows, too. Where random numbers are
-    drawn, the averages over several draws are compared; what is too noisy to tell passes.
+def stay_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
+    """Which figures are the same for the same samples twice in one micro-batch, as a mean's are.
+
+    A sum doubles; what compares the samples with each other grows, too. Where random numbers are drawn, the
+    averages over several draws are compared; what is too noisy to tell, or 0, passes.
 
     Args:
-        once: The loss of some samples.
-        twice: The loss of a micro-batch that holds each of them twice.
+        once: The figures of some samples.
+        twice: Those of a micro-batch that holds each of them twice.
     """
     values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(2)])
-    if values[0, 0] != values[1, 0]:
+    if not np.array_equal(values[0, 0], values[1, 0], equal_nan=True):
         values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(_DRAWS)])
+    with np.errstate(all="ignore"):
+        return [_stays(each) for each in np.moveaxis(values, 2, 0)]
+
+
+def _stays(values: npt.NDArray[np.float64]) -> bool:
     means = values.mean(0)
-    if not np.abs(means).min() > 1e-6:
+    if not np.abs(means).min() > _ZERO:
         return False
     noise = float(np.hypot(*(values.std(0) / means))) / len(values) ** 0.5
     return bool(noise < _NOISE and abs(means[1] / means[0] - 1) < max(_SAME, 3 * noise))
+
+
+def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[bool]]:
+    """Which figures of samples are a mean or another figure of the whole batch; and which others are no sum.
+
+    The second are less than those of two halves together. What compares the samples with each other may be
+    more, and what draws random numbers isn't looked at.
+
+    Args:
+        figures: Of a batch of some samples.
+        samples: Some.
+    """
+    once, twice = partial(figures, samples), partial(figures, np.tile(samples, 2))
+    stay = stay_when_doubled(once, twice)
+    value, again = (np.array(_drawn(seed, once)) for seed in range(2))
+    if (zero := np.abs(value) <= _ZERO).any():
+        with suppress(BadInputError), _AllEqual():
+            equal = stay_when_doubled(once, twice)
+            stay = [*(np.array(stay) | (zero & np.array(equal)))]
+    halves = [part for part in np.array_split(samples, 2) if len(part)]
+    each = np.array([_drawn(0, partial(figures, half)) for half in halves])
+    with np.errstate(all="ignore"):
+        short, size = np.abs(each.sum(0)) - np.abs(value), np.abs(value) + np.abs(each).sum(0)
+        apart = (value == again) & (short > _ZERO) & (short > _APART * size)
+    return stay, [*(apart & ~np.array(stay, bool))]
+
+
+class _AllEqual(TorchFunctionMode):
+    """Within it whatever torch compares for equality is equal: so a share of right answers isn't 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return torch.ones_like(found) if func in _EQUAL and isinstance(found, torch.Tensor) else found
 
 
 class Outside(NamedTuple):
@@ -184,6 +235,6 @@ def _put_back(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
                 value.copy_(kept[name])
 
 
-def _drawn(seed: int, loss: Callable[[], float]) -> float:
+def _drawn(seed: int, figures: _Figures) -> Sequence[float]:
     torch.default_generator.manual_seed(seed)
-    return loss()
+    return figures()

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -22,7 +23,7 @@ from trainer.host.here import from_here, paths_from_here
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
 from trainer.observe.console import warn
-from trainer.observe.rows import FILES
+from trainer.observe.rows import FILES, OWN
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.begin import keep_beginning
@@ -164,8 +165,8 @@ def _fit(
         )
     run = Fitted(folder, opened, {})
     evaluations = run.rows("eval")
-    known = {"kind", "step", "epoch", "time", "seconds"}
-    run.metrics.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
+    last = evaluations[-1] if evaluations else {}
+    run.metrics.update({n: math.nan if v is None else v for n, v in last.items() if n not in OWN})
     return run
 
 

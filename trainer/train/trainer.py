@@ -126,6 +126,8 @@ def _attempt(
         check_request(recipe, task, world.size, fresh)
         where = f"{begin} of {begun.hash}" if begun else str(begin)
         check_agreement(f"{config_hash(recipe)} {data} from {where} without {sorted(skipped)}", world)
+        losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
+        check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
         run, loading = _build(request, task, world, fresh)
         stack.callback(run.close)
