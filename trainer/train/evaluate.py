@@ -14,6 +14,7 @@ from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.distributed.sharding import evaluating
 from trainer.errors import BadInputError
+from trainer.models.modes import in_evaluation_mode
 from trainer.models.precision import autocast
 from trainer.observe.phases import enter_phase
 from trainer.tasks import Summarizing, Task
@@ -34,6 +35,7 @@ def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
         for name, loader, share in sets:
             found = evaluate(task, state.model, loader, share, run.world, run.recipe.precision)
             metrics |= {in_set(name, metric): value for metric, value in found.items()}
+    state.statistics.restore()  # what an evaluation makes of them isn't the training's
     state.metrics = metrics
     decisive = metrics[in_set(run.recipe.evaluation.decides, task.metric)]
     score = -decisive if task.lower_is_better else decisive
@@ -65,21 +67,19 @@ def evaluate(
     the same way, and `task.summarize` makes metrics of it.
 
     Args:
-        model: The bare model; its mode is restored.
+        model: The bare model; each of its modules has its mode again afterwards.
         loader: Loads the micro-batches of `share`.
         share: From `plan.evaluation_share`.
 
     Returns:
         Means over the items of the data set: samples, or valid tokens.
     """
-    training = model.training
-    model.eval()
     micro_batches = share.plan.steps * share.plan.micro_batches
     tables: dict[str, torch.Tensor] = {}
     num_items = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
     batches = share.batches()
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
-    with evaluating(model), autocast(precision, world.device):
+    with in_evaluation_mode(model), evaluating(model), autocast(precision, world.device):
         for number, batch in zip(numbers, loader(batches), strict=True):
             enter_phase("evaluation")
             num_items[int(number)] = batch.num_items
@@ -89,7 +89,6 @@ def evaluate(
                     kind = kind if value.ndim else torch.float64
                     tables[name] = torch.zeros((micro_batches, *value.shape), dtype=kind, device=world.device)
                 tables[name][int(number)] = value
-    model.train(training)
     if not tables:
         raise BadInputError("the evaluation data set is empty")
     # Without the rows that fill up the last round: how many these are depends on the number of ranks.
