@@ -66,10 +66,11 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
             trial.compare(lively)
             break
     if trial.remade:
+        kind = "parameter" if trial.remade in dict(model.named_parameters()) else "buffer"
         raise BadInputError(
-            f"a training forward pass makes, replaces or reshapes the model's '{trial.remade}', so that no "
-            "run could go on from a checkpoint: let model() make it, with the shape that it has in training, "
-            "or register it with persistent=False if it only keeps what can be computed again"
+            f"a training forward pass makes, replaces or reshapes the model's {kind} '{trial.remade}', so "
+            "that no run could go on from a checkpoint: let model() make it, with the shape that it has in "
+            "training, or register it with persistent=False if it only keeps what can be computed again"
         )
     names += [name for name, _ in model.named_parameters()]
     found = [[float(of(name)) for name in names] for of in (trial.changes, trial.differs, trial.is_partial)]
@@ -106,7 +107,7 @@ def _refuse(recipe: Recipe, plan: Plan, world: World, moved: list[str], trained:
             f"a training forward pass changes the parameters {few(trained)}, which are trained: each of a "
             f"step's {plan.micro_batches} micro-batches would change them further, and each rank its own; "
             "let model() start them from samples, limit or normalize them by torch.nn.utils.parametrize or "
-            f"after the optimizer's step (register_step_post_hook); only {_ONE_MICRO_BATCH} needs none of that"
+            f"after the optimizer's step (register_step_post_hook), or take {_ONE_MICRO_BATCH}"
         )
 
 
