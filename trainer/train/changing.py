@@ -24,6 +24,7 @@ from trainer.train.prepare import blank_batch
 _TRIES = 4
 _FEW = 2  # samples
 _LETTERS = 160
+_OTHER = 1.01
 _LARGER = 100.0  # weights, at which a limit on them shows
 _CLOSE = 1e-5
 _ONE_MICRO_BATCH = "one micro-batch a step on one rank (data.micro_batch_size=data.global_batch_size)"
@@ -139,17 +140,12 @@ def _has_empty_places(model: nn.Module) -> bool:
 
 
 def _lively_batch(task: Task, samples: int, device: torch.device, seed: int) -> Batch:
-    """A batch of random numbers: integers are 0 or 1, as they may number classes or words."""
+    """A batch of random numbers; integers, which may number classes or words, are all 0, or 1 for seed 1."""
     drawn = torch.Generator().manual_seed(seed)
     batch = blank_batch(task, samples, device)
     for tensor in batch.fields.values():
         real = tensor.is_floating_point()
-        values = (
-            torch.randn(tensor.shape, generator=drawn)
-            if real
-            else torch.rand(tensor.shape, generator=drawn) < 0.5
-        )
-        tensor.copy_(values)
+        tensor.copy_(torch.randn(tensor.shape, generator=drawn) if real else torch.full(tensor.shape, seed))
     return batch
 
 
@@ -175,6 +171,10 @@ class _Trial:
         try:
             with stand_ins(self._task, self._model, self._device) as (other, twin):
                 other.load_state_dict(self._model.state_dict())
+                with torch.no_grad():  # a teacher begins as its student, and would stay so
+                    for weights in other.parameters():
+                        if weights.requires_grad:
+                            weights.mul_(_OTHER).add_(_OTHER - 1)
                 self._look_at(other, twin, batches)
         except Exception as error:  # blank samples don't suit every model
             what = (str(error).strip() or "no message").splitlines()[0]
