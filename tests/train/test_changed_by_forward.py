@@ -92,7 +92,8 @@ class Base(nn.Module):
         if self.training and late:
             self.change(x)
         made = self.student(x)
-        return (self.drop(made) - wanted).square().sum() + made[:, 0].sub(1).square().sum()
+        loss: torch.Tensor = (self.drop(made) - wanted).square().sum() + made[:, 0].sub(1).square().sum()
+        return loss
 
 
 class Own:
@@ -159,12 +160,9 @@ def by_hand(kind: str, steps: int = 8) -> dict[str, torch.Tensor]:
     run = a_run(ALONE, Own(seeded(lambda: Base(kind))), 8)
     model = seeded(lambda: Base(kind))().train()
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(weights, lr=LR)
-    decay = run.recipe.optim.weight_decay
-    if decay:
-        kept = [p for p in weights if p.ndim >= 2]
-        others = [p for p in weights if p.ndim < 2]
-        optimizer = torch.optim.SGD([{"params": kept, "weight_decay": decay}, {"params": others}], lr=LR)
+    matrices: Any = {"params": [p for p in weights if p.ndim >= 2], "weight_decay": 0.01}
+    others: Any = {"params": [p for p in weights if p.ndim < 2]}
+    optimizer = torch.optim.SGD([matrices, others], lr=LR)
     for _, batch in zip(range(steps), run.loader(run.share.batches()), strict=False):
         optimizer.zero_grad()
         (model(batch.fields["x"]) / 8).backward()
@@ -203,7 +201,7 @@ def test_the_average_follows_a_teacher_without_delay() -> None:
         average = run.state.average.tensors  # type: ignore[union-attr]
         if "teacher.weight" in average:
             share = max(0.5, 9 / (10 + step))
-            wanted = torch.lerp(before["teacher.weight"], run.state.model.teacher.weight.detach(), share)  # type: ignore[operator, union-attr, arg-type]
+            wanted = torch.lerp(before["teacher.weight"], run.state.model.teacher.weight.detach(), share)  # type: ignore[operator, union-attr]
             assert torch.allclose(average["teacher.weight"], wanted, rtol=1e-9)
 
 
@@ -277,7 +275,7 @@ class Lazy(nn.Module):
             elif self.what == "parameter":
                 self.made = nn.Parameter(value)
             elif self.what == "module":
-                self.made = nn.Linear(4, 4, dtype=F64)
+                self.made = nn.Linear(4, 4, dtype=F64)  # type: ignore[assignment]
             else:
                 self.register_buffer("made", value, persistent=False)
         return self.linear(x).sum()  # type: ignore[no-any-return]
@@ -472,10 +470,12 @@ def test_a_frozen_batchnorm_computes_as_in_plain_pytorch() -> None:
 # --- ranks that drift ---
 
 
-def drifting(world: World, name: str, reduction: str = "all_reduce") -> tuple[str, list[str]]:
+def drifting(world: World, name: str, *parallel: str) -> tuple[str, list[str]]:
     """Lets a rank change a tensor in step 5 as the others don't; gives how the run ends, and what is said."""
     own, said = Own(seeded(Base)), list[str]()
-    run = a_run(world, own, 2, log={"every": 2}, parallel={"threads": 1, "reduction": reduction})
+    run = a_run(
+        world, own, 2, log={"every": 2}, parallel={"threads": 1, **dict([parallel] if parallel else [])}
+    )
 
     def nudge(done: int) -> None:
         if done == 5 and name:
@@ -492,15 +492,24 @@ def drifting(world: World, name: str, reduction: str = "all_reduce") -> tuple[st
     return "", said
 
 
-@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
-def test_ranks_whose_weights_drift_apart_end_the_run_one_record_later(ranks: Ranks, reduction: str) -> None:
-    for ended, _ in ranks.run(2, drifting, "student.weight", reduction):
+@pytest.mark.parametrize("parallel", [("reduction", "all_reduce"), ("reduction", "tree")])
+def test_ranks_whose_weights_drift_apart_end_the_run_one_record_later(
+    ranks: Ranks, parallel: tuple[str, str]
+) -> None:
+    for ended, _ in ranks.run(2, drifting, "student.weight", *parallel):
         assert ended.startswith(
             "step 8: the ranks' weights differ after step 6, as they did not after step 4"
         )
         assert "student.weight;" in ended
-    for ended, said in ranks.run(2, drifting, "", reduction):
+    for ended, said in ranks.run(2, drifting, "", *parallel):
         assert not ended and not said
+
+
+def test_rows_of_a_sharded_model_are_no_drift_but_its_buffers_may_be(ranks: Ranks) -> None:
+    for name, wanted in (("", 0), ("center", 1)):
+        (ended, said), (other, nothing) = ranks.run(2, drifting, name, "strategy", "fsdp")
+        assert not ended and not other and not nothing
+        assert len(said) == wanted
 
 
 def test_buffers_that_differ_are_told_once_by_one_rank(ranks: Ranks) -> None:

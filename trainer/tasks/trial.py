@@ -75,9 +75,7 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
     torch.set_num_threads(1)
     try:
         (results, state, attributes), again = (_trained(model, kept, loss, owner) for _ in range(2))
-        with torch.no_grad():
-            moved = {n: value + _MOVED * value.is_floating_point() for n, value in kept.items()}
-        followed, further = (_trained(model, moved, loss, owner)[2] for _ in range(2))
+        followed, further = _followed(model, kept, loss, owner)
     finally:
         torch.set_num_threads(threads)
         _put_back(model, kept)
@@ -141,6 +139,21 @@ def _after(model: nn.Module, rates: HostSchedule) -> tuple[Any, Any]:
 
 
 _Digests = dict[str, bytes]
+
+
+def _followed(
+    model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
+) -> tuple[_Digests, _Digests]:
+    """What lies beside the model after each of two passes with other weights; nothing if there is nothing."""
+    if not _learned(model, owner):
+        return {}, {}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    moved = {name: value + _MOVED if name in trained else value for name, value in kept.items()}
+    try:
+        first, second = (_trained(model, moved, loss, owner)[2] for _ in range(2))
+    except Exception:  # a loss may want weights of a kind
+        return {}, {}
+    return first, second
 
 
 def _trained(

@@ -84,9 +84,9 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
-    if kept := begin_training(model):
+    if still := begin_training(model):
         notes.append(
-            f"in evaluation mode in training, too, as model() gave them: {_few(kept)}; .train() there lets "
+            f"in evaluation mode in training, too, as model() gave them: {_few(still)}; .train() there lets "
             "dropout act and BatchNorm learn"
         )
     if fresh and (start := find_weights(recipe.model)) is not None:
