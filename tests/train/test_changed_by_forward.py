@@ -474,7 +474,11 @@ def drifting(world: World, name: str, *parallel: str) -> tuple[str, list[str]]:
     """Lets a rank change a tensor in step 5 as the others don't; gives how the run ends, and what is said."""
     own, said = Own(seeded(Base)), list[str]()
     run = a_run(
-        world, own, 2, log={"every": 2}, parallel={"threads": 1, **dict([parallel] if parallel else [])}
+        world,
+        own,
+        2,
+        log={"every": 2},
+        parallel={"threads": 1, **({parallel[0]: parallel[1]} if parallel else {})},
     )
 
     def nudge(done: int) -> None:
