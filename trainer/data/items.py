@@ -222,7 +222,6 @@ class ItemDataset:
                     "size (a method collate(items) may do it), and cut it in `loss` if need be"
                 )
 
-
     def _wrong(self, gave: str) -> BadInputError:
         giver = "collate" if self._collate is not None else self._name
         return BadInputError(f"{self._what} data: {giver} gave {gave}")

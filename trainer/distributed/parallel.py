@@ -305,6 +305,21 @@ def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
     return sum_over_ranks(table, world.group)
 
 
+def differs_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Which of some integers the ranks don't all have alike, int64 (n,), 0 or 1; collective.
+
+    Args:
+        values: int64 (n,), on the device.
+        group: The ranks; None: there is one.
+    """
+    both = torch.stack((values, ~values))  # the greatest complement is that of the least
+    if group is not None:
+        before = communicating()
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        enter_phase(before)
+    return (both[0] != ~both[1]).to(torch.int64)
+
+
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sums a tensor over the ranks, in place."""
     if group is not None:

@@ -49,7 +49,7 @@ class StepStatistics:
         layers = _layers(model)
         self._parts: list[_BatchNorms | ChangingBuffers] = [_BatchNorms(layers)] if layers else []
         if found is not None and found.changing:
-            self._parts.append(ChangingBuffers(model, found.changing))
+            self._parts.append(ChangingBuffers(model, found.changing, found.alike))
         self._others = OtherBuffers(model, found.others) if found is not None and found.others else None
         self._sums: list[torch.Tensor] = []
 

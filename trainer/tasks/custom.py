@@ -22,12 +22,22 @@ from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.data.loader import Batch, is_field_name
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
+from trainer.models.buffers import few
+from trainer.models.modes import begin_training, in_evaluation_mode
 from trainer.observe.console import warn
 from trainer.observe.rows import is_name, why_no_metric
 from trainer.optim.own import HostSchedule, Scheduler
 from trainer.rng import Ints
 from trainer.tasks.figures import as_tensor, told, why_unfit
-from trainer.tasks.trial import find_no_sums, goes_on_alike, outside_of_checkpoint, stay_when_doubled
+from trainer.tasks.trial import (
+    Held,
+    expanded,
+    find_no_sums,
+    goes_on_alike,
+    held,
+    outside_of_checkpoint,
+    stay_when_doubled,
+)
 
 _WANTED = {
     "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each, or "
@@ -227,14 +237,40 @@ class CustomTask:
                 raise self._wrong("data", f"a field {odd[0]!r:.80} of the {what} data; its name is a text")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            model = self.model().eval()
-            self._check_loss(model)
-            self._check_measure(model)
+            model = self.model()
+            if name := expanded(model):
+                raise BadInputError(
+                    f"{self._source}: several elements of the model's '{name}' are one number in memory (it "
+                    "was expanded), which nothing can update; add .clone()"
+                )
+            begin_training(model)
+            first = held(model)
+            with in_evaluation_mode(model):
+                self._check_loss(model)
+                before = held(model)
+                self._check_measure(model)
+            changed = before.changed(model)
+            self._check_made(first, model)
             self._check_state(model)
+            self._check_made(first, model)
+        if changed:
+            warn(
+                f"{self._source}: measure changes the model's {few(changed)}, in evaluation mode: what the "
+                "training changes, too, is put back after it, all else stays so, on each rank for itself; "
+                "change them only `if self.training`"
+            )
         try:
             json.dumps(dict(self.describe()), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise BadInputError(f"{self._source}: describe gave what JSON can't hold ({error})") from error
+
+    def _check_made(self, first: Held, model: nn.Module) -> None:
+        if name := first.made(model):
+            raise BadInputError(
+                f"{self._source}: a forward pass makes the model's '{name}', or takes it away, of which "
+                "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
+                "be registered with persistent=False"
+            )
 
     def _check_loss(self, model: nn.Module) -> None:
         few = np.arange(min(_TRIED, len(self.train_data)))
@@ -371,7 +407,7 @@ class CustomTask:
         if names:
             warn(
                 f"{self._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
-                "training depends on it, make it a buffer (self.register_buffer)"
+                "training depends on it, make it a buffer (self.register_buffer), or a part of the model"
             )
 
     def _summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:

@@ -13,6 +13,7 @@ from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.distributed.sharding import evaluating
 from trainer.errors import BadInputError
+from trainer.models.modes import in_evaluation_mode
 from trainer.models.precision import autocast
 from trainer.observe.phases import enter_phase
 from trainer.tasks import Task
@@ -34,6 +35,7 @@ def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
         for name, loader, share in sets:
             found = evaluate(task, state.model, loader, share, run.world, run.recipe.precision)
             metrics |= {in_set(name, metric): value for metric, value in found.items()}
+    state.statistics.restore()  # what an evaluation makes of them isn't the training's
     state.metrics = metrics
     decides = in_set(run.recipe.evaluation.decides, task.metric)
     if decides not in metrics:
@@ -72,7 +74,7 @@ def evaluate(
     metrics of it.
 
     Args:
-        model: The bare model; its mode is restored.
+        model: The bare model; each of its modules has its mode again afterwards.
         loader: Loads the micro-batches of `share`.
         share: From `plan.evaluation_share`.
 
@@ -82,8 +84,6 @@ def evaluate(
     Raises:
         BadInputError: On all ranks, naming what can't be put together.
     """
-    training = model.training
-    model.eval()
     micro_batches = share.plan.steps * share.plan.micro_batches
     # Without those that fill up the last round: how many they are depends on the number of ranks.
     real = -(-share.plan.samples // share.plan.micro_batch_size)
@@ -91,14 +91,13 @@ def evaluate(
     num_items = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
     batches = share.batches()
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
-    with evaluating(model), autocast(precision, world.device):
+    with in_evaluation_mode(model), evaluating(model), autocast(precision, world.device):
         for number, batch in zip(map(int, numbers), loader(batches), strict=True):
             enter_phase("evaluation")
             num_items[number] = batch.num_items
             given = task.measure(model, batch)
             if number < real:
                 measured.take(number, given)
-    model.train(training)
     count = float(sum_over_ranks(num_items, world.group)[:real].sum())
     if not count:
         raise BadInputError(

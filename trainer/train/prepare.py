@@ -31,6 +31,7 @@ from trainer.models.compiling import (
 )
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT
+from trainer.models.modes import begin_training
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
@@ -85,6 +86,11 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
+    if still := begin_training(model):
+        notes.append(
+            f"in evaluation mode in training, too, as model() gave them: {_few(still)}; .train() there lets "
+            "dropout act and BatchNorm learn"
+        )
     if fresh and (start := find_weights(recipe.model)) is not None:
         taken = load_initial(model, start.file, recipe.model.reinit)
         notes.append(f"starts from {recipe.model.pretrained} ({taken} tensors)")
@@ -169,7 +175,8 @@ def memory_to_come(
         with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
             meta = torch.device("meta")
             with meta:
-                shapes = task.model().train()
+                shapes = task.model()
+                begin_training(shapes)
             kept = KeptBytes(shapes.parameters())
             with kept.counting():
                 task.loss(shapes, blank_batch(task, recipe.data.micro_batch_size, meta))
@@ -306,7 +313,6 @@ def _choose_checkpointed(
         with context:
             return task.loss(model, batch)
 
-    model.train()
     with uncompiled():
         cost = measure(model, possible, forward)
     if uncalled := [name for name in chosen if name not in cost.blocks]:

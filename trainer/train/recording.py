@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
+from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.files import remove_unfinished, write_file, written_whole
@@ -25,9 +26,10 @@ from trainer.observe.console import warn
 from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, opened_to_add, tensorboard_sink
+from trainer.observe.text import listed
 from trainer.optim.optimizers import bytes_of_moments
 from trainer.train.run_folder import MANIFEST, set_status, write_json
-from trainer.train.state import Run, TrainState
+from trainer.train.state import Run
 
 # libyaml's writes the same ten times as fast; not every PyYAML has it.
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -67,7 +69,7 @@ def open_folder(
             sinks = _open(folder, run.recipe, manifest, run.state.step, closing)
             checksums = None
             if run.recipe.log.fingerprints:
-                checksums = _open_trace(folder / "checksums.jsonl", run.state, closing)
+                checksums = _open_trace(folder / "checksums.jsonl", run, closing)
         try:
             yield sinks, checksums
         except BaseException as error:
@@ -108,25 +110,71 @@ def _open(
     return [_despite_the_disk(sink) for sink in sinks]
 
 
-def _open_trace(path: Path, state: TrainState, closing: contextlib.ExitStack) -> Checksums:
-    known = last_names(path)
+def _open_trace(path: Path, run: Run, closing: contextlib.ExitStack) -> Checksums:
+    known, state = last_names(path), run.state
     file = opened_to_add(path)
     closing.callback(_despite_the_disk(file.close))
     write = checksums_to(file, list(state.model.state_dict()), known, state.step)
-    return Checksums(_fingerprints(state), _despite_the_disk(write))
+    return Checksums(_fingerprints(run), _despite_the_disk(write), _drift_of(run))
 
 
 def other_ranks_checksums(run: Run) -> Checksums | None:
-    """What a rank that writes nothing has to do with them: its rows of a sharded model are in them."""
-    if run.state.rows is None or not run.recipe.log.fingerprints:
+    """What a rank that writes nothing has to do with them: its weights are compared with the other ranks'."""
+    if not run.recipe.log.fingerprints:
         return None
-    return Checksums(_fingerprints(run.state), lambda *_: None)
+    return Checksums(_fingerprints(run), lambda *_: None, _drift_of(run))
 
 
-def _fingerprints(state: TrainState) -> Callable[[], torch.Tensor]:
-    """Takes them: of a sharded model a sum over all ranks, each rank's times an odd number of its own."""
+def _fingerprints(run: Run) -> Callable[[], torch.Tensor]:
+    """Takes them, and which differ between ranks that should hold the same.
+
+    Of a sharded model it is a sum over the ranks that share it, each rank's times an odd number of its own;
+    what isn't sharded of it, and the sums of several such groups, are compared.
+    """
+    state, group = run.state, run.world.group
     take, rows = fingerprints_of(state.model, own_rows), state.rows
-    return take if rows is None else lambda: rows.sum(take() * (2 * rows.rank + 1))
+    if group is None:
+        return take
+    if rows is None:
+        return lambda: torch.stack(((own := take()), differs_over_ranks(own, group)))
+    tensors = state.model.state_dict().values()
+    whole = torch.tensor([own_rows(one) is one for one in tensors], device=run.world.device)
+    if rows.ranks == run.world.size and not whole.any():
+        return lambda: rows.sum(take() * (2 * rows.rank + 1))
+
+    def taken() -> torch.Tensor:
+        own = take()
+        summed = rows.sum(own * (2 * rows.rank + 1))
+        return torch.stack((summed, differs_over_ranks(torch.where(whole, own, summed), group)))
+
+    return taken
+
+
+def _drift_of(run: Run) -> Callable[[int, Sequence[int]], None]:
+    """Makes what judges tensors that differ between ranks: buffers are told once, parameters end the run."""
+    names = list(run.state.model.state_dict())
+    weights = {name for name, _ in run.state.model.named_parameters(remove_duplicate=False)}
+    alike, told = run.state.step, run.world.rank > 0
+
+    def judge(step: int, flags: Sequence[int]) -> None:
+        nonlocal alike, told
+        odd = [name for name, flag in zip(names, flags, strict=True) if flag]
+        if drifted := [name for name in odd if name in weights]:
+            raise DivergedError(
+                f"the ranks' weights differ after step {step}, as they did not after step {alike}: "
+                f"{listed(drifted, 3)}; what changes them must be the same on all ranks: look for RANK, data "
+                "or random numbers of a rank's own in the task, its hooks and its optimizer, or for a faulty "
+                "device; --resume force goes on from the newest checkpoint"
+            )
+        if odd and not told:
+            told = True
+            warn(
+                f"the buffers {listed(odd, 3)} differ between ranks after step {step}: each rank keeps its "
+                "own, and checkpoints and the evaluation of rank 0's samples have rank 0's"
+            )
+        alike = step
+
+    return judge
 
 
 def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:

@@ -20,7 +20,8 @@ from trainer.distributed.tree import shares_a_tree
 from trainer.errors import BadInputError
 from trainer.launch.worker import current
 from trainer.models.activation_checkpointing import blocks, candidates
-from trainer.models.finetune import fine_tune, keeps_statistics
+from trainer.models.finetune import fine_tune
+from trainer.models.modes import begin_training
 from trainer.models.precision import fp32_modules
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
@@ -158,12 +159,14 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
             "data.micro_batch_size or the number of ranks"
         )
     model = shapes_only(task)
+    begin_training(model)
     _check_tensors(model, recipe.precision.mode)
     if fresh and (weights := find_weights(recipe.model)) is not None:
         load_initial(model, weights.file, recipe.model.reinit)
     fine_tune(model, recipe.model)
     if plan.last == "weighted" and any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) and not keeps_statistics(m) for m in model.modules()
+        isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+        for m in model.modules()
     ):
         raise BadInputError(
             "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
