@@ -125,9 +125,13 @@ def process_state() -> dict[str, Any]:
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": torch.get_num_threads(),
         "python's threads": threading.active_count(),
-        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+        "random": (
+            random.getstate(),
+            np.random.get_state(legacy=False)["state"]["key"].tolist(),
+            torch.get_rng_state().tolist(),
+        ),
         "deterministic": torch.get_deterministic_debug_mode(),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "fill": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009
         "cudnn": [
             getattr(backends.cudnn, n) for n in ("benchmark", "deterministic", "enabled", "benchmark_limit")
         ],
@@ -534,7 +538,7 @@ def _in_a_pool(settings: dict[str, Any]) -> str:
 def test_in_a_daemonic_process() -> None:
     """As multiprocessing.Pool has them: they may start no workers."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        free = {"data.resident": False}
+        free: dict[str, Any] = {"data.resident": False}
         assert pool.map(_in_a_pool, [free, {**free, "data.workers": 1}, {"data.workers": 0}]) == [
             "2",
             "data.workers=1: this process is daemonic, as those of a multiprocessing.Pool, and may start no "
