@@ -47,10 +47,12 @@ class Model(nn.Module):
             case "recurrent":
                 for _ in range(3):
                     h = self.block(self.norm(h)).tanh()
-            case "views" | "two names" | "one buffer":
+            case "views" | "two names":
                 h = self.norm(h) + self.other(self.first(x + 10))
-                if self.kind == "one buffer" and float(x.sum()) > 0:
-                    h = h + self.norm(h)
+            case "one buffer":
+                h = self.norm(h)
+                if float(x.sum()) > 0:
+                    h = h + self.other(self.first(x + 10))
             case "sometimes":
                 h = self.norm(h)
                 if float(x.sum()) > 0:
