@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.data.dataset import Dataset as Dataset, Field as Field
     from trainer.data.loader import Batch as Batch
     from trainer.distributed.parallel import World as World
-    from trainer.errors import BadInputError as BadInputError
+    from trainer.errors import BadInputError as BadInputError, DivergedError as DivergedError
     from trainer.host.limits import read_limits as read_limits
     from trainer.models.images import build_model as build_model
     from trainer.observe.log import Sink as Sink
     from trainer.tasks import Task as Task
     from trainer.train.build import build as build
     from trainer.train.from_python import Fitted as Fitted, fit as fit
-    from trainer.train.hooks import Hook as Hook
+    from trainer.train.hooks import Hook as Hook, HookError as HookError
     from trainer.train.run import make_task as make_task
     from trainer.train.step import train_step as train_step
     from trainer.train.tracking.tracker import Tracker as Tracker
@@ -34,6 +34,7 @@ PUBLIC = {
         "fit": "train.from_python",
         "Fitted": "train.from_python",
         "BadInputError": "errors",
+        "DivergedError": "errors",
     },
     "A check": {
         "check": "commands.check.check",
@@ -47,6 +48,7 @@ PUBLIC = {
     },
     "Hooks and sinks": {
         "Hook": "train.hooks",
+        "HookError": "train.hooks",
         "Sink": "observe.log",
         "Tracker": "train.tracking.tracker",
     },

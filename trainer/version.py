@@ -1,3 +1,11 @@
-"""The package's version: of its own, so that every room can say it."""
+"""The package's version, and that of its arithmetic: of its own, so that every room can say them."""
 
 __version__ = "0.1.0"
+
+# The newest number is that of every run that begins now. It rises when the same recipe, data and stack give
+# other bits than before; the changelog has the same numbers.
+ARITHMETIC_CHANGES = {
+    2: "BatchNorm's statistics follow each call of a layer; what a forward pass moves beside its gradients "
+    "moves once a step; parts in evaluation mode stay so; weights that share memory are averaged as one",
+}
+ARITHMETIC = max(ARITHMETIC_CHANGES)

@@ -316,7 +316,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole:
     assert ended.code == 2 and "Traceback" not in ended.said
     assert "the final weights can't be written (No space left on device)" in ended.line
     assert "the checkpoint of step 16 is kept: mend that, and the same command ends from there" in ended.line
-    assert not list(folder.glob("*.safetensors")) and not list(folder.glob("*.tmp"))
+    assert not list(folder.glob("*.safetensors")) and not list(folder.glob(".tmp-*"))
     done = attempt(folder)
     assert done.code == 0, done.said
     assert same(folder, whole)

@@ -28,6 +28,8 @@ from tests.helpers.waiting import SECONDS, until
 from tests.helpers.world import Ranks
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good, write
+from trainer.commands.verify.recorded import Recorded
+from trainer.commands.verify.replay import replay_config
 from trainer.config.recipe import Recipe
 from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import World
@@ -41,6 +43,7 @@ from trainer.train.run import make_task
 from trainer.train.run_folder import newest_run, read_stored, write_json
 from trainer.train.state import numbers_of, tensors_of
 from trainer.train.step import train_step
+from trainer.version import ARITHMETIC
 
 ROOT = Path(__file__).parents[2]
 KIND = {**kinds()[0], "every": 3}
@@ -253,6 +256,33 @@ def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="holds a run already"):
         check_resumable(folder, stored, stored.config, "cpu", {}, "never", 1)
     check_resumable(folder, stored, stored.config, "cpu", {}, "auto", 1)
+
+
+def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    now = read_stored(folder)
+    assert now is not None
+    assert now.arithmetic == ARITHMETIC == json.loads((folder / "manifest.json").read_text())["arithmetic"]
+    before = now.model_copy(update={"attempts": [now.attempts[0].model_copy(update={"arithmetic": 1})]})
+    with pytest.raises(BadInputError, match=rf"arithmetic: 1, now {ARITHMETIC} \(2: .*--resume force"):
+        check_resumable(folder, before, now.config, "cpu", {}, "auto", 1)
+    check_resumable(folder, before, now.config, "cpu", {}, "force", 1)
+    finished = before.model_copy(update={"status": "finished", "steps": 4})
+    check_resumable(folder, finished, now.config, "cpu", {}, "auto", 4)
+    with pytest.raises(BadInputError, match="arithmetic: 1"):
+        check_resumable(folder, finished, now.config, "cpu", {}, "auto", 5)
+    newer = now.model_copy(update={"attempts": [now.attempts[0].model_copy(update={"arithmetic": 99})]})
+    with pytest.raises(BadInputError, match=r"arithmetic: 99, now .* older than the run"):
+        check_resumable(folder, newer, now.config, "cpu", {}, "auto", 1)
+    facts = json.loads((folder / "manifest.json").read_text())
+    facts["attempts"][0].pop("arithmetic")  # as version 0.1 wrote it
+    write_json(folder / "manifest.json", facts)
+    older = read_stored(folder)
+    assert older is not None
+    assert older.arithmetic == 1
+    recorded = Recorded(folder, facts, older, [], 0)
+    with pytest.raises(BadInputError, match=r"arithmetic: 1, now .* version of trainer that trained it"):
+        replay_config(recorded, [])
 
 
 def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 import tracemalloc
@@ -94,7 +95,7 @@ def test_a_running_rank_holds_the_lock(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
-    for name in (".lock", ".writable", "manifest.tmp"):
+    for name in (".lock", ".tmp-0123456789abcdef-manifest.json"):
         (tmp_path / name).touch()
     assert not claim_folder(tmp_path)
     (tmp_path / "mine").touch()
@@ -227,7 +228,8 @@ def test_the_manifest_comes_first_and_all_is_on_the_disk_before_the_end(tmp_path
     assert moves == ["manifest.json", "config.yaml", *weights, "manifest.json", "report.html"]
     for number, (kind, name) in enumerate(events):
         if kind == "move" and name != "report.html":  # which can be written again at any time
-            assert events[number - 1] == ("sync", f"{Path(name).stem}.tmp")
+            last, beside = events[number - 1]
+            assert last == "sync" and re.fullmatch(rf"\.tmp-[0-9a-f]{{16}}-{name}", beside)
             assert events[number + 1] == ("sync", folder.name)
 
 

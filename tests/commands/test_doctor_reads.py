@@ -24,7 +24,7 @@ from trainer.commands.doctor.gpu import read_gpus
 from trainer.commands.doctor.kernel import read_system
 from trainer.commands.doctor.needs import make_needs, read_for_needs
 from trainer.commands.doctor.software import read_software
-from trainer.config.data import WITHOUT_WORKERS
+from trainer.config.formats import FORMATS
 from trainer.config.recipe_file import recipe_names
 from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits, read_limits
@@ -377,7 +377,7 @@ def test_the_needs_of_every_recipe(recipe: str) -> None:
     """It can be read; and what is embedded, or held in memory, wants no workers."""
     keys = read_for_needs(recipe, [])
     workers = make_needs(recipe, keys, Limits(16, 64 * GIB, GIB, None), Gpus()).workers
-    assert (workers == 0) == (keys.data.name in WITHOUT_WORKERS)
+    assert (workers == 0) == (not FORMATS[keys.data.name].workers)
 
 
 def test_a_plan(tmp_path: Path) -> None:

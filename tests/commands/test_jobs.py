@@ -281,7 +281,6 @@ def test_a_pytorch_job_says_how_many_ranks_and_where_they_meet() -> None:
     assert policy["elasticPolicy"] == {
         "minReplicas": 2,
         "maxReplicas": 3,
-        "rdzvBackend": "c10d",
         "rdzvHost": "mine-master-0",
         "rdzvPort": 30000,
     }

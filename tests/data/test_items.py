@@ -18,10 +18,10 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset, default_col
 from tests.helpers import forked, preloaded
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
+from trainer.config.beside import MAIN
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
-from trainer.config.task_file import MODULE
 from trainer.data.items import ItemDataset
 from trainer.data.workers import check_known_there
 from trainer.distributed.parallel import World
@@ -276,9 +276,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data": lambda _: (Bad(lambda i: {"x": i, **({"z": 1} if i else {})}), Points())}, "Bad gave x, z"),
     ({"data": lambda _: (Bad(lambda _: {"x": "a"}), Points())}, "'x' of dtype <U1, which is no number"),
-    ({"data": lambda _: (Bad(lambda _: "a"), Points())}, "an item, or what collate makes, is a str"),
+    (
+        {"data": lambda _: (Bad(lambda _: "a"), Points())},
+        "a str where a dict of tensors or a tuple is wanted (sample 0)",
+    ),
     ({"data": lambda _: (Bad(lambda _: {"x": FRESH.random()}), Points())}, "another 'x' the second time"),
-    ({"collate": lambda *_: "a"}, "what collate makes, is a str"),
+    ({"collate": lambda *_: "a"}, "a str where a dict of tensors or a tuple is wanted"),
     ({"collate": lambda *_: {"x": torch.zeros(3)}}, "collate gave 'x' of shape (3,) for 1 samples"),
     ({"collate": lambda *_: {}}, "collate gave nothing"),
     ({"transforms": lambda _: 3}, "transforms gave a int; it gives a function"),
@@ -392,7 +395,7 @@ def test_functions_of_the_file_go_only_to_forked_workers() -> None:
     def mine(sample: Any) -> Any:
         return sample
 
-    mine.__module__ = MODULE
+    mine.__module__ = MAIN
     dataset: Any = task_of(transforms=lambda _: mine).train_data
     check_known_there(dataset, "fork")
     with pytest.raises(BadInputError, match="can't import mine from a task's file"):

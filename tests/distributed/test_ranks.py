@@ -105,6 +105,23 @@ def disagree(world: World) -> str:
     return ""
 
 
+def disagree_on_losses(world: World) -> str:
+    names = "ab" if world.rank else "ba"
+    try:
+        check_agreement(names, world, f"orders of the losses ({names})", "name them in a tuple")
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
+def test_losses_in_another_order_are_told(ranks: Ranks) -> None:
+    """They are summed over the ranks in that of the task."""
+    assert ranks.run(2, disagree_on_losses) == [
+        "rank 0 and rank 1 have different orders of the losses (ba): name them in a tuple",
+        "rank 1 and rank 0 have different orders of the losses (ab): name them in a tuple",
+    ]
+
+
 def test_ranks_with_different_data_are_told(ranks: Ranks) -> None:
     assert ranks.run(2, disagree) == ["", ""]
     answers = ranks.run(4, disagree)

@@ -11,6 +11,7 @@ import torch
 
 import trainer.train.local_ranks
 import trainer.train.start
+import trainer.train.start_checks
 from tests.helpers import preloaded
 from tests.helpers.manifests import least_manifest
 from trainer.cli import main
@@ -36,7 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return 0
 
     monkeypatch.setattr(trainer.train.start, "launch", launch)
-    for module in (trainer.train.local_ranks, trainer.train.start):
+    for module in (trainer.train.local_ranks, trainer.train.start_checks):
         monkeypatch.setattr(module, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
@@ -94,10 +95,10 @@ def test_a_run_goes_on_on_a_smaller_machine(
 ) -> None:
     recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
     stored = None if begun is None else Manifest.model_validate(least_manifest(threads=begun))
-    assert bool(trainer.train.start._threads_line(recipe, stored, mode)) == told
+    assert bool(trainer.train.start_checks.threads_line(recipe, stored, mode)) == told
     if begun == threads:
         with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
-            trainer.train.start._threads_line(recipe, None, mode)
+            trainer.train.start_checks.threads_line(recipe, None, mode)
 
 
 def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:

@@ -354,7 +354,7 @@ def test_ranks_of_one_host_ask_no_name_service(
         return text
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert f"--rdzv-endpoint={name}:0" in launch._alone()
+    assert f"--master-addr={name}" in launch._alone()
     assert f"--local-addr={name}" in launch._alone()
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 
 from tests.helpers import preloaded
+from tests.helpers.ports import free_port
 from tests.helpers.waiting import SECONDS, until, until_gone
 from trainer.launch import launcher
 from trainer.launch.exit_record import ExitRecord
@@ -325,7 +326,7 @@ def _anew(words: list[str | Path], **options: Any) -> "subprocess.CompletedProce
 
 
 def test_plain_torchrun_works_too(tmp_path: Path) -> None:
-    command = "-m torch.distributed.run --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 -m"
+    command = f"-m torch.distributed.run --nproc-per-node=2 --master-port={free_port()} -m"
     ended = preloaded.run(
         [sys.executable, *command.split(), WORKER, tmp_path, "0=obey", "1=raise"],
         cwd=ROOT,

@@ -228,19 +228,19 @@ def test_a_row_is_written_at_once_however_many_figures_it_has(
     row: dict[str, float | int | str] = {"kind": "train", "step": 1, "epoch": 0.5}
     row |= {f"figure_{number}": (number + 1) / 3 for number in range(50)}
     opened: list[str] = []
-    original = Path.open
+    original = os.fdopen
     with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), {}) as ([sink], _):
         sink(row)
 
-        def open_counted(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        def open_counted(number: int, mode: str = "r", **named: Any) -> Any:
             opened.append(mode)
-            return original(self, mode, *arguments, **named)
+            return original(number, mode, **named)
 
-        monkeypatch.setattr(Path, "open", open_counted)
+        monkeypatch.setattr(os, "fdopen", open_counted)
         for _ in range(4):
             sink(row)
         assert opened == ["a"] * 4 if kind == "csv" else opened == []
-    monkeypatch.setattr(Path, "open", original)
+    monkeypatch.setattr(os, "fdopen", original)
     if kind == "jsonl":
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
     elif kind == "csv":

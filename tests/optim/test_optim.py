@@ -20,9 +20,11 @@ from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import (
     AdamW,
     LRScheduler,
+    bytes_of_moments,
     clip_gradients,
     layer_factors,
     make_optimizer,
+    moments_kept,
     parameter_groups,
     schedule,
 )
@@ -414,3 +416,27 @@ def test_what_is_out_of_the_ordinary_is_left_to_torchs_adamw(
     assert seen == (["hook"] if odd == "hook" else [])
     unchanged = [torch.equal(old, new) for old, new in zip(before, parameters, strict=True)]
     assert unchanged == [odd == "skipped"] * len(parameters)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"name": "adamw"}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.0}, {"name": "muon"}],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_each_optimizer_says_what_it_keeps(settings: dict[str, Any]) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[1].bias.requires_grad_(False)
+    config = OptimConfig(**settings)
+    optimizer = make_optimizer(
+        config, parameter_groups(config, model), LRScheduler([0.1], torch.device("cpu"))
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    kept = {
+        id(p): sum(slot.shape == p.shape for slot in slots.values()) for p, slots in optimizer.state.items()
+    }
+    said = moments_kept(config, model)
+    assert {p: n for p, n in said.items() if n} == {p: n for p, n in kept.items() if n}
+    sizes = (kept.get(id(p), 0) * p.nbytes for p in model.parameters())
+    assert bytes_of_moments(config, model) == sum(sizes)

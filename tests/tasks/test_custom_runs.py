@@ -186,7 +186,7 @@ def test_fit_with_another_class_does_not_go_on() -> None:
 @pytest.mark.usefixtures("here")
 def test_settings_from_python_are_paths_and_numpys_numbers_too() -> None:
     run = trainer.fit(Small, {"optim.lr": np.float64(0.01), "data.cache_limit": None}, out=Path("run"))
-    assert run.folder == Path("run")
+    assert run.folder == Path("run").absolute()
 
 
 def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:

@@ -16,9 +16,9 @@ import trainer
 from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.commands.predict.predict import _show
+from trainer.config.beside import MAIN
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
-from trainer.config.task_file import MODULE
 from trainer.data.loader import Batch
 from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
@@ -28,7 +28,7 @@ from trainer.train import start
 
 def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
     inner: Any = CustomTask(Small(), "small").train_data
-    of_the_file = type("Mine", (type(inner),), {"__module__": MODULE})({"x": np.zeros((8, 2))})
+    of_the_file = type("Mine", (type(inner),), {"__module__": MAIN})({"x": np.zeros((8, 2))})
     check_known_there(of_the_file, "fork")
     check_known_there(inner, "spawn")
     with pytest.raises(BadInputError, match="can't import Mine from a task's file"):
@@ -57,7 +57,7 @@ WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
     ("loss", mean, 'loss gave a mean (reduction="sum" instead'),
     ("loss", lambda _, m, b: m(b.fields["y"]).sum(), "in loss: RuntimeError"),
     ("measure", lambda *_: 3, "measure gave a int"),
-    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "in data: ValueError"),
+    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "'x' as a list that numpy can't read"),
     ("describe", lambda _: {"classes": {1, 2}}, "describe gave what JSON can't hold"),
     (
         "measure",

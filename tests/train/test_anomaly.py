@@ -264,7 +264,7 @@ def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
 def test_off(tmp_path: Path) -> None:
     recipe = watched(nonfinite="off")
     done = attempt(tmp_path / "run", recipe, before=poison([3], "gradient"))
-    assert done.code == 1 and "the evaluation isn't finite" in done.line
+    assert done.code == 1 and "the last evaluation isn't finite (loss is nan" in done.line
     assert read_anomalies(tmp_path / "run") == []
 
 

@@ -17,6 +17,7 @@ import yaml
 
 from tests.helpers import preloaded
 from tests.helpers.few_pictures import write_pictures
+from tests.helpers.ports import free_port
 from tests.helpers.rows import read_rows
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -119,7 +120,13 @@ def test_two_ranks_and_torchrun_are_the_same_thing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 x CPU" in done.stdout
     assert "Gloo" not in done.stdout
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--master-port={free_port()}",
+        "--nproc-per-node=2",
+    ]
     done = run(tmp_path, *torchrun, "-m", "trainer", "train", "digits", *SMALLER)
     assert done.returncode == 0, done.stderr
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir() and not path.is_symlink())

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
+from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.observe.console import log_as_json, set_verbosity
 
@@ -152,6 +153,11 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    with paths_from_here():
+        return _train(options)
+
+
+def _train(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import key_lines, provisional
     from trainer.host.startup import wait_passively
     from trainer.launch.nodes.discover import is_rank, rank_variables

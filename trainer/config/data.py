@@ -2,37 +2,20 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from trainer.config.formats import FORMATS, described
 from trainer.config.section import Section
 from trainer.config.sizes import parse_size
 from trainer.errors import BadInputError
 
-Kind = Literal[
-    "digits",
-    "synthetic",
-    "folder",
-    "table",
-    "shards",
-    "pack",
-    "cifar10",
-    "stdlib",
-    "tokens",
-    "text",
-    "dtmf",
-    "digits-canvas",
-    "coco",
-    "hf",
-    "own",
-]
-
-# Nothing is read from data.path.
-EMBEDDED = ("digits", "synthetic", "stdlib", "dtmf", "digits-canvas", "own")
-# Held in memory, or read where it is used: without workers.
-WITHOUT_WORKERS = (*EMBEDDED, "cifar10", "text", "tokens")
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[tuple(FORMATS)]
 
 OnCorrupt = Literal["fail", "skip", "quarantine"]
 Check = Literal["fast", "full", "none"]
@@ -75,16 +58,7 @@ def _as_path(value: Any) -> Any:
 class DataConfig(LoaderConfig):
     """What is trained on, in batches of which size."""
 
-    name: Kind = Field(
-        "digits",
-        description="synthetic (random, no data needed); embedded: digits, stdlib (language), dtmf (audio), "
-        "digits-canvas (detection); or below data.path: images as folder (train/ and val/ by class; or "
-        "recordings), table (train.csv and val.csv, or .parquet, with path and label), shards (tar, after "
-        "`trainer data index`), pack (made by `trainer data pack`) or cifar10 (its binary version); tokens "
-        "(train.bin and val.bin, by `trainer data tokenize`), text (a file, by characters); coco; hf: a "
-        "folder that save_to_disk of Hugging Face's datasets wrote (images and labels, or text); own: what "
-        "a task in a file brings",
-    )
+    name: Kind = Field("digits", description=described())
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
         None,
         description="where the data lies: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",
@@ -157,7 +131,7 @@ class DataConfig(LoaderConfig):
 
     @model_validator(mode="after")
     def _path_belongs_to_images(self) -> "DataConfig":
-        if self.path is not None and self.name in EMBEDDED:
+        if self.path is not None and FORMATS[self.name].place == "nowhere":
             raise ValueError(
                 f"data.path is set but data.name={self.name} doesn't read it; "
                 "add data.name=folder, or table, shards, pack"
@@ -200,7 +174,7 @@ class DataConfig(LoaderConfig):
             check_url(self.path)
         except ValueError as error:
             raise ValueError(f"data.path: {error}") from None
-        if self.name not in ("shards", "pack"):
+        if FORMATS[self.name].place != "path or URL":
             raise ValueError(
                 f"data.path is a URL, and data.name={self.name} reads files of this machine; use "
                 "data.name=pack or shards, or copy the data here"
@@ -212,8 +186,6 @@ class DataConfig(LoaderConfig):
         return self
 
 
-# Of which the split can be named that is measured on; where they lie below data.path is said at data.name.
-_SPLIT = ("folder", "table", "shards", "pack", "tokens", "coco", "hf")
 # What belongs to one place: another kind of data, or another path, doesn't take it over.
 _OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "eval_split")
 
@@ -246,7 +218,7 @@ class EvaluationSetConfig(Section):
         elif self.path is not None and not is_url(self.path):
             kept = {key: value for key, value in kept.items() if key not in ("cache", "cache_limit")}
         if (split := said.pop("split", None)) is not None:
-            if kind not in _SPLIT:
+            if not FORMATS[kind].splits:
                 raise ValueError(f"data.split: data.name={kind} has no splits to choose from; leave it out")
             if kind == "hf":
                 said["eval_split"] = split

@@ -7,10 +7,18 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from trainer.config.data import DataConfig, EvaluationSetConfig
+from trainer.config.formats import read_by
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
-from trainer.config.tasks import AudioConfig, DetectionConfig, LanguageConfig, RegularizationConfig
+from trainer.config.tasks import (
+    CUSTOM,
+    TASKS,
+    AudioConfig,
+    DetectionConfig,
+    LanguageConfig,
+    RegularizationConfig,
+)
 from trainer.config.training import (
     AnomalyConfig,
     AverageConfig,
@@ -21,20 +29,6 @@ from trainer.config.training import (
     OptimConfig,
     ParallelConfig,
 )
-
-# Each task's own model, and what it reads; data.name is the first where a recipe doesn't say.
-_TASKS = {
-    "classification": (
-        "small_resnet",
-        ("digits", "synthetic", "folder", "table", "shards", "pack", "cifar10", "hf"),
-    ),
-    "language": ("gpt", ("stdlib", "tokens", "text", "hf", "synthetic")),
-    "audio": ("audio_cnn", ("dtmf", "folder", "synthetic")),
-    "detection": ("tiny_detector", ("digits-canvas", "coco", "synthetic")),
-}
-
-
-_SECTIONS = ("language", "audio", "detection")
 
 
 def of_set(name: str, text: str) -> str:
@@ -84,39 +78,30 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _task_with_its_data_and_model(self) -> "Recipe":
         own = self.task == "own" or Path(self.task).suffix == ".py"
-        if not own and self.task not in _TASKS:
+        if not own and self.task not in TASKS:
             raise ValueError(
-                f"task={self.task}: no such task{nearest(self.task, list(_TASKS))} (there are: "
-                f"{', '.join(_TASKS)}, or a .py file, which `trainer new FILE.py` begins)"
+                f"task={self.task}: no such task{nearest(self.task, list(TASKS))} (there are: "
+                f"{', '.join(TASKS)}, or a .py file, which `trainer new FILE.py` begins)"
             )
-        model, names = ("own", ("own",)) if own else _TASKS[self.task]
-        only = own or self.task in ("language", "audio")
+        task, formats = (CUSTOM, ("own",)) if own else (TASKS[self.task], read_by(self.task))
         if "name" not in self.data.model_fields_set:
-            self.data.name = names[0]  # type: ignore[assignment]
-        if self.data.name not in names:
+            self.data.name = formats[0]
+        if self.data.name not in formats:
             raise ValueError(
                 f"data.name={self.data.name} is nothing that task={self.task} reads: it reads "
-                f"{', '.join(names)}"
+                f"{', '.join(formats)}"
             )
-        if self.task != "classification" and self.data.label_column != "label":
-            raise ValueError(f"data.label_column: nothing that task={self.task} reads; leave it out")
         if self.model.name == "auto":
-            self.model.name = model
-        readers = {"regularization": "classification", **{name: name for name in _SECTIONS}}
-        for part, reader in readers.items():
-            section = getattr(self, part)
-            if self.task != reader and section != type(section)():
-                raise ValueError(f"{part}: nothing that task={self.task} reads; leave its keys out")
-        unread: dict[str, tuple[str, ...]] = {
-            "data": () if self.task == "classification" else ("augment", "jitter", "policy"),
-            "model": ("width", "blocks", "norm", "dropout") if own or self.task == "language" else (),
-        }
-        for part, keys in unread.items():
-            section = getattr(self, part)
-            for key in keys:
-                if getattr(section, key) != type(section).model_fields[key].default:
-                    raise ValueError(f"{part}.{key}: nothing that task={self.task} reads; leave it out")
-        if only and self.model.name != model:
+            self.model.name = task.model
+        for section in (one.section for one in TASKS.values() if one is not task):
+            if getattr(self, section) != type(getattr(self, section))():
+                raise ValueError(f"{section}: nothing that task={self.task} reads; leave its keys out")
+        for dotted in task.unread:
+            section, _, key = dotted.partition(".")
+            part = getattr(self, section)
+            if getattr(part, key) != type(part).model_fields[key].default:
+                raise ValueError(f"{dotted}: nothing that task={self.task} reads; leave it out")
+        if task.only and self.model.name != task.model:
             raise ValueError(
                 f"model.name={self.model.name}: task={self.task} has a model of its own; leave the name out"
             )
@@ -125,13 +110,13 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sets_that_the_task_reads(self) -> "Recipe":
         for name, one in self.evaluation.sets.items():
-            if self.task not in _TASKS:
+            if self.task not in TASKS:
                 raise ValueError(
                     "evaluation.sets: a task of one's own brings its data itself, with one set to measure "
                     "on; leave them out"
                 )
             try:
-                data, names = one.on(self.data), _TASKS[self.task][1]
+                data, names = one.on(self.data), read_by(self.task)
             except ValueError as error:
                 raise ValueError(of_set(name, str(error))) from None
             if data.name not in names:

@@ -118,7 +118,24 @@ def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: st
     Raises:
         BadInputError: For the first thing that is wrong with them.
     """
-    return validated(Recipe, override(values, settings), source)
+    values = override(values, settings)
+    for key, value in _texts(values):
+        if not value.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in value):
+            shown = value.encode(errors="backslashreplace").decode()
+            raise BadInputError(
+                f"{key}={shown}: isn't UTF-8, so no file can hold it; give that file or folder another name"
+            )
+    return validated(Recipe, values, source)
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The texts and paths among the values of a recipe, each with its key."""
+    if isinstance(value, str | Path):
+        yield key, str(value)
+    for name, part in value.items() if isinstance(value, dict) else ():
+        yield from _texts(part, f"{key}.{name}" if key else str(name))
+    for part in value if isinstance(value, list | tuple) else ():
+        yield from _texts(part, key)
 
 
 def load_recipe(name: str, settings: Sequence[str], values: dict[str, Any] | None = None) -> Recipe:

@@ -1,14 +1,13 @@
-"""A file with a custom task: what can be read from it without running it."""
+"""A file with a custom task: what can be read from it, and from what it imports, without running it."""
 
 import ast
 import hashlib
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import BadInputError
-
-# The name that a task's file has as a module.
-MODULE = "trainer_custom_task"
 
 
 def custom_task_recipe(path: Path) -> dict[str, Any]:
@@ -39,12 +38,74 @@ def custom_task_recipe(path: Path) -> dict[str, Any]:
 
 
 def source_hash(path: Path) -> str:
-    """SHA-256 of a task's file, hexadecimal, shortened: for the comparison of two attempts."""
-    return text_hash(read_source(path))
+    """SHA-256 of a task's file and of the modules beside it that it imports, hexadecimal, shortened.
+
+    For the comparison of two attempts. Of a file that imports none of these it is the hash of its text.
+    """
+    whole = hashlib.sha256(read_source(path).encode())
+    for name, content in sorted(modules_beside(path).items()):
+        whole.update(b"\0" + os.fsencode(name) + b"\0" + hashlib.sha256(content).digest())
+    return whole.hexdigest()[:16]
+
+
+def modules_beside(path: Path) -> dict[str, bytes]:
+    """The modules in a file's folder that it imports, and that these import: the bytes of each, by its path.
+
+    By the statements as they are written, wherever they stand, and `import_module("name")`. Where a name is
+    made at run time, all modules in that file's own folder count.
+    """
+    folder, found = path.parent, dict[str, bytes]()
+    left = [path]
+    while left:
+        file = left.pop()
+        try:
+            content = file.read_bytes()
+            tree = ast.parse(content)
+        except (OSError, SyntaxError, ValueError):  # said where it is imported
+            tree = ast.Module([], [])
+        if file != path:
+            found[file.relative_to(folder).as_posix()] = content
+        package = file.parent.relative_to(folder).parts
+        named = [one for node in ast.walk(tree) for one in _imported(node, package)]
+        files = [place for parts in named if parts for place in _files(folder, parts)]
+        files += sorted(file.parent.glob("*.py")) if () in named else []
+        left += [
+            one
+            for one in dict.fromkeys(files)
+            if one != path and one.relative_to(folder).as_posix() not in found
+        ]
+    return found
+
+
+def _imported(node: ast.AST, package: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The parts of the names that a statement may import; () for one that is made at run time."""
+    if isinstance(node, ast.Import):
+        yield from (tuple(one.name.split(".")) for one in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        above = tuple(package[: len(package) + 1 - node.level]) if node.level else ()
+        module = (*above, *(node.module or "").split(".")) if node.module else above
+        yield from ((*module, one.name) for one in node.names)
+    elif isinstance(node, ast.Call) and node.args:
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called in ("import_module", "__import__"):
+            name = getattr(node.args[0], "value", None)
+            if isinstance(name, str) and name:
+                yield tuple(filter(None, (*(package if name[0] == "." else ()), *name.split("."))))
+            else:
+                yield ()
+
+
+def _files(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """The files of a module, if it lies in the folder, and of the packages that it is in."""
+    for number in range(1, len(parts) + 1 if parts[0] != "trainer" else 0):
+        place = folder.joinpath(*parts[:number])
+        both = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+        if (file := next(filter(Path.is_file, both), None)) is not None:
+            yield file
 
 
 def text_hash(text: str) -> str:
-    """SHA-256 of a task's source, hexadecimal, shortened."""
+    """SHA-256 of a class's source, hexadecimal, shortened."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

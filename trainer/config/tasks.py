@@ -1,6 +1,6 @@
 """What is learned: the keys that belong to one task."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -151,3 +151,62 @@ class DetectionConfig(Section):
         if self.scale[0] > self.scale[1]:
             raise ValueError("detection.scale: the smallest factor, then the largest, such as [0.8, 1.25]")
         return self
+
+
+_OF_IMAGES = ("data.augment", "data.jitter", "data.policy", "data.label_column")
+_OF_CONVOLUTIONS = ("model.width", "model.blocks", "model.norm", "model.dropout")
+
+
+class TaskKind(NamedTuple):
+    """A kind of task.
+
+    Attributes:
+        model: The model of a recipe that names none.
+        section: The section of keys that only this task reads; empty if there is none.
+        opens: "module:class" of the `Task`, called with the sections data, model and its own, and the seed.
+        shows: "module:function" by which `trainer predict` shows a run of it.
+        only: Whether it trains no other model.
+        unread: Keys of other sections that it doesn't read.
+    """
+
+    model: str
+    section: str = ""
+    opens: str = ""
+    shows: str = ""
+    only: bool = False
+    unread: tuple[str, ...] = ()
+
+
+TASKS = {
+    "classification": TaskKind(
+        "small_resnet",
+        "regularization",
+        "trainer.tasks.classification:Classification",
+        "trainer.commands.predict.images:show_images",
+    ),
+    "language": TaskKind(
+        "gpt",
+        "language",
+        "trainer.tasks.language:Language",
+        "trainer.commands.predict.text:show_text",
+        only=True,
+        unread=_OF_IMAGES + _OF_CONVOLUTIONS,
+    ),
+    "audio": TaskKind(
+        "audio_cnn",
+        "audio",
+        "trainer.tasks.audio:Audio",
+        "trainer.commands.predict.sounds:show_sounds",
+        only=True,
+        unread=_OF_IMAGES,
+    ),
+    "detection": TaskKind(
+        "tiny_detector",
+        "detection",
+        "trainer.tasks.detection:Detection",
+        "trainer.commands.predict.boxes:show_boxes",
+        unread=_OF_IMAGES,
+    ),
+}
+# A class in a file, or one that `fit` was given.
+CUSTOM = TaskKind("own", only=True, unread=_OF_IMAGES + _OF_CONVOLUTIONS)

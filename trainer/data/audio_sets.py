@@ -52,6 +52,8 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
         return AudioData(learned, held, tuple(dtmf.KEYS))
     if config.name == "synthetic":
         return _synthetic(config, length, seed)
+    if config.name != "folder":
+        raise AssertionError(f"data.name={config.name} is no sound")
     root = Path(data_path(config))
     # `train/` and `val/` by class, or one folder by class with the lists of Speech Commands.
     if (root / VALIDATION).exists() or (root / TESTING).exists():

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from trainer.config.data import OnCorrupt
 from trainer.config.redact import redact
 from trainer.errors import BadInputError
+from trainer.host.files import open_own
 from trainer.rng import Ints, Purpose, key
 
 _TRIES = 32
@@ -100,7 +102,7 @@ class Quarantine:
         """Starts with none, or with what is in the file."""
         self._what, self._budget, self._file = what, budget, file
         self.samples = set[int]()
-        if file is not None and file.exists():
+        if file is not None and os.path.lexists(file):
             self._exchange(file, {})
             self._check(f"{file} names them")
 
@@ -128,7 +130,7 @@ class Quarantine:
         """Reads what all ranks have found, and adds what none of them has."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a+b") as file:
+            with os.fdopen(open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 file.seek(0)
                 text = file.read()

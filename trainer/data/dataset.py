@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,10 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 NUM_ITEMS = "num_items"
 
 _HASHED_BYTES = 16 << 20  # of each field: 10 ms
+
+
+_KINDS = "biuf"
+_WIDEST_BYTES = 8  # of a float: longdouble has more
 
 
 class Field(NamedTuple):
@@ -101,6 +105,30 @@ class ArrayDataset:
         """Copies rows; see `Dataset.read`."""
         for name, array in self._arrays.items():
             np.take(array, samples, axis=0, out=out[name], mode="clip")
+
+
+def as_numbers(name: str, value: Any) -> npt.NDArray[Any]:
+    """Returns a field as a contiguous array in the machine's byte order, of numbers that torch has types for.
+
+    Raises:
+        ValueError: If it isn't one; the message begins with the field's name.
+    """
+    if np.ma.is_masked(value):
+        raise ValueError(
+            f"'{name}' as a masked array, and torch has no masks: fill it (.filled(0), say), and give the "
+            "mask as a field of its own"
+        )
+    try:
+        array = np.ascontiguousarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"'{name}' as a {type(value).__name__} that numpy can't read ({error})") from error
+    if array.dtype.kind not in _KINDS:
+        raise ValueError(f"'{name}' of dtype {array.dtype}, which is no number")
+    if array.dtype.kind == "f" and array.dtype.itemsize > _WIDEST_BYTES:
+        raise ValueError(
+            f"'{name}' of dtype {array.dtype}, which torch doesn't have: give float64 or float32"
+        )
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def spread(count: int, budget: int) -> Ints:

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.data.dataset import NUM_ITEMS, Arrays, Field, spread
+from trainer.data.dataset import NUM_ITEMS, Arrays, Field, as_numbers, spread
 from trainer.errors import BadInputError, OwnCodeError
 from trainer.rng import Float32, Ints, Purpose, key
 
 _UNIFORMS = 4  # of 24 bits each: a key of 64 bits
 _HASHED = 16  # samples
-_KINDS = "biuf"
 _NAMED = 4  # samples, in a message
 
 _OURS = f"{Path(__file__).parents[1]}/"
@@ -99,8 +98,6 @@ class ItemDataset:
         self.fields: Mapping[str, Field] = {}
         first, again, last = (self._tried([number]) for number in (0, 0, count - 1))
         for name, array in first.items():
-            if array.dtype.kind not in _KINDS:
-                raise self._wrong(f"'{name}' of dtype {array.dtype}, which is no number")
             # Of the same bits: NaN is one, too.
             if again[name].tobytes() != array.tobytes():
                 raise self._wrong(
@@ -151,12 +148,15 @@ class ItemDataset:
                         item = transform(item)
                     items.append(item)
                 method, at = "collate", samples
-                parts = self._stacked(items) if self._collate is None else _by_name(self._collate(items))
+                parts = self._stacked(items, samples) if self._collate is None else self._collate(items)
             except BadInputError:
                 raise
             except Exception as error:
                 raise self._raised(error, method, at) from error
-        return {name: np.ascontiguousarray(value) for name, value in parts.items()}
+        try:
+            return {name: as_numbers(name, value) for name, value in _by_name(parts).items()}
+        except ValueError as error:
+            raise self._wrong(str(error)) from error
 
     def _raised(self, error: Exception, method: str, samples: list[int]) -> OwnCodeError:
         """What somebody's own code raised, with the place in it."""
@@ -173,8 +173,15 @@ class ItemDataset:
             "".join(traceback.format_exception(type(error), error, within)),
         )
 
-    def _stacked(self, items: list[Any]) -> dict[str, Any]:
-        named = [_by_name(item) for item in items]
+    def _stacked(self, items: list[Any], samples: list[int]) -> dict[str, Any]:
+        named = []
+        for sample, item in zip(samples, items, strict=True):
+            try:
+                named.append(_by_name(item))
+                if masked := [name for name, value in named[-1].items() if np.ma.is_masked(value)]:
+                    as_numbers(masked[0], named[-1][masked[0]])
+            except ValueError as error:
+                raise self._wrong(f"{error} (sample {sample})") from error
         if any(one.keys() != named[0].keys() for one in named):
             raise self._wrong("items of other parts")
         try:
@@ -233,14 +240,15 @@ def _shown(path: Path) -> Path:
 
 def _by_name(item: Any) -> dict[str, Any]:
     if isinstance(item, Mapping):
-        return {str(name): value for name, value in item.items()}
+        named = {str(name): value for name, value in item.items()}
+        if len(named) < len(item):
+            raise ValueError(f"names that are the same as text ({', '.join(map(repr, item))})")
+        return named
     if isinstance(item, list | tuple):
         return {str(number): value for number, value in enumerate(item)}
     if isinstance(item, torch.Tensor | np.ndarray):
         return {"0": item}
-    raise BadInputError(
-        f"an item, or what collate makes, is a {type(item).__name__}; give a dict of tensors, or a tuple"
-    )
+    raise ValueError(f"a {type(item).__name__} where a dict of tensors or a tuple is wanted")
 
 
 def _seed(each: int) -> None:

@@ -39,8 +39,14 @@ from trainer.rng import Ints, uniforms
 
 _RESIDENT_BYTES = 256 << 20
 _CHUNK_SAMPLES = 8192
-_WEIGHT = "weight"
-_UNIFORM = "uniform"
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+# What travels beside a batch's fields, under names that no field may have: see `is_field_name`.
+_WEIGHT, _UNIFORM = "\0weight", "\0uniform"
+
+
+def is_field_name(name: object) -> bool:
+    """Whether a field may be called so: any text that can't be one of ours."""
+    return isinstance(name, str) and "\0" not in name
 
 
 class Batch(NamedTuple):
@@ -116,9 +122,20 @@ class ResidentLoader:
         assert source.dataset.arrays is not None
         self._source = source
         self._device = device
-        self._num_items = source.dataset.arrays.get(data.NUM_ITEMS)
+        arrays = source.dataset.arrays
+        self._num_items: npt.NDArray[Any] | None = arrays.get(data.NUM_ITEMS)
+        if self._num_items is not None and self._num_items.min() < 0:
+            below = int(self._num_items.argmin())
+            raise BadInputError(_fewer_than_none(below, self._num_items[below]))
+        tensors = {
+            name: torch.from_numpy(array if array.flags.writeable else array.copy())
+            for name, array in arrays.items()
+        }
+        # torch gathers no unsigned integers of these types: their bits travel as signed ones.
+        self._unsigned = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype in _SIGNED}
         self._tensors = {
-            name: torch.from_numpy(array).to(device) for name, array in source.dataset.arrays.items()
+            name: tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype)).to(device)
+            for name, tensor in tensors.items()
         }
 
     def __call__(self, batches: range) -> Iterator[Batch]:
@@ -132,6 +149,8 @@ class ResidentLoader:
                 fields = {
                     name: torch.index_select(tensor, 0, picked) for name, tensor in self._tensors.items()
                 }
+                for name, dtype in self._unsigned.items():
+                    fields[name] = fields[name].view(dtype)
                 for name, row in rows.items():
                     fields[name] = row[index]
                 yield source.batch(fields, num_items[index])
@@ -206,6 +225,9 @@ class _Filler(TorchDataset[_Filled]):
             return _Filled(batch, NumItems(most * len(sample), most), replaced or ())
         weight = extras.get(_WEIGHT, np.float32(1))
         num_items = out.get(data.NUM_ITEMS, np.full(len(sample), self._source.dataset.num_items))
+        if num_items.min() < 0:
+            below = int(num_items.argmin())
+            return _Filled(batch, NumItems(0, 0), failed=_fewer_than_none(sample[below], num_items[below]))
         return _Filled(batch, _num_items(num_items * weight), replaced or ())
 
 
@@ -310,6 +332,10 @@ class RingLoader:
             self._ring.unpin()
             self._pinned = False
         self._ring.close()
+
+
+def _fewer_than_none(sample: Any, count: Any) -> str:
+    return f"sample {sample} has num_items {count}: give how many items its loss is a sum over, 0 or more"
 
 
 def _num_items(each: npt.NDArray[Any]) -> NumItems:

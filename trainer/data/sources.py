@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.data import DataConfig, at_home
+from trainer.config.formats import FORMATS
+from trainer.config.registry import named
 from trainer.config.sizes import parse_size
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.formats.arrow import ArrowImages, splits
 from trainer.data.formats.cifar10 import open_cifar10
-from trainer.data.formats.files import in_folder, in_table, readable
+from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.records import Records
-from trainer.data.formats.sharded import in_shards
 from trainer.data.remote.access import join
 from trainer.data.remote.cache import CachedShards, fitting_shards_per_block, open_cached
 from trainer.errors import BadInputError
@@ -60,19 +60,10 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     path = data_path(config)
     if config.name == "cifar10":
         return _cifar10(Path(path))
-    train: Records
-    evaluation: Records
-    if config.name == "hf":
-        columns = config.input_column or IMAGE, config.label_column
-        train, evaluation = (ArrowImages(part, *columns) for part in splits(Path(path), config.eval_split))
-    else:
-        train, evaluation = (
-            open_records(config.name, path, split, config.cache, config.cache_limit)
-            for split in ("train", "val")
-        )
+    train, evaluation = (open_records(config, path, split) for split in ("train", "val"))
     if isinstance(train, CachedShards) and isinstance(evaluation, CachedShards):
         train.shards_per_block = fitting_shards_per_block(_bytes(config.cache_limit), (train, evaluation))
-    classes = common_classes(path, train, evaluation, gaps=config.name != "folder")
+    classes = common_classes(path, train, evaluation, FORMATS[config.name].gaps)
     # The usual statistics of ImageNet.
     return ImageData(
         ImageDataset(train, config.image_size, random_crop=True, on_corrupt=config.on_corrupt),
@@ -96,16 +87,10 @@ def more_images(config: DataConfig, split: str | None, seed: int) -> tuple[Datas
     Raises:
         BadInputError: If it isn't there or isn't what it should be.
     """
-    if config.name in ("digits", "synthetic", "cifar10"):
+    if not FORMATS[config.name].opens:
         images = load_images(config, seed)
         return images.evaluation, images.classes
-    path = data_path(config)
-    records: Records
-    if config.name == "hf":
-        _, folder = splits(Path(path), config.eval_split)
-        records = ArrowImages(folder, config.input_column or IMAGE, config.label_column)
-    else:
-        records = open_records(config.name, path, split or "val", config.cache, config.cache_limit)
+    records = open_records(config, data_path(config), split or "val")
     dataset = ImageDataset(records, config.image_size, random_crop=False, on_corrupt=config.on_corrupt)
     return dataset, tuple(records.classes)
 
@@ -158,31 +143,23 @@ def data_path(config: DataConfig) -> Path | str:
     return path
 
 
-def open_records(
-    name: str, path: Path | str, split: str, cache: Path | None = None, cache_limit: str | None = None
-) -> Records:
-    """Opens one part of a data set.
+def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
+    """Opens one split of labelled images, by the format's row in `FORMATS`.
 
     Args:
-        name: "folder", "table", "shards" or "pack".
-        path: What data.path says; a string if it is a URL.
-        split: "train" or "val".
-        cache: What data.cache says; needed for a URL.
-        cache_limit: What data.cache_limit says.
+        config: Names the format.
+        path: From `data_path`; a string if it is a URL.
+        split: "train", "val", or another that lies at the path.
 
     Raises:
         BadInputError: If it isn't there or isn't what it should be.
     """
     if isinstance(path, str):
-        assert cache is not None
-        folder = Path(_at_home("cache", cache)).absolute()
-        return open_cached(join(path, split), folder, _bytes(cache_limit))
-    if name == "folder":
-        return in_folder(path / split)
-    if name == "table":
-        parquet = path / f"{split}.parquet"
-        return in_table(parquet if parquet.exists() else path / f"{split}.csv")
-    return in_shards(path / split)
+        assert config.cache is not None
+        folder = Path(_at_home("cache", config.cache)).absolute()
+        return open_cached(join(path, split), folder, _bytes(config.cache_limit))
+    records: Records = named(FORMATS[config.name].opens)(config, path, split)
+    return records
 
 
 def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:

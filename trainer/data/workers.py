@@ -1,5 +1,6 @@
 """How loader workers are started, and what they must not do."""
 
+import ast
 import ctypes
 import gc
 import io
@@ -10,9 +11,10 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-from trainer.config.task_file import MODULE
+from trainer.config.beside import MAIN
 from trainer.data.dataset import Dataset
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
@@ -49,17 +51,40 @@ def check_known_there(dataset: Dataset, method: str) -> None:
     """Makes sure that a worker that isn't forked can import the class of a data set, and what it calls.
 
     Raises:
-        BadInputError: If one of them is of a task's own file, or of a notebook.
+        BadInputError: If one of them is of a task's own file, or of a notebook; or if the script, which a
+            worker imports, would train again.
     """
+    if method != "fork" and (line := _runs_anew()):
+        raise BadInputError(
+            f"data.start_method={method}: a loader worker imports the script, which would train again in "
+            f'line {line}: put that under if __name__ == "__main__":, or set data.workers=0'
+        )
     for thing in (dataset, *getattr(dataset, "brought", ())):
         module = getattr(thing, "__module__", "")
         notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
-        if method != "fork" and (module == MODULE or notebook):
+        if method != "fork" and (module.endswith(MAIN) or notebook):
             name = getattr(thing, "__name__", type(thing).__name__)
             raise BadInputError(
                 f"data.start_method={method}: a worker can't import {name} from a task's "
                 "file or a notebook; import it from a module of yours, or set data.workers=0"
             )
+
+
+def _runs_anew() -> int | None:
+    """The line of this process's script that led here, if it is run when the script is imported."""
+    main, frame, line = sys.modules["__main__"], sys._getframe(), None
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
+            line = frame.f_lineno
+    if line is None or not getattr(main, "__file__", None):
+        return None
+    try:
+        tree = ast.parse(Path(str(main.__file__)).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    tests = [node.test for node in tree.body if isinstance(node, ast.If) and node.lineno <= line]
+    named = (node for test in tests for node in ast.walk(test) if isinstance(node, ast.Name))
+    return None if any(node.id == "__name__" for node in named) else line
 
 
 class _PickleTrial(pickle.Pickler):

@@ -246,8 +246,18 @@ def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
-def check_agreement(text: str, world: World) -> None:
-    """Makes sure that all ranks are about to do the same.
+def check_agreement(
+    text: str,
+    world: World,
+    what: str = "configurations, data or initial weights",
+    remedy: str = "give every host the same recipe and the same files",
+) -> None:
+    """Makes sure that all ranks are about to do the same; collective.
+
+    Args:
+        text: What is to be the same on each.
+        what: What it is, for the message.
+        remedy: What to do where it differs.
 
     Raises:
         BadInputError: If ranks differ, as they do where hosts see different files.
@@ -260,10 +270,7 @@ def check_agreement(text: str, world: World) -> None:
     others = sum_over_ranks(hashes, world.group).tolist()
     odd = [rank for rank, other in enumerate(others) if other != mine]
     if odd:
-        raise BadInputError(
-            f"rank {world.rank} and rank {odd[0]} have different configurations, data or initial weights: "
-            "give every host the same recipe and the same files"
-        )
+        raise BadInputError(f"rank {world.rank} and rank {odd[0]} have different {what}: {remedy}")
 
 
 def least_over_ranks(number: int, world: World) -> int:
@@ -296,6 +303,21 @@ def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
         row = row.pin_memory()  # or the copy would wait
     table[world.rank].copy_(row, non_blocking=True)
     return sum_over_ranks(table, world.group)
+
+
+def differs_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Which of some integers the ranks don't all have alike, int64 (n,), 0 or 1; collective.
+
+    Args:
+        values: int64 (n,), on the device.
+        group: The ranks; None: there is one.
+    """
+    both = torch.stack((values, ~values))  # the greatest complement is that of the least
+    if group is not None:
+        before = communicating()
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        enter_phase(before)
+    return (both[0] != ~both[1]).to(torch.int64)
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

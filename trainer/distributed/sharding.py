@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist, nn
 
 from trainer.config.training import ParallelConfig
+from trainer.distributed.overlap import names_of, sharing
 from trainer.distributed.parallel import World, hold_gloo, silenced
 from trainer.errors import BadInputError
 from trainer.observe.phases import communicating, enter_phase
@@ -106,6 +107,11 @@ def check_sharding(config: ParallelConfig, model: nn.Module, ranks: int, own_opt
             "use parallel.strategy=ddp, or an optimizer of optim.name"
         )
     parameters = dict(model.named_parameters())
+    if together := sharing({**parameters, **dict(model.named_buffers())}):
+        raise BadInputError(
+            f"{word}: {names_of(together)} share memory, and each rank would have its own rows of both; give "
+            "both modules one Parameter, clone one of them, or use parallel.strategy=ddp"
+        )
     if scalars := [name for name, parameter in parameters.items() if not parameter.ndim]:
         raise BadInputError(f"{word}: the parameter '{scalars[0]}' has no rows; give it the shape (1,)")
     if len(kinds := {p.dtype for p in parameters.values()}) > 1:
@@ -304,11 +310,19 @@ def take_gradients(model: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context for forward passes without gradients; at its end a sharded model holds its rows only."""
+    """A context for forward passes without gradients; at its end a sharded model holds its rows only.
+
+    Not torch's inference mode: a cache that is made in it can't be trained with later, TorchScript fails, and
+    a measure could take no gradients. Those that one leaves at parameters aren't the next step's.
+    """
     parts: list[Any] = [one for one in model.modules() if hasattr(one, "set_requires_gradient_sync")]
-    # What FSDP gathers into in inference mode couldn't be trained with later.
-    with torch.no_grad() if parts else torch.inference_mode():
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    with torch.no_grad():
         yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient
     for part in parts:
         part.reshard()
 

@@ -1,4 +1,10 @@
-"""File operations that outlast a kill, all through the name `os` here: tests put faults there."""
+"""File operations that outlast a kill, all through the name `os` here: tests put faults there.
+
+What is written follows no link: a folder that somebody sent may hold any, in the names that are written next.
+New content goes to a new name that can't be foreseen and is moved (`written_whole`); what is added to a file
+goes to a regular one that has no other name (`open_own`); a folder in the folder is none by a link
+(`own_folder`).
+"""
 
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH208
 import contextlib
@@ -6,6 +12,8 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,6 +22,7 @@ Buffer = bytes | memoryview
 
 # Large enough that the thread seldom asks for the GIL, small enough to be in the cache when it is written.
 _CHUNK = 1 << 20
+_BESIDE = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 
 
 def write_file(path: Path, parts: Iterable[Buffer]) -> str:
@@ -42,9 +51,8 @@ def write_file(path: Path, parts: Iterable[Buffer]) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that a reader sees whole or not at all; a machine that stops may lose it."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text)
-    beside.replace(path)
+    with written_whole(path, lasting=False) as beside:
+        beside.write_text(text, encoding="utf-8", errors="replace")
 
 
 def make_folder(path: Path) -> None:
@@ -200,19 +208,137 @@ def size_and_time(path: Path) -> tuple[int, float]:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A name to write to; moved to `path` when all is on the disk, removed when something went wrong."""
-    beside = path.with_suffix(".tmp")
+def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
+    """Makes a file to write to, under a new name; moves it to `path` at the end, removes it after an error.
+
+    Args:
+        path: Replaced, also where it is a link; what that leads to isn't touched.
+        lasting: Whether it is on the disk then.
+
+    Raises:
+        OSError: If it can't be written; a folder is never replaced.
+    """
+    beside = _beside(path)
     try:
+        _make(beside)
         yield beside
         # safetensors makes files for the owner only.
         beside.chmod(0o666 & ~_umask())
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        if lasting:
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
         beside.replace(path)
-        sync_folder(path.parent)
+        if lasting:
+            sync_folder(path.parent)
+    except OSError as error:
+        if str(error.filename) == str(beside):
+            error.filename = str(path)
+        raise
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """A name that nobody can foresee; libraries go by its suffix."""
+    return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
+
+
+def _make(path: Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))  # follows no link
+
+
+def check_writable(folder: Path) -> None:
+    """Makes a file in a folder, and removes it.
+
+    Raises:
+        OSError: If it can't.
+    """
+    probe = _beside(folder / "writable")
+    _make(probe)
+    probe.unlink()
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file is what `written_whole` leaves when it is killed."""
+    return _BESIDE.fullmatch(name) is not None
+
+
+def remove_unfinished(folder: Path, stem: str | None = None) -> None:
+    """Removes what killed writes left, of all files or of one: only for the one who alone writes it."""
+    for name in names(folder):
+        match = _BESIDE.fullmatch(name)
+        if match and stem in (None, Path(match[1]).stem):
+            remove(folder / name)
+
+
+def open_own(path: Path, flags: int, alone: bool = True) -> int:
+    """Opens or makes a regular file for writing, and nothing that leads elsewhere.
+
+    Args:
+        path: The file; the folder that it lies in may be a link.
+        flags: Of `os.open`.
+        alone: Whether it must have no other name.
+
+    Raises:
+        OSError: If it can't be opened, or is a link, a FIFO, or a device; strerror says which.
+    """
+    assert not flags & os.O_TRUNC, "it may be somebody else's"
+    try:
+        # O_NONBLOCK: a FIFO that nobody reads must not hold up the start.
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        odd = {errno.ELOOP: "is a symbolic link", errno.ENXIO: "isn't a regular file"}.get(error.errno or 0)
+        if odd is None:
+            raise
+        raise OSError(error.errno, odd, str(path)) from error
+    facts, odd = os.fstat(file), None
+    if not stat.S_ISREG(facts.st_mode):
+        odd = "isn't a regular file"
+    elif alone and facts.st_nlink > 1:
+        odd = "has another name, by a hard link: copy it to a file of its own"
+    if odd:
+        os.close(file)
+        raise OSError(errno.EINVAL, odd, str(path))
+    return file
+
+
+def open_regular(path: Path) -> int:
+    """Opens a regular file for reading, perhaps by a link.
+
+    Raises:
+        OSError: If it can't be opened, or is something else: a FIFO would wait for who writes to it.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "isn't a regular file", str(path))
+    return file
+
+
+def own_folder(path: Path) -> Path:
+    """Makes a folder, if there is none; its parent must exist.
+
+    Raises:
+        OSError: If it can't be made, or is a link; strerror says so.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir()
+    if odd := oddity(path, folder=True):
+        raise OSError(errno.ENOTDIR, odd, str(path))
+    return path
+
+
+def oddity(path: Path, folder: bool) -> str:
+    """What a name is instead of a folder, or of a regular file; nothing if it is one, or free."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return ""
+    if stat.S_ISLNK(mode):
+        return "is a symbolic link"
+    if folder:
+        return "" if stat.S_ISDIR(mode) else "isn't a folder"
+    return "" if stat.S_ISREG(mode) else "isn't a regular file"
 
 
 def _umask() -> int:
@@ -224,7 +350,7 @@ def _umask() -> int:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One process at a time, of all on this machine: the others wait. The file stays, empty."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    file = open_own(path, os.O_RDWR | os.O_CREAT, alone=False)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -5,6 +5,8 @@ import os
 from argparse import ArgumentTypeError
 from pathlib import Path
 
+from trainer.host.here import from_here
+
 RUNS = Path("runs")
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -56,7 +58,7 @@ def link_latest(folder: Path) -> None:
     """Points runs/latest to a run that begins below runs, at once; where that can't be, nothing happens."""
     link, beside = folder.parent / LATEST, folder.parent / f".{LATEST}-{os.getpid()}"
     with contextlib.suppress(OSError):
-        if not folder.parent.samefile(RUNS) or (link.exists() and not link.is_symlink()):
+        if not folder.parent.samefile(from_here(RUNS)) or (link.exists() and not link.is_symlink()):
             return
         try:
             beside.unlink(missing_ok=True)

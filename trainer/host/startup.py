@@ -3,12 +3,36 @@
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 def print_anything() -> None:
     """Lets standard output take any character, as standard error does: LC_ALL=C may be set."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    _take_anything(sys.stdout)
+
+
+def _take_anything(stream: object) -> bool:
+    """Whether that was a change. What no text can hold, as bytes of a path may be, is written as it came."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
+        return False
+    utf = stream.encoding.lower().startswith("utf")
+    stream.reconfigure(errors="surrogateescape" if utf else "backslashreplace")
+    return True
+
+
+@contextmanager
+def any_character() -> Iterator[None]:
+    """The same within it, of both streams that a caller may have put there."""
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+    changed = [stream for stream in streams if _take_anything(stream)]
+    try:
+        yield
+    finally:
+        for stream in changed:
+            if not stream.closed:
+                stream.reconfigure(errors="strict")
 
 
 def wait_passively() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer.host.files import write_whole
 from trainer.launch import as_launcher
 from trainer.launch.folder import read_launch, write_launch
+from trainer.launch.store import listen, store_on
 from trainer.launch.worker import die_with_parent
 
 
@@ -33,7 +34,6 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at the import; not for the ranks
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]
     os.environ.update(given)
@@ -41,15 +41,18 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
     request = run.parse_args([*options, *(word.replace("$", "$$") for word in script)])  # it expands `$`
     if request.nnodes == "1":  # it looks its own name up again and again, for logs that nobody reads
         socket.getfqdn = lambda name="": name or "localhost"
-    # For them, too, it looks up the files of its whole stack among all modules, 20 times a launch.
-    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # noqa: ARG005
-    exits, error = {}, ""
+    exits, error, store = dict[int, int](), "", None
     try:
+        if not request.master_port:  # all ranks are here
+            listening = listen(request.master_addr)
+            request.master_port = listening.getsockname()[1]
+            store = store_on(listening, request.master_addr)
         run.run(request)
     except ChildFailedError as failed:
         exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     except BaseException:
         error = traceback.format_exc()
+    del store  # not before the ranks have ended
     write_whole(folder / "torchrun.json", json.dumps({"exits": exits, "error": error}))
 
 

@@ -7,7 +7,6 @@ store by which the ranks find each other, asks the others to end when one failed
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from trainer.host.files import write_whole
 from trainer.launch.folder import read_launch, write_launch
 from trainer.launch.forked import ForkedRank
+from trainer.launch.store import listen, store_on
 from trainer.launch.worker import die_with_parent
 
 
@@ -29,7 +29,7 @@ def main(folder: Path, module: str, ranks: int, address: str) -> None:
     write_launch(folder, replace(launch, parent=os.getpid()))
     exits, error = dict[int, int](), ""
     try:
-        listening = _listen(address)
+        listening = listen(address)
         port = listening.getsockname()[1]
         started = [
             ForkedRank(
@@ -41,22 +41,12 @@ def main(folder: Path, module: str, ranks: int, address: str) -> None:
             for rank in range(ranks)
         ]
         # Only now: its threads wouldn't come through a fork.
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        store = store_on(listening, address)
         exits = _failed(started)
         del store
     except BaseException:
         error = traceback.format_exc()
     write_whole(folder / "torchrun.json", json.dumps({"exits": exits, "error": error}))
-
-
-def _listen(address: str) -> socket.socket:
-    """A socket at a free port of what the address stands for first, as who connects to it tries it first."""
-    family, *_, at = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(at[:2], family=family, backlog=1024)
 
 
 def _variables(rank: int, ranks: int, address: str, port: int) -> dict[str, str]:

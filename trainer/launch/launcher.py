@@ -42,6 +42,9 @@ from trainer.launch.signals import SignalReceiver, blocked
 from trainer.launch.termination import leave_message
 from trainer.observe.console import Level, logs_as_json, tell, verbosity
 
+# torchrun's dynamic rendezvous (c10d) unpickles what anybody wrote to a store that listens on all interfaces;
+# the agents of a static one exchange JSON.
+STATIC = "--rdzv-backend=static"
 _POLL_SECONDS = 0.05
 _AFTER_FAILURE_SECONDS = 3.0  # the other ranks can't go on, but may be writing their last line
 _AFTER_SECOND_INTERRUPT_SECONDS = 1.0
@@ -119,8 +122,8 @@ def launch(
 
 
 def _alone() -> list[str]:
-    # Port 0: the system chooses, so that launches don't clash.
-    options = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={_here()}:0", "--rdzv-conf=is_host=1"]
+    # Port 0: the agent takes a free one of this host's own address.
+    options = ["--nnodes=1", STATIC, f"--master-addr={_here()}", "--master-port=0"]
     return [*options, f"--rdzv-id=trainer-{os.getpid()}", f"--local-addr={_here()}"]
 
 

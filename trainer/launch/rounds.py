@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.host.files import write_whole
 from trainer.host.interfaces import gloo_interface
 from trainer.launch.exit_record import ExitRecord
-from trainer.launch.launcher import LocalRanks, WorkerGroup, say
+from trainer.launch.launcher import STATIC, LocalRanks, WorkerGroup, say
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.nodes.client import RendezvousClient, sees
 from trainer.launch.nodes.discover import Nodes
@@ -87,7 +88,7 @@ def launch_with_others(
                     leave_message(outcome.code, text)
                     if nodes.number == 0 and folder is not None:
                         with suppress(OSError):  # for a script that sees only the codes of all nodes together
-                            (folder / EXIT_CODE).write_text(f"{outcome.code}\n")
+                            write_whole(folder / EXIT_CODE, f"{outcome.code}\n")
                     return outcome.code
                 say(outcome.text, "warning")
         finally:
@@ -117,7 +118,7 @@ def _rendezvous(
     server = RendezvousServer(nodes, processes, same, str(folder), join_seconds, asked, tell, suits)
     if folder is not None:
         try:
-            (folder / MEETING).write_text(server.token)
+            write_whole(folder / MEETING, server.token)
         except OSError as error:
             server.close()
             raise BadInputError(f"--out {folder}: can't be written ({error.strerror})") from error
@@ -144,7 +145,7 @@ def _tell(joined: Round, nodes: Nodes) -> None:
 
 def _rendezvous_of_torchrun(joined: Round, nodes: Nodes) -> list[str]:
     return [
-        *(f"--nnodes={len(joined.sizes)}", f"--node-rank={joined.place}"),
+        *(f"--nnodes={len(joined.sizes)}", f"--node-rank={joined.place}", STATIC),
         *(f"--master-addr={nodes.host}", f"--master-port={nodes.port + 1}"),
     ]
 

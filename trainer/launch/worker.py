@@ -26,7 +26,7 @@ from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from trainer.host.affinity import CpuShares, bind
 from trainer.host.environment import RANK_MARK
-from trainer.host.files import write_whole
+from trainer.host.files import open_own, own_folder, write_whole
 from trainer.host.processes import children
 from trainer.host.startup import print_anything
 from trainer.launch import signals
@@ -36,6 +36,7 @@ from trainer.launch.nodes.discover import mark_of_rank
 from trainer.observe.console import log_as_json, set_verbosity, tell
 
 _PR_SET_PDEATHSIG = 1
+_ADDED = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 _current: "Worker | None" = None
 _held = list[object]()
@@ -157,8 +158,9 @@ class Worker:
             return
         logs = Path(self.launch.logs)
         with contextlib.suppress(OSError):  # then to the terminal, as else
-            logs.mkdir(parents=True, exist_ok=True)
-            with (logs / f"rank-{self.rank}.log").open("ab") as log:
+            logs.parent.mkdir(parents=True, exist_ok=True)
+            number = open_own(own_folder(logs) / f"rank-{self.rank}.log", _ADDED)
+            with os.fdopen(number, "ab") as log:
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
                     os.dup2(log.fileno(), stream.fileno())

@@ -56,6 +56,10 @@ class ModelCost:
         """Bytes kept when some of the blocks are checkpointed."""
         return self.least + sum(c.saved for name, c in self.blocks.items() if name not in checkpointed)
 
+    def again(self, checkpointed: Sequence[str]) -> int:
+        """Bytes at most that backward keeps on top while it computes one of these blocks again."""
+        return max((self.blocks[name].saved for name in checkpointed if name in self.blocks), default=0)
+
 
 class KeptBytes:
     """Counts what autograd keeps, each piece of memory once; `anyway` is kept anyway and doesn't count."""
@@ -70,10 +74,12 @@ class KeptBytes:
         return saved_tensors_hooks(self._count, _same)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
-        place = _place(tensor)
+        # The tensor itself, kept for an operation that saves its output, would close a cycle within C++ that
+        # only a backward pass breaks (pytorch#189025): all that lies before it would stay for ever.
+        saved, place = tensor.detach(), _place(tensor)
         if place not in self._anyway:
-            self._kept[place] = tensor
-        return tensor
+            self._kept[place] = saved
+        return saved
 
     def bytes_without(self, output: Any = None) -> int:
         """Bytes kept, but for those of a tensor that whoever takes it keeps anyway."""

@@ -19,6 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trainer.config.model import ModelConfig
 from trainer.config.suggest import nearest
+from trainer.distributed.overlap import sharing
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.names import matching
@@ -214,9 +215,12 @@ def _adapt(model: nn.Module, name: str, rank: int, scale: float) -> None:
     around = model.get_submodule(name.rpartition(".")[0])
     weight = layer._parameters[_matrix(layer)]
     assert weight is not None
-    same = [key for key, p in model.named_parameters(remove_duplicate=False) if p is weight]
-    if len(same) > 1:
-        raise BadInputError(f"model.lora.targets: {same[0]} and {same[1]} are one weight; leave {name} out")
+    own = f"{name}.{_matrix(layer)}"
+    for same in sharing(dict(model.named_parameters(remove_duplicate=False))):
+        if own in same:
+            raise BadInputError(
+                f"model.lora.targets: {same[0]} and {same[1]} are one weight; leave {name} out"
+            )
     a, b = weight.new_empty(rank, weight.shape[1]), weight.new_zeros(weight.shape[0], rank)
     if not a.is_meta:
         nn.init.kaiming_uniform_(a, math.sqrt(5))  # as the authors' code does, and torch with linear layers

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typing_extensions import assert_never
 
 from trainer.config.tasks import GPTConfig
 from trainer.models.packed import attend_by_blocks, blocks_mask, pairs_mask
@@ -35,9 +36,7 @@ class GPT(nn.Module):
         self.head_width = config.width // config.heads
         self.by_blocks = False
         self.embedding = _embedding(vocabulary, config.width)
-        self.positions = None
-        if config.positions == "learned":
-            self.positions = _embedding(config.sequence_length, config.width)
+        self.positions = _positions(config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
@@ -167,7 +166,13 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         """The gated form is narrower, so that both have about as many weights."""
         super().__init__()
-        self.gated = config.mlp == "swiglu"
+        match config.mlp:
+            case "swiglu":
+                self.gated = True
+            case "gelu":
+                self.gated = False
+            case _:
+                assert_never(config.mlp)
         inner = 8 * -(-config.width // 3) if self.gated else 4 * config.width
         self.into = nn.Linear(config.width, 2 * inner if self.gated else inner, bias=config.bias)
         self.out = nn.Linear(inner, config.width, bias=config.bias)
@@ -233,10 +238,24 @@ def _embedding(count: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(count, width), freeze=False)  # type: ignore[no-any-return]
 
 
+def _positions(config: GPTConfig) -> nn.Embedding | None:
+    match config.positions:
+        case "learned":
+            return _embedding(config.sequence_length, config.width)
+        case "rotary":
+            return None
+        case _:
+            assert_never(config.positions)
+
+
 def _norm(config: GPTConfig) -> nn.Module:
-    if config.norm == "rms":
-        return nn.RMSNorm(config.width, eps=1e-6)
-    return nn.LayerNorm(config.width, bias=config.bias)
+    match config.norm:
+        case "rms":
+            return nn.RMSNorm(config.width, eps=1e-6)
+        case "layer":
+            return nn.LayerNorm(config.width, bias=config.bias)
+        case _:
+            assert_never(config.norm)
 
 
 @torch.no_grad()

@@ -61,8 +61,7 @@ class FirstNonFinite:
             warn(f"step {step}: the first that wasn't finite was the {place}")
 
     def _before(self, label: str, module: nn.Module, inputs: Any) -> None:
-        # A model's own torch.compile is to make the code that it makes without us.
-        if not module.training or torch.compiler.is_compiling():
+        if not _is_trained(module):
             return
         for weights in module.parameters(recurse=False):
             self._look(f"weights of {label}", weights)
@@ -70,7 +69,7 @@ class FirstNonFinite:
             self._look(f"input of {label}", value)
 
     def _after(self, label: str, module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not module.training or torch.compiler.is_compiling():
+        if not _is_trained(module):
             return
         self._look(f"output of {label}", output)
         if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -80,3 +79,9 @@ class FirstNonFinite:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             number = self._places.setdefault(place, len(self._places))
             self._flags[number] |= ~value.detach().isfinite().all()
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Whether a forward pass is one of the training, in which a part may be in evaluation mode."""
+    # A model's own torch.compile is to make the code that it makes without us.
+    return (module.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling()

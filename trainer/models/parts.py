@@ -33,9 +33,9 @@ def parts(model: nn.Module, most: int) -> list[Part]:
         if opened == names or len(opened) > most - 1:
             break
         names = opened
-    found = [Part(name, _kind(model.get_submodule(name)), (name,)) for name in names]
+    found = [Part(name, _kind(_at(model, name)), (name,)) for name in names]
     if len(found) > most - 1:
-        sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in names}
+        sizes = {name: sum(p.numel() for p in _at(model, name).parameters()) for name in names}
         kept = set(sorted(names, key=lambda name: -sizes[name])[: most - 2])
         rest = tuple(name for name in names if name not in kept)
         found = [*(part for part in found if part.name in kept), Part("others", f"{len(rest)} modules", rest)]
@@ -44,12 +44,16 @@ def parts(model: nn.Module, most: int) -> list[Part]:
 
 def _inside(model: nn.Module, name: str, alone: bool) -> list[str]:
     """The names of what lies in a module, or its own where it isn't opened."""
-    module = model.get_submodule(name)
+    module = _at(model, name)
     inner = [f"{name}.{child}" for child, _ in module.named_children()]
-    is_member = isinstance(model.get_submodule(name.rpartition(".")[0]), _CONTAINERS)
+    is_member = isinstance(_at(model, name.rpartition(".")[0]), _CONTAINERS)
     has_blocks = alone or any(isinstance(child, _CONTAINERS) for child in module.children())
     opens = isinstance(module, _CONTAINERS) or (has_blocks and not is_member)
     return inner if inner and opens else [name]
+
+
+def _at(model: nn.Module, name: str) -> nn.Module:
+    return nn.Module.get_submodule(model, name)  # TorchScript's own raises
 
 
 def _kind(module: nn.Module) -> str:
@@ -62,7 +66,7 @@ def _kind(module: nn.Module) -> str:
 def called(model: nn.Module, part: Part) -> list[nn.Module]:
     """The modules of a part that are called in a forward pass: of a list those that are in it."""
     found = list[nn.Module]()
-    for module in map(model.get_submodule, part.modules):
+    for module in (_at(model, name) for name in part.modules):
         found += module.children() if type(module).forward is nn.Module.forward else [module]
     return found
 
@@ -71,7 +75,7 @@ def parameters_of(model: nn.Module, parts: list[Part]) -> dict[str, list[nn.Para
     """The parameters of each part by its name; one that several parts have is the first one's."""
     seen, found = set[int](), dict[str, list[nn.Parameter]]()
     for part in parts:
-        modules = map(model.get_submodule, part.modules or ("",))
+        modules = (_at(model, name) for name in part.modules or ("",))
         own = {id(p): p for module in modules for p in module.parameters() if id(p) not in seen}
         found[part.name] = list(own.values())
         seen.update(own)

@@ -84,14 +84,13 @@ def _float32(value: Any) -> Any:
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """1.0 if the gradients of this step overflowed, else 0.0; float32 () on their device, unread.
+    """1.0 if the gradients of this step overflowed, else 0.0, also without any; float32 () there, unread.
 
     There is no public name for it. Reading the scale before and after instead would miss a scale that
     can't shrink, and cost a copy.
     """
-    found: torch.Tensor
-    (found,) = scaler._found_inf_per_device(optimizer).values()
-    return found
+    found = list(scaler._found_inf_per_device(optimizer).values())
+    return found[0] if found else torch.zeros_like(scale_of(scaler))
 
 
 def scale_of(scaler: GradScaler) -> torch.Tensor:
@@ -204,6 +203,9 @@ class ScaledPrecision(Precision):
     def update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """See `Precision.update`."""
         skipped = found_inf(self.scaler, optimizer)
+        if not self.scaler._found_inf_per_device(optimizer):  # no gradient at all, which torch's asserts
+            self.scaler.update(scale_of(self.scaler))  # the scale stays, and the next step is a new one
+            return skipped
         self.scaler.step(optimizer)
         self.scaler.update()
         return skipped

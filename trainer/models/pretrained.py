@@ -26,7 +26,8 @@ from trainer.config.model import HUB, TORCHVISION, ModelConfig
 from trainer.config.suggest import nearest
 from trainer.data.remote.access import DiskError, NotThereError, Sink, fetch, join
 from trainer.errors import BadInputError
-from trainer.host.files import locked, write_whole, written_whole
+from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
+from trainer.host.here import from_here
 from trainer.observe.console import say
 
 FILE = "model.safetensors"
@@ -65,7 +66,7 @@ def find_weights(config: ModelConfig) -> Weights | None:
     if source is None:
         return None
     if isinstance(source, Path):
-        return Weights(at_home(source, "model.pretrained"), source)
+        return Weights(from_here(at_home(source, "model.pretrained")), source)
     try:
         if named := HUB.fullmatch(source):
             return _of_hub(source, named["repository"], named["revision"])
@@ -159,6 +160,7 @@ def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(kept.with_suffix(".lock")):
             if not (kept.exists() and digest.exists()):
+                remove_unfinished(folder, kept.stem)
                 with written_whole(kept) as beside:
                     _fetch_converted(source, url if mirror is None else join(mirror, published), beside)
                     write_whole(digest, f"{_sha256(beside)}\n")  # first: nobody finds the weights without
@@ -189,7 +191,7 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
     pickled = to.with_suffix(".pth")
     say(f"fetching {url}")
     try:
-        file = os.open(pickled, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = os.open(pickled, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             sink = Sink(file)
             fetch(url, sink, at_once=True)

@@ -53,7 +53,7 @@ class _Synchronized:
         mean = means.mean(0)
         var = variances.mean(0) + (means - mean).square().mean(0)
         if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
-            # Read as a plain attribute: during a step its owner sets it to 1 (see `batchnorm`).
+            # Of a layer with momentum=None `batchnorm` makes the mean of all calls.
             momentum = 0.1 if layer.momentum is None else layer.momentum
             unbiased = var.detach() * (world * count / max(1, world * count - 1))
             layer.running_mean.lerp_(mean.detach().to(layer.running_mean.dtype), momentum)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.config.data import at_home
+from trainer.distributed.overlap import sharing
 from trainer.errors import BadInputError
 from trainer.models.names import matching
 
@@ -46,12 +47,27 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> int:
             for name in names if next(model.parameters()).device.type != "meta" else ():
                 with torch.no_grad():
                     state[name].copy_(_finite(opened.get_tensor(name), name, file))
+            for group in sharing({name: state[name] for name in names}):
+                _check_agreement(file, group, [opened.get_tensor(name) for name in group], state)
     except OSError as error:
         reason = error.strerror or str(error)
         raise BadInputError(f"model.pretrained: can't read {file} ({reason}); give another file") from error
     except SafetensorError as error:
         raise BadInputError(f"model.pretrained: {file} is not a safetensors file. {_remedy(file)}") from error
     return len(names)
+
+
+def _check_agreement(
+    file: Path, names: Sequence[str], given: Sequence[torch.Tensor], state: dict[str, torch.Tensor]
+) -> None:
+    """Refuses other values for tensors that share memory: the model holds those that were copied last."""
+    for name, tensor in zip(names, given, strict=True):
+        held = state[name].detach()
+        if not held.is_meta and not torch.equal(held, tensor.to(held)):
+            raise BadInputError(
+                f"model.pretrained: {file}: {' and '.join(names[:2])} share memory in the model, and the "
+                "file has other values for each; give a file of such a model, or clone one of them"
+            )
 
 
 def _agreed(

@@ -33,12 +33,15 @@ class Checksums:
     """How the logger records.
 
     Attributes:
-        take: Gives the fingerprints now, int64 (tensors,), on the device; the host doesn't wait for it.
+        take: Gives the fingerprints now, int64 (tensors,), on the device; the host doesn't wait for it. With
+            several ranks int64 (2, tensors): below them 1 where the ranks differ, 0 elsewhere.
         write: Takes a row and the fingerprints that were taken with it, if any were.
+        drifted: Takes a row's step and, of several ranks, which tensors differ; maybe raises.
     """
 
     take: Callable[[], torch.Tensor]
     write: Callable[[Mapping[str, Any], Sequence[int]], None]
+    drifted: Callable[[int, Sequence[int]], None] = lambda *_: None
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

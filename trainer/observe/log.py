@@ -257,7 +257,10 @@ class MetricLogger:
                 row[name] = float(row[name]) / staged.steps
         if self._checksums is not None and staged.prints is not None:
             exact = {name: row[name] for name in ("kind", "step", "epoch", *staged.names)}
-            self._checksums.write(exact, staged.prints.tolist())
+            prints, *differ = staged.prints.view(-1, staged.prints.shape[-1]).tolist()
+            self._checksums.write(exact, prints)
+            for flags in differ:
+                self._checksums.drifted(staged.end.step, flags)
         seen = self._plan.samples_seen
         samples = seen(staged.end.step) - seen(staged.start.step)
         seconds = staged.end.seconds_since(staged.start)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config.sizes import GIB, KIB, MIB, TIB
+from trainer.host.files import write_whole, written_whole
 from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
 
@@ -171,11 +172,12 @@ def _write(device: torch.device, folder: Path | None) -> str:
     files = []
     with contextlib.suppress(OSError, RuntimeError):
         file = folder / "memory_summary.txt"
-        file.write_text(torch.cuda.memory_summary(device))
+        write_whole(file, torch.cuda.memory_summary(device))
         files.append(file)
     with contextlib.suppress(OSError, RuntimeError):
         file = folder / "memory_snapshot.pickle"
-        torch.cuda.memory._dump_snapshot(str(file))
+        with written_whole(file, lasting=False) as beside:
+            torch.cuda.memory._dump_snapshot(str(beside))
         files.append(file)
     return f" More in {' and '.join(map(str, files))}." if files else ""
 

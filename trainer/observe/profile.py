@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from trainer.host.files import own_folder, written_whole
 from trainer.observe.phases import PHASE_TIMER, Phase
 
 Kind = Literal["torch", "nvtx"]
@@ -121,8 +122,9 @@ class Profile:
         trace = self._folder / TRACE
         written = f"trace: {trace} (https://ui.perfetto.dev reads it)"
         try:
-            trace.parent.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(trace))
+            own_folder(trace.parent)
+            with written_whole(trace, lasting=False) as beside:
+                profiler.export_chrome_trace(str(beside))
         except (OSError, RuntimeError) as error:
             written = f"no trace could be written to {trace}: {error}"
         # Kernels have entries of their own, but are told with the operators that start them, too.

@@ -1,4 +1,4 @@
-"""The files of a run's rows: one for each kind, so that each is a table. Imports no torch."""
+"""The files of a run's rows, one for each kind, so that each is a table; and names. Imports no torch."""
 
 # A row's kind, and the file in the run folder that holds such rows and no others.
 FILES = {
@@ -9,6 +9,30 @@ FILES = {
     "verdict": "verdicts.jsonl",
     "end": "summary.jsonl",
 }
+
+# What rows say of themselves, and trackers of rows; the beginnings of figures that a run adds to its metrics.
+OWN = frozenset(
+    {
+        *("kind", "step", "epoch", "time", "seconds", "samples_per_s", "updates"),
+        *("slow_rank", "slow_phase", "at", "text", "cause"),
+    }
+)
+_OWN_PARTS = ("eval/", "time/", "energy/", "cost/")
+_LONGEST = 120
+
+
+def is_name(name: object) -> bool:
+    """Whether a row can have a figure of this name: a short text that can be printed in a line."""
+    return isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable() and name == name.strip()
+
+
+def why_no_metric(name: object) -> str:
+    """Why a metric can't be called so; empty if it can."""
+    if not is_name(name):
+        return f"is no name for a metric: give a text of at most {_LONGEST} printable characters"
+    if name in OWN or str(name).startswith(_OWN_PARTS):
+        return "is what rows call a figure of their own: give the metric another name"
+    return ""
 
 
 def tag(kind: str, name: str) -> str:

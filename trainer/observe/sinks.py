@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TextIO
 
 from trainer.host import strict_json
+from trainer.host.files import open_own, own_folder, written_whole
 from trainer.observe.log import Row, Sink
 from trainer.observe.rows import FILES, tag
 
@@ -29,7 +31,7 @@ def jsonl_sink(folder: Path) -> tuple[Sink, Callable[[], None]]:
         OSError: If a file can't be made; the sink raises it if one can't be written.
     """
     with contextlib.ExitStack() as opening:
-        files = {kind: opening.enter_context((folder / name).open("a")) for kind, name in FILES.items()}
+        files = {kind: opening.enter_context(opened_to_add(folder / name)) for kind, name in FILES.items()}
         close = opening.pop_all().close
 
     def write(row: Row) -> None:
@@ -38,6 +40,15 @@ def jsonl_sink(folder: Path) -> tuple[Sink, Callable[[], None]]:
         file.flush()
 
     return write, close
+
+
+def opened_to_add(path: Path) -> TextIO:
+    """A file of lines, to write at its end.
+
+    Raises:
+        OSError: If it can't be opened, or its name leads elsewhere.
+    """
+    return os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8")
 
 
 def finite(row: Row) -> dict[str, float | int | str | None]:
@@ -56,11 +67,15 @@ def keep_rows(file: Path, step: int) -> int:
     Raises:
         OSError: If the file can't be read or written.
     """
-    if not file.exists():
+    if not os.path.lexists(file):
         return 0
-    beside, done, unreadable = file.with_suffix(".tmp"), _step_in_json, 0
+    done, unreadable = _step_in_json, 0
     # Line by line: a long run has gigabytes of them.
-    with file.open("rb") as before, beside.open("wb") as kept:
+    with (
+        os.fdopen(open_own(file, os.O_RDONLY, alone=False), "rb") as before,
+        written_whole(file, lasting=False) as beside,
+        beside.open("wb") as kept,
+    ):
         lines: Iterator[bytes] = (line for line in before if line.endswith(b"\n"))
         if file.suffix == ".csv":
             header = next(lines, b"")
@@ -75,7 +90,6 @@ def keep_rows(file: Path, step: int) -> int:
             unreadable += at is None
             if at is not None and at <= step and step:
                 kept.write(line)
-    beside.replace(file)
     return unreadable
 
 
@@ -124,20 +138,20 @@ def csv_sink(folder: Path) -> Sink:
         if new:
             earlier = _rows_of(path) if known else []
             known.extend(new)
-            with path.open("w", newline="") as file:
+            with written_whole(path, lasting=False) as beside, beside.open("w", newline="") as file:
                 table = csv.DictWriter(file, known)
                 table.writeheader()
                 table.writerows(earlier)
-        with path.open("a", newline="") as file:
+        with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", newline="") as file:
             csv.DictWriter(file, known, extrasaction="ignore").writerow(row)
 
     return write
 
 
 def _header(path: Path) -> list[str]:
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    with path.open(newline="") as file:
+    with os.fdopen(open_own(path, os.O_RDONLY), newline="") as file:
         return next(csv.reader(file), [])
 
 
@@ -165,7 +179,7 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
     from tensorboard.plugins.text.metadata import create_summary_metadata
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads a folder's files in their names' order
     name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
     file = (folder / name).open("xb")

@@ -4,18 +4,22 @@ Not torch.optim.swa_utils.AveragedModel: it copies the model, and reads its coun
 fp16's scaler, or anomaly.nonfinite=skip, skipped an update is known to the device alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from trainer.config.training import AverageConfig
+from trainer.distributed.overlap import shared
 from trainer.distributed.sharding import weights
 
 
 class WeightAverage:
     """Exponential moving average of the weights (Polyak and Juditsky, 1992).
+
+    Of the parameters that are trained: a frozen one is in the model as it is, also where a forward pass moves
+    it or it holds no floating-point numbers.
 
     Attributes:
         tensors: The averages, by the parameters' names, on the weights' device or in the host's memory.
@@ -26,7 +30,7 @@ class WeightAverage:
         self._config = config
         self._moved = 0  # steps at the last movement
         self._ramp = 10
-        named = weights(model)
+        named = {name: one for name, one in weights(model).items() if one.requires_grad}
         self._weights = [parameter.data for parameter in named.values()]
         self._device = self._weights[0].device
         self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
@@ -37,6 +41,7 @@ class WeightAverage:
             self._staging = _Staging(self._weights)
         self.tensors = {name: parameter.detach().to(where, copy=True) for name, parameter in named.items()}
         self._average = list(self.tensors.values())
+        self._alone, self._together = _parted(named, self._average)
 
     def update(
         self, step: int, skipped: torch.Tensor | None, updates: torch.Tensor, last: bool = False
@@ -104,19 +109,36 @@ class WeightAverage:
         method (`self.f = torch.compile(self._f)`, a closure), which computes with the weights as trained.
         """
         self.catch_up()
-        self._swap()
+        # Values only: addresses stay, which a CUDA graph or a view of the weights keeps.
+        kept = [weight.clone() for weight, _ in self._together]
+        _swap(self._alone)
+        for weight, average in self._together:
+            weight.copy_(average)
         try:
             yield
         finally:
-            self._swap()
+            _swap(self._alone)
+            for (weight, _), before in zip(self._together, kept, strict=True):
+                weight.copy_(before)
 
-    @torch.no_grad()
-    def _swap(self) -> None:
-        # Of values: addresses stay, which a CUDA graph or a view of the weights keeps.
-        for weight, average in zip(self._weights, self._average, strict=True):
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _parted(named: Mapping[str, torch.Tensor], average: list[torch.Tensor]) -> tuple[_Pairs, _Pairs]:
+    """Weights with their averages: those that have their memory alone, and those that share it."""
+    together = shared({name: one.detach() for name, one in named.items()})
+    pairs = [(name, (one.data, mean)) for (name, one), mean in zip(named.items(), average, strict=True)]
+    return [pair for name, pair in pairs if name not in together], [
+        pair for n, pair in pairs if n in together
+    ]
+
+
+def _swap(pairs: _Pairs) -> None:
+    for weight, average in pairs:
+        kept = weight.clone()
+        weight.copy_(average)
+        average.copy_(kept)
 
 
 class _Staging:

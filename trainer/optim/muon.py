@@ -77,8 +77,12 @@ class Muon(torch.optim.Optimizer):
 
     On a GPU from Ampere on, Newton-Schulz runs in bfloat16, which it tolerates; elsewhere in the weights'
     own dtype. On a CPU matrices are small and bfloat16 isn't faster; older GPUs only emulate it.
+
+    Attributes:
+        moments: Tensors that it keeps of each matrix, of its size; of other parameters AdamW's.
     """
 
+    moments = 1
     # Without what torch does for torch.compile, see `AdamW`.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 

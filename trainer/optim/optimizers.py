@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import assert_never
 
 from trainer.config.training import OptimConfig
+from trainer.distributed.overlap import is_dense, shared
 from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
@@ -25,11 +27,15 @@ from trainer.optim.own import ConstantSchedule
 class AdamW(torch.optim.AdamW):
     """torch's, without what it does for torch.compile, and its fused kernel without the way there.
 
+    Attributes:
+        moments: Tensors that it keeps of each parameter, of its size; likewise of the other optimizers.
+
     That way (making state where there is none, sorting by device and dtype, a name for the profiler) is
     Python that takes longer than the kernel of a small model (docs/results/overhead.md), and grows with the
     parameters.
     """
 
+    moments = 2
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     _step_by_torch = torch.optim.Optimizer.profile_hook_step(
         torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
@@ -83,6 +89,7 @@ def _fused_adamw(group: dict[str, Any], params: list[torch.Tensor], states: list
 class SGD(torch.optim.SGD):
     """torch's, without what it does for torch.compile."""
 
+    moments = 1  # with a momentum
     add_param_group = inspect.unwrap(torch.optim.SGD.add_param_group)
     step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 
@@ -136,18 +143,23 @@ def _one_cycle(config: OptimConfig, update: int, updates: int) -> float:
 
 def _warmed_up(config: OptimConfig, after: range, steps_per_epoch: float) -> list[float]:
     """Shares of the peak, for the updates after the warm-up."""
-    if config.schedule == "constant":
-        return [1.0] * len(after)
-    if config.schedule == "step":
-        # Rounded, as 0.55 epochs of 100 steps are 55.00000000000001.
-        falls = [round(epochs * steps_per_epoch, 6) for epochs in config.milestones]
-        return [float(config.gamma ** sum(update >= fall for fall in falls)) for update in after]
-    if config.schedule == "wsd":
-        length = max(1, min(round(config.decay * after.stop), len(after)))
-        held = after.stop - length
-        left = [1 - math.sqrt(max(0, update - held) / length) for update in after]
-    else:
-        left = [_half_cosine(number / len(after)) for number in range(len(after))]
+    match config.schedule:
+        case "constant":
+            return [1.0] * len(after)
+        case "step":
+            # Rounded, as 0.55 epochs of 100 steps are 55.00000000000001.
+            falls = [round(epochs * steps_per_epoch, 6) for epochs in config.milestones]
+            return [float(config.gamma ** sum(update >= fall for fall in falls)) for update in after]
+        case "wsd":
+            length = max(1, min(round(config.decay * after.stop), len(after)))
+            held = after.stop - length
+            left = [1 - math.sqrt(max(0, update - held) / length) for update in after]
+        case "cosine":
+            left = [_half_cosine(number / len(after)) for number in range(len(after))]
+        case "one-cycle":
+            raise ValueError("one-cycle has its own warm-up")
+        case _:
+            assert_never(config.schedule)
     final = config.final_lr
     return [final + (1 - final) * share for share in left]
 
@@ -237,21 +249,35 @@ def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     """Parameters that are updated alike: `params`, `weight_decay`, and `factor` of the learning rate.
 
-    Those of less than two dimensions (norms, biases) are not decayed.
+    Those of less than two dimensions (norms, biases) are not decayed. One that shares memory with another
+    has a group of its own: a kernel may update a group at once, and these need one after the other.
 
     Raises:
         BadInputError: If there is nothing that the optimizer is for.
     """
     factors = layer_factors(model, config.layer_decay)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, str], list[nn.Parameter]] = {}
+    trained = {name: parameter for name, parameter in weights(model).items() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if not is_dense(parameter):
+            raise BadInputError(
+                f"the model's parameter '{name}' is a view with gaps (strides {parameter.stride()} for the "
+                f"shape {tuple(parameter.shape)}), which fused optimizers can't update: give it memory of "
+                "its own by .contiguous().clone(), or give the task an optimizer of its own"
+            )
+    apart = shared({name: parameter.detach() for name, parameter in trained.items()})
     for decayed in (True, False):
-        for name, parameter in weights(model).items():
-            if parameter.requires_grad and (parameter.ndim >= 2) == decayed:
-                alike = (config.weight_decay if decayed else 0.0, factors[name])
+        for name, parameter in trained.items():
+            if (parameter.ndim >= 2) == decayed:
+                alike = (
+                    config.weight_decay if decayed else 0.0,
+                    factors[name],
+                    name if name in apart else "",
+                )
                 groups.setdefault(alike, []).append(parameter)
     alike_groups = [
         {"params": params, "weight_decay": weight_decay, "factor": factor}
-        for (weight_decay, factor), params in groups.items()
+        for (weight_decay, factor, _), params in groups.items()
     ]
     if config.name != "muon":
         return alike_groups
@@ -260,6 +286,28 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
             "optim.name=muon: the model has no matrices between its first and its last layer; use adamw"
         )
     return split_groups(alike_groups, matrices)
+
+
+def moments_kept(config: OptimConfig, model: nn.Module) -> dict[int, int]:
+    """How many tensors of its size the optimizer keeps of each trained parameter, by its `id`."""
+    trained = [id(p) for p in model.parameters() if p.requires_grad]
+    match config.name:
+        case "adamw":
+            return dict.fromkeys(trained, AdamW.moments)
+        case "sgd":
+            return dict.fromkeys(trained, SGD.moments if config.momentum else 0)
+        case "muon":
+            of_matrices = dict.fromkeys(map(id, hidden_matrices(model)), Muon.moments)
+            return dict.fromkeys(trained, AdamW.moments) | of_matrices
+        case _:
+            assert_never(config.name)
+
+
+def bytes_of_moments(config: OptimConfig, model: nn.Module, own: bool = False) -> int:
+    """Bytes of the optimizer's state; `own`: of a sharded model this rank's alone."""
+    kept, rows = moments_kept(config, model), weights(model)
+    sizes = {id(one): (rows[name] if own else one).nbytes for name, one in model.named_parameters()}
+    return sum(number * sizes[parameter] for parameter, number in kept.items())
 
 
 def make_optimizer(
@@ -273,20 +321,21 @@ def make_optimizer(
         scheduler: Knows the rates of the groups by their factors.
     """
     groups = [{**group, "lr": scheduler.of(group["factor"])} for group in groups]
-    if config.name == "sgd":
-        sgd = SGD(
-            groups, lr=scheduler.current, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
-        )
-        # torch's fused SGD leaves these uninitialized if the scaler skips the very first update, as it
-        # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
-        for parameter in (p for group in groups for p in group["params"] if config.momentum):
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
-    if config.name == "muon":
-        return Muon(
-            groups, lr=scheduler.current, momentum=config.momentum, betas=config.betas, eps=config.eps
-        )
-    return AdamW(groups, lr=scheduler.current, betas=config.betas, eps=config.eps, fused=True)
+    rate, momentum = scheduler.current, config.momentum
+    match config.name:
+        case "adamw":
+            return AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True)
+        case "sgd":
+            sgd = SGD(groups, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=True)
+            # torch's fused SGD leaves these uninitialized if the scaler skips the very first update, as it
+            # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
+            for parameter in (p for group in groups for p in group["params"] if momentum):
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            return sgd
+        case "muon":
+            return Muon(groups, lr=rate, momentum=momentum, betas=config.betas, eps=config.eps)
+        case _:
+            assert_never(config.name)
 
 
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

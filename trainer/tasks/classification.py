@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import assert_never
 
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -98,11 +99,18 @@ class Classification:
             if chosen.jitter:
                 planes = jitter(planes, random[:, -3:], chosen.jitter)
             byte = planes.permute(0, 2, 3, 1).contiguous()
-        if chosen.augment == "crop":  # bytes: a quarter of the floats' memory traffic
-            byte = crop(flip(byte, random[:, :1]), random[:, 1:3])
-        flips = random[:, :1] if chosen.augment == "flip" else None
-        image = self._normalize(byte, self._model.channels_last, flips)
-        return affine(image, random[:, :5]) if chosen.augment == "affine" else image
+        last = self._model.channels_last
+        match chosen.augment:
+            case "none":
+                return self._normalize(byte, last)
+            case "flip":
+                return self._normalize(byte, last, random[:, :1])
+            case "crop":  # of bytes: a quarter of the floats' memory traffic
+                return self._normalize(crop(flip(byte, random[:, :1]), random[:, 1:3]), last)
+            case "affine":
+                return affine(self._normalize(byte, last), random[:, :5])
+            case _:
+                assert_never(chosen.augment)
 
     def _numbers(self, batch: Batch) -> torch.Tensor:
         """This task's random numbers: (n, uniforms), the last columns of what the batch carries."""

@@ -1,30 +1,43 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
 import contextlib
-import importlib.util
 import inspect
 import json
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from trainer.config.task_file import MODULE, read_source, source_hash
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
+from trainer.config.beside import run_file
+from trainer.config.task_file import read_source, source_hash
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, as_numbers, spread
 from trainer.data.items import ArrayItems, ItemDataset, is_items
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, is_field_name
 from trainer.errors import BadInputError
+from trainer.host.here import from_here
+from trainer.models.buffers import few
+from trainer.models.modes import begin_training, in_evaluation_mode
 from trainer.observe.console import warn
+from trainer.observe.rows import is_name, why_no_metric
 from trainer.optim.own import HostSchedule, Scheduler
 from trainer.rng import Ints
-from trainer.tasks.trial import goes_on_alike, outside_of_checkpoint, stays_when_doubled
+from trainer.tasks.figures import as_tensor, told, why_unfit
+from trainer.tasks.trial import (
+    Held,
+    expanded,
+    find_no_sums,
+    goes_on_alike,
+    held,
+    outside_of_checkpoint,
+    stay_when_doubled,
+)
 
 _WANTED = {
     "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each, or "
@@ -44,6 +57,7 @@ _GIVEN = {
 _METHODS = ("describe", "inputs", "predict", "collate", *(name for name in _GIVEN if name not in _WANTED))
 _ATTRIBUTES = ("metric", "mode", "losses", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
+_LETTERS = 160  # of what somebody gave, in a message
 _TRIED = 4  # samples
 _SLIP = 0.8  # how much alike names are of which one is a slip of the other
 _SUMMARIZED = 32  # samples whose rows `summarize` is tried on
@@ -119,24 +133,25 @@ class CustomTask:
         """Sums over the samples that aren't padding, and rows with zeros for those that are."""
         real, padding = _without_padding(batch, self.evaluation_data)
         measured: Mapping[str, torch.Tensor] = self._own.measure(model, real)
-        if batch.weight is None:
+        if batch.weight is None or not isinstance(measured, Mapping):
             return measured
+        added = len(batch.weight) - len(next(iter(real.fields.values())))
         whole = {}
-        for name, value in measured.items():
-            if not value.ndim:
-                whole[name] = torch.zeros_like(value) if padding else value
+        for name, given in measured.items():
+            whole[name] = value = as_tensor(given)
+            if not isinstance(value, torch.Tensor):
                 continue
-            whole[name] = value.new_zeros((len(batch.weight), *value.shape[1:]))
-            whole[name][batch.weight > 0] = value[: int((batch.weight > 0).sum())]
+            if padding:
+                whole[name] = torch.zeros_like(value)
+            elif value.ndim and added:
+                whole[name] = torch.cat([value, value.new_zeros((added, *value.shape[1:]))])
         return whole
 
     def _parts(self, given: Any) -> list[torch.Tensor]:
         if not isinstance(given, Mapping) or given.keys() != set(self.losses):
-            told = (
-                f"losses named {', '.join(map(str, given))}" if isinstance(given, Mapping) else _told(given)
-            )
+            gave = f"losses named {', '.join(map(str, given))}" if isinstance(given, Mapping) else told(given)
             raise BadInputError(
-                f"{self._source}: loss gave {told}; by the attribute losses of the class it gives "
+                f"{self._source}: loss gave {gave}; by the attribute losses of the class it gives "
                 f"{', '.join(self.losses)}, all of them each time"
             )
         return [given[name] for name in self.losses]
@@ -150,7 +165,7 @@ class CustomTask:
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = self._call("optimizer", self._own.optimizer, model)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise self._wrong("optimizer", _told(optimizer))
+            raise self._wrong("optimizer", told(optimizer))
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = {id(p): name for name, p in model.named_parameters()}
         if given - names.keys():
@@ -168,7 +183,7 @@ class CustomTask:
         arguments = (optimizer, steps) if "steps" in wanted else (optimizer,)
         scheduler = self._call("scheduler", self._own.scheduler, *arguments)
         if missing := [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)]:
-            raise self._wrong("scheduler", f"{_told(scheduler)} without {missing[0]}")
+            raise self._wrong("scheduler", f"{told(scheduler)} without {missing[0]}")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise self._wrong("scheduler", "one of another optimizer")
         return cast(Scheduler, scheduler)
@@ -217,16 +232,45 @@ class CustomTask:
         Raises:
             BadInputError: Naming the method and what it should give.
         """
+        for what, data in (("training", self.train_data), ("evaluation", self.evaluation_data)):
+            if odd := [name for name in data.fields if not is_field_name(name)]:
+                raise self._wrong("data", f"a field {odd[0]!r:.80} of the {what} data; its name is a text")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            model = self.model().eval()
-            self._check_loss(model)
-            self._check_measure(model)
+            model = self.model()
+            if name := expanded(model):
+                raise BadInputError(
+                    f"{self._source}: several elements of the model's '{name}' are one number in memory (it "
+                    "was expanded), which nothing can update; add .clone()"
+                )
+            begin_training(model)
+            first = held(model)
+            with in_evaluation_mode(model):
+                self._check_loss(model)
+                before = held(model)
+                self._check_measure(model)
+            changed = before.changed(model)
+            self._check_made(first, model)
             self._check_state(model)
+            self._check_made(first, model)
+        if changed:
+            warn(
+                f"{self._source}: measure changes the model's {few(changed)}, in evaluation mode: what the "
+                "training changes, too, is put back after it, all else stays so, on each rank for itself; "
+                "change them only `if self.training`"
+            )
         try:
-            json.dumps(dict(self.describe()))
+            json.dumps(dict(self.describe()), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise BadInputError(f"{self._source}: describe gave what JSON can't hold ({error})") from error
+
+    def _check_made(self, first: Held, model: nn.Module) -> None:
+        if name := first.made(model):
+            raise BadInputError(
+                f"{self._source}: a forward pass makes the model's '{name}', or takes it away, of which "
+                "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
+                "be registered with persistent=False"
+            )
 
     def _check_loss(self, model: nn.Module) -> None:
         few = np.arange(min(_TRIED, len(self.train_data)))
@@ -240,54 +284,102 @@ class CustomTask:
         parts = self._parts(loss) if self.losses else [loss]
         for name, part in zip(self.losses or ("",), parts, strict=True):
             if not isinstance(part, torch.Tensor) or part.shape or not part.is_floating_point():
-                raise self._wrong("loss", f"{_called(name)}{_told(part)}")
+                raise self._wrong("loss", f"{_called(name)}{told(part)}")
         if not any(part.requires_grad for part in parts):
             raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
-        with torch.no_grad():
-            for number, name in enumerate(self.losses or ("",)):
-                if stays_when_doubled(*(partial(self._value, model, b, number) for b in (once, twice))):
-                    what = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
-                    raise self._wrong("loss", what)
-            num_items = (self.train_data.arrays or {}).get(NUM_ITEMS)
-            empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
-            if len(empty) and not np.isfinite(value := self._value(model, self._few(np.asarray(empty)))):
+        # With gradients on: a loss may take some itself.
+        stay = stay_when_doubled(*(partial(self._values, model, b) for b in (once, twice)))
+        for name, stays in zip(self.losses or ("",), stay, strict=True):
+            if stays:
+                what = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
+                raise self._wrong("loss", what)
+        num_items = (self.train_data.arrays or {}).get(NUM_ITEMS)
+        empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
+        if len(empty):
+            value = sum(self._values(model, self._few(np.asarray(empty))))
+            if not np.isfinite(value):
                 raise self._wrong("loss", f"{value} for samples of 0 items, which add nothing")
 
     def _check_measure(self, model: nn.Module) -> None:
         data = self.evaluation_data
-        summarizes = hasattr(self, "summarize")
-        chosen = spread(len(data), _SUMMARIZED if summarizes else _TRIED)
-        count = len(chosen)
-        batch = self._few(chosen, evaluation=True)
-        with torch.inference_mode(), self._dtypes_explained(model, batch):
-            measured = self._call("measure", self._own.measure, model, batch)
-        if not isinstance(measured, Mapping) or not measured:
-            raise self._wrong("measure", _told(measured))
-        for name, value in measured.items():
-            if not isinstance(value, torch.Tensor) or (value.ndim and len(value) != count):
-                raise self._wrong("measure", f"'{name}' as {_told(value)} for {count} samples")
-            if value.ndim and not summarizes:
-                raise self._wrong("measure", f"'{name}' as {_told(value)}, and there is no summarize")
+        chosen = spread(len(data), _SUMMARIZED if hasattr(self, "summarize") else _TRIED)
+        measured = self._measured(model, chosen)
         metrics = [name for name, value in measured.items() if not value.ndim]
         rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
+        self._check_sums(model, metrics, rows)
         if rows:
             # As many as there will be: `summarize` may hold them against what it knows of all samples.
-            again = torch.arange(len(data)) % count
-            kinds = {n: torch.uint8 if v.dtype == torch.bool else v.dtype for n, v in rows.items()}
+            again = torch.arange(len(data)) % len(chosen)
             try:
-                metrics += self._summarize({n: v[again].to(kinds[n]) for n, v in rows.items()})
+                summarized = self._summarize({name: value[again] for name, value in rows.items()})
             except BadInputError as error:
                 # So metrics complain of a class that these few samples lack.
-                if not isinstance(error.__cause__, ValueError) or count == len(data):
+                if not isinstance(error.__cause__, ValueError) or len(chosen) == len(data):
                     raise
-                warn(f"{error} (tried on {count} of {len(data)} samples)")
+                warn(f"{error} (tried on {len(chosen)} of {len(data)} samples)")
                 return
+            for name in summarized:
+                if why := why_no_metric(name):
+                    raise BadInputError(f"{self._source}: summarize gave {name!r:.80}, which {why}")
+            metrics += summarized
         if self.metric not in metrics:
             gives = f"neither measure nor summarize gives (they give {', '.join(metrics)})"
             if not rows:
                 gives = f"measure doesn't give (it gives {', '.join(metrics)})"
             raise BadInputError(
                 f"{self._source}: metric is '{self.metric}', which {gives}; name one of these"
+            )
+
+    def _measured(self, model: nn.Module, samples: Ints) -> dict[str, torch.Tensor]:
+        """What `measure` gives of some samples, each figure a tensor that fits."""
+        batch = self._few(samples, evaluation=True)
+        try:
+            with torch.no_grad(), self._dtypes_explained(model, batch):
+                given = self._call("measure", self._own.measure, model, batch)
+        except BadInputError as error:
+            if "not require grad" not in str(error):
+                raise
+            hint = "gradients are off in measure: put what takes them into `with torch.enable_grad():`"
+            raise BadInputError(f"{error}; {hint}") from error.__cause__
+        if not isinstance(given, Mapping) or not given:
+            raise self._wrong("measure", told(given))
+        measured = {name: as_tensor(value) for name, value in given.items()}
+        for name, value in measured.items():
+            if unfit := why_unfit(name, value, len(samples)):
+                raise self._wrong("measure", unfit)
+            if value.ndim and not hasattr(self, "summarize"):
+                raise self._wrong("measure", f"'{name}' as {told(value)}, and there is no summarize")
+        return measured
+
+    def _check_sums(self, model: nn.Module, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> None:
+        """Refuses means, which would be divided twice, and rows that differ between batches."""
+
+        def figures(samples: Ints) -> list[float]:
+            found = self._measured(model, samples)
+            for name, value in rows.items():
+                other = found.get(name)
+                if other is None or other.shape[1:] != value.shape[1:] or other.dtype != value.dtype:
+                    here = told(other)
+                    raise self._wrong(
+                        "measure", f"rows '{name}' as {told(value)} of one batch and as {here} of another"
+                    )
+            return [
+                float(found[name]) if name in found and not found[name].ndim else np.nan for name in names
+            ]
+
+        means, others = find_no_sums(figures, spread(len(self.evaluation_data), _TRIED))
+        for name in (name for name, mean in zip(names, means, strict=True) if mean):
+            raise self._wrong(
+                "measure",
+                f"'{name}' as a mean, or another figure of the whole batch: the same for each sample twice "
+                '(give reduction="sum": the trainer divides; or rows, of which summarize makes RMSE, F1 '
+                "or AUC of all samples)",
+            )
+        for name in (name for name, other in zip(names, others, strict=True) if other):
+            warn(
+                f"{self._source}: measure gives '{name}', which is no sum over the samples: those of two "
+                "halves of a batch don't add up to it, so it depends on data.eval_batch_size; give rows, of "
+                "which summarize makes it of all samples"
             )
 
     def _check_state(self, model: nn.Module) -> None:
@@ -315,27 +407,25 @@ class CustomTask:
         if names:
             warn(
                 f"{self._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
-                "training depends on it, make it a buffer (self.register_buffer)"
+                "training depends on it, make it a buffer (self.register_buffer), or a part of the model"
             )
 
     def _summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         metrics = self._call("summarize", self._own.summarize, rows)
         if not isinstance(metrics, Mapping):
-            raise self._wrong("summarize", _told(metrics))
+            raise self._wrong("summarize", told(metrics))
         plain = {}
         for name, value in metrics.items():
             try:
                 plain[name] = float(value)
             except (TypeError, ValueError, RuntimeError):
-                raise self._wrong("summarize", f"'{name}' as {_told(value)}") from None
+                raise self._wrong("summarize", f"'{name}' as {told(value)}") from None
         return plain
 
-    def _value(self, model: nn.Module, batch: Batch, number: int | None = None) -> float:
-        """Of one of several losses, or of their sum."""
+    def _values(self, model: nn.Module, batch: Batch) -> list[float]:
+        """Of each loss."""
         given = self._call("loss", self._own.loss, model, batch)
-        if number is None or not self.losses:
-            return float(self._sum(given))
-        return float(self._parts(given)[number])
+        return [float(part.detach()) for part in (self._parts(given) if self.losses else [given])]
 
     @contextlib.contextmanager
     def _dtypes_explained(self, model: nn.Module, batch: Batch) -> Iterator[None]:
@@ -370,7 +460,7 @@ class CustomTask:
         given = self._call("transforms", self._own.transforms)
         transforms = tuple(given) if isinstance(given, list | tuple) else (given,)
         if odd := [one for one in transforms if not callable(one)]:
-            raise self._wrong("transforms", _told(odd[0]))
+            raise self._wrong("transforms", told(odd[0]))
         return transforms
 
     def _dataset(self, part: Any, what: str, transforms: tuple[Callable[[Any], Any], ...]) -> Dataset:
@@ -385,13 +475,13 @@ class CustomTask:
                     f"{self._source}: data gave a data set with `read`, which fills batches itself: do there "
                     "what transforms and collate do, and leave them out"
                 )
+            for name, field in part.fields.items():
+                self._numbers(name, np.empty(0, field.dtype))
             return cast(Dataset, part)
-        arrays = {name: np.ascontiguousarray(value) for name, value in part.items()}
+        arrays = {name: self._numbers(name, value) for name, value in part.items()}
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or min(lengths.values()) < 1:
             raise self._wrong("data", f"arrays of different lengths or empty ones ({lengths})")
-        if odd := [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]:
-            raise self._wrong("data", f"'{odd[0]}' of dtype {arrays[odd[0]].dtype}, which is no number")
         num_items = arrays.get(NUM_ITEMS)
         if num_items is not None and (
             num_items.dtype.kind == "f" or num_items.ndim != 1 or num_items.min() < 0
@@ -403,6 +493,12 @@ class CustomTask:
         if not transforms and collate is None:
             return whole
         return ItemDataset(ArrayItems(arrays), what, collate, transforms, whole.num_items)
+
+    def _numbers(self, name: str, value: Any) -> npt.NDArray[Any]:
+        try:
+            return as_numbers(name, value)
+        except ValueError as error:
+            raise self._wrong("data", str(error)) from error
 
     def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -429,16 +525,10 @@ def custom_task(path: Path) -> CustomTask:
     Raises:
         BadInputError: If the file can't be run, holds no such class, or the class lacks a method.
     """
+    path = from_here(path)
     read_source(path)
-    spec = importlib.util.spec_from_file_location(MODULE, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as if the file were run: what lies beside it can be imported
     try:
-        spec.loader.exec_module(module)
+        _, module = run_file(path, "task")
     except Exception as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
         where = f" line {lines[-1]}" if lines else ""
@@ -446,7 +536,7 @@ def custom_task(path: Path) -> CustomTask:
     found = [
         kind
         for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == MODULE and hasattr(kind, "loss")
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, "loss")
     ]
     if len(found) != 1:
         names = ", ".join(kind.__name__ for kind in found) or "none"
@@ -519,16 +609,13 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
 def _names(given: Any, source: str) -> tuple[str, ...]:
     """Of several losses."""
     names = tuple(given) if isinstance(given, tuple | list) else ("",)
-    if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        raise BadInputError(f'{source}: losses is {given!r}; give their names, such as ("content", "style")')
+    if not all(map(is_name, names)) or len(set(names)) < len(names):
+        told = f"{given!r}"[:_LETTERS]
+        raise BadInputError(
+            f'{source}: losses is {told}; give their names, short texts such as ("content", "style")'
+        )
     return names
 
 
 def _called(name: str) -> str:
     return f"'{name}' as " if name else ""
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
-    return "nothing" if value is None else f"a {type(value).__name__}"

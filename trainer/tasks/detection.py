@@ -179,6 +179,8 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
             SyntheticPictures(size, classes, data.samples, seed),
             SyntheticPictures(size, classes, max(1, data.samples // 8), seed + 1),
         )
+    if data.name != "coco":
+        raise AssertionError(f"data.name={data.name} has no boxes")
     if not isinstance(data.path, Path):
         raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path=DIR")
     from trainer.data.formats.coco import CocoPictures

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typing_extensions import assert_never
 
 from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
@@ -184,6 +185,8 @@ class Language:
             return StreamDataset(text.tokens, length, stride, whole=measured)
         if config.text == "packed":
             return packed(text, length)
+        if config.text != "padded":
+            assert_never(config.text)
         dataset = padded(text, length)
         assert dataset.arrays is not None
         lengths = np.asarray(dataset.arrays[NUM_ITEMS])
@@ -278,6 +281,8 @@ def _texts(data: DataConfig, path: Path, config: LanguageConfig, seed: int) -> t
             random_text(vocabulary, n * length + 1, seed + part, longest) for part, n in enumerate(samples)
         )
         return learned, held
+    if data.name != "tokens":
+        raise AssertionError(f"data.name={data.name} is no text")
     files = [path / "train.bin", path / "val.bin"]
     texts, abouts = [], []
     for file in files:

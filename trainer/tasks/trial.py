@@ -2,40 +2,94 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from trainer.errors import BadInputError
+from trainer.models.modes import begin_training
 from trainer.models.pointwise import mend_pointwise
 from trainer.optim.own import HostSchedule
+from trainer.rng import Ints
 
 _DRAWS = 16  # of a loss that draws random numbers
 _NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
+_ZERO = 1e-6
+_APART = 0.05  # relative: by how much the parts of what is no sum are more, whatever rounds
+_EQUAL = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
 _LARGEST_BYTES = 1 << 20  # of an attribute that is looked at: not somebody's data
+_DEEPEST = 2  # lists in lists that are looked into
+_MOVED = 0.01  # of other weights
+
+_Figures = Callable[[], Sequence[float]]
 
 
-def stays_when_doubled(once: Callable[[], float], twice: Callable[[], float]) -> bool:
-    """Whether a loss is the same for the same samples twice in one micro-batch, as that of a mean is.
+def stay_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
+    """Which figures are the same for the same samples twice in one micro-batch, as a mean's are.
 
-    A sum doubles; a loss that compares the samples with each other grows, too. Where random numbers are
-    drawn, the averages over several draws are compared; what is too noisy to tell passes.
+    A sum doubles; what compares the samples with each other grows, too. Where random numbers are drawn, the
+    averages over several draws are compared; what is too noisy to tell, or 0, passes.
 
     Args:
-        once: The loss of some samples.
-        twice: The loss of a micro-batch that holds each of them twice.
+        once: The figures of some samples.
+        twice: Those of a micro-batch that holds each of them twice.
     """
     values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(2)])
-    if values[0, 0] != values[1, 0]:
+    if not np.array_equal(values[0, 0], values[1, 0], equal_nan=True):
         values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(_DRAWS)])
+    with np.errstate(all="ignore"):
+        return [_stays(each) for each in np.moveaxis(values, 2, 0)]
+
+
+def _stays(values: npt.NDArray[np.float64]) -> bool:
     means = values.mean(0)
-    if not np.abs(means).min() > 1e-6:
+    if not np.abs(means).min() > _ZERO:
         return False
     noise = float(np.hypot(*(values.std(0) / means))) / len(values) ** 0.5
     return bool(noise < _NOISE and abs(means[1] / means[0] - 1) < max(_SAME, 3 * noise))
+
+
+def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[bool]]:
+    """Which figures of samples are a mean or another figure of the whole batch; and which others are no sum.
+
+    The second are less than those of two halves together. What compares the samples with each other may be
+    more, and what draws random numbers isn't looked at.
+
+    Args:
+        figures: Of a batch of some samples.
+        samples: Some.
+    """
+    once, twice = partial(figures, samples), partial(figures, np.tile(samples, 2))
+    stay = stay_when_doubled(once, twice)
+    value, again = (np.array(_drawn(seed, once)) for seed in range(2))
+    if (zero := np.abs(value) <= _ZERO).any():
+        with suppress(BadInputError), _AllEqual():
+            equal = stay_when_doubled(once, twice)
+            stay = [*(np.array(stay) | (zero & np.array(equal)))]
+    halves = [part for part in np.array_split(samples, 2) if len(part)]
+    each = np.array([_drawn(0, partial(figures, half)) for half in halves])
+    with np.errstate(all="ignore"):
+        short, size = np.abs(each.sum(0)) - np.abs(value), np.abs(value) + np.abs(each).sum(0)
+        apart = (value == again) & (short > _ZERO) & (short > _APART * size)
+    return stay, [*(apart & ~np.array(stay, bool))]
+
+
+class _AllEqual(TorchFunctionMode):
+    """Within it whatever torch compares for equality is equal: so a share of right answers isn't 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return torch.ones_like(found) if func in _EQUAL and isinstance(found, torch.Tensor) else found
 
 
 class Outside(NamedTuple):
@@ -44,7 +98,8 @@ class Outside(NamedTuple):
     Attributes:
         buffers: Non-persistent buffers that each training forward pass changes further, by name.
         differs: What came out otherwise the second time, from the same state: "" if nothing did.
-        attributes: Numbers and tensors kept as plain attributes that each forward pass changes further.
+        attributes: Numbers and tensors kept as plain attributes, and what modules and optimizers outside of
+            the model hold, that each forward pass changes further.
     """
 
     buffers: list[str]
@@ -56,7 +111,8 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
     """Trains on the same samples twice, from the same state_dict and random numbers, as after a resume.
 
     On one thread, so that the bits repeat. A cache that is filled once, and what each forward pass sets
-    anew, are alike after both and no matter.
+    anew, are alike after both and no matter. Twice more with other weights shows what follows the model
+    from outside of it, also where it was copied from it in the first pass.
 
     Args:
         model: Gets its state_dict back afterwards.
@@ -64,24 +120,27 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
         owner: The task, whose attributes are looked at, too.
     """
     kept = {name: value.detach().clone() for name, value in _tensors(model).items()}
-    model.train()
+    begin_training(model)
     mend_pointwise(model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         (results, state, attributes), again = (_trained(model, kept, loss, owner) for _ in range(2))
+        followed, further = _followed(model, kept, loss, owner)
     finally:
         torch.set_num_threads(threads)
         _put_back(model, kept)
         model.zero_grad(set_to_none=True)
     differing = [name for name, digest in results.items() if again[0].get(name) != digest]
-    moved = [name for name, digest in state.items() if again[1].get(name) != digest]
+    changed = [name for name, digest in state.items() if again[1].get(name) != digest]
     held = _tensors(model)
-    differing += [f"the buffer '{name}'" for name in moved if name in held]
+    differing += [f"the buffer '{name}'" for name in changed if name in held]
+    pairs = ((attributes, again[2]), (followed, further))
+    moving = [name for one, other in pairs for name, digest in one.items() if other.get(name) != digest]
     return Outside(
-        [name for name in moved if name not in held],
+        [name for name in changed if name not in held],
         differing[0] if differing else "",
-        [name for name, digest in attributes.items() if again[2].get(name) != digest],
+        list(dict.fromkeys(moving)),
     )
 
 
@@ -98,7 +157,7 @@ def goes_on_alike(
     Raises:
         ValueError: If their state holds what no checkpoint can.
     """
-    model.train()
+    begin_training(model)
     mend_pointwise(model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -133,6 +192,21 @@ def _after(model: nn.Module, rates: HostSchedule) -> tuple[Any, Any]:
 _Digests = dict[str, bytes]
 
 
+def _followed(
+    model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
+) -> tuple[_Digests, _Digests]:
+    """What lies beside the model after each of two passes with other weights; nothing if there is nothing."""
+    if not _learned(model, owner):
+        return {}, {}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    moved = {name: value + _MOVED if name in trained else value for name, value in kept.items()}
+    try:
+        first, second = (_trained(model, moved, loss, owner)[2] for _ in range(2))
+    except Exception:  # a loss may want weights of a kind
+        return {}, {}
+    return first, second
+
+
 def _trained(
     model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
 ) -> tuple[_Digests, _Digests, _Digests]:
@@ -145,10 +219,16 @@ def _trained(
     results = {"the loss": _digest(value)}
     results |= {f"the gradient of {name}": _digest(p.grad) for name, p in model.named_parameters()}
     buffers = {name: _digest(buffer) for name, buffer in model.named_buffers()}
-    attributes = _attributes("self", owner)
-    for name, module in model.named_modules():
-        attributes |= _attributes(f"model.{name}" if name else "model", module)
+    attributes = _learned(model, owner)
+    for name, thing in _owners(model, owner):
+        attributes |= _attributes(name, thing)
     return results, buffers, attributes
+
+
+def _owners(model: nn.Module, owner: object) -> Iterator[tuple[str, object]]:
+    yield "self", owner
+    for name, module in model.named_modules():
+        yield f"model.{name}" if name else "model", module
 
 
 def _attributes(owner: str, thing: object) -> _Digests:
@@ -161,6 +241,40 @@ def _attributes(owner: str, thing: object) -> _Digests:
         for name, value in plain.items()
         if getattr(value, "nbytes", 0) <= _LARGEST_BYTES
     }
+
+
+def _learned(model: nn.Module, owner: object) -> _Digests:
+    """What modules and optimizers hold that task or model keep beside the model, in lists and dicts, too.
+
+    Also tensors in such lists: a moving average of one's own.
+    """
+    inside = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+    found = _Digests()
+    for name, thing in _owners(model, owner):
+        for key, value in getattr(thing, "__dict__", {}).items():
+            if key not in _OF_MODULES:
+                found |= {n: _digest(t) for n, t in _held(f"{name}.{key}", value, inside, _DEEPEST)}
+    return found
+
+
+_OF_MODULES = vars(nn.Module()).keys()
+
+
+def _held(name: str, value: object, inside: set[int], deeper: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if id(value) in inside:
+        return
+    if isinstance(value, nn.Module):
+        yield from ((f"{name}.{key}", tensor) for key, tensor in _tensors(value).items())
+    elif isinstance(value, torch.optim.Optimizer):
+        for number, state in enumerate(value.state.values()):
+            tensors = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
+            yield from ((f"{name}.state[{number}].{key}", tensor) for key, tensor in tensors.items())
+    elif isinstance(value, dict | list | tuple) and deeper:
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(one, torch.Tensor):
+                yield from [(f"{name}[{key!r}]", one)] * (one.nbytes <= _LARGEST_BYTES)
+            else:
+                yield from _held(f"{name}[{key!r}]", one, inside, deeper - 1)
 
 
 def _digest(value: Any) -> bytes:
@@ -184,6 +298,54 @@ def _put_back(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
                 value.copy_(kept[name])
 
 
-def _drawn(seed: int, loss: Callable[[], float]) -> float:
+def expanded(model: nn.Module) -> str:
+    """The name of a tensor of which several elements are one number in memory; or nothing."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
+            continue
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            return name
+    return ""
+
+
+class Held(NamedTuple):
+    """What a model holds, to be compared with what it holds after a forward pass.
+
+    Attributes:
+        parameters: By name, each with its version.
+        buffers: Their bits, by name.
+        stored: Names of what a checkpoint holds.
+    """
+
+    parameters: dict[str, tuple[nn.Parameter, int]]
+    buffers: dict[str, bytes]
+    stored: frozenset[str]
+
+    def changed(self, model: nn.Module) -> list[str]:
+        """Names of what the model now holds otherwise."""
+        now = held(model)
+        moved = [
+            name
+            for name, (parameter, version) in self.parameters.items()
+            if name not in now.parameters
+            or now.parameters[name][0] is not parameter
+            or now.parameters[name][1] != version
+        ]
+        return moved + [name for name, digest in self.buffers.items() if now.buffers.get(name) != digest]
+
+    def made(self, model: nn.Module) -> str:
+        """The name of what a checkpoint would hold now, and not before, or the other way round."""
+        return min(self.stored ^ held(model).stored, default="")
+
+
+def held(model: nn.Module) -> Held:
+    """What it holds now."""
+    parameters = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
+    real = {n: buffer for n, buffer in model.named_buffers() if not nn.parameter.is_lazy(buffer)}
+    buffers = {name: _digest(buffer) for name, buffer in real.items()}
+    return Held(parameters, buffers, frozenset({**_tensors(model), **parameters}))
+
+
+def _drawn(seed: int, figures: _Figures) -> Sequence[float]:
     torch.default_generator.manual_seed(seed)
-    return loss()
+    return figures()

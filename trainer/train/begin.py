@@ -54,6 +54,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
     except BadInputError as error:
         raise BadInputError(f"{word}: {error}") from error
     step, path = _chosen(run, source)
+    path = path.absolute()  # the code of a task, below, may go to another folder
     try:
         verify(path)
         state, digest = read_state(path), sums_hash(path)
@@ -223,10 +224,10 @@ def take_over(run: Run, found: Checkpoint) -> str:
         "model": theirs["model"],
         # Counts stay those of a run that begins.
         "optimizer": {**built, **fitted},
-        "ema": average or theirs["model"],
     }
-    if state.average is not None:
-        tensors["ema"] = {name: tensors["ema"][name] for name in state.average.tensors}
+    if state.average is not None:  # with the weight itself of what was frozen there
+        of_all = {**theirs["model"], **average}
+        tensors["ema"] = {name: of_all[name] for name in state.average.tensors}
     load_tensors(state, 0, tensors)
     if state.average is not None and average:  # it has found its pace: it isn't to forget what it was
         state.average.before = int(found.state.get("averaged_before", 0)) + int(saved["updates"])

@@ -13,10 +13,9 @@ from trainer.data.sampling.plan import Share, evaluation_share
 from trainer.distributed.parallel import World, is_sharded, replicate
 from trainer.distributed.sharding import shard
 from trainer.models.activation_checkpointing import blocks
-from trainer.models.batchnorm import StepStatistics, batchnorm_buffers
+from trainer.models.batchnorm import StepStatistics
 from trainer.models.layers import LayerStatistics
 from trainer.models.precision import (
-    autocast,
     check_precision,
     gathered_in,
     make_precision,
@@ -69,14 +68,7 @@ def build(
     set_determinism(recipe)
     prepared = prepare_model(recipe, task, world, fresh)
     model, in_tree = prepared.model, recipe.parallel.reduction == "tree"
-    found = find_changing(
-        task,
-        model,
-        batchnorm_buffers(model),
-        recipe.data.micro_batch_size,
-        autocast(recipe.precision, device),
-        world,
-    )
+    found = find_changing(recipe, task, model, plan, world)
     generators = [
         torch.default_generator
     ]  # the CPU's always: a model on a GPU may draw there (stochastic depth)

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import nullcontext
-from typing import cast
 
 import torch
 from torch import nn
@@ -14,9 +13,11 @@ from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.distributed.sharding import evaluating
 from trainer.errors import BadInputError
+from trainer.models.modes import in_evaluation_mode
 from trainer.models.precision import autocast
 from trainer.observe.phases import enter_phase
-from trainer.tasks import Summarizing, Task
+from trainer.tasks import Task
+from trainer.train.measured import Measured, summarized
 from trainer.train.state import Run
 
 
@@ -34,8 +35,15 @@ def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
         for name, loader, share in sets:
             found = evaluate(task, state.model, loader, share, run.world, run.recipe.precision)
             metrics |= {in_set(name, metric): value for metric, value in found.items()}
+    state.statistics.restore()  # what an evaluation makes of them isn't the training's
     state.metrics = metrics
-    decisive = metrics[in_set(run.recipe.evaluation.decides, task.metric)]
+    decides = in_set(run.recipe.evaluation.decides, task.metric)
+    if decides not in metrics:
+        raise BadInputError(
+            f"the evaluation gave no '{decides}', the metric that decides (it gave {', '.join(metrics)}); "
+            "give it each time"
+        )
+    decisive = metrics[decides]
     score = -decisive if task.lower_is_better else decisive
     best = math.isfinite(score) and (state.best is None or score > state.best[0])
     if best:
@@ -61,50 +69,47 @@ def evaluate(
 
     Each rank fills its rows of one table, a row for each micro-batch, all other rows 0. Summing the tables
     over the ranks adds zeros only, and the rows are then added in one order, in float64: so the metrics don't
-    depend on the number of ranks, to the last bit. What is measured as a row for each sample comes together
-    the same way, and `task.summarize` makes metrics of it.
+    depend on the number of ranks, to the last bit. A sum that some micro-batches don't give counts as 0 of
+    these. What is measured as a row for each sample comes together the same way, and `task.summarize` makes
+    metrics of it.
 
     Args:
-        model: The bare model; its mode is restored.
+        model: The bare model; each of its modules has its mode again afterwards.
         loader: Loads the micro-batches of `share`.
         share: From `plan.evaluation_share`.
 
     Returns:
         Means over the items of the data set: samples, or valid tokens.
+
+    Raises:
+        BadInputError: On all ranks, naming what can't be put together.
     """
-    training = model.training
-    model.eval()
     micro_batches = share.plan.steps * share.plan.micro_batches
-    tables: dict[str, torch.Tensor] = {}
+    # Without those that fill up the last round: how many they are depends on the number of ranks.
+    real = -(-share.plan.samples // share.plan.micro_batch_size)
+    measured = Measured(micro_batches, share.plan.micro_batch_size, world.device)
     num_items = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
     batches = share.batches()
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
-    with evaluating(model), autocast(precision, world.device):
-        for number, batch in zip(numbers, loader(batches), strict=True):
+    with in_evaluation_mode(model), evaluating(model), autocast(precision, world.device):
+        for number, batch in zip(map(int, numbers), loader(batches), strict=True):
             enter_phase("evaluation")
-            num_items[int(number)] = batch.num_items
-            for name, value in task.measure(model, batch).items():
-                if name not in tables:
-                    kind = torch.uint8 if value.dtype == torch.bool else value.dtype  # gloo adds no bool
-                    kind = kind if value.ndim else torch.float64
-                    tables[name] = torch.zeros((micro_batches, *value.shape), dtype=kind, device=world.device)
-                tables[name][int(number)] = value
-    model.train(training)
-    if not tables:
-        raise BadInputError("the evaluation data set is empty")
-    # Without the rows that fill up the last round: how many these are depends on the number of ranks.
-    real = -(-share.plan.samples // share.plan.micro_batch_size)
+            num_items[number] = batch.num_items
+            given = task.measure(model, batch)
+            if number < real:
+                measured.take(number, given)
     count = float(sum_over_ranks(num_items, world.group)[:real].sum())
-    metrics, rows = {}, {}
-    for name, table in tables.items():
-        together = sum_over_ranks(table, world.group)[:real]
+    if not count:
+        raise BadInputError(
+            "the evaluation data has no items (num_items is 0 for all samples): leave such out"
+        )
+    metrics, rows = dict[str, float](), {}
+    for name, table in measured.of_all(world, real).items():
         if table.ndim == 1:
-            metrics[name] = float(together.sum()) / count
+            metrics[name] = float(table[:real].sum()) / count
         else:
-            rows[name] = together.flatten(0, 1)[: share.plan.samples].cpu()
-    if rows:
-        metrics |= cast(Summarizing, task).summarize(rows)
-    return metrics
+            rows[name] = table[:real].flatten(0, 1)[: share.plan.samples].cpu()
+    return metrics | summarized(task, rows, world) if rows else metrics
 
 
 def next_evaluation(config: EvaluationConfig, plan: Plan, done: int) -> int:

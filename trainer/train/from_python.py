@@ -3,29 +3,46 @@
 import contextlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import math
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.here import from_here, paths_from_here
+from trainer.launch.worker import current
 from trainer.models.weights import load_initial
-from trainer.observe.rows import FILES
+from trainer.observe.console import warn
+from trainer.observe.rows import FILES, OWN
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.begin import find_beginning, keep_beginning
-from trainer.train.hooks import find_hooks
-from trainer.train.operations import random_state_kept
+from trainer.train.begin import keep_beginning
+from trainer.train.hooks import HookError, find_hooks
 from trainer.train.pretrained import resolve_pretrained
+from trainer.train.process_state import process_state_kept
 from trainer.train.request import Request
-from trainer.train.resume import Mode, check_beginning, parse_source
+from trainer.train.resume import Mode, parse_source
 from trainer.train.run import check_files, check_request, make_task
-from trainer.train.run_folder import RUNS, new_folder, read_rows, read_stored
+from trainer.train.run_folder import (
+    RUNS,
+    claim_folder,
+    new_folder,
+    read_rows,
+    read_stored,
+    remove_unused,
+    warn_of_loss,
+)
+from trainer.train.start_checks import begun, check_outside, check_stored, threads_line
 from trainer.train.trainer import train_rank
 
 
@@ -34,7 +51,7 @@ class Fitted:
     """A finished run.
 
     Attributes:
-        folder: The run folder.
+        folder: The run folder, an absolute path.
         task: What was learned.
         metrics: Those of the last evaluation, by name.
     """
@@ -52,8 +69,8 @@ class Fitted:
     def model(self) -> nn.Module:
         """A model with the final weights (their moving average if the run kept one), to be evaluated."""
         model = self.task.model()
-        files = (self.folder / name for name in ("ema.safetensors", "model.safetensors"))
-        load_initial(model, next(file for file in files if file.exists()), ())
+        files = [self.folder / name for name in ("ema.safetensors", "model.safetensors")]
+        load_initial(model, next(filter(Path.exists, files), files[-1]), ())
         return model.eval()
 
 
@@ -68,69 +85,141 @@ def fit(
 ) -> Fitted:
     """Trains here and now, on one GPU or on the CPU: what `trainer train` does, without its launcher.
 
-    Interrupted, it can be called again with the same `out` and goes on from the newest checkpoint.
+    Interrupted, it can be called again with the same `out` and goes on from the newest checkpoint. A process
+    does one fit at a time, and has its random state, torch's switches, folder and environment back after it.
 
     Args:
         task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task of
             one's own (`trainer new`); of such an object RECIPE, if it has that, is the configuration.
         settings: Configuration keys, `{"epochs": 3, "optim.lr": 0.1}`.
-        out: Run folder; default: a new one below runs.
+        out: Run folder: a new or an empty one, or that of a run to go on with; default: a new one below runs.
         resume: As for `trainer train`.
         from_run: As `trainer train --from`: a run folder, with @STEP or @best after it.
-        hooks: Objects or classes with `after_step`, `after_evaluation` or `after_checkpoint`.
+        hooks: Objects or classes with `after_step`, `after_evaluation` or `after_checkpoint`; what one of
+            them raises comes through, unless hooks.on_error is "warn".
 
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
+    with _one_at_a_time(), process_state_kept(), paths_from_here():
+        try:
+            return _fit(task, settings or {}, out, resume, from_run, hooks)
+        except HookError as error:
+            if not isinstance(error.__cause__, Exception):  # sys.exit(): it would look like a run's good end
+                raise
+            raise error.__cause__ from error.__cause__.__cause__
+        except BadInputError as error:
+            error.args = (_in_python(str(error)),)
+            raise
+
+
+def _fit(
+    task: str | Path | object,
+    settings: Mapping[str, Any],
+    out: str | Path | None,
+    resume: Mode,
+    from_run: str | Path | None,
+    hooks: Sequence[Any],
+) -> Fitted:
+    if out is not None and (not isinstance(out, str | os.PathLike) or "\0" in str(out)):
+        raise BadInputError(f"out={out!r}: give the path of a folder")
     # JSON is YAML, so this is what --set takes.
-    words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in (settings or {}).items()]
-    if isinstance(task, str | Path):
-        name = Path(task).stem
-        recipe = load_recipe(str(task), words)
-        opened = make_task(recipe)
-    else:
-        own = task() if isinstance(task, type) else task
-        name = type(own).__name__
-        values = {"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}
-        recipe = make_recipe(values, words, name)
-        opened = CustomTask(own, name)
-        with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
-            opened.source_hash = text_hash(inspect.getsource(type(own)))
+    words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in settings.items()]
+    wanted, runs = None if out is None else Path(out).absolute(), RUNS.absolute()
     source = None if from_run is None else parse_source(str(from_run))
-    folder_given = None if out is None else Path(out)
-    stored = None if folder_given is None else read_stored(folder_given)
-    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, folder_given, resume, source)
-    with random_state_kept():
-        check_request(recipe, opened, 1, fresh)
-        find_hooks(recipe.hooks, hooks)
-        check_files(recipe, opened)
-    begun_from = None
+    stored = None if wanted is None else read_stored(wanted)
+    name, recipe, opened = _open(task, words)
+    if line := threads_line(recipe, stored, resume):
+        warn(line)
+    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, resume, source)
+    check_request(recipe, opened, 1, fresh)
+    find_hooks(recipe.hooks, hooks)
     if source is not None:
-        if stored is not None:
-            check_beginning(Path(str(out)), stored, source)
-        else:
-            with random_state_kept():
-                begun_from = find_beginning(source, recipe, opened)
-    folder = new_folder(RUNS, name, recipe) if out is None else Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    if begun_from is not None:
-        keep_beginning(folder, begun_from)
-    threads = torch.get_num_threads()
+        source = source._replace(run=from_here(source.run))
+    begun_from = begun(source, recipe, opened, wanted, stored)
+    over = None
+    if wanted is not None and stored is not None:
+        over = check_stored(wanted, stored, recipe, opened, pretrained, resume)
+    else:
+        check_outside(recipe)
+    if over is None:
+        check_files(recipe, opened)
+    first = os.environ.get("RANK", "0") == "0"  # a script of torchrun's may call it on each rank
+    made = wanted is None
+    if wanted is None:
+        folder = new_folder(runs, name, recipe)
+    else:
+        folder, made = wanted, stored is None and first and claim_folder(wanted)
+    warn_of_loss(folder)
     try:
-        with random_state_kept():
-            request = Request(recipe, name, folder, resume, begun_from=begun_from, pretrained=pretrained)
-            code = train_rank(request, opened, hooks)
+        if begun_from is not None and first:
+            keep_beginning(folder, begun_from)
+        request = Request(recipe, name, folder, resume, begun_from=begun_from, pretrained=pretrained)
+        code = train_rank(request, opened, hooks)
     finally:
-        torch.set_num_threads(threads)
+        if made:
+            remove_unused(folder)
     if code != EXIT_DONE:
         raise BadInputError(
             f'{folder}: stopped before its end (code {code}); go on by fit(…, out="{folder}")'
         )
     run = Fitted(folder, opened, {})
     evaluations = run.rows("eval")
-    known = {"kind", "step", "epoch", "time", "seconds"}
-    run.metrics.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
+    last = evaluations[-1] if evaluations else {}
+    run.metrics.update({n: math.nan if v is None else v for n, v in last.items() if n not in OWN})
     return run
+
+
+def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe, Task]:
+    """Name, configuration and task of what `fit` was given."""
+    if isinstance(task, str | Path):
+        recipe = load_recipe(str(task), words)
+        return Path(task).stem, recipe, make_task(recipe)
+    own = task() if isinstance(task, type) else task
+    name = type(own).__name__
+    recipe = make_recipe({"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    opened = CustomTask(own, name)
+    with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
+        opened.source_hash = text_hash(inspect.getsource(type(own)))
+    return name, recipe, opened
+
+
+_under_way = threading.Lock()
+
+
+def _in_a_fork() -> None:
+    global _under_way  # noqa: PLW0603
+    _under_way = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Refuses a second fit in this process: both would draw from torch's one generator."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise BadInputError(
+            "fit was called by a process that a fit has started, and that only imports the script: put the "
+            'call under if __name__ == "__main__":'
+        )
+    if current() is not None or not (lock := _under_way).acquire(blocking=False):
+        raise BadInputError(
+            "a fit is under way in this process, and would share torch's random state with a second one: "
+            "wait for its end, or start a process for each"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _in_python(line: str) -> str:
+    """A message of the command line, in the words of `fit`."""
+    line = re.sub(r"^--out ", "out=", line)
+    line = re.sub(r"^--from ", "from_run=", line)
+    line = re.sub(r"--resume (force|never|newest|auto)", r'resume="\1"', line)
+    return line.replace("--out", "out").replace("--from", "from_run")
 
 
 def _plain(value: Any) -> Any:

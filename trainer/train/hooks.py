@@ -5,19 +5,20 @@ computes changes no bit of the run as long as it only looks: all randomness of t
 """
 
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from trainer.config.beside import Beside, open_folder, run_file
 from trainer.config.suggest import nearest
+from trainer.config.task_file import source_hash
 from trainer.config.training import FILES, HooksConfig, LogConfig, is_place
 from trainer.errors import BadInputError
+from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn
 from trainer.observe.log import Row, Sink
 from trainer.train.tracking.tracker import plugged, trackers_of
@@ -44,7 +45,7 @@ class Hook(Protocol):
 
 
 class HookError(Exception):
-    """Code of the user's own failed, in a hook or a sink."""
+    """Code of the user's own failed, in a hook or a sink; `fit` raises it for a SystemExit alone."""
 
 
 def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any]]:
@@ -149,7 +150,8 @@ def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Call
 
     def guard(*arguments: Any) -> None:
         try:
-            call(*arguments)
+            with folder_kept():
+                call(*arguments)
         except _FAILURES as error:
             line = f"{name}: {_said(error)}"
             if config.on_error == "stop":
@@ -183,13 +185,13 @@ def _said(error: BaseException) -> str:
 
 def _at(place: str, key: str) -> Any:
     where, _, name = place.rpartition(":")
-    path = Path(where).absolute() if where.endswith(".py") else None
-    # As if the file were run, or `python -m` typed: what lies beside it, or here, can be imported.
-    beside = str(path.parent if path else Path.cwd())
-    if beside not in sys.path:
-        sys.path.insert(0, beside)
+    path = from_here(Path(where)).absolute() if where.endswith(".py") else None
+    here = str(from_here(Path()).absolute())
+    if path is None and here not in sys.path:
+        sys.path.insert(0, here)  # as if `python -m` were typed: what lies here can be imported
     try:
-        module = _module(path, path.read_text("utf-8")) if path else importlib.import_module(where)
+        with folder_kept():
+            module = _module(path) if path else importlib.import_module(where)
     except _FAILURES as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -200,12 +202,15 @@ def _at(place: str, key: str) -> Any:
     return getattr(module, name)
 
 
-@cache  # run once in a process, whoever names it; anew where a notebook has changed it
-def _module(path: Path, source: str) -> ModuleType:
-    name = f"trainer_hooks_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # for dataclasses and pickles in it
-    exec(compile(source, str(path), "exec"), vars(module))
+_files: dict[Path, tuple[str, Beside, ModuleType]] = {}
+
+
+def _module(path: Path) -> ModuleType:
+    """A file, run once in a process, whoever names it; anew where it, or what it imports, was changed."""
+    path.read_bytes()  # its error says more
+    text = source_hash(path)
+    if path not in _files or _files[path][0] != text:
+        _files[path] = (text, *run_file(path, str(path)))
+    _, beside, module = _files[path]
+    open_folder(beside, str(path))
     return module

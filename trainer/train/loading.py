@@ -1,5 +1,6 @@
 """How many workers load for a rank, and how far ahead: as configured, or by rule (`trainer.data.fit`)."""
 
+import multiprocessing
 from typing import NamedTuple
 
 from trainer.config.data import LoaderConfig
@@ -7,6 +8,7 @@ from trainer.config.recipe import Recipe
 from trainer.data.fit import Loading, Sizes, by_rule, bytes_needed, estimate, fits, sizes_of
 from trainer.data.loader import is_resident
 from trainer.data.workers import start_method
+from trainer.errors import BadInputError
 from trainer.host.limits import Limits, workers_per_rank
 from trainer.tasks import Task
 from trainer.train.run import more_sets
@@ -40,6 +42,13 @@ def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Ch
     config = recipe.data
     if not _loads(config, task):
         return Choice(Loading(0, 1))
+    if multiprocessing.current_process().daemon:  # which Python lets start no process
+        if config.workers == "auto":
+            return Choice(Loading(0, 1))
+        raise BadInputError(
+            f"data.workers={config.workers}: this process is daemonic, as those of a multiprocessing.Pool, "
+            "and may start no others: set data.workers=0, or take concurrent.futures.ProcessPoolExecutor"
+        )
     size, forked = _sizes(recipe, task), _forked(config)
     setting = by_rule(config.workers, config.prefetch, size, limits, ranks, forked)
     source = "by rule" if "auto" in (config.workers, config.prefetch) else "as configured"

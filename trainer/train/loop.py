@@ -63,7 +63,6 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     )
     if state.step == 0:
         _tell_memory(run, logger, "start")
-    run.replica.train()
     for step in range(state.step, until):
         if step in left_out:
             leave_out_step(run, batches, step)

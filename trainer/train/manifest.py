@@ -21,10 +21,10 @@ from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
-from trainer.train.resume import differences, extends, other_data
+from trainer.train.resume import differences, extends, other_arithmetic, other_data
 from trainer.train.run_folder import FORMAT, Attempt, BegunFrom, Manifest, Pretrained
 from trainer.train.state import Run
-from trainer.version import __version__
+from trainer.version import ARITHMETIC, __version__
 
 
 def make_manifest(
@@ -52,7 +52,11 @@ def make_manifest(
     # By --resume force alone: what trained the steps before is not what this manifest says.
     changed = []
     if stored is not None:
-        changed = [*differences(stored.config, config), *other_data(stored, fingerprint)]
+        changed = [
+            *differences(stored.config, config),
+            *other_data(stored, fingerprint),
+            *other_arithmetic(stored.arithmetic),
+        ]
     attempt = Attempt(
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         step=run.state.step,
@@ -64,6 +68,7 @@ def make_manifest(
         config_hash=config_hash(recipe),
         jsonl="jsonl" in recipe.log.to,
         checksums=recipe.log.fingerprints,
+        arithmetic=ARITHMETIC,
         job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]
@@ -85,6 +90,7 @@ def make_manifest(
         "lock": lock_hash(Path(sys.prefix)),
         "image": os.environ.get(IMAGE_DIGEST) or None,
         "versions": _versions(world.device),
+        "arithmetic": attempts[0].arithmetic,
         "device": _device(world.device),
         "data": run.task.describe(),
         "fingerprint": dict(fingerprint),

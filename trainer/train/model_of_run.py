@@ -147,7 +147,8 @@ def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolde
         # The average has each parameter once, also one that two names share.
         model, first = shapes_only(make_task(recipe)), dict[int, str]()
         for parameter, one in model.named_parameters(remove_duplicate=False):
-            tensors[parameter] = found.tensors["ema"][first.setdefault(id(one), parameter)]
+            averaged = first.setdefault(id(one), parameter)
+            tensors[parameter] = found.tensors["ema"].get(averaged, tensors[parameter])  # or it is frozen
     return run, f"{FOLDER}/{found.path.name}/{kind}.safetensors", tensors
 
 
@@ -195,14 +196,14 @@ def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str |
         if checkpoint is None and name in weights
         else _checkpointed(folder, checkpoint, averaged=name == "ema.safetensors")
     )
-    scale = _lora_scale(run)
-    state, average = merged(state, scale), merged(average, scale)
+    averaged = merged({**state, **average}, _lora_scale(run))
     try:
-        model.load_state_dict(state)
-        # A checkpoint holds the average of each parameter once, also of one that two names share.
+        model.load_state_dict(averaged)
+        # A checkpoint holds the average of each trained parameter once, also of one that two names share, or
+        # whose memory is that of a buffer too.
         for parameter, tensor in model.named_parameters():
-            if average:
-                tensor.copy_(average[parameter])
+            if average and averaged[parameter] is not state.get(parameter):
+                tensor.copy_(averaged[parameter])
     except (RuntimeError, KeyError) as error:
         first = str(error).strip().splitlines()[-1].strip()
         raise BadInputError(f"{folder / source}: isn't of the manifest's model ({first})") from error

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from trainer.config.recipe import Recipe
-from trainer.config.training import OptimConfig
 from trainer.distributed.sharding import own_rows
 from trainer.models.parts import Part, parameters_of, parts
 from trainer.observe.console import ProgressBar
 from trainer.observe.flops import Count
 from trainer.observe.text import DASH, count, rough_size, scaled
-from trainer.optim.muon import hidden_matrices
+from trainer.optim.optimizers import moments_kept
 
 ROWS = 14  # at most, and one for all of them
 
@@ -44,7 +43,7 @@ def describe_model(
         each rank, with the average of the weights if it lies on the device. Activations aren't among them.
     """
     held, samples = parameters_of(model, list(shown)), recipe.data.global_batch_size
-    moments: Mapping[int, int] = {} if own_optimizer else _moments(recipe.optim, model)
+    moments: Mapping[int, int] = {} if own_optimizer else moments_kept(recipe.optim, model)
     averages = int(recipe.ema.decay > 0 and not recipe.ema.on_cpu)
     rows: list[dict[str, Any]] = []
     for part in shown:
@@ -60,8 +59,8 @@ def describe_model(
                 "parameters": sum(p.numel() for p in own),
                 "trainable": sum(p.numel() for p in trained),
                 "flops": flops if counted.per_sample else None,
-                "bytes": sum(_here(p) * (1 + averages) for p in own)
-                + sum(_here(p) * (1 + moments.get(id(p), 0)) for p in trained),
+                "bytes": sum(map(_here, own))
+                + sum(_here(p) * (1 + averages + moments.get(id(p), 0)) for p in trained),
             }
         )
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trainable", "bytes")}
@@ -79,14 +78,6 @@ def describe_model(
 def _here(parameter: nn.Parameter) -> int:
     """Bytes of a parameter on this rank, between steps."""
     return own_rows(parameter.detach()).nbytes
-
-
-def _moments(config: OptimConfig, model: nn.Module) -> Mapping[int, int]:
-    """How many tensors of its size the optimizer keeps for each parameter, by its `id`."""
-    if config.name == "sgd":
-        return {id(p): int(config.momentum > 0) for p in model.parameters()}
-    matrices = {id(p) for p in hidden_matrices(model)} if config.name == "muon" else set[int]()
-    return {id(p): 1 if id(p) in matrices else 2 for p in model.parameters()}
 
 
 def show_model(told: Mapping[str, Any], progress_bar: ProgressBar, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
 from trainer.models.compiling import uncompiled
 from trainer.models.finetune import like
+from trainer.models.modes import begin_training
 from trainer.models.parts import Part, called
 from trainer.models.pointwise import mend_pointwise
 from trainer.observe.flops import Count, Operations
@@ -71,7 +72,7 @@ def _count_on(
             for part in parts:
                 seen.watch(part.name, called(model, part))
             with seen:
-                loss = twin.loss(model.train(), batch)
+                loss = twin.loss(model, batch)
             waits = seen.waits
             with seen:
                 loss.backward()
@@ -83,7 +84,7 @@ def _count_on(
 
 @contextmanager
 def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[tuple[nn.Module, Task]]:
-    """Another model of a task and a copy of the task, on a device: what is done with them leaves no trace.
+    """Another model of a task, in training, and a copy of the task: what is done with them leaves no trace.
 
     Within it nothing is compiled, and nobody is warned: that comes again in training.
 
@@ -93,6 +94,7 @@ def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[
     with uncompiled(), random_state_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = shapes_only(task) if device == _META else task.model().to(device)
+        begin_training(model)
         mend_pointwise(model)
         if not {*map(id, model.parameters())}.isdisjoint(map(id, trained.parameters())):
             raise ValueError("the task's model() gives the same model again")

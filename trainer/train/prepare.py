@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import GIB, MIB
 from trainer.data.loader import Batch
+from trainer.distributed.overlap import names_of, sharing
 from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
 from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
@@ -30,6 +31,7 @@ from trainer.models.compiling import (
 )
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT
+from trainer.models.modes import begin_training
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
@@ -38,6 +40,7 @@ from trainer.models.pretrained import find_weights
 from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.models.weights import load_initial
 from trainer.optim.muon import hidden_matrices
+from trainer.optim.optimizers import bytes_of_moments
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
 from trainer.train.rank_memory import rank_memory
@@ -83,6 +86,11 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
+    if still := begin_training(model):
+        notes.append(
+            f"in evaluation mode in training, too, as model() gave them: {_few(still)}; .train() there lets "
+            "dropout act and BatchNorm learn"
+        )
     if fresh and (start := find_weights(recipe.model)) is not None:
         taken = load_initial(model, start.file, recipe.model.reinit)
         notes.append(f"starts from {recipe.model.pretrained} ({taken} tensors)")
@@ -91,8 +99,14 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         check_agreement(f"initial weights {weights!r}", world)
     if line := fine_tune(model, recipe.model):
         notes.append(line)
+    together = sharing(dict(model.named_parameters()))
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = model.to(device=home, memory_format=layout)  # type: ignore[call-overload]
+    if apart := [group for group in together if group not in sharing(dict(model.named_parameters()))]:
+        notes.append(
+            f"{names_of(apart)} share memory no more: torch moves each by itself to the {home.type} or to "
+            "channels_last; give both modules one Parameter if they are to stay tied"
+        )
     mend_pointwise(model)
     if recipe.parallel.sync_batchnorm and world.group is not None:
         notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
@@ -148,20 +162,21 @@ def memory_to_come(
     """
     learned = sum(p.nbytes for p in weights(model).values() if p.requires_grad)
     own_optimizer = brings_optimizer(task)
-    moments = 0 if own_optimizer else 1 if recipe.optim.name == "sgd" else 2
     sharded = is_sharded(recipe.parallel, world)
-    copies = 1 + (world.group is not None and not sharded) + moments  # with DDP's buckets
+    copies = 1 + (world.group is not None and not sharded)  # with DDP's buckets
+    state = copies * learned + (0 if own_optimizer else bytes_of_moments(recipe.optim, model, own=True))
     activations = 0
     own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
     numbers = recipe.data.micro_batch_size * sum(math.prod(f.shape) for f in task.train_data.fields.values())
     # A layer makes no more of a number than it has weights; those kept are 50 to 100,000 times fewer.
     most = 4 * numbers * sum(p.numel() for p in model.parameters())
     counted = world.device.type == "cpu" and recipe.memory.checkpointing == "none"
-    if not own and most + copies * learned >= spare and counted:
+    if not own and most + state >= spare and counted:
         with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
             meta = torch.device("meta")
             with meta:
-                shapes = task.model().train()
+                shapes = task.model()
+                begin_training(shapes)
             kept = KeptBytes(shapes.parameters())
             with kept.counting():
                 task.loss(shapes, blank_batch(task, recipe.data.micro_batch_size, meta))
@@ -170,7 +185,7 @@ def memory_to_come(
     return {
         "activations": activations,
         **({"gathered parameters and gradients": _gathered(recipe, model, world)} if sharded else {}),
-        what if own_optimizer else "gradients and optimizer state": copies * learned,
+        what if own_optimizer else "gradients and optimizer state": state,
     }
 
 
@@ -205,10 +220,10 @@ def saved_by_sharding(recipe: Recipe, task: Task, model: nn.Module, world: World
         return 0
     whole = sum(p.nbytes for p in model.parameters())
     learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    moments = 1 if recipe.optim.name == "sgd" else 2
     averages = int(recipe.ema.decay > 0 and not recipe.ema.on_cpu)
-    ddp = (1 + averages) * whole + (2 + moments) * learned  # with DDP's buckets
-    rows = ((1 + averages) * whole + (1 + moments) * learned) / world.size
+    kept = whole + averages * learned + bytes_of_moments(recipe.optim, model)
+    ddp = kept + 2 * learned  # with DDP's buckets
+    rows = (kept + learned) / world.size
     return max(0, int(ddp - rows) - _gathered(recipe, model, world))
 
 
@@ -298,7 +313,6 @@ def _choose_checkpointed(
         with context:
             return task.loss(model, batch)
 
-    model.train()
     with uncompiled():
         cost = measure(model, possible, forward)
     if uncalled := [name for name in chosen if name not in cost.blocks]:
@@ -330,7 +344,8 @@ def _cost_line(
     more = again / max(step - again, again)
     return (
         f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
-        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations instead of {cost.kept() / MIB:,.1f}, for about "
+        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations, and backward {cost.again(chosen) / MIB:,.1f} "
+        f"more for the block that it computes again, instead of {cost.kept() / MIB:,.1f}, for about "
         f"{more:.0%} more time (measured here without compiling)"
     )
 

@@ -60,12 +60,15 @@ class Gradients:
             parameter.grad = None
 
     def norm(self) -> torch.Tensor:
-        """Their joint 2-norm, float ()."""
-        return grad_norm(self.present())
+        """Their joint 2-norm, float (); 0 where there are none."""
+        return grad_norm(present) if (present := self.present()) else self._nothing()
 
     def clip(self, largest: float) -> torch.Tensor:
         """Scales them so that it is at most `largest`; returns what it was before."""
-        return clip_gradients(self.present(), largest)
+        return clip_gradients(present, largest) if (present := self.present()) else self._nothing()
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros((), device=self.parameters[0].device)
 
 
 class ShardedGradients(Gradients):
@@ -159,13 +162,14 @@ class AllReduce:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """See `Reduction.micro_batch`: only the last one's gradients cross the network."""
+        if self._loss is not None:
+            self._statistics.restore()
         return _NOTHING if last else unsynchronized(self._replica)
 
     def add(self, loss: torch.Tensor, statistics: list[torch.Tensor]) -> None:
         """See `Reduction.add`."""
         self._loss = loss if self._loss is None else self._loss + loss
         if statistics:
-            self._statistics.restore()
             self._statistics.add(statistics)
 
     def finish(self) -> torch.Tensor:
@@ -202,6 +206,8 @@ class ReduceScatter(AllReduce):
         """See `AllReduce.micro_batch`: until the last one each rank keeps whole gradients."""
         if self._accumulates:
             self._model.set_requires_gradient_sync(last)
+        if self._loss is not None:
+            self._statistics.restore()
         return _NOTHING
 
     def finish(self) -> torch.Tensor:
@@ -321,6 +327,6 @@ class RaggedItemCount(ItemCount):
         sum_over_ranks(true, self._group)
         # No valid token at all: no gradient, not a NaN.
         correction = self._expected / true.clamp_(min=1)
-        present = gradients.present()
-        torch._foreach_mul_(present, correction.to(present[0].dtype))
+        if present := gradients.present():
+            torch._foreach_mul_(present, correction.to(present[0].dtype))
         return loss * correction

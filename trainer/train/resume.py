@@ -13,6 +13,7 @@ from trainer.config.redact import REDACTED, redact
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.latest import LATEST
 from trainer.train.run_folder import MANIFEST, Manifest, RunFolder, read_run
+from trainer.version import ARITHMETIC, ARITHMETIC_CHANGES
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
 # (The order that data.cache_limit leads to is compared with the data.)
@@ -126,6 +127,15 @@ def other_data(stored: Manifest, data: Mapping[str, str]) -> list[str]:
     ]
 
 
+def other_arithmetic(before: int) -> list[str]:
+    """Number of a run's arithmetic and of today's, if they differ, and what changed; as in `differences`."""
+    if before == ARITHMETIC:
+        return []
+    since = [f"{number}: {what}" for number, what in ARITHMETIC_CHANGES.items() if number > before]
+    what = "; ".join(since) or "this version of trainer is older than the run"
+    return [f"arithmetic: {before}, now {ARITHMETIC} ({what})"]
+
+
 def check_resumable(
     folder: Path,
     stored: Manifest,
@@ -151,6 +161,8 @@ def check_resumable(
     if stored.device.kind != device:
         differing.append(f"trained on {stored.device.kind}, now {device}")
     differing += other_data(stored, data)
+    if stored.status != "finished" or steps > stored.steps:
+        differing += other_arithmetic(stored.arithmetic)
     if differing and mode != "force":
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise BadInputError(

@@ -9,6 +9,8 @@ from torch import nn
 
 from trainer.checkpoint.tensor_file import is_storable
 from trainer.config.recipe import Recipe, of_set
+from trainer.config.registry import named
+from trainer.config.tasks import TASKS
 from trainer.data.check import CheckedData, check_data
 from trainer.data.dataset import Dataset
 from trainer.data.sampling.plan import Plan, Share
@@ -18,7 +20,8 @@ from trainer.distributed.tree import shares_a_tree
 from trainer.errors import BadInputError
 from trainer.launch.worker import current
 from trainer.models.activation_checkpointing import blocks, candidates
-from trainer.models.finetune import fine_tune, keeps_statistics
+from trainer.models.finetune import fine_tune
+from trainer.models.modes import begin_training
 from trainer.models.precision import fp32_modules
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
@@ -28,6 +31,7 @@ from trainer.train.prepare import blank_batch, shapes_only
 from trainer.train.run_folder import Pretrained
 from trainer.train.updates import brings_optimizer, check_updates
 
+_TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = "initial weights"  # in the fingerprint of a run
 
 
@@ -57,28 +61,15 @@ def more_sets(task: Task) -> Mapping[str, Dataset]:
 
 
 def _task_of(recipe: Recipe) -> Task:
-    data, model, seed = recipe.data, recipe.model, recipe.seed
-    if recipe.task == "classification":
-        from trainer.tasks.classification import Classification
-
-        return Classification(data, model, recipe.regularization, seed)
-    if recipe.task == "language":
-        from trainer.tasks.language import Language
-
-        return Language(data, model, recipe.language, seed)
-    if recipe.task == "audio":
-        from trainer.tasks.audio import Audio
-
-        return Audio(data, model, recipe.audio, seed)
-    if recipe.task == "detection":
-        from trainer.tasks.detection import Detection
-
-        return Detection(data, model, recipe.detection, seed)
     if recipe.task == "own":
         raise BadInputError("task=own: its class was given to trainer.fit, which alone can go on with it")
-    from trainer.tasks.custom import custom_task
+    if recipe.task not in TASKS:
+        from trainer.tasks.custom import custom_task
 
-    return custom_task(Path(recipe.task))
+        return custom_task(Path(recipe.task))
+    kind = TASKS[recipe.task]
+    task: Task = named(kind.opens)(recipe.data, recipe.model, getattr(recipe, kind.section), recipe.seed)
+    return task
 
 
 def data_of(task: Task, pretrained: Pretrained | None = None) -> dict[str, str]:
@@ -168,12 +159,14 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
             "data.micro_batch_size or the number of ranks"
         )
     model = shapes_only(task)
-    _check_tensors(model)
+    begin_training(model)
+    _check_tensors(model, recipe.precision.mode)
     if fresh and (weights := find_weights(recipe.model)) is not None:
         load_initial(model, weights.file, recipe.model.reinit)
     fine_tune(model, recipe.model)
     if plan.last == "weighted" and any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) and not keeps_statistics(m) for m in model.modules()
+        isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+        for m in model.modules()
     ):
         raise BadInputError(
             "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
@@ -211,7 +204,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
         ) from error
 
 
-def _check_tensors(model: nn.Module) -> None:
+def _check_tensors(model: nn.Module, mode: str) -> None:
     """Refuses what has no shape, what the fused optimizers can't update and what safetensors can't hold."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -220,10 +213,22 @@ def _check_tensors(model: nn.Module) -> None:
                 "the sizes, or let the task's model() call the module before it returns it"
             )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
+        if not parameter.requires_grad:
+            continue
+        what = f"the model's parameter '{name}' is {_short(parameter)}, which"
+        if parameter.is_complex():
             raise BadInputError(
-                f"the model's parameter '{name}' is {_short(parameter)}, which the fused optimizers can't "
-                "update; keep real and imaginary part in a float32 parameter (…, 2) for torch.view_as_complex"
+                f"{what} the fused optimizers can't update; keep real and imaginary part in a float32 "
+                "parameter (…, 2) for torch.view_as_complex"
+            )
+        if parameter.dtype not in _TRAINABLE:
+            raise BadInputError(
+                f"{what} no optimizer can update; give it as float32 or bfloat16, or with requires_grad=False"
+            )
+        if mode == "fp16" and parameter.dtype == torch.float16:
+            raise BadInputError(
+                f"{what} precision.mode=fp16 can't train: the loss scale needs float32 gradients; return the "
+                "model from model() in float32 (.float()): autocast computes in float16"
             )
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, torch.Tensor):

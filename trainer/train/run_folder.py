@@ -26,18 +26,26 @@ from trainer.config.section import config_hash
 from trainer.errors import BadInputError
 from trainer.host import latest, strict_json
 from trainer.host.disks import read_mount
-from trainer.host.files import written_whole
+from trainer.host.files import (
+    check_writable,
+    is_unfinished,
+    oddity,
+    open_own,
+    open_regular,
+    written_whole,
+)
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES
 
 FORMAT = 4  # of a run folder: the names in its manifest and rows, and of the files that hold these
 _LOCK = ".lock"
-_PROBE = ".writable"
 # What a start leaves that was killed before there was a manifest.
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
-_LEFTOVERS = {_LOCK, _PROBE, MEETING, LOGS, EXIT_CODE, KEPT, "manifest.tmp"}
+_LEFTOVERS = {_LOCK, MEETING, LOGS, EXIT_CODE, KEPT}
+_FOLDERS = (FOLDER, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
+_ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 
 # --- what a manifest says ---
@@ -62,6 +70,7 @@ class Attempt(BaseModel):
         config_hash: Of its configuration.
         jsonl: Whether it wrote rows to metrics.jsonl and the files beside it.
         checksums: Whether it wrote rows to checksums.jsonl.
+        arithmetic: Number of the arithmetic that it computed by, see `trainer.version`; 1 if none is written.
         job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
 
@@ -77,6 +86,7 @@ class Attempt(BaseModel):
     config_hash: str
     jsonl: bool
     checksums: bool
+    arithmetic: int = Field(1, ge=1)
     job: dict[str, str]
 
 
@@ -156,6 +166,11 @@ class Manifest(BaseModel):
     trackers: dict[str, str] = Field(default_factory=dict)
 
     @property
+    def arithmetic(self) -> int:
+        """Number of the arithmetic that its newest attempt computed by."""
+        return self.attempts[-1].arithmetic
+
+    @property
     def extended(self) -> bool:
         """Whether it was ever given a later end after it had reached one."""
         return any(attempt.extends for attempt in self.attempts)
@@ -196,7 +211,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             facts = strict_json.parse(file.read(strict_json.LARGEST + 1))
         if not isinstance(facts, dict):
             raise ValueError("not a JSON object")
@@ -298,7 +313,10 @@ def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     A line that can't be read is left out: a kill cuts off a last one.
     """
     for kind in kinds or FILES:
-        with contextlib.suppress(FileNotFoundError), (folder / FILES[kind]).open("rb") as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            os.fdopen(open_regular(folder / FILES[kind]), "rb") as file,
+        ):
             for line in file:
                 with contextlib.suppress(ValueError):
                     row = strict_json.parse(line)
@@ -387,24 +405,42 @@ def claim_folder(folder: Path) -> bool:
     try:
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / _PROBE
-        probe.touch()
-        probe.unlink()
+        check_writable(folder)
     except OSError as error:
         raise BadInputError(
             f"--out {folder}: can't be written ({_why(folder, error)}); give another folder"
         ) from error
     if (folder / MANIFEST).exists():
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
-    if any(path.name not in _LEFTOVERS for path in folder.iterdir()):
+    if any(not _is_left(path.name) for path in folder.iterdir()):
         raise BadInputError(f"--out {folder}: isn't empty; give a new or an empty folder")
     return made
+
+
+def _is_left(name: str) -> bool:
+    return name in _LEFTOVERS or is_unfinished(name)
+
+
+def check_inside(folder: Path) -> None:
+    """Makes sure that what a run adds to and removes from lies in its folder, which may itself be a link.
+
+    Raises:
+        BadInputError: Naming all that doesn't.
+    """
+    odd = [(name, oddity(folder / name, folder=True)) for name in _FOLDERS]
+    files = [*_ADDED_TO, *sorted(path.name for path in folder.glob("*.csv"))]
+    odd += [(name, oddity(folder / name, folder=False)) for name in files]
+    if said := ", ".join(f"{name} {why}" for name, why in odd if why):
+        raise BadInputError(
+            f"{folder}: {said}; a run writes only below its own folder: bring that back, or have the whole "
+            "run folder elsewhere and link that"
+        )
 
 
 def remove_unused(folder: Path) -> None:
     """Removes a run folder in which no run has begun, nor is about to."""
     with contextlib.suppress(OSError, BadInputError):
-        if all(path.name in _LEFTOVERS for path in folder.iterdir()):
+        if all(_is_left(path.name) for path in folder.iterdir()):
             file = lock(folder)
             shutil.rmtree(folder)
             os.close(file)
@@ -420,10 +456,12 @@ def lock(folder: Path) -> int:
         BadInputError: If another process has it, or the folder can't be written.
     """
     try:
-        file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        # Two names for one file are taken: a copy by hard links is another run, whose words stay.
+        file = open_own(folder / _LOCK, os.O_RDWR | os.O_CREAT, alone=False)
     except OSError as error:
         raise BadInputError(
-            f"--out {folder}: can't be written ({error.strerror}); give another folder"
+            f"--out {folder}: {folder / _LOCK} can't be written ({error.strerror}); mend that, or give "
+            "another folder"
         ) from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -436,7 +474,8 @@ def lock(folder: Path) -> int:
         raise BadInputError(
             f"--out {folder}: a run is going on there ({who}); wait for it, stop it, or give another --out"
         ) from error
-    with contextlib.suppress(OSError):  # a full disk: only the message of another run is the poorer
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    if os.fstat(file).st_nlink == 1:
+        with contextlib.suppress(OSError):  # a full disk: only the message of another run is the poorer
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     return file

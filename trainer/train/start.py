@@ -11,38 +11,36 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, provisional
 from trainer.config.section import config_hash
 from trainer.errors import EXIT_FAILED, BadInputError
-from trainer.host.limits import read_limits
+from trainer.host.files import write_whole
+from trainer.host.here import folder_kept, from_here
 from trainer.launch.forked import can_fork
 from trainer.launch.launcher import launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
 from trainer.observe.console import detail, say, warn
-from trainer.observe.progress import check_metrics_port
-from trainer.tasks import Task
-from trainer.train.begin import find_beginning, keep_beginning
-from trainer.train.local_ranks import check_threads, plan_local_ranks
+from trainer.tasks import Checked, Task
+from trainer.train.begin import keep_beginning
+from trainer.train.local_ranks import plan_local_ranks
 from trainer.train.pretrained import resolve_pretrained
 from trainer.train.request import Request, as_json
-from trainer.train.resume import Mode, check_beginning, check_resumable, ended
-from trainer.train.run import check_files, check_request, data_of, device_kind, make_plan, make_task
+from trainer.train.resume import StartingPoint
+from trainer.train.run import check_files, check_request, device_kind, make_task
 from trainer.train.run_folder import (
     RUNS,
-    BegunFrom,
     Manifest,
+    check_inside,
     claim_folder,
     new_folder,
     newest_run,
     read_stored,
     remove_unused,
-    shown,
     warn_of_loss,
 )
-from trainer.train.tracking.tracker import check_reachable
+from trainer.train.start_checks import begun, check_outside, check_stored, threads_line
 from trainer.train.trainer import train_rank
 from trainer.train.tune.auto import chosen_setting, for_ranks, stored_setting
 from trainer.train.tune.job import Interrupted, Job
 from trainer.train.tune.tuned import check_tuned, read_tuned
-from trainer.train.updates import check_end
 from trainer.version import __version__
 
 _RANK = "trainer.train.rank"
@@ -64,11 +62,14 @@ def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int |
     local = plan_local_ranks(recipe, options.gpus, options.nproc_per_node)
     _check_tuned(options, recipe, local.ranks)
     wanted, stored = _wanted(options), _stored(options)
-    if line := _threads_line(recipe, stored, options.resume):
+    if line := threads_line(recipe, stored, options.resume):
         warn(line)
     recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, options.resume, options.source)
     if auto:
-        check_request(recipe, make_task(recipe), 1, fresh)  # not found by a probe, as a name of no model is
+        with folder_kept():  # the probes, and later the ranks, begin where this began
+            check_request(
+                recipe, make_task(recipe), 1, fresh
+            )  # not found by a probe, as a name of no model is
         try:
             setting = micro_batch_size(stored, nodes, Job(recipe, local))
         except Interrupted as interrupted:
@@ -77,23 +78,23 @@ def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int |
         recipe = load_recipe(options.recipe, [*options.set, setting], options.values).model_copy(
             update={"model": recipe.model}
         )
-    task = make_task(recipe)
-    _check_batch(recipe, task, local.ranks, nodes, fresh)
-    begun_from = _begun_from(options, recipe, task, wanted, stored)
-    if wanted is not None and stored is not None:
-        config, steps = recipe.model_dump(mode="json"), make_plan(recipe, task).steps
-        data = data_of(task, pretrained)
-        check_resumable(wanted, stored, config, device_kind(recipe), data, options.resume, steps)
-        if over := ended(shown(wanted), stored, config, options.resume, steps):
+    with folder_kept():
+        task = make_task(recipe)
+        _check_batch(recipe, task, local.ranks, nodes, fresh)
+        wanted, source = _absolute(options, wanted)
+        begun_from = begun(source, recipe, task, wanted, stored)
+        over = None
+        if wanted is not None and stored is not None:
+            over = check_stored(wanted, stored, recipe, task, pretrained, options.resume)
+        if over is not None:
             say(over[0])
             return over[1]
-        check_end(wanted, stored, task, steps)
-    check_files(recipe, task)
+        check_files(recipe, task)
     begins = stored is None and not (nodes and nodes.number)
     if begins:
-        check_reachable(recipe.log.to)
-        check_metrics_port(recipe.log)
+        check_outside(recipe)
     folder, made = _folder(options.recipe, recipe, wanted, begins)
+    check_inside(folder)
     warn_of_loss(wanted or RUNS)
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
     request = as_json(
@@ -150,20 +151,22 @@ def compute_alone() -> None:
 
 def train_without_launcher(options: argparse.Namespace) -> int:
     """Does the part of a rank that torchrun or Slurm started; what the ranks make of it, they compare."""
+    _check_options(options, None)
     recipe, auto = provisional(options.recipe, options.set, options.values)
     if auto:
         recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))], options.values)
     _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
-    folder, begun_from, task = _folder_of_rank(options, recipe), None, None
+    folder = _folder_of_rank(options, recipe).absolute()
     # One rank of a host fetches, the others wait for it and find it.
     recipe, pretrained, _ = resolve_pretrained(
         recipe, _stored(options), _wanted(options), options.resume, options.source
     )
-    if options.source is not None:
-        stored, task = read_stored(folder), make_task(recipe)
-        begun_from = _begun_from(options, recipe, task, folder, stored)
-        if stored is None and os.environ["RANK"] == "0":
-            keep_beginning(folder, begun_from)
+    stored = read_stored(folder)
+    task = make_task(recipe)
+    _, source = _absolute(options, folder)
+    begun_from = begun(source, recipe, task, folder, stored)
+    if begun_from is not None and os.environ["RANK"] == "0":
+        keep_beginning(folder, begun_from)
     request = Request(
         recipe,
         options.recipe,
@@ -174,19 +177,36 @@ def train_without_launcher(options: argparse.Namespace) -> int:
         begun_from=begun_from,
         pretrained=pretrained,
     )
+    if not _restarted():
+        _check_once(request, task, stored)
     return train_rank(request, task)
 
 
-def _begun_from(
-    options: argparse.Namespace, recipe: Recipe, task: Task, wanted: Path | None, stored: Manifest | None
-) -> BegunFrom | None:
-    """What --from names, for a new run; one that is there already has kept what it began from."""
-    if options.source is None:
-        return None
-    if wanted is not None and stored is not None:
-        check_beginning(wanted, stored, options.source)
-        return None
-    return find_beginning(options.source, recipe, task)
+def _check_once(request: Request, task: Task, stored: Manifest | None) -> None:
+    """What the launcher checks, where there is none: the data on each host, all else on rank 0."""
+    recipe, folder, over = request.recipe, request.folder, None
+    if os.environ["RANK"] == "0":
+        if line := threads_line(recipe, stored, request.resume):
+            warn(line)
+        if isinstance(task, Checked):
+            task.check()
+        if stored is None:
+            check_outside(recipe)
+        else:
+            over = check_stored(folder, stored, recipe, task, request.pretrained, request.resume)
+        warn_of_loss(folder)
+    if over is None and os.environ.get("LOCAL_RANK", "0") == "0":
+        check_files(recipe, task)
+
+
+def _restarted() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _absolute(options: argparse.Namespace, wanted: Path | None) -> tuple[Path | None, StartingPoint | None]:
+    """The run folder and what --from names, wherever the code of a task has gone meanwhile."""
+    source = options.source and options.source._replace(run=from_here(options.source.run))
+    return wanted and from_here(wanted), source
 
 
 def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> None:
@@ -213,16 +233,6 @@ def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
         raise BadInputError(
             "--max-restarts is for a single node; several go on without a lost one by --nnodes MIN:MAX"
         )
-
-
-def _threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
-    """A line about more threads than CPUs, or nothing; --resume force, as of `trainer verify`, takes any."""
-    threads = recipe.parallel.threads
-    begun = stored.threads if stored is not None and mode != "force" else None
-    count = begun if threads == "auto" else threads
-    if count is None:  # chosen by the CPUs
-        return ""
-    return check_threads(count, read_limits(), known=mode == "force" or count == begun)
 
 
 def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None, fresh: bool) -> None:
@@ -282,7 +292,7 @@ def _stored(options: argparse.Namespace) -> Manifest | None:
 
 def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
     """--out, or one for torchrun's run."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    restarted = _restarted()
     if options.out is not None:
         if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:
             claim_folder(options.out)
@@ -296,5 +306,5 @@ def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
     if os.environ["RANK"] != "0":
         return RUNS  # only rank 0 writes
     folder = new_folder(RUNS, options.recipe, recipe)
-    marker.write_text(str(folder))
+    write_whole(marker, str(folder))
     return folder

@@ -85,14 +85,12 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
     loss = reduction.finish()
     loss = items.correct(loss, run.gradients)
     state.loss += loss
-    skipped = _update(run, step, loss[0] if run.losses else loss)
-    state.statistics.end_step(skipped)
+    _update(run, step, loss[0] if run.losses else loss)
     if run.nonfinite is not None:
         run.nonfinite.end_step(step)
 
 
-def _update(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor | None:
-    """Returns float (), 1 if the update was skipped; None where that can't be."""
+def _update(run: Run, step: int, loss: torch.Tensor) -> None:
     # The order matters: gradients are unscaled before they are clipped, and a skipped update (its gradients
     # overflowed in fp16, or aren't finite with anomaly.nonfinite=skip) moves neither schedule nor average.
     state, precision = run.state, run.precision
@@ -107,10 +105,10 @@ def _update(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor | None:
         run.recent.record(step, loss, precision.judged(state.norm))
     skipped = precision.update(state.optimizer, state.norm)
     run.gradients.clear()
+    state.statistics.end_step(skipped)  # a teacher's weights may be among them, which the average follows
     if state.average is not None:
         state.average.update(step, skipped, state.lr.updates, step + 1 == run.steps)
     state.lr.advance(skipped)
-    return skipped
 
 
 def take_metrics(run: Run) -> dict[str, torch.Tensor]:

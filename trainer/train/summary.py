@@ -15,7 +15,7 @@ from trainer.checkpoint.store import listing
 from trainer.config.training import MAIN_SET
 from trainer.errors import BadInputError, DivergedError
 from trainer.observe.advice import Advisor
-from trainer.observe.console import ProgressBar
+from trainer.observe.console import ProgressBar, warn
 from trainer.observe.diagnosis import Verdict
 from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASES
@@ -54,7 +54,7 @@ def finish(
         gathered: From `gather_weights`, if the run is sharded.
 
     Raises:
-        DivergedError: If the evaluation isn't finite.
+        DivergedError: If the loss, or the metric that decides, isn't finite.
     """
     metric, metrics, logged = run.task.metric, run.state.metrics, logger.logged
     weights = _leave_weights(folder, run.state, gathered or {})
@@ -63,7 +63,9 @@ def finish(
     verdict = advisor.conclude(run.state.step, logger.rest()) if advisor else None
     totals = advisor.totals(speed) if advisor else {}
     logger.emit({"kind": "end", "step": run.state.step, **summary, **totals})
-    diverged = not all(math.isfinite(metric) for metric in metrics.values())
+    decisive = [in_set(run.recipe.evaluation.decides, name) for name in dict.fromkeys(("loss", metric))]
+    odd = [name for name, value in metrics.items() if not math.isfinite(value)]
+    diverged = [f"{name} is {metrics[name]:g}" for name in decisive if name in odd]
     status = "diverged" if diverged else "finished"
     manifest.update({"weights": weights, "summary": finite(summary), "steps": run.state.step})
     manifest["out_of_patience"] = run.state.no_better if out_of_patience(run) else 0
@@ -74,10 +76,12 @@ def finish(
     leave_report(folder)
     if diverged:
         raise DivergedError(
-            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.max_grad_norm "
-            "(precision.debug=true says where it began)"
+            f"the last evaluation isn't finite ({', '.join(diverged)}): the run diverged; lower optim.lr or "
+            "set optim.max_grad_norm (precision.debug=true says where it began)"
         )
     progress_bar.close()
+    if odd:
+        warn(f"the last evaluation isn't finite in {', '.join(odd)} (null in rows): it doesn't decide")
     programs = Path(sys.executable).parent
     board = f"{_as_typed(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
     setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that is read

@@ -21,10 +21,11 @@ from trainer.distributed.parallel import (
 from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
 from trainer.host.affinity import unpin_main_thread, within
+from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.memory_room import read_room
 from trainer.launch.signals import Stopped
-from trainer.launch.worker import cpu_shares, requested
+from trainer.launch.worker import cpu_shares, current, requested
 from trainer.observe.console import detail, say, warn
 from trainer.observe.memory import tells_figures
 from trainer.observe.phases import PHASE_TIMER, enter_phase
@@ -44,7 +45,7 @@ from trainer.train.request import Request
 from trainer.train.restore import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.resume import Mode, check_resumable, ended
 from trainer.train.run import check_request, data_of, device_kind, make_plan, make_task
-from trainer.train.run_folder import Manifest, lock, read_stored
+from trainer.train.run_folder import Manifest, check_inside, lock, read_stored
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_weights
 
@@ -65,8 +66,17 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
         Stopped: If a signal stopped it and there is no checkpoint.
     """
     unpin_main_thread(cpu_shares())
-    if _is_first():
-        lock(request.folder)  # until this process ends
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(paths_from_here())
+        if _is_first():
+            check_inside(request.folder)
+            file = lock(request.folder)  # a rank's is held until its process ends
+            if current() is None:
+                stack.callback(os.close, file)
+        return _train_locked(request, task, hooks)
+
+
+def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> int:
     recipe, folder = request.recipe, request.folder
     # Before the ranks meet, and so before rank 0 writes the manifest anew.
     stored = read_stored(folder)
@@ -116,6 +126,8 @@ def _attempt(
         check_request(recipe, task, world.size, fresh)
         where = f"{begin} of {begun.hash}" if begun else str(begin)
         check_agreement(f"{config_hash(recipe)} {data} from {where} without {sorted(skipped)}", world)
+        losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
+        check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
         run, loading = _build(request, task, world, fresh)
         stack.callback(run.close)

@@ -96,7 +96,6 @@ def _side(name: str, values: dict[str, Any], steps: int, stack: ExitStack) -> Ca
 
 def timed_steps(run: Run, steps: int, device: torch.device) -> Callable[[], float]:
     """What does so many steps of a run, each time the next ones, and returns the seconds."""
-    run.replica.train()
     batches, done = run.loader(run.share.batches()), 0
 
     def turn() -> float:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from trainer.commands.check.formulas import learning_rate, make_optimizer
 from trainer.config.recipe import Recipe
@@ -76,7 +77,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     average = {name: p.detach().clone() for name, p in averaged.items()}
     updates = moved = 0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision.mode)
-    scaler = torch.amp.GradScaler(
+    scaler = GradScaler(
         "cpu",
         init_scale=recipe.precision.initial_scale,
         growth_interval=recipe.precision.growth_interval,

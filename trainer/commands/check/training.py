@@ -299,7 +299,7 @@ def _not_in_double(task: Any) -> str:
     """Why a task can't compute in float64, or ""."""
     wide, few = _in_double(task), np.arange(min(_TRIED, len(task.train_data)))
     try:
-        model, seen = wide.model().train(), _Narrow()
+        model, seen = wide.model().train(), _Narrow()  # type: ignore[no-untyped-call]
         batch = plain.read(task.train_data, np.zeros_like(few), few, 0, task.uniforms)
         with torch.random.fork_rng(devices=[]), seen:
             plain.losses(wide, model, batch)["loss"].backward()
@@ -344,7 +344,8 @@ def _wants_all(task: Any) -> bool:
 
 def _few(data: Any) -> Any:
     """Its first samples, but where their order hangs on how they lie in files."""
-    if len(data) <= SAMPLES or getattr(data, "buckets", ()) or getattr(data, "records", None) is not None:
+    ordered = bool(getattr(data, "buckets", None)) or getattr(data, "records", None) is not None
+    if len(data) <= SAMPLES or ordered:
         return data
     if data.arrays is not None:
         return ArrayDataset({name: array[:SAMPLES] for name, array in data.arrays.items()})

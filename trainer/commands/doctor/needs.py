@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.commands.doctor.facts import Gpus, RecipeNeeds
-from trainer.config.data import WITHOUT_WORKERS
+from trainer.config.formats import FORMATS
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import provisional
 from trainer.data.fit import Sizes, by_rule, bytes_needed
@@ -38,7 +38,7 @@ def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeN
     ranks = max(1, len(gpus.cards)) if recipe.device != "cpu" else 1
     data, compiles = recipe.data, recipe.compile.mode != "none"
     strategy, shard = recipe.parallel.strategy, recipe.parallel.shard
-    if data.name in WITHOUT_WORKERS:
+    if not FORMATS[data.name].workers:
         return RecipeNeeds(recipe=name, compiles=compiles, ranks=ranks, strategy=strategy, shard=shard)
     sample = 3 * data.image_size**2  # uint8, as it lies in the ring
     sizes = Sizes(sample, sample * data.micro_batch_size, sample * data.eval_batch_size)

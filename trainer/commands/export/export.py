@@ -17,7 +17,7 @@ from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
-from trainer.host.files import write_file
+from trainer.host.files import oddity, write_file
 from trainer.launch.signals import unwound
 from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.fold import Folded, fold_batchnorm
@@ -178,6 +178,10 @@ def _check_request(options: argparse.Namespace) -> None:
 def _target(options: argparse.Namespace) -> Path:
     """The folder to write, which is free, or an export that may be replaced."""
     default: Path = options.folder / "export" / f"{options.to}-{options.dtype}"
+    if options.out is None:
+        for folder in (default.parent, default):
+            if odd := oddity(folder, folder=True):
+                raise BadInputError(f"{folder}: {odd}; say by --out where it is to be")
     target = Path(os.path.realpath(options.out or default))
     if not target.exists():
         return target

@@ -109,7 +109,7 @@ def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
 def _found(run: OpenedRun, seen: Sequence[ModelInput], score: float) -> list[Detections]:
     device = torch.device(device_kind(run.recipe))
     model, found = run.model.to(device), list[Detections]()
-    with torch.inference_mode():
+    with torch.no_grad():
         for start in range(0, len(seen), _TOGETHER):
             pixels = np.stack([one.pixels for one in seen[start : start + _TOGETHER]])
             batch = Batch({IMAGE: torch.from_numpy(pixels).to(device)}, None, None, len(pixels))

@@ -60,7 +60,7 @@ def probabilities(run: OpenedRun, fields: Mapping[str, torch.Tensor]) -> torch.T
     model = run.model.to(device)
     count = len(next(iter(fields.values())))
     parts = list[torch.Tensor]()
-    with torch.inference_mode():
+    with torch.no_grad():
         for start in range(0, count, _TOGETHER):
             part = {name: field[start : start + _TOGETHER].to(device) for name, field in fields.items()}
             batch = Batch(part, None, None, min(_TOGETHER, count - start))

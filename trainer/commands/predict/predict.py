@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Callable
 
+from trainer.config.registry import named
+from trainer.config.tasks import TASKS
 from trainer.errors import BadInputError
 from trainer.train.model_of_run import OpenedRun, open_run
 
@@ -29,22 +31,9 @@ def predict(options: argparse.Namespace) -> int:
 
 def _show(run: OpenedRun) -> Callable[[OpenedRun, argparse.Namespace], int]:
     task = run.recipe.task
-    if task == "classification":
-        from trainer.commands.predict.images import show_images
-
-        return show_images
-    if task == "audio":
-        from trainer.commands.predict.sounds import show_sounds
-
-        return show_sounds
-    if task == "detection":
-        from trainer.commands.predict.boxes import show_boxes
-
-        return show_boxes
-    if task == "language":
-        from trainer.commands.predict.text import show_text
-
-        return show_text
+    if task in TASKS:
+        show: Callable[[OpenedRun, argparse.Namespace], int] = named(TASKS[task].shows)
+        return show
     own = getattr(run.task, "predict", None)
     if own is None:
         raise BadInputError(

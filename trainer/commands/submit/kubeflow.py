@@ -94,7 +94,6 @@ def _pytorch_job(spec: JobSpec, site: Site) -> list[pods.Document]:
         job["elasticPolicy"] = {
             "minReplicas": spec.min_nnodes,
             "maxReplicas": spec.nnodes,
-            "rdzvBackend": "c10d",
             "rdzvHost": f"{spec.name}-master-0",
             "rdzvPort": spec.port,
         }

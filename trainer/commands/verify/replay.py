@@ -22,7 +22,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.observe.console import say, warn
 from trainer.train.anomalies import write_anomalies
 from trainer.train.pretrained import resolve_pretrained
-from trainer.train.resume import FREE, flat
+from trainer.train.resume import FREE, flat, other_arithmetic
 from trainer.train.run import data_of, make_task
 from trainer.train.run_folder import KEPT, MANIFEST, write_json
 from trainer.train.start import start
@@ -48,9 +48,12 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         BadInputError: If a setting would change what is computed, a value was redacted, or the data is gone
-            or another.
+            or another; or if the run was trained by another arithmetic.
     """
     path = run.path / MANIFEST
+    for attempt in run.manifest.attempts:
+        if other := other_arithmetic(attempt.arithmetic):
+            raise BadInputError(f"{path}: {other[0]}: verify it with the version of trainer that trained it")
     config: dict[str, Any] = dict(run.manifest.config)
     for setting in settings:
         name = setting.partition("=")[0].strip()

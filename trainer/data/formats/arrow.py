@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
 from trainer.data.formats.files import numbered, printable
 from trainer.data.formats.records import Records
@@ -231,3 +232,10 @@ def _json(file: Path) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise BadInputError(f"{file}: isn't what save_to_disk writes; save the data again")
     return values
+
+
+def images_split(config: DataConfig, path: Path, split: str) -> ArrowImages:
+    """Opens the images to learn from ("train"), or those to measure on (data.eval_split)."""
+    learned, held = splits(path, config.eval_split)
+    folder = learned if split == TRAIN else held
+    return ArrowImages(folder, config.input_column or "image", config.label_column)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.data import DataConfig
 from trainer.data.check import counted, unreadable
 from trainer.data.dataset import spread
 from trainer.data.formats.records import Records
@@ -167,13 +168,16 @@ def readable(path: bytes) -> str:
     return path.decode("utf-8", "backslashreplace")
 
 
-def in_folder(root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = ()) -> Files:
+def in_folder(
+    root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = (), kind: type[Files] = Files
+) -> Files:
     """`root/<class>/**/<file>`, in the order of the classes and then of the paths.
 
     Args:
         root: The folder.
         suffixes: Of the files that count, in lower case.
         leave_out: Folders below the root that are no classes.
+        kind: What is made of them: `Files`, or a class derived from it that reads other contents.
 
     Raises:
         BadInputError: If the folder is missing or holds none.
@@ -197,7 +201,12 @@ def in_folder(root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[
     if not found:
         raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders")
     names = [readable(os.fsencode(name)) for name in folders]
-    return Files(root, [path for _, path in found], [number for number, _ in found], names)
+    return kind(root, [path for _, path in found], [number for number, _ in found], names)
+
+
+def folder_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
+    """Opens `path/split/CLASS/…`, see `in_folder`."""
+    return in_folder(path / split)
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
@@ -232,6 +241,12 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
         if error.errno != errno.ELOOP:  # a link to itself: no folder, and no file, as `absent` says
             raise
         return False
+
+
+def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
+    """Opens `path/split.parquet`, or `path/split.csv`, see `in_table`."""
+    parquet = path / f"{split}.parquet"
+    return in_table(parquet if parquet.exists() else path / f"{split}.csv")
 
 
 def in_table(file: Path) -> Files:

@@ -18,6 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.checkpoint.tensor_file import encode
+from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, counted
 from trainer.data.formats.files import fill_exactly, readable
 from trainer.data.formats.records import Records
@@ -269,6 +270,11 @@ def write_index(
     disk.rename(folder / f".{INDEX}", folder / INDEX)
     disk.sync_folder(folder)
     return about
+
+
+def sharded_split(config: DataConfig, path: Path, split: str) -> ShardedRecords:  # noqa: ARG001
+    """Opens `path/split`, see `in_shards`."""
+    return in_shards(path / split)
 
 
 def in_shards(folder: Path) -> ShardedRecords:

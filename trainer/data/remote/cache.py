@@ -142,7 +142,7 @@ def _made_once(path: Path, size: int | None, make: Callable[[int], None], lock: 
     """
     part = path.with_name(path.name + ".part")
     while (file := _opened(path, size)) is None:
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        file = disk.open_own(part, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             mine = _is_at(file, part)  # else it was finished or removed while this waited

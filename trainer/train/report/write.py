@@ -1,10 +1,10 @@
 """Writes the page: when it is asked for, and at the end of a training."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import BadInputError
+from trainer.host.files import write_whole
 from trainer.observe.console import warn
 from trainer.observe.text import plain
 from trainer.train.report.page import page
@@ -28,13 +28,8 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
         text = page([read_run(folder) for folder in folders])
     except RecursionError as error:
         raise BadInputError(f"{folders[0]}: its manifest is nested too deeply; bring it back") from error
-    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        try:
-            beside.write_text(text, encoding="utf-8", errors="replace")
-            beside.replace(out)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_whole(out, text)
     except OSError as error:
         raise BadInputError(f"{out}: can't be written ({error.strerror}); give another --out") from error
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.redact import redact
+from trainer.host.files import open_own, own_folder
 from trainer.launch.signals import blocked
 from trainer.launch.worker import requested
 from trainer.observe.console import warn
@@ -44,9 +45,10 @@ class Feed:
         self._warned = self._closed = False
         self._heard = b""
         log = Path(about["folder"], "trackers", f"{name}.log")
-        log.parent.mkdir(exist_ok=True)
+        own_folder(log.parent)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        with log.open("ab") as errors, blocked():
+        log_file = open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with os.fdopen(log_file, "ab") as errors, blocked():
             self._process = subprocess.Popen([sys.executable, as_tracker.__file__], stderr=errors, **pipes)  # type: ignore[call-overload]
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         for end in (self._to, self._from):

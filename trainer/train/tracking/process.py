@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED
+from trainer.host.files import write_whole
 from trainer.launch.worker import die_with_parent
 from trainer.train.tracking.tracker import tracker_class
 
@@ -100,10 +101,8 @@ class _Sent:
         for row in rows:
             self._steps[row["kind"]] = max(row["step"], self._steps.get(row["kind"], 0))
         with contextlib.suppress(OSError):
-            beside = self._file.with_suffix(".tmp")
             told = {"id": self.id, "rows": self.rows, "steps": self._steps, "left_out": self._left_out}
-            beside.write_text(json.dumps(told) + "\n")
-            beside.replace(self._file)
+            write_whole(self._file, json.dumps(told) + "\n")
 
 
 def main(name: str, about: Mapping[str, Any], parent: int) -> None:

@@ -71,7 +71,6 @@ def losses_of(run: "Run", rates: Sequence[float]) -> list[tuple[float, float]] |
     state, told = run.state, list[tuple[float, float]]()
     assert isinstance(state.lr, LRScheduler)
     state.lr.follow(list(rates))
-    run.replica.train()
     batches = run.loader(run.share.batches())
     for step in range(len(rates)):
         if requested():

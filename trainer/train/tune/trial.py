@@ -106,7 +106,6 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
 
 def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
     """False: a signal ended them."""
-    run.replica.train()
     batches = run.loader(run.share.batches())
     staged: Any = None
     timed, end, began = recipe.compile.warm_up, recipe.compile.warm_up + 1, 0.0
@@ -139,7 +138,6 @@ def _turns(settings: Sequence[Loading], run: Run, world: World, tell: Tell) -> b
 
     The first turn of each is to size the others. False: a signal ended them.
     """
-    run.replica.train()
     task, config = run.task, run.recipe.data
     source = Source(task.train_data, run.share, task.train_data.uniforms + task.uniforms)
     speeds: list[list[float]] = [[] for _ in settings]

@@ -1,0 +1,70 @@
+"""Promise: a format of data is one file and one row, by CONTRIBUTING.md."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.helpers.toys import build_alone, make_recipe
+from trainer.config import data as config_data
+from trainer.config.data import DataConfig
+from trainer.config.formats import FORMATS, Format, described, read_by
+from trainer.data.formats.files import Files, in_folder
+from trainer.train.run import make_task
+from trainer.train.step import train_step
+
+
+class NpyFiles(Files):
+    """Images that numpy saved: uint8 (height, width, 3)."""
+
+    raw = True
+
+    def shape(self, sample: int) -> tuple[int, int]:
+        height, width, _ = np.load(self.name(sample)).shape
+        return height, width
+
+    def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
+        image: npt.NDArray[np.uint8] = np.load(self.name(sample))[top : top + height]
+        return image
+
+
+def opened(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
+    return in_folder(path / split, (".npy",), kind=NpyFiles)
+
+
+def test_a_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("npy_format")
+    module.opened = opened  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "npy_format", module)
+    row = Format(("classification",), "images by numpy", splits=True, opens="npy_format:opened", gaps=False)
+    monkeypatch.setitem(FORMATS, "npy", row)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / split / label).mkdir(parents=True)
+            for number in range(4):
+                image = np.full((20, 24, 3), 40 * number + 9 * (label == "dog"), np.uint8)
+                np.save(tmp_path / split / label / f"{number}.npy", image)
+    assert read_by("classification")[-1] == "npy"
+    assert "npy (images by numpy)" in described()
+    recipe = make_recipe(data={"image_size": 16, "global_batch_size": 4, "micro_batch_size": 2})
+    data = recipe.data.model_copy(update={"name": "npy", "path": tmp_path})
+    sums = []
+    for workers in (0, 1):
+        run = build_alone(recipe, make_task(recipe.model_copy(update={"data": data})), workers)
+        train_step(run, iter(run.loader(run.share.batches(0)[:2])), 0)
+        sums.append(torch.cat([p.flatten() for p in run.state.model.parameters()]))
+        run.close()
+    assert torch.equal(*sums)
+
+
+def test_the_schema_knows_what_the_table_has() -> None:
+    kind: Any = config_data.Kind
+    assert get_args(kind) == tuple(FORMATS)
+    for name, one in FORMATS.items():
+        assert one.tasks or name == "own"
+        assert bool(one.opens) <= (one.place != "nowhere" and one.workers)

@@ -1,0 +1,143 @@
+"""Who reaches a port of a run: what listens, on which addresses, and that nobody's pickles are loaded."""
+
+import base64
+import os
+import pickle
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+
+from tests.helpers import preloaded
+from tests.helpers.job_files import PLACES, job
+from tests.helpers.listeners import Listener, listeners
+from tests.helpers.waiting import until
+from trainer.commands.submit.places import PLACES as HOW
+from trainer.host.processes import tree
+from trainer.launch.launcher import STATIC, _alone
+from trainer.launch.nodes.discover import Nodes
+from trainer.launch.nodes.rendezvous import Round
+from trainer.launch.rounds import _rendezvous_of_torchrun
+
+ROOT = Path(__file__).parents[2]
+TASK = """
+import os, time
+from pathlib import Path
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+HERE = Path(__file__).parent
+
+class Small:
+    def data(self):
+        x = np.arange(80, dtype=np.float32).reshape(40, 2) / 10
+        return {"x": x, "y": x[:, :1]}, {"x": x[:4], "y": x[:4, :1]}
+
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def loss(self, model, batch):
+        if os.environ.get("WORLD_SIZE") == "2":
+            (HERE / f"there-{os.environ['RANK']}").write_text(str(os.getpid()))
+            while not (HERE / "go").exists():
+                time.sleep(0.01)
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model, batch):
+        return {"loss": F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")}
+"""
+QUICK = ["data.global_batch_size=4", "data.micro_batch_size=2", "max_steps=2", "parallel.threads=1"]
+
+
+class _Evil:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def _leave(stores: list[Listener], ids: list[str], payload: bytes) -> None:
+    """Leaves pickles in stores wherever torch's dynamic rendezvous looks for its state."""
+    for there in stores:
+        host = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(there.address, there.address)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, there.port, None, False, timedelta(seconds=60), wait_for_workers=False
+        )
+        for id_ in ids:
+            store.set(f"torch.rendezvous.{id_}", base64.b64encode(payload))
+
+
+def test_what_strangers_write_to_the_ports_of_a_run_is_never_unpickled(tmp_path: Path) -> None:
+    """Two ranks that aren't forks: a task of the user's own. All that listens does so on loopback."""
+    (tmp_path / "task.py").write_text(TASK)
+    done, words = tmp_path / "executed", [sys.executable, "-m", "trainer", "train", "task.py"]
+    given = [word for key in QUICK for word in ("--set", key)]
+    with (
+        (tmp_path / "said").open("w") as said,
+        preloaded.Popen(
+            [*words, "--nproc-per-node", "2", "--out", "run", *given],
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=said,
+            stderr=said,
+        ) as process,
+    ):
+        try:
+            until(lambda: process.poll() is not None or len(list(tmp_path.glob("there-?"))) == 2)
+            ranks = {int(file.read_text()) for file in tmp_path.glob("there-?")}
+            pids = tree(process.pid)
+            found = listeners(pids)
+            stores = [
+                there for there in found if there.pid not in ranks
+            ]  # ranks have gloo's, which are no stores
+            _leave(stores, ["none", *(f"trainer-{pid}" for pid in pids)], pickle.dumps(_Evil(done)))
+        finally:
+            (tmp_path / "go").touch()
+        assert process.wait(300) == 0, (tmp_path / "said").read_text()
+    assert not done.exists()
+    assert len(stores) == 1
+    assert {there.address for there in found} <= {"127.0.0.1", "::1"}, found
+
+
+# torchrun's ways to its dynamic rendezvous, and what else unpickles what came from a socket.
+_UNPICKLES = re.compile(
+    r"rdzv.?backend\W{1,5}c10d|--standalone|PET_STANDALONE|c10d_rendezvous_backend|create_backend|"
+    r"_object_list\b|_gather_object\b|BaseManager|SyncManager|\bManager\(|import Listener|distributed\.rpc|"
+    r"distributed import rpc|dist\.rpc"
+)
+_TELLS = {"SECURITY.md", "docs/clusters.md", "tests/launch/test_strangers.py"}  # that it isn't to be used
+
+
+def test_no_command_of_ours_asks_for_torchs_dynamic_rendezvous() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [name for name in listed.stdout.split("\0") if name and name not in _TELLS]
+    assert len(names) > 500
+    text = {
+        name: (ROOT / name).read_bytes().decode(errors="replace") for name in names if (ROOT / name).exists()
+    }
+    assert not {name: found[0] for name, whole in text.items() if (found := _UNPICKLES.search(whole))}
+
+
+def test_torchrun_is_told_the_static_rendezvous_on_one_host_and_on_several() -> None:
+    joined = Round(1, 0, (2, 2), "runs/x", "token", "203.0.113.1")
+    nodes = Nodes(2, 2, 0, "203.0.113.1", 29500)
+    assert STATIC == "--rdzv-backend=static"
+    for options in (_alone(), _rendezvous_of_torchrun(joined, nodes)):
+        assert STATIC in options
+        assert not any("c10d" in option for option in options)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_no_job_that_is_rendered_names_it(where: str) -> None:
+    place, site, _ = PLACES[where]
+    many = {} if where == "docker" else {"nnodes": 3, "min_nnodes": 2}
+    elastic = where not in ("docker", "trainjob")
+    spec = job(where, **(many if elastic else {}))
+    assert not _UNPICKLES.search(HOW[place].render(spec, site))

@@ -1,0 +1,180 @@
+"""Promise: arrays of every kind that numpy has train as torch would by them, or are refused in one line."""
+
+import contextlib
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers.toys import build_alone, make_recipe
+from trainer.data.items import ItemDataset
+from trainer.errors import BadInputError
+from trainer.tasks.custom import CustomTask
+from trainer.train.evaluate import evaluate_run
+from trainer.train.run import check_request
+from trainer.train.step import train_step
+
+
+class Task:
+    """Points with a field more, `z`."""
+
+    def __init__(self, z: Any, items: bool = False, num_items: Any = None) -> None:
+        self.z, self.items, self.num_items = z, items, num_items
+        self.seen: list[torch.Tensor] = []
+
+    def data(self) -> Any:
+        x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+        fields: dict[str, Any] = {"x": x, "y": np.arange(12) % 2, "z": self.z}
+        if self.num_items is not None:
+            fields["num_items"] = self.num_items
+        return (Items(fields), Items(fields)) if self.items else (fields, fields)
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 2)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.seen.append(batch.fields["z"].clone())
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(model, batch)}
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """The same as a data set of torch's kind."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, sample: int) -> Any:
+        return {name: value[sample] for name, value in self.fields.items()}
+
+
+def trained(own: Task, resident: bool | str = "auto") -> torch.Tensor:
+    """What a step's micro-batches held of `z`, sorted."""
+    recipe = make_recipe(
+        data={"global_batch_size": 12, "micro_batch_size": 6, "resident": resident, "workers": 0}
+    )
+    with contextlib.closing(build_alone(recipe, CustomTask(own, "own"))) as run:
+        own.seen.clear()
+        train_step(run, run.loader(run.share.batches(0)[:2]), 0)
+        return torch.cat(own.seen).sort(0).values
+
+
+KINDS = (">f4", ">f8", ">i2", ">i8", ">u2", "u2", "u4", "u8", "?", "f2", "f8", "i1", "<f4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["resident", "ring", "items"])
+@pytest.mark.parametrize("width", [(), (2,)])
+def test_a_kind_of_number_reaches_the_loss(kind: str, how: str, width: tuple[int, ...]) -> None:
+    values = np.arange(12 * int(np.prod(width))).reshape(12, *width).astype(kind)
+    seen = trained(Task(values, items=how == "items"), resident=how == "resident")
+    wanted = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+    assert seen.dtype == wanted.dtype
+    assert torch.equal(seen.long(), wanted.long().sort(0).values)
+
+
+def test_the_bits_of_large_unsigned_numbers_stay() -> None:
+    values = np.full(12, np.iinfo(np.uint64).max, np.uint64)
+    for resident in (True, False):
+        assert trained(Task(values), resident).view(torch.int64).eq(-1).all()
+
+
+def test_strides_and_views_are_no_matter() -> None:
+    base = np.arange(48, dtype=np.int32).reshape(24, 2)
+    for view in (base[::2], base[12:][::-1], np.asfortranarray(base[:12]), base[:12].T.copy().T):
+        assert torch.equal(trained(Task(view)), torch.from_numpy(np.sort(view, 0)))
+    frozen = base[:12].copy()
+    frozen.setflags(write=False)
+    assert torch.equal(trained(Task(frozen)), torch.from_numpy(base[:12]))
+    assert torch.equal(trained(Task(np.ma.masked_array(base[:12]))), torch.from_numpy(base[:12]))
+
+
+def masked() -> Any:
+    return np.ma.masked_greater(np.arange(12.0), 5)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (np.arange(12).astype(np.longdouble), "'z' of dtype float128, which torch doesn't have"),
+    (masked(), "'z' as a masked array, and torch has no masks"),
+    (np.arange(12).astype(complex), "'z' of dtype complex128, which is no number"),
+    (np.arange(12).astype("M8[s]"), "'z' of dtype datetime64[s], which is no number"),
+    (np.array([None] * 12), "'z' of dtype object, which is no number"),
+    (np.zeros(12, [("a", "f4")]), "which is no number"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED)
+@pytest.mark.parametrize("items", [False, True])
+def test_what_torch_has_no_type_for_is_named(value: Any, message: str, items: bool) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)) as error:
+        CustomTask(Task(value, items), "own")
+    assert "\n" not in str(error.value)
+
+
+def test_a_tensor_that_numpy_can_not_read_is_named() -> None:
+    for value in (torch.zeros(12, dtype=torch.bfloat16), torch.zeros(12, requires_grad=True)):
+        with pytest.raises(BadInputError, match="'z' as a Tensor that numpy can't read"):
+            CustomTask(Task(value), "own")
+
+
+def test_an_item_is_named_by_its_number() -> None:
+    class Holes(Items):
+        def __getitem__(self, sample: int) -> Any:
+            return None if sample == 7 else super().__getitem__(sample)
+
+    fields = {"x": np.zeros((12, 4), np.float32), "y": np.zeros(12, np.int64)}
+    data = ItemDataset(Holes(fields), "training")
+    out = {name: np.empty((2, *field.shape), field.dtype) for name, field in data.fields.items()}
+    with pytest.raises(BadInputError, match=r"a NoneType where a dict .* \(sample 7\)"):
+        data.read(np.array([6, 7]), None, out)
+
+    class Twice(Items):
+        def __getitem__(self, sample: int) -> Any:
+            return {0: 1.0, "0": 2.0}
+
+    with pytest.raises(BadInputError, match=r"names that are the same as text \(0, '0'\) \(sample 0\)"):
+        ItemDataset(Twice(fields), "training")
+
+
+def test_an_evaluation_that_counts_nothing_is_one_line() -> None:
+    task = CustomTask(Task(np.ones(12), items=True, num_items=np.zeros(12, np.int64)), "own")
+    run = build_alone(make_recipe(data={"global_batch_size": 12, "micro_batch_size": 6}), task)
+    with pytest.raises(BadInputError, match="num_items is 0 for all samples"):
+        evaluate_run(run)
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "message"),
+    [
+        (torch.float16, "fp16", "'weight' is float16, which precision.mode=fp16 can't train"),
+        (torch.float16, "fp32", ""),
+        (torch.bfloat16, "fp16", ""),
+        (torch.float8_e4m3fn, "fp32", "'weight' is float8_e4m3fn, which no optimizer can update"),
+        (torch.complex64, "fp32", "'weight' is complex64, which the fused optimizers can't update"),
+    ],
+)
+def test_weights_of_a_type_that_can_not_be_trained(kind: torch.dtype, mode: str, message: str) -> None:
+    class Odd(Task):
+        def model(self) -> nn.Module:
+            return nn.Linear(4, 2, bias=False).to(kind)
+
+        def loss(self, model: Any, batch: Any) -> Any:
+            return (batch.fields["x"].to(model.weight.dtype) @ model.weight.T).float().square().sum()
+
+    recipe = make_recipe(precision={"mode": mode})
+    task = CustomTask(Odd(np.ones(12)), "own")
+    if not message:
+        check_request(recipe, task, 1)
+        return
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        check_request(recipe, task, 1)

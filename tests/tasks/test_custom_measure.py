@@ -1,0 +1,330 @@
+"""Promise: figures of a custom task that would come out wrong are refused, by name, before it trains."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import trainer
+from tests.helpers.small_task import Small
+from trainer.errors import BadInputError
+from trainer.observe.rows import OWN, why_no_metric
+from trainer.tasks.custom import CustomTask
+from trainer.train.from_python import Fitted
+
+pytestmark = pytest.mark.usefixtures("here")
+
+SETTINGS: dict[str, Any] = {
+    "data.global_batch_size": 4,
+    "data.micro_batch_size": 2,
+    "data.eval_batch_size": 2,
+    "data.workers": 0,
+    "log.to": ["jsonl"],
+    "parallel.threads": 1,
+}
+CLASSES = 300
+
+
+class Classes(Small):
+    """Many classes, of which an untrained model gets none right, and two numbers."""
+
+    samples = 12
+
+    def data(self) -> Any:
+        random = np.random.default_rng(0)
+        x = random.normal(size=(self.samples, 2)).astype(np.float32)
+        part = {"x": x, "y": x[:, :1] + 3, "label": np.full(self.samples, CLASSES - 1), "few": x[:, 0] > 0}
+        return part, part
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(2, CLASSES)
+        nn.init.constant_(model.bias[:1], 9)  # always class 0
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["label"], reduction="sum")
+
+
+def check(measure: Callable[..., Any], **more: Any) -> None:
+    def measured(own: Any, model: nn.Module, batch: Any) -> Any:
+        return {"loss": own.loss(model, batch), **measure(model(batch.fields["x"]), batch.fields)}
+
+    CustomTask(type("Mine", (Classes,), {"measure": measured, **more})(), "mine").check()
+
+
+def right(out: torch.Tensor, fields: Any) -> Any:
+    return out.argmax(1) == fields["label"]
+
+
+def of_two(out: torch.Tensor, fields: Any) -> Any:
+    return (out[:, 0] > 9) == fields["few"]
+
+
+MEANS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "loss": lambda o, f: F.cross_entropy(o, f["label"]),
+    "perplexity": lambda o, f: F.cross_entropy(o, f["label"]).exp(),
+    "rmse": lambda o, f: F.mse_loss(o[:, :1], f["y"]).sqrt(),
+    "accuracy": lambda o, f: of_two(o, f).float().mean(),
+    "accuracy 0": lambda o, f: right(o, f).float().mean(),
+    "accuracy 0 by hand": lambda o, f: right(o, f).sum() / len(o),
+    "accuracy 0 as a number": lambda o, f: right(o, f).double().mean().item(),
+    "top 5, 0": lambda o, f: (o.topk(5, 1).indices == f["label"][:, None]).any(1).float().mean(),
+    "precision": lambda o, f: ((o[:, 0] > 9) & f["few"]).sum() / (o[:, 0] > 9).sum(),
+    "correlation": lambda o, f: torch.corrcoef(torch.stack([o[:, 0], f["y"][:, 0]]))[0, 1],
+    "max": lambda o, _f: o.max(),
+    "negative": lambda o, f: -F.mse_loss(o[:, :1], f["y"]),
+    "scale": lambda _o, _f: torch.tensor(2.5),
+    "noisy": lambda o, f: (f["y"] + torch.randn(len(o), 400)).mean(),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 12])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_refused(name: str, samples: int) -> None:
+    if (name, samples) in (("correlation", 1), ("precision", 1), ("precision", 2)):
+        return  # not defined
+    with pytest.raises(BadInputError, match="measure gave 'figure' as a mean, or another figure of the"):
+        check(lambda out, fields: {"figure": MEANS[name](out, fields)}, samples=samples)
+
+
+SUMS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "right": lambda o, f: right(o, f).sum(),
+    "right of two": lambda o, f: of_two(o, f).sum(),
+    "samples": lambda o, _f: len(o),
+    "squares": lambda o, f: (o[:, :1] - f["y"]).square().sum(),
+    "signed": lambda o, f: (o[:, :1] - f["y"]).sum(),
+    "zero": lambda _o, _f: 0.0,
+    "mean x samples": lambda o, f: F.mse_loss(o[:, :1], f["y"]) * len(o),
+    "nan": lambda o, _f: o.sum() * float("nan"),
+    "infinite": lambda o, _f: o.sum().abs() / 0,
+    "positives": lambda _o, f: f["few"].sum(),
+    "noisy": lambda o, f: (f["y"] + torch.randn(len(o), 400)).mean(1).sum(),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 12])
+def test_a_sum_passes(samples: int, capsys: pytest.CaptureFixture[str]) -> None:
+    check(lambda o, f: {name: one(o, f) for name, one in SUMS.items()}, samples=samples)
+    check(lambda o, _f: {"some": o.sum()} if len(o) % 4 else {})  # of some batches only
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        lambda _o, f: f["y"].norm(),
+        lambda _o, f: f["y"].std(),
+        lambda o, f: (right(o, f).sum() + 1) / (len(o) + 2),
+    ],
+    ids=["norm", "std", "smoothed ratio"],
+)
+def test_what_is_neither_is_a_warning(figure: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    check(lambda o, f: {"figure": figure(o, f)})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "measure gives 'figure', which is no sum over the samples" in line
+
+
+def test_of_rows_summarize_makes_any_figure() -> None:
+    def measure(out: torch.Tensor, fields: Any) -> Any:
+        return {"error": (out[:, :1] - fields["y"]).square(), "right": of_two(out, fields)}
+
+    def summarize(_: Any, rows: Any) -> Any:
+        assert rows["right"].dtype == torch.bool
+        return {"rmse": rows["error"].mean().sqrt(), "wrong": (~rows["right"]).float().mean()}
+
+    check(measure, summarize=summarize)
+
+
+NAMES: list[Any] = [*sorted(OWN), "eval/loss", "time/mine", "cost/x", "energy/x", 3, None, "", " a", "a\nb"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "x" * 200, "\ud800", ("a", "b")])
+def test_names_that_rows_cannot_have_are_refused(name: Any) -> None:
+    with pytest.raises(BadInputError, match=f"measure gave {re.escape(repr(name)[:70])}") as caught:
+        check(lambda o, _f: {name: o.sum()})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(BadInputError, match=f"summarize gave {re.escape(repr(name)[:70])}"):
+        check(lambda o, _f: {"row": o}, summarize=lambda *_: {name: 1.0})
+    if name in (None, "", 3, "a\nb"):
+        with pytest.raises(BadInputError, match=r"losses is .*give their names, short texts"):
+            check(lambda _o, _f: {}, losses=("a", name))
+
+
+def test_other_names_are_free() -> None:
+    check(lambda o, _f: {name: o.sum() for name in ("a b", "ünï/x", "loss/a", "lr", "steps", "0", "weight")})
+    check(lambda o, _f: {"step": o, "a\nb": o}, summarize=lambda *_: {"m": 1.0})  # of rows, which aren't told
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "wider": (lambda o, _f: {"row": o[:, : 1 + len(o)]}, "rows 'row' as a tensor of shape"),
+    "cut": (lambda o, _f: {"row": o if len(o) > 4 else o.long()}, "rows 'row' as a tensor of shape"),
+    "gone": (lambda o, _f: {"row": o} if len(o) > 4 else {}, "rows 'row' as a tensor of shape"),
+    "sparse": (lambda o, _f: {"row": o.to_sparse()}, "'row' as a sparse_coo tensor"),
+    "complex": (lambda o, _f: {"a": o.sum() * 1j}, "'a' as a tensor of shape () and dtype complex64"),
+    "text": (lambda _o, _f: {"a": "1.5"}, "'a' as a str"),
+    "gradients": (
+        lambda o, f: {"a": torch.autograd.grad(o.sum(), f["x"].requires_grad_())[0].sum()},
+        "gradients are off in measure: put what takes them into `with torch.enable_grad():`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_put_together_is_refused(name: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(WRONG[name][1])) as caught:
+        check(WRONG[name][0], summarize=lambda *_: {"m": 1.0})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [3, "a\0b", None])
+def test_a_field_that_has_no_name_is_refused(name: Any) -> None:
+    part = {"x": np.ones((8, 2), np.float32), name: np.ones(8)}
+    with pytest.raises(BadInputError, match=re.escape(f"a field {name!r} of the training data")):
+        check(lambda _o, _f: {}, data=lambda _: (part, part))
+
+
+def fit(kind: type = Small, settings: Any = None, **methods: Any) -> Fitted:
+    return trainer.fit(type("Mine", (kind,), methods), {**SETTINGS, **(settings or {})})
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("last", ["cross", "weighted"])
+def test_fields_may_have_our_names(resident: bool, last: str) -> None:
+    """Arrays and a data set of torch, of one's own types and shapes: what is measured is what was given."""
+    names = ("weight", "uniform", "a b", "", "num_item", "samples")
+
+    def data(_: Any) -> Any:
+        x, y = Small().data()[0].values()
+        more = {name: np.full((10, 3), 5, np.int64) for name in names}
+        return {"x": x, "y": y, **more}, {"x": x, "y": y, **more}
+
+    def loss(_: Any, model: nn.Module, batch: Any) -> Any:
+        each = F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="none")
+        return (each * sum(batch.fields[name][:, :1] for name in names)).sum()
+
+    def measure(_: Any, __: nn.Module, batch: Any) -> Any:
+        return {"loss": batch.fields["x"].sum(), **{f"of_{n}": batch.fields[n].sum() for n in names}}
+
+    settings = {"data.resident": resident, "data.last_batch": last}
+    methods: dict[str, Any] = {"data": data, "loss": loss, "measure": measure}
+    run = fit(settings=settings, **methods)
+    assert {run.metrics[f"of_{name}"] for name in names} == {15.0}
+    if not resident:
+        again = fit(settings=settings, **methods, transforms=lambda _: lambda item: item)
+        assert again.metrics == run.metrics
+
+
+class Caching(nn.Linear):
+    """Keeps what the largest batch so far has made it compute, as rotary embeddings do."""
+
+    cache: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None or len(self.cache) < len(x):
+            self.cache = torch.linspace(0.5, 1.5, len(x))
+        return super().forward(x) * self.cache[: len(x), None]
+
+
+def adversarial(own: Any, model: nn.Module, batch: Any) -> Any:
+    """Takes gradients, and leaves some at the parameters."""
+    with torch.enable_grad():
+        x = batch.fields["x"].clone().requires_grad_()
+        own.loss(model, batch._replace(fields={**batch.fields, "x": x})).backward()
+    assert x.grad is not None
+    worse = batch._replace(fields={**batch.fields, "x": x + 0.1 * x.grad.sign()})
+    return {"loss": own.loss(model, batch), "attacked": own.loss(model, worse)}
+
+
+def test_a_measure_may_cache_and_take_gradients() -> None:
+    """And the training stays what it is without."""
+    settings = {"epochs": 3, "data.eval_batch_size": 5}
+    plain = fit(settings=settings)
+    attacked = fit(settings=settings, measure=adversarial)
+    assert attacked.metrics["attacked"] > attacked.metrics["loss"] == plain.metrics["loss"]
+    fit(settings=settings, model=lambda _: Caching(2, 1))
+    scripted = fit(settings=settings, model=lambda _: torch.jit.script(nn.Linear(2, 1)))
+    assert scripted.metrics == plain.metrics
+
+
+def penalized(_: Any, model: nn.Module, batch: Any) -> torch.Tensor:
+    """With the gradients at its inputs, as forces and WGAN-GP have it."""
+    x = batch.fields["x"].clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, batch.fields["y"], reduction="sum") + slope.square().sum()
+
+
+def test_a_loss_may_take_gradients() -> None:
+    """Here they pull the weights to 0; and a mean of them is found like any other."""
+    methods: dict[str, Any] = {
+        "loss": penalized,
+        "measure": lambda _, model, batch: {"loss": Small().loss(model, batch)},
+    }
+    for more in ({}, {"log.layers_every": 1}, {"memory.checkpointing": "none", "precision.debug": True}):
+        run = fit(settings={"epochs": 30, "optim.name": "sgd", "optim.lr": 0.05, **more}, **methods)
+        assert run.model().weight.detach().abs().max() < 0.5  # type: ignore[operator]
+    with pytest.raises(BadInputError, match="loss gave a mean"):
+        fit(**methods | {"loss": lambda *given: penalized(*given) / len(given[2].fields["x"])})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_another_metric_that_is_not_finite_is_told(value: float, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(own: Any, model: nn.Module, batch: Any) -> Any:
+        return {"loss": own.loss(model, batch), "auc": model(batch.fields["x"]).sum().abs() * value}
+
+    run = fit(settings={"evaluation.patience": 3}, measure=measure)
+    told = [line for line in capsys.readouterr().err.splitlines() if "auc" in line]
+    assert told == ["trainer: the last evaluation isn't finite in auc (null in rows): it doesn't decide"]
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    for name in ("manifest.json", "evaluations.jsonl", "summary.jsonl"):
+        text = (run.folder / name).read_text()
+        for line in text.splitlines() if name.endswith("l") else [text]:
+            json.loads(line, parse_constant=refuse)
+    assert json.loads((run.folder / "manifest.json").read_text())["status"] == "finished"
+    with pytest.raises(trainer.DivergedError, match=r"isn't finite \(auc is (nan|inf)\): the run diverged"):
+        fit(measure=measure, metric="auc", mode="max")
+
+
+def test_what_describe_says_is_json() -> None:
+    for value in (float("nan"), -float("inf")):
+        with pytest.raises(BadInputError, match="describe gave what JSON can't hold"):
+            check(lambda _o, _f: {}, describe=lambda _, value=value: {"mean": [value]})
+
+
+def test_what_rows_say_of_themselves_is_reserved() -> None:
+    """Whatever an evaluation's row, or the last one, has besides metrics is no name for one."""
+    run = fit()
+    own = {name for kind in ("eval", "end") for row in run.rows(kind) for name in row} - {"loss"}
+    assert own and all(why_no_metric(name) for name in own)
+
+
+@pytest.mark.parametrize("how", ["below 0", "none at all", "two alike"])
+def test_items_of_a_data_set_that_cannot_be_counted(how: str) -> None:
+    class Counted(torch.utils.data.Dataset[Any]):
+        def __init__(self, odd: bool) -> None:
+            self.odd = odd
+
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, sample: int) -> Any:
+            count = {"below 0": -(sample == 7), "none at all": 0, "two alike": 1}[how] if self.odd else 1
+            item = {"x": np.ones(2, np.float32), "y": np.ones(1, np.float32), "num_items": np.int64(count)}
+            return {**item, 0: 1.0, "0": 1.0} if self.odd and how == "two alike" else item
+
+    message = {
+        "below 0": "sample 7 has num_items -1",
+        "none at all": "the evaluation data has no items",
+        "two alike": "are the same text",
+    }
+    with pytest.raises(BadInputError, match=message[how]):
+        fit(data=lambda _: (Counted(how != "none at all"), Counted(True)))

@@ -1,0 +1,522 @@
+"""Promise: what a forward pass changes or makes doesn't depend on micro-batches or ranks, or is refused.
+
+Also: modes that the user set for parts of a model stay as they were set.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers.toys import build_alone, make_recipe, rows_to
+from tests.helpers.world import Ranks
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError, DivergedError
+from trainer.observe.checksums import Checksums
+from trainer.tasks.custom import CustomTask
+from trainer.train.build import build
+from trainer.train.loop import train
+from trainer.train.recording import other_ranks_checksums
+from trainer.train.state import Run, load_tensors, tensors_of
+from trainer.train.step import train_step
+
+F64 = torch.float64
+SAMPLES = 32
+LR = 1 / 128  # exact in float32, too
+
+
+class Base(nn.Module):
+    """A student, and what a kind adds to it."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.student, self.teacher = nn.Linear(4, 3, dtype=F64), nn.Linear(4, 3, dtype=F64)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(kind == "trained teacher")
+        self.register_buffer("center", torch.zeros(3, dtype=F64))
+        self.register_buffer("queue", torch.zeros(16, 3, dtype=F64))
+        self.register_buffer("at", torch.zeros((), dtype=torch.int64))
+        self.drop: nn.Module = nn.Identity()
+
+    center: torch.Tensor
+    queue: torch.Tensor
+    at: torch.Tensor
+
+    @torch.no_grad()
+    def change(self, x: torch.Tensor) -> None:  # noqa: PLR0912
+        match self.kind:
+            case "follows" | "trained teacher":
+                for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    theirs.lerp_(ours, 0.1)
+            case "follows by data":
+                for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    theirs.data = 0.9 * theirs.data + 0.1 * ours.data
+            case "learns from samples":
+                self.teacher.bias.lerp_(self.student(x).mean(0), 0.1)
+            case "center":
+                self.center.lerp_(self.student(x).mean(0), 0.1)
+            case "starts from samples":
+                if not self.at:
+                    self.student.weight.div_(x.abs().mean(0))
+                    self.at.fill_(1)
+            case "clips":
+                self.student.weight.clamp_(-0.1, 0.1)
+            case "normalizes":
+                self.student.weight.copy_(F.normalize(self.student.weight, dim=1))
+            case "decays":
+                self.student.weight.mul_(0.99)
+            case "replaces":
+                self.student.weight = nn.Parameter(self.student.weight.detach() * 1)
+            case "queue":
+                rows = (self.at + torch.arange(len(x))) % 16
+                self.queue[rows] = self.student(x)
+                self.at.copy_((self.at + len(x)) % 16)
+            case _:
+                pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        late = self.kind in (
+            "learns from samples",
+            "center",
+            "queue",
+        )  # what is used is that of the step before
+        if self.training and not late:
+            self.change(x)
+        with torch.no_grad():
+            wanted = self.teacher(x + 0.1) - self.center
+        if self.training and late:
+            self.change(x)
+        made = self.student(x)
+        loss: torch.Tensor = (self.drop(made) - wanted).square().sum() + made[:, 0].sub(1).square().sum()
+        return loss
+
+
+class Own:
+    """A task of somebody's own."""
+
+    def __init__(self, model: Callable[[], nn.Module]) -> None:
+        self.make = model
+
+    def data(self) -> Any:
+        x = np.random.default_rng(0).normal(1, 1, (SAMPLES, 4))
+        return {"x": x}, {"x": x[:10]}
+
+    def model(self) -> nn.Module:
+        return self.make()
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        result: torch.Tensor = model(batch.fields["x"])
+        return result
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": self.loss(model, batch)}
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The same weights each time."""
+
+    def model() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(7)
+            return make()
+
+    return model
+
+
+def a_run(world: World, own: Any, micro_batch: int, **sections: Any) -> Run:
+    recipe = make_recipe(
+        epochs=2,
+        data={"global_batch_size": 8, "micro_batch_size": micro_batch},
+        optim={"name": "sgd", "lr": LR, "schedule": "constant", "warmup_steps": 0, "momentum": 0.0},
+        **sections,
+    )
+    return build(recipe, CustomTask(own, "own"), world, 0)
+
+
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
+
+
+def trained(world: World, kind: str, micro_batch: int, steps: range = range(8), state: Any = None) -> Any:
+    """A run's tensors after some steps."""
+    run = a_run(world, Own(seeded(lambda: Base(kind))), micro_batch, ema={"decay": 0.9})
+    if state is not None:
+        load_tensors(run.state, steps.start, state)
+    batches = run.loader(run.share.batches(steps.start))
+    for step in steps:
+        train_step(run, batches, step)
+    return {
+        kind: {name: tensor.detach().clone() for name, tensor in part.items()}
+        for kind, part in tensors_of(run.state).items()
+    }
+
+
+def by_hand(kind: str, steps: int = 8) -> dict[str, torch.Tensor]:
+    """The same with plain PyTorch, the whole batch at once."""
+    run = a_run(ALONE, Own(seeded(lambda: Base(kind))), 8)
+    model = seeded(lambda: Base(kind))().train()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    matrices: Any = {"params": [p for p in weights if p.ndim >= 2], "weight_decay": 0.01}
+    others: Any = {"params": [p for p in weights if p.ndim < 2]}
+    optimizer = torch.optim.SGD([matrices, others], lr=LR)
+    for _, batch in zip(range(steps), run.loader(run.share.batches()), strict=False):
+        optimizer.zero_grad()
+        (model(batch.fields["x"]) / 8).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["follows", "follows by data", "learns from samples", "center"])
+def test_what_a_forward_pass_moves_is_that_of_plain_pytorch(ranks: Ranks, kind: str) -> None:
+    wanted = by_hand(kind)
+    found = [trained(ALONE, kind, size) for size in (8, 4, 2, 1)]
+    for size in (4, 1):
+        first, second = ranks.run(2, trained, kind, size)
+        for name, tensor in first["model"].items():
+            assert torch.equal(tensor, second["model"][name]), name
+        found.append(first)
+    for state in found:
+        for name, tensor in wanted.items():
+            assert torch.allclose(state["model"][name], tensor, rtol=1e-9, atol=1e-12), (kind, name)
+        for name, tensor in state["ema"].items():
+            assert torch.allclose(found[0]["ema"][name], tensor, rtol=1e-9, atol=1e-12), (kind, name)
+    begun = trained(ALONE, kind, 2, range(3))
+    again = trained(ALONE, kind, 2, range(3, 8), begun)
+    for name, tensor in again["model"].items():
+        assert torch.equal(tensor, found[2]["model"][name]), name
+
+
+def test_the_average_follows_a_teacher_without_delay() -> None:
+    """As a plain loop that moves it after the optimizer's step."""
+    run = a_run(ALONE, Own(seeded(lambda: Base("follows"))), 4, ema={"decay": 0.5, "every": 1})
+    average: dict[str, torch.Tensor] = {}
+    batches = run.loader(run.share.batches())
+    for step in range(3):
+        before = {n: t.clone() for n, t in run.state.average.tensors.items()}  # type: ignore[union-attr]
+        train_step(run, batches, step)
+        average = run.state.average.tensors  # type: ignore[union-attr]
+        if "teacher.weight" in average:
+            share = max(0.5, 9 / (10 + step))
+            wanted = torch.lerp(before["teacher.weight"], run.state.model.teacher.weight.detach(), share)  # type: ignore[operator, union-attr]
+            assert torch.allclose(average["teacher.weight"], wanted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["starts from samples", "decays", "trained teacher"])
+def test_trained_parameters_that_samples_move_are_refused_by_name(kind: str) -> None:
+    own = Own(seeded(lambda: Base(kind)))
+    name = "teacher.weight, teacher.bias" if kind == "trained teacher" else "student.weight"
+    with pytest.raises(BadInputError, match=f"parameters {name}, which are trained.*2 micro-batches"):
+        a_run(ALONE, own, 4)
+    wanted = by_hand(kind)
+    for name, tensor in trained(ALONE, kind, 8)["model"].items():
+        assert torch.allclose(tensor, wanted[name], rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("kind", ["clips", "normalizes"])
+def test_what_is_a_function_of_the_weights_alone_is_plain_pytorchs(ranks: Ranks, kind: str) -> None:
+    wanted = by_hand(kind)
+    found = [trained(ALONE, kind, size) for size in (8, 2)] + ranks.run(2, trained, kind, 2)
+    for state in found:
+        for name, tensor in wanted.items():
+            assert torch.allclose(state["model"][name], tensor, rtol=1e-9, atol=1e-12), (kind, name)
+
+
+def test_an_embedding_that_limits_its_norm_is_refused() -> None:
+    class Words(Own):
+        def data(self) -> Any:
+            word = np.random.default_rng(0).integers(0, 9, (SAMPLES, 4))
+            return {"x": word}, {"x": word[:10]}
+
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            result: torch.Tensor = model(batch.fields["x"]).sum()
+            return result
+
+    own = Words(lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=0.5)))
+    with pytest.raises(BadInputError, match=r"parameters 0.weight, which are trained"):
+        a_run(ALONE, own, 4)
+
+
+def test_a_parameter_that_is_replaced_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"parameter 'student.weight'"):
+        a_run(ALONE, Own(lambda: Base("replaces")), 8)
+
+
+def test_a_queue_is_torchs_with_one_micro_batch_and_told_with_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("trainer.train.changing.warn", said.append)
+    assert torch.equal(trained(ALONE, "queue", 8)["model"]["queue"], by_hand("queue")["queue"])
+    assert not said
+    a_run(ALONE, Own(lambda: Base("queue")), 4)
+    assert len(said) == 1 and "a part of queue," in said[0]
+    said.clear()
+    a_run(ALONE, Own(lambda: Base("center")), 4)
+    assert not said
+
+
+class Lazy(nn.Module):
+    """Makes something in its first forward pass, where `when` says."""
+
+    def __init__(self, what: str, when: str = "") -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1, dtype=F64)
+        self.what, self.when = what, when
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "made") and (not self.when or self.training == (self.when == "training")):
+            value = torch.ones(4, dtype=F64)
+            if self.what == "buffer":
+                self.register_buffer("made", value)
+            elif self.what == "parameter":
+                self.made = nn.Parameter(value)
+            elif self.what == "module":
+                self.made = nn.Linear(4, 4, dtype=F64)  # type: ignore[assignment]
+            else:
+                self.register_buffer("made", value, persistent=False)
+        return self.linear(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("when", ["", "training", "evaluation"])
+@pytest.mark.parametrize("what", ["buffer", "parameter", "module"])
+def test_what_a_forward_pass_makes_is_refused_by_name(what: str, when: str) -> None:
+    name = "made.bias" if what == "module" else "made"
+    with pytest.raises(BadInputError, match=f"makes the model's '{name}'"):
+        CustomTask(Own(lambda: Lazy(what, when)), "own").check()
+
+
+def test_a_cache_may_be_made_in_a_forward_pass() -> None:
+    CustomTask(Own(lambda: Lazy("cache")), "own").check()
+
+
+@pytest.mark.parametrize("what", ["buffer", "parameter"])
+def test_expanded_tensors_are_named(what: str) -> None:
+    def make() -> nn.Module:
+        model = Base()
+        wide = torch.ones(1, dtype=F64).expand(5)
+        if what == "buffer":
+            model.register_buffer("wide", wide)
+        else:
+            model.wide = nn.Parameter(wide)
+        return model
+
+    with pytest.raises(BadInputError, match=r"the model's 'wide' .*\.clone\(\)"):
+        CustomTask(Own(make), "own").check()
+
+
+class Counts(nn.Module):
+    """Counts in evaluation mode, too."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2, dtype=F64)
+        self.register_buffer("scale", torch.ones(4, dtype=F64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(0.1 * x.abs().mean(0))
+        return self.linear(x / self.scale.clone()).square().sum()  # type: ignore[no-any-return]
+
+
+def looped(own: Any, every: str, **sections: Any) -> Run:
+    """A whole run, evaluated so often."""
+    recipe = make_recipe(
+        epochs=2,
+        data={"global_batch_size": 8, "micro_batch_size": 4},
+        optim={"lr": 0.01},
+        evaluation={"every": every},
+        **sections,
+    )
+    run = build_alone(recipe, CustomTask(own, "own"))
+    train(run, rows_to(run))
+    return run
+
+
+def test_an_evaluation_leaves_what_the_training_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("trainer.tasks.custom.warn", said.append)
+    CustomTask(Own(Counts), "own").check()
+    assert len(said) == 1 and "measure changes the model's scale," in said[0]
+    often, seldom = (looped(Own(seeded(Counts)), every).state.model for every in ("1 steps", "end"))
+    for name, tensor in often.state_dict().items():
+        assert torch.equal(tensor, seldom.state_dict()[name]), name
+
+
+class Beside(Own):
+    """Keeps something that learns beside the model."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(Base)
+        self.how = how
+        self.teacher: Any = None if how == "copied later" else nn.Linear(4, 3, dtype=F64)
+        self.shadow: dict[str, torch.Tensor] = {"weight": torch.zeros(3, 4, dtype=F64)}
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        student: nn.Linear = model.student  # type: ignore[assignment]
+        with torch.no_grad():
+            if self.teacher is None:
+                self.teacher = nn.Linear(4, 3, dtype=F64)
+                self.teacher.load_state_dict(student.state_dict())
+            if self.how == "shadow":
+                self.shadow["weight"].lerp_(student.weight, 0.1)
+            else:
+                self.teacher.weight.lerp_(student.weight, 0.1)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("how", ["shadow", "teacher", "copied later"])
+def test_what_learns_beside_the_model_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("trainer.tasks.custom.warn", said.append)
+    CustomTask(Beside(how), "own").check()
+    name = "self.shadow['weight']" if how == "shadow" else "self.teacher.weight"
+    assert len(said) == 1 and f"{name} changes" in said[0]
+
+
+# --- modes ---
+
+
+class Modes(nn.Module):
+    """Tells in which modes its parts were when it was trained."""
+
+    def __init__(self, off: str = "") -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(4, dtype=F64), nn.Dropout(0.5)
+        self.linear = nn.Linear(4, 2, dtype=F64)
+        self.seen: list[tuple[bool, ...]] = []
+        self.off = off
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.seen.append(tuple(m.training for m in (self, self.norm, self.drop, self.linear)))
+            if self.off and len(self.seen) == 3:
+                getattr(self, self.off).eval()
+        return self.linear(self.drop(self.norm(x))).square().sum()  # type: ignore[no-any-return]
+
+
+class Stays(nn.BatchNorm1d):
+    """Keeps its statistics in training, too."""
+
+    def train(self, _: bool = True) -> "Stays":
+        super().train(False)
+        return self
+
+
+def set_modes(how: str) -> nn.Module:
+    model = Modes("norm" if how == "later" else "")
+    match how:
+        case "parts":
+            model.norm.eval()
+            model.drop.eval()
+        case "all":
+            model.eval()
+        case "all but one":
+            model.eval()
+            model.linear.train()
+        case "override":
+            model.norm = Stays(4, dtype=F64)
+        case _:
+            pass
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("parts", (True, False, False, True)),
+        ("all", (True, True, True, True)),
+        ("all but one", (False, False, False, True)),
+        ("override", (True, False, True, True)),
+        ("none", (True, True, True, True)),
+        ("later", (True, False, True, True)),
+    ],
+)
+def test_modes_stay_as_they_were_set(how: str, wanted: tuple[bool, ...]) -> None:
+    run = looped(Own(lambda: set_modes(how)), "1 steps", log={"every": 1})
+    model: Any = run.state.model
+    begun = (True, True, True, True) if how == "later" else wanted
+    assert model.seen[0] == begun
+    assert set(model.seen[3:]) == {wanted}
+    assert tuple(m.training for m in (model, model.norm, model.drop, model.linear)) == wanted
+    assert bool(model.norm.running_mean.any()) is begun[1]
+    told = [note for note in run.notes if "in evaluation mode" in note]
+    assert bool(told) is (how in ("parts", "all but one"))
+    if told:
+        assert "norm, drop" in told[0]
+
+
+def test_a_frozen_batchnorm_computes_as_in_plain_pytorch() -> None:
+    def make() -> nn.Module:
+        model = set_modes("parts")
+        model.norm.running_mean += 3  # type: ignore[union-attr, operator]
+        return model
+
+    run = a_run(ALONE, Own(seeded(make)), 2)
+    batches = run.loader(run.share.batches())
+    alone: Any = seeded(make)()
+    train_step(run, batches, 0)
+    batch = next(iter(a_run(ALONE, Own(seeded(make)), 8).loader(run.share.batches())))
+    (alone(batch.fields["x"]) / 8).backward()
+    torch.optim.SGD(alone.linear.parameters(), lr=0.01).step()
+    assert torch.equal(run.state.model.get_buffer("norm.running_mean"), torch.full((4,), 3.0, dtype=F64))
+
+
+# --- ranks that drift ---
+
+
+def drifting(world: World, name: str, *parallel: str) -> tuple[str, list[str]]:
+    """Lets a rank change a tensor in step 5 as the others don't; gives how the run ends, and what is said."""
+    own, said = Own(seeded(Base)), list[str]()
+    run = a_run(
+        world,
+        own,
+        2,
+        log={"every": 2},
+        parallel={"threads": 1, **({parallel[0]: parallel[1]} if parallel else {})},
+    )
+
+    def nudge(done: int) -> None:
+        if done == 5 and name:
+            run.state.model.state_dict()[name].add_(1e-9 * world.rank)
+
+    checksums: Checksums | None = other_ranks_checksums(run)
+    assert checksums is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.train.recording.warn", said.append)
+        try:
+            train(run, rows_to(run, checksums=checksums, each_step=[nudge]))
+        except DivergedError as error:
+            return f"step {run.state.step}: {error}", said
+    return "", said
+
+
+@pytest.mark.parametrize("parallel", [("reduction", "all_reduce"), ("reduction", "tree")])
+def test_ranks_whose_weights_drift_apart_end_the_run_one_record_later(
+    ranks: Ranks, parallel: tuple[str, str]
+) -> None:
+    for ended, _ in ranks.run(2, drifting, "student.weight", *parallel):
+        assert ended.startswith(
+            "step 8: the ranks' weights differ after step 6, as they did not after step 4"
+        )
+        assert "student.weight;" in ended
+    for ended, said in ranks.run(2, drifting, "", *parallel):
+        assert not ended and not said
+
+
+def test_rows_of_a_sharded_model_are_no_drift_but_its_buffers_may_be(ranks: Ranks) -> None:
+    for name, wanted in (("", 0), ("center", 1)):
+        (ended, said), (other, nothing) = ranks.run(2, drifting, name, "strategy", "fsdp")
+        assert not ended and not other and not nothing
+        assert len(said) == wanted
+
+
+def test_buffers_that_differ_are_told_once_by_one_rank(ranks: Ranks) -> None:
+    (ended, said), (other, nothing) = ranks.run(2, drifting, "center")
+    assert not ended and not other and not nothing
+    assert len(said) == 1 and "buffers center differ between ranks after step 6" in said[0]

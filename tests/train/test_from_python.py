@@ -1,0 +1,647 @@
+"""Promise: `fit` in somebody's process: one at a time, and whatever it took or set there is given back."""
+
+import fcntl
+import gc
+import io
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers import preloaded
+from trainer import fit
+from trainer.cli import make_parser
+from trainer.config.recipe_file import provisional
+from trainer.errors import BadInputError, DivergedError
+from trainer.host.latest import MANIFEST
+from trainer.host.limits import allowed_cpus
+from trainer.train.start import start, train_without_launcher
+
+SETTINGS = {
+    "epochs": 1,
+    "data.global_batch_size": 8,
+    "data.micro_batch_size": 8,
+    "log.to": ["jsonl"],
+    "log.every": 1,
+    "parallel.threads": 1,
+}
+
+
+class Points:
+    """A task that takes a moment."""
+
+    def data(self) -> Any:
+        label = np.arange(16) % 2
+        both = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), "y": label}
+        return both, both
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(model, batch)}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def quick(task: Any = Points, out: Any = "run", hooks: Any = (), **settings: Any) -> Any:
+    return fit(task, {**SETTINGS, **settings}, out=out, hooks=hooks)
+
+
+class At2:
+    """A hook that does something after step 2."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        if row["step"] == 2:
+            self.act()
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+# --- what is given back ---
+
+
+class Meddler(Points):
+    """Changes whatever somebody's code may change, where it can."""
+
+    def data(self) -> Any:
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        Path("elsewhere").mkdir(exist_ok=True)
+        os.chdir("elsewhere")
+        os.environ["MEDDLED"] = "1"
+        os.environ.pop("TO_BE_KEPT", None)
+        sys.path.insert(0, "/nowhere")
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        warnings.simplefilter("ignore", FutureWarning)
+        logging.root.addHandler(logging.NullHandler())
+        logging.root.setLevel(logging.CRITICAL)
+        np.seterr(all="ignore")
+        os.sched_setaffinity(0, {min(allowed_cpus())})
+        torch.set_num_threads(2)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(torch.float32)
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+        torch.backends.cudnn.benchmark_limit = 3
+        return super().data()
+
+
+def process_state() -> dict[str, Any]:
+    """What a process has that a run might change."""
+    backends = torch.backends
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": torch.get_num_threads(),
+        "python's threads": threading.active_count(),
+        "random": (
+            random.getstate(),
+            np.random.get_state(legacy=False)["state"]["key"].tolist(),
+            torch.get_rng_state().tolist(),
+        ),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "fill": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009
+        "cudnn": [
+            getattr(backends.cudnn, n) for n in ("benchmark", "deterministic", "enabled", "benchmark_limit")
+        ],
+        "tf32": (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32),
+        "precisions": [
+            getattr(part, "fp32_precision", None)
+            for part in (backends.cuda.matmul, backends.cudnn, getattr(backends.cudnn, "conv", None))
+        ],
+        "default": (torch.get_default_dtype(), torch.get_default_device()),
+        "modes": (torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_inference_mode_enabled()),
+        "numpy": np.geterr(),
+        "folder": Path.cwd(),
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "modules": {name for name in sys.modules if name.partition(".")[0] in ("beside_it", "lay", "task")},
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "warnings": list(warnings.filters),
+        "logging": (list(logging.root.handlers), logging.root.level),
+        "cpus": allowed_cpus(),
+        "umask": os.umask(os.umask(0o22)),
+        "compile": torch.compile,
+    }
+
+
+def free(folder: Path) -> bool:
+    """Whether another process can lock a run folder."""
+    if not (child := os.fork()):
+        code = 1
+        try:
+            with (folder / ".lock").open("r+b") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def odd_switches() -> Iterator[None]:
+    """Switches that the user has set, other than torch's defaults."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ["TO_BE_KEPT"] = "1"
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.use_deterministic_algorithms(False)
+    del os.environ["TO_BE_KEPT"]
+
+
+ENDS: dict[str, tuple[type[BaseException] | None, Any, dict[str, Any]]] = {
+    "finished": (None, (), {"deterministic": True}),
+    "failed": (KeyError, (At2(raises(KeyError("x"))),), {}),
+    "interrupted": (KeyboardInterrupt, (At2(raises(KeyboardInterrupt())),), {}),
+    "diverged": (DivergedError, (), {"optim.lr": 1e30, "optim.name": "sgd"}),
+    "refused": (BadInputError, (), {"model.freeze": ["nothing"]}),
+    "with workers": (None, (), {"data.workers": 1, "data.resident": False}),
+}
+
+
+@pytest.mark.usefixtures("odd_switches")
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_has_back_what_it_had(here: Path, end: str) -> None:
+    error, hooks, settings = ENDS[end]
+    for number in range(2):  # the first may import, and open, what stays for good
+        run = here / f"run-{number}"
+        gc.collect()
+        before = process_state()
+        if error is None:
+            quick(Meddler, run, hooks, **settings)
+        else:
+            with pytest.raises(error):
+                quick(Meddler, run, hooks, **settings)
+        gc.collect()
+        after = process_state()
+        if not number:
+            del before["descriptors"], after["descriptors"]
+        for name, value in before.items():
+            assert after[name] == value, (end, name)
+        assert not (run / ".lock").exists() or free(run)
+
+
+def test_what_one_left_another_process_extends(here: Path) -> None:
+    quick()
+    code = dedent(f"""
+        import sys
+        sys.path.insert(0, {str(preloaded.ROOT)!r})
+        from tests.train.test_from_python import Points, quick
+        print(quick(epochs=2).rows()[-1]["step"])
+    """)
+    done = preloaded.run([sys.executable, "-c", code], cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "4"
+
+
+# --- one at a time ---
+
+
+@pytest.mark.parametrize("out", ["run", "other"])
+def test_a_second_one_at_once_is_refused(out: str) -> None:
+    """In a hook, in a thread, in a task's method; in the same folder or in another."""
+    said = []
+
+    def second() -> None:
+        try:
+            quick(out=out)
+        except BadInputError as error:
+            said.append(str(error))
+
+    def all_ways() -> None:
+        second()
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    class Nested(Points):
+        def data(self) -> Any:
+            second()
+            return super().data()
+
+    quick(Nested, hooks=[At2(all_ways)])
+    assert len(said) == 3
+    assert all(line.startswith("a fit is under way in this process") for line in said)
+    assert not Path("other").exists()
+    quick(out="after")
+
+
+def test_one_that_isnt_caught_comes_through_as_it_is() -> None:
+    with pytest.raises(BadInputError, match="a fit is under way"):
+        quick(hooks=[At2(lambda: quick(out="other"))])
+
+
+# --- hooks ---
+
+
+class Pruned(Exception):  # noqa: N818
+    """As optuna's."""
+
+    def __init__(self, trial: int, step: int) -> None:
+        super().__init__(f"trial {trial}")
+        self.step = step
+
+
+class Whole:
+    """Each of a hook's methods raises, when it is its turn."""
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, self._fail)
+
+    def _fail(self, *_: Any) -> None:
+        raise Pruned(1, 2)
+
+
+@pytest.mark.parametrize("method", ["after_step", "after_evaluation", "after_checkpoint"])
+def test_an_error_of_a_hook_keeps_its_type(method: str) -> None:
+    often = {"checkpoint.every": 1, "evaluation.every": "1 step"}
+    with pytest.raises(Pruned) as raised:
+        quick(hooks=[Whole(method)], **often)
+    assert raised.value.step == 2
+    assert json.loads(Path("run", MANIFEST).read_text())["status"] == "failed"
+    quick(hooks=[Whole(method)], **often, **{"hooks.on_error": "warn"})
+
+
+def test_so_does_one_of_a_sink(here: Path) -> None:
+    (here / "mine.py").write_text("def send(row):\n    raise LookupError(row['kind'])\n")
+    with pytest.raises(LookupError):
+        quick(**{"log.to": ["mine.py:send"]})
+
+
+def test_an_exit_in_a_hook_is_no_good_end() -> None:
+    from trainer import HookError
+
+    with pytest.raises(HookError, match="SystemExit"):
+        quick(hooks=[At2(raises(SystemExit(0)))])
+
+
+# --- the run folder ---
+
+
+def test_a_folder_that_is_no_run_stays_as_it_is(here: Path) -> None:
+    (here / "full").mkdir()
+    (here / "full" / "config.yaml").write_text("precious")
+    (here / "link").symlink_to("full")
+    (here / "file").write_text("precious")
+    (here / "dangling").symlink_to("nowhere")
+    (here / "hidden").mkdir()
+    (here / "hidden" / ".git").mkdir()
+    (here / "odd").mkdir()
+    (here / "odd" / MANIFEST).write_text("{}")
+    for out, line in {
+        "full": "out=full: isn't empty; give a new or an empty folder",
+        "link": "out=link: isn't empty",
+        "hidden": "out=hidden: isn't empty",
+        "file": "out=file: can't be written (File exists)",
+        "file/below": "out=file/below: can't be written (Not a directory)",
+        "dangling": "out=dangling: can't be written (dangling is a link to nowhere, which isn't there)",
+        "odd": "manifest.json: can't be read as a run's manifest",
+        ".": "isn't empty",
+        "": "isn't empty",
+        "a\0b": r"out='a\x00b': give the path of a folder",
+        3: "out=3: give the path of a folder",
+    }.items():
+        with pytest.raises(BadInputError) as refused:
+            quick(out=out)
+        assert line in str(refused.value).replace(f"{here}/", ""), out
+    assert {path.name for path in here.rglob("*")} == {
+        *("full", "config.yaml", "link", "file", "dangling", "hidden", ".git", "odd", MANIFEST)
+    }
+    assert (here / "full" / "config.yaml").read_text() == (here / "file").read_text() == "precious"
+
+
+def test_a_run_of_another_configuration_stays_as_it_is(here: Path) -> None:
+    quick()
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and path.name != ".lock"}
+    for settings, mode in (({"optim.lr": 0.5}, "auto"), ({}, "never")):
+        with pytest.raises(BadInputError, match=r"^out=") as refused:
+            fit(Points, {**SETTINGS, **settings}, out="run", resume=mode)  # type: ignore[arg-type]
+        assert "--" not in str(refused.value)
+    assert before == {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_what_never_began_leaves_no_folder(here: Path) -> None:
+    class Unmade(At2):
+        def __init__(self) -> None:
+            raise RuntimeError("no")
+
+    for out in (None, "new"):
+        with pytest.raises(BadInputError, match="hook Unmade: RuntimeError: no"):
+            quick(out=out, hooks=[Unmade])
+    assert not [path for path in here.rglob("*") if path.name != "runs"]
+
+
+# --- the current folder ---
+
+
+TASK = dedent("""
+    import os
+    import numpy as np
+    from torch import nn
+    {top}
+
+    class Line:
+        def data(self):
+            {in_data}
+            x = np.linspace(0, 1, 16, dtype=np.float32)[:, None]
+            return {{"x": x}}, {{"x": x}}
+
+        def model(self):
+            {in_model}
+            return nn.Linear(1, 1)
+
+        def loss(self, model, batch):
+            return (model(batch.fields["x"]) - batch.fields["x"]).square().sum()
+
+        def measure(self, model, batch):
+            return {{"loss": self.loss(model, batch)}}
+""")
+
+
+def line_task(path: Path, top: str = "", in_data: str = "", in_model: str = "") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(TASK.format(top=top, in_data=in_data or "pass", in_model=in_model or "pass"))
+    return path
+
+
+@pytest.mark.parametrize("where", ["top", "in_data", "in_model"])
+def test_a_task_that_changes_the_folder(here: Path, where: str) -> None:
+    """Its run, hooks, sinks and what it begins from are where they were meant."""
+    (here / "sub" / "sub" / "sub" / "sub" / "sub" / "sub" / "sub").mkdir(parents=True)
+    line_task(here / "plain.py")
+    line_task(here / "task.py", **{where: "os.chdir('sub' if os.path.isdir('sub') else '.')"})
+    (here / "own.py").write_text(
+        "def send(row): pass\nclass Watch:\n    def after_step(self, row): SEEN.append(row)\nSEEN = []"
+    )
+    (here / "mod.py").write_text("class Watch:\n    def after_step(self, row): pass\n")
+    plain = fit("plain.py", {**SETTINGS, "checkpoint.every": 1}, out="plain")
+    own = {"hooks.use": ["own.py:Watch", "mod:Watch"], "log.to": ["jsonl", "own.py:send"]}
+    for out in ("run", None):
+        run = fit("task.py", {**SETTINGS, **own}, out=out, from_run="plain@1")
+        assert Path.cwd() == here
+        assert run.folder.is_absolute()
+        assert run.folder.parent == (here if out else here / "runs")
+    assert (here / "runs" / "latest").readlink() == Path(run.folder.name)
+    assert not list((here / "sub").rglob("*.json"))
+    again = fit("task.py", {**SETTINGS, **own, "epochs": 2}, out="run")
+    assert plain.folder == here / "plain"
+    os.chdir("/")
+    assert [row["step"] for row in again.rows()] == [1, 2, 3, 4]
+    assert again.model() is not None
+
+
+def test_the_command_line_with_such_a_task(here: Path) -> None:
+    line_task(here / "task.py", top="os.chdir('sub')")
+    (here / "sub").mkdir()
+    (here / "own.py").write_text("class Watch:\n    def after_step(self, row): print('seen', row['step'])\n")
+    words = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
+    words += ["--set=hooks.use=[own.py:Watch]", "--out", "run"]
+    for last, seen in (("1", "seen 2"), ("2", "seen 4")):
+        done = preloaded.run(
+            [sys.executable, "-m", "trainer", "train", "task.py", *words, f"--set=epochs={last}"], cwd=here
+        )
+        assert done.returncode == 0, done.stderr
+        assert seen in done.stdout
+    assert (here / "run" / "model.safetensors").exists()
+    assert not list((here / "sub").iterdir())
+
+
+def test_a_hook_that_changes_the_folder(here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "own.py").write_text(
+        "import os\nos.chdir('sub')\nclass Watch:\n    def after_step(self, row): os.chdir('/')\n"
+    )
+    (here / "pictures").mkdir()
+    settings = {"hooks.use": ["own.py:Watch"], "log.to": ["jsonl", "own.py:Watch.after_step"][:1]}
+    run = quick(hooks=[At2(lambda: os.chdir("/"))], **settings)
+    assert run.folder == here / "run"
+    assert (here / "run" / "model.safetensors").exists()
+
+
+# --- helpers ---
+
+
+def helped(folder: Path, name: str) -> Path:
+    task = line_task(folder / "task.py", top="from net import Net, NAME")
+    text = task.read_text().replace(
+        "return nn.Linear(1, 1)", "from late import LATE\n        return Net(LATE)"
+    )
+    task.write_text(
+        text.replace("    def data", "    def describe(self):\n        return {'net': NAME}\n\n    def data")
+    )
+    (folder / "net.py").write_text(
+        f"from torch import nn\nNAME = {name!r}\nclass Net(nn.Linear):\n"
+        "    def __init__(self, late):\n        super().__init__(1, 1)\n        self.late = late\n"
+    )
+    (folder / "late.py").write_text(f"LATE = {name!r}\n")
+    return task
+
+
+def test_two_tasks_with_helpers_of_the_same_name(here: Path) -> None:
+    tasks = {name: helped(here / name, name) for name in "ab"}
+    runs = {f"{name}{n}": quick(str(tasks[name]), f"run-{name}{n}") for n in "12" for name in "ab"}
+    for name, run in runs.items():
+        assert json.loads((run.folder / MANIFEST).read_text())["data"]["net"] == name[0]
+        model = run.model()
+        assert model.late == name[0]
+        assert isinstance(model, type(run.task.model()))
+    assert "net" not in sys.modules
+
+
+def test_a_helper_that_was_changed_is_another_task(here: Path) -> None:
+    task = helped(here / "a", "a")
+    quick(str(task))
+    for name in ("net.py", "late.py"):
+        text = (here / "a" / name).read_text()
+        (here / "a" / name).write_text(text + "# changed\n")
+        with pytest.raises(BadInputError, match="task: "):
+            quick(str(task), epochs=2)
+        (here / "a" / name).write_text(text)
+    quick(str(task), epochs=2)
+
+
+def test_workers_that_are_not_forked_read_a_data_set_of_a_helper(here: Path) -> None:
+    (here / "a").mkdir()
+    (here / "a" / "sets.py").write_text(
+        dedent("""
+        import torch
+        from scale import SCALE
+
+        class Line(torch.utils.data.Dataset):
+            def __len__(self):
+                return 16
+
+            def __getitem__(self, at):
+                from late import ONE
+                return {"x": torch.full((1,), at * SCALE * ONE)}
+    """)
+    )
+    (here / "a" / "scale.py").write_text("SCALE = 0.1\n")
+    (here / "a" / "late.py").write_text("ONE = 1\n")
+    task = line_task(here / "a" / "task.py", top="from sets import Line as Items")
+    task.write_text(
+        re.sub(r"            x = .*\n.*", "            return Items(), Items()", task.read_text())
+    )
+    losses = []
+    for workers in (0, 1):
+        run = quick(
+            str(task), f"run-{workers}", **{"data.workers": workers, "data.start_method": "forkserver"}
+        )
+        losses.append([row["loss"] for row in run.rows()])
+    assert losses[0] == losses[1]
+
+
+# --- odd processes ---
+
+
+def _in_a_pool(settings: dict[str, Any]) -> str:
+    try:
+        return str(len(quick(out=None, **settings).rows()))
+    except BadInputError as error:
+        return str(error)
+
+
+@pytest.mark.usefixtures("here")
+def test_in_a_daemonic_process() -> None:
+    """As multiprocessing.Pool has them: they may start no workers."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        free: dict[str, Any] = {"data.resident": False}
+        assert pool.map(_in_a_pool, [free, {**free, "data.workers": 1}, {"data.workers": 0}]) == [
+            "2",
+            "data.workers=1: this process is daemonic, as those of a multiprocessing.Pool, and may start no "
+            "others: set data.workers=0, or take concurrent.futures.ProcessPoolExecutor",
+            "2",
+        ]
+
+
+def test_an_ascii_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
+    quick(out="übung")
+    told: Any = sys.stdout
+    told.flush()
+    assert b"\\xfcbung" in told.buffer.getvalue()
+    assert told.errors == sys.stderr.errors == "strict"
+
+
+UNGUARDED = """
+import sys
+from tests.train.test_from_python import Points, SETTINGS
+from trainer import fit
+settings = {{**SETTINGS, "data.workers": 1, "data.resident": False, "data.start_method": "spawn"}}
+fit(Points, settings{out})
+"""
+
+
+@pytest.mark.parametrize("out", ["", ", out='run'"])
+def test_a_script_without_a_guard_gets_pythons_hint(here: Path, out: str) -> None:
+    (here / "script.py").write_text(UNGUARDED.format(out=out))
+    environment = {**os.environ, "PYTHONPATH": str(preloaded.ROOT)}
+    done = preloaded.run([sys.executable, "script.py"], cwd=here, env=environment)
+    assert done.returncode == 1
+    assert re.search(r'in line \d+: put that under if __name__ == "__main__":', done.stderr)
+    assert not [path for path in here.rglob("*") if path.name not in ("script.py", "runs", "__pycache__")]
+
+
+def test_a_folder_whose_name_is_no_text(here: Path) -> None:
+    folder = Path(os.fsdecode(bytes(here) + b"/d\xfcrr"))
+    task = line_task(folder / "task.py")
+    with pytest.raises(BadInputError, match=r"task=.*d\\udcfcrr/task.py: isn't UTF-8") as refused:
+        quick(str(task))
+    str(refused.value).encode()
+    quick(out=folder / "run")
+    os.chdir(folder)
+    assert (quick(out="more").folder / "model.safetensors").exists()
+    assert (quick(out=None).folder / "model.safetensors").exists()
+    os.chdir(here)
+    shutil.rmtree(folder)
+
+
+# --- the other starts ---
+
+
+def without_launcher(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """What a rank does that torchrun has started."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    settings = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
+    options = make_parser().parse_args(["train", *settings, *words])
+    options.set = list(options.set)
+    return train_without_launcher(options)
+
+
+def by_launcher(_: pytest.MonkeyPatch, *words: str) -> int:
+    settings = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
+    options = make_parser().parse_args(["train", *settings, *words])
+    return start(options, *provisional(options.recipe, options.set, options.values))
+
+
+def from_python(_: pytest.MonkeyPatch, task: str, *words: str) -> int:
+    given = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
+    out = words[words.index("--out") + 1] if "--out" in words else None
+    settings = {key: json.loads(value) for key, _, value in (word.partition("=") for word in given)}
+    fit(task, {**SETTINGS, **settings}, out=out)
+    return 0
+
+
+STARTS = [by_launcher, without_launcher, from_python]
+
+
+@pytest.mark.parametrize("begin", STARTS)
+def test_each_start_looks_at_the_same(
+    here: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[..., int]
+) -> None:
+    """Before anything is trained, and so before a run folder has a manifest."""
+    mean = line_task(here / "mean.py")
+    mean.write_text(mean.read_text().replace(".sum()", ".mean()"))
+    line_task(here / "task.py")
+    (here / "table").mkdir()
+    for split in ("train", "val"):
+        (here / "table" / f"{split}.csv").write_text("path,label\n" + "gone.png,a\ngone.png,b\n" * 8)
+    (here / "full").mkdir()
+    (here / "full" / "config.yaml").write_text("precious")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, line in (
+            (["mean.py"], "a mean"),
+            (["task.py", "--out", "full"], "isn't empty"),
+            (["digits", '--set=data.name="table"', '--set=data.path="table"'], "gone.png"),
+            (["task.py", f"--set=log.metrics_port={port}"], "nothing can listen on"),
+            (["task.py", "--set=parallel.threads=4096"], "parallel.threads=4096"),
+        ):
+            with pytest.raises(BadInputError, match=re.escape(line)):
+                begin(monkeypatch, *words)
+    assert not list(here.rglob(MANIFEST))

@@ -1,0 +1,161 @@
+"""Promise: what somebody's `measure` gives is the same on any number of ranks, or refused on all of them."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.small_task import Small
+from tests.helpers.world import SIZES, Ranks
+from trainer.config.data import LoaderConfig
+from trainer.config.model import PrecisionConfig
+from trainer.data.loader import Source, make_loader
+from trainer.data.sampling.plan import evaluation_share
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.tasks.custom import CustomTask
+from trainer.train.evaluate import evaluate
+
+SAMPLES = 13  # batches of 2: seven, the last of one sample
+
+
+class Numbered(Small):
+    """The number of each sample is a field; `given` is what a batch is measured as."""
+
+    given: str
+    rank = 0
+
+    def data(self) -> Any:
+        x = np.arange(2 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 2)
+        part = {"x": x, "y": x[:, :1], "n": np.arange(SAMPLES)}
+        return part, part
+
+    def measure(self, _: nn.Module, batch: Any) -> Any:
+        return MEASURED[self.given][0](self, batch.fields["n"])
+
+    def summarize(self, rows: Any) -> Any:
+        if self.given == "breaks on one":
+            return {"m": 1 // self.rank}
+        if self.given == "draws":
+            return {"m": random.SystemRandom().random()}
+        if self.given == "a name":
+            return {"m": 1.0, "a\nb": 2.0, 3: 4.0}
+        told = {name: [str(value.dtype), value.tolist()] for name, value in rows.items()}
+        return {json.dumps(told, sort_keys=True, default=str)[:100]: float(len(told))}
+
+
+def sums(n: torch.Tensor) -> dict[str, Any]:
+    return {name: (n + number).sum() for number, name in enumerate("abcd")}
+
+
+def shuffled(n: torch.Tensor) -> dict[str, Any]:
+    """In another order for each batch, as a set's is in each process."""
+    pairs = [*sums(n).items()]
+    random.Random(int(n[0])).shuffle(pairs)
+    return dict(pairs)
+
+
+def typed(kind: torch.dtype) -> Callable[[Numbered, torch.Tensor], dict[str, Any]]:
+    return lambda _, n: {"row": n.to(kind), "a": n.sum()}
+
+
+WHOLE = {"a": 6.0, "b": 7.0, "c": 8.0, "d": 9.0}
+ODD = {"a": sum((4, 5, 12)) / SAMPLES}
+# What a batch is measured as, and the metrics; or what is said. None: the same on any number of ranks.
+MEASURED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], dict[str, float] | str | None]] = {
+    "another order": (lambda _, n: shuffled(n), WHOLE),
+    "some batches": (lambda _, n: sums(n) if n[0] % 4 else {"a": sums(n)["a"]}, None),
+    "one rank": (lambda _, n: {"a": n.sum()} if n[0] in (4, 12) else {}, ODD),
+    "numbers": (
+        lambda _, n: {"a": int(n.sum()), "b": float(n.sum()) + 0.5 * len(n), "c": np.float32(len(n))},
+        {"a": 6.0, "b": 6.5, "c": 1.0},
+    ),
+    "kinds": (lambda _, n: {"a": (n > 5).any(), "b": n.sum().half(), "c": n.sum().double()}, None),
+    "with a graph": (lambda _, n: {"a": n.sum().float().requires_grad_() * 1}, {"a": 6.0}),
+    "types that differ": (
+        lambda _, n: {"a": n.sum() if n[0] % 4 else n.double().sum() + 0.25},
+        {"a": (78 + 0.25 * 4) / SAMPLES},
+    ),
+    **{
+        f"rows of {str(kind)[6:]}": (typed(kind), None)
+        for kind in (torch.bool, torch.int16, torch.uint16, torch.complex64, torch.bfloat16, torch.float64)
+    },
+    "minus zero": (lambda _, n: {"row": torch.full((len(n),), -0.0)}, None),
+    "rows in another order": (
+        lambda _, n: dict([*{"p": n, "q": -n, "r": n > 3}.items()][:: 1 if n[0] % 4 else -1]),
+        None,
+    ),
+    "draws": (lambda _, n: {"row": n}, None),
+    "a name": (lambda _, n: {"row": n}, {"m": 1.0}),
+    "breaks on one": (lambda _, n: {"row": n}, "in summarize: ZeroDivisionError"),
+    "no rows once": (
+        lambda _, n: {"a": n.sum(), **({} if n[0] == 4 else {"row": n})},
+        "gave rows 'row' for 6 of 7 batches",
+    ),
+    "wider rows": (
+        lambda _, n: {"row": torch.zeros(len(n), 3 if n[0] == 4 else 2)},
+        "of float32 for another; give one shape and type",
+    ),
+    "cut rows": (
+        lambda _, n: {"row": n / 2 if n[0] == 4 else n},
+        "measure gave 'row' as rows (n,) of ",
+    ),
+    "sums and rows": (
+        lambda _, n: {"a": n if n[0] == 4 else n.sum()},
+        "for another; give one shape and type",
+    ),
+    "too many rows": (
+        lambda _, n: {"row": torch.cat([n, n]) if n[0] == 4 else n},
+        "'row' as a tensor of shape (4,) and dtype int64 for 2 samples",
+    ),
+    "no dict": (lambda _, n: n.sum() if n[0] == 4 else {"a": n.sum()}, "measure gave a tensor of shape ()"),
+    "nothing": (lambda *_: {}, "measure gave nothing for any batch"),
+    "complex": (
+        lambda _, n: {"a": n.sum() * 1j},
+        "measure gave 'a' as a tensor of shape () and dtype complex",
+    ),
+    "a word": (lambda _, n: {"a": "high" if n[0] == 4 else n.sum()}, "measure gave 'a' as a str"),
+    "a number as name": (lambda _, n: {4 if n[0] == 4 else "a": n.sum()}, "measure gave 4, which is no name"),
+    "a row's name": (lambda _, n: {"step" if n[0] == 4 else "a": n.sum()}, "gave 'step', which is what rows"),
+}
+
+
+def measured(world: World, given: str) -> Any:
+    own = Numbered()
+    own.given, own.rank = given, world.rank
+    task: Any = CustomTask(own, "mine")
+    data = task.evaluation_data
+    share = evaluation_share(len(data), 2, world.rank, world.size)
+    loader = make_loader(Source(data, share), world.device, LoaderConfig(), 0)
+    torch.manual_seed(0)
+    try:
+        return evaluate(task, task.model(), loader, share, world, PrecisionConfig())
+    except BadInputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("given", MEASURED)
+def test_on_any_number_of_ranks(ranks: Ranks, given: str) -> None:
+    wanted = MEASURED[given][1]
+    (alone,) = ranks.run(1, measured, given)
+    for size in SIZES:
+        answers = ranks.run(size, measured, given)
+        assert all(answer == answers[0] for answer in answers), answers
+        if isinstance(wanted, str):
+            assert wanted in answers[0] and "\n" not in answers[0]
+        elif given != "draws":
+            assert answers[0] == alone
+    if isinstance(wanted, dict):
+        assert alone == wanted
+
+
+def test_rows_come_as_they_were_given() -> None:
+    """Of their own type, to the last bit."""
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    for kind in ("bool", "int16", "complex64"):
+        assert f'"torch.{kind}"' in next(name for name in measured(world, f"rows of {kind}") if name != "a")

@@ -1,0 +1,108 @@
+"""Promise: a step in which no parameter gets a gradient changes nothing, as in torch."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.steps import ALONE
+from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.world import Ranks
+from trainer.distributed.parallel import World
+from trainer.models.precision import scale_of
+from trainer.train.build import build
+from trainer.train.step import take_metrics, train_step
+
+pytestmark = pytest.mark.compat
+
+
+class Task(TokenTask):
+    """Gives a loss without gradient in the steps that are told."""
+
+    without = (False, True, True, False)
+
+    def __init__(self, ragged: bool, losses: bool = False) -> None:
+        super().__init__(32, ragged=ragged, dtype=torch.float32, blocks=1)
+        self.calls, self.per_step = 0, 2
+        if losses:
+            self.losses = ("a", "b")
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if not model.training:  # what is tried before the training
+            return super().loss(model, batch)
+        step, self.calls = self.calls // self.per_step, self.calls + 1
+        if self.without[step % 4]:
+            return torch.zeros((), requires_grad=True)
+        return super().loss(model, batch)
+
+    def loss_parts(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+        return self.loss(model, batch), torch.zeros(())
+
+
+def trained(world: World, ragged: bool, losses: bool, sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """After each step the weights, what was told, and the optimizer's counts."""
+    data = {"global_batch_size": 8, "micro_batch_size": 4}
+    optim = {"lr": 0.1, "weight_decay": 0.5, **sections.get("optim", {})}
+    task = Task(ragged, losses)
+    run = build(make_recipe(data=data, epochs=2, **{**sections, "optim": optim}), task, world, 0)
+    task.calls, task.per_step = 0, 2 // world.size
+    run.replica.train()
+    batches = run.loader(run.share.batches())
+    seen = []
+    for step in range(4):
+        train_step(run, batches, step)
+        told = {name: float(value) for name, value in take_metrics(run).items()}
+        weights = [p.detach().clone() for p in run.gradients.parameters]
+        counts = [float(state["step"]) for state in run.state.optimizer.state.values() if "step" in state]
+        scale = None if run.state.scaler is None else float(scale_of(run.state.scaler))
+        seen.append({"weights": weights, "told": told, "counts": counts, "scaler": scale})
+    run.close()
+    return seen
+
+
+LAYERS: dict[str, Any] = {"log": {"layers_every": 1}}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"optim": {"max_grad_norm": 1.0}},
+    {"optim": {"name": "sgd", "max_grad_norm": 1.0}},
+    {"optim": {"name": "muon"}},
+    {"precision": {"mode": "fp16"}},
+    {"precision": {"mode": "fp16"}, "optim": {"name": "sgd", "max_grad_norm": 1.0}, "ema": {"decay": 0.9}},
+    {"anomaly": {"nonfinite": "skip"}, "optim": {"max_grad_norm": 1.0}},
+    {"parallel": {"threads": 1, "reduction": "tree"}},
+    {
+        "precision": {"mode": "fp16"},
+        "parallel": {"threads": 1, "reduction": "tree"},
+        "log": {"layers_every": 1},
+    },
+]
+
+
+def assert_still(seen: list[dict[str, Any]], clips: bool) -> None:
+    first, second, third, last = seen
+    for one in (second, third):
+        assert all(map(torch.equal, one["weights"], first["weights"])), "no gradient, and weights moved"
+        assert one["counts"] == first["counts"]
+        assert one["scaler"] == first["scaler"]
+        assert one["told"]["loss"] == 0 and one["told"].get("grad_norm", 0.0) == 0
+    assert not all(map(torch.equal, last["weights"], first["weights"]))
+    assert math.isfinite(last["told"]["loss"])
+    assert ("grad_norm" in last["told"]) >= clips
+
+
+@pytest.mark.parametrize("sections", OPTIONS, ids=[str(number) for number in range(len(OPTIONS))])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_nothing_moves(sections: dict[str, Any], ragged: bool) -> None:
+    for losses in (False, True):
+        seen = trained(ALONE, ragged, losses, sections)
+        assert_still(seen, "max_grad_norm" in sections.get("optim", {}))
+
+
+@pytest.mark.parametrize("sections", [OPTIONS[1], OPTIONS[4]], ids=["clipped", "fp16"])
+def test_two_ranks_do_as_one(ranks: Ranks, sections: dict[str, Any]) -> None:
+    for parallel in ({"reduction": "tree"}, {"find_unused_parameters": True}, {}):
+        both = {**sections, "parallel": {"threads": 1, **parallel}}
+        for seen in ranks.run(2, trained, True, False, both):
+            assert_still(seen, clips=False)

@@ -1,0 +1,305 @@
+"""Modules that lie beside somebody's file, a task's or a hook's: loaded under names of their own.
+
+`import net` in such a file, or in what it imports from its folder, gives the net.py there, as if the file
+were run. In `sys.modules` that is `trainer.config.beside.KEY.net`, with another KEY each time the file is
+run: so two folders with a net.py don't meet in one process, an edited one is read anew, and a class that is
+held from an earlier run still imports what it did. Another process finds the folder of a KEY by its hash on
+`sys.path`, so that a loader worker can be sent what is defined there.
+"""
+
+import builtins
+import hashlib
+import importlib
+import itertools
+import os
+import sys
+import sysconfig
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# The last part of the name that the file itself has as a module.
+MAIN = "trainer_custom_task"
+__path__: list[str] = []  # lets `import trainer.config.beside.KEY` ask the finder below
+
+_NUMBERS = itertools.count(1)
+_by_key: "weakref.WeakValueDictionary[str, Beside]" = weakref.WeakValueDictionary()
+_latest: dict[Path, "weakref.ref[Beside]"] = {}  # by the file
+_open: dict[str, "Beside"] = {}
+
+
+class Beside:
+    """The modules of a folder, as one run of one file imports them.
+
+    Attributes:
+        folder: Where they lie.
+        name: The package that they are in.
+        modules: Those of Python source that were loaded, by their whole names.
+        builtins: Of each of them: with an `import` that looks beside the file first.
+    """
+
+    def __init__(self, folder: Path, key: str = "") -> None:
+        """Registers the folder, under a new key if none is given."""
+        key = key or f"{_hash(str(folder))}_{next(_NUMBERS)}"
+        self.folder, self.name = folder, f"{__name__}.{key}"
+        self.modules: dict[str, ModuleType] = {}
+        self.builtins = {**vars(builtins), "__import__": self._import}
+        self._found: dict[str, str | None] = {}
+        _by_key[key] = self
+
+    def run(self, path: Path) -> ModuleType:
+        """Runs a file of the folder; what it raises comes through."""
+        importlib.invalidate_caches()  # a folder whose time hasn't changed isn't listed again
+        importlib.import_module(self.name)
+        name = f"{self.name}.{MAIN}"
+        spec = spec_from_loader(name, _Source(self, name, str(path)), origin=str(path))
+        assert spec is not None
+        spec.has_location = True
+        sys.modules[name] = module = module_from_spec(spec)
+        _Source(self, name, str(path)).exec_module(module)
+        return module
+
+    def file_of(self, top: str) -> str | None:
+        """Where a module lies that is to be imported from the folder; None for one from elsewhere."""
+        if top not in self._found:
+            self._found[top] = self._find(top)
+        return self._found[top]
+
+    def _find(self, top: str) -> str | None:
+        spec = None if top == "trainer" else PathFinder.find_spec(top, [str(self.folder)])
+        if spec is None:
+            return None
+        if spec.origin is not None:
+            return spec.origin
+        # A folder without __init__.py gives way to whatever has that name elsewhere: it may hold data.
+        return None if top in sys.modules or _elsewhere(top, self.folder) else str(self.folder / top)
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        """What an import statement calls in a module of the folder."""
+        top = name.partition(".")[0]
+        file = None if level else self.file_of(top)
+        itself = file is not None and file == _absolute((globals or {}).get("__file__", ""))
+        if file is None or (itself and _elsewhere(top, self.folder)):  # timm.py that imports timm
+            module = __import__(name, globals, locals, fromlist or (), level)
+            return self._importlib() if module is importlib else module
+        if fromlist:
+            return __import__(f"{self.name}.{name}", globals, locals, fromlist)
+        importlib.import_module(f"{self.name}.{name}")
+        return sys.modules[f"{self.name}.{top}"]
+
+    def _importlib(self) -> ModuleType:
+        """Python's, with an `import_module` that looks beside the file first, too."""
+        module = ModuleType("importlib")
+        vars(module).update(vars(importlib), import_module=self._import_module)
+        return module
+
+    def _import_module(self, name: str, package: str | None = None) -> ModuleType:
+        beside = not name.startswith(".") and self.file_of(name.partition(".")[0]) is not None
+        return importlib.import_module(f"{self.name}.{name}" if beside else name, package)
+
+    def unlist(self) -> None:
+        """Takes the modules out of `sys.modules`; whoever still holds one of them can import it as before."""
+        for name in [one for one in sys.modules if one == self.name or one.startswith(f"{self.name}.")]:
+            del sys.modules[name]
+        globals().pop(self.name.rpartition(".")[2], None)
+
+
+def run_file(path: Path, whose: str) -> tuple[Beside, ModuleType]:
+    """Runs a file as a module of its own, its folder opened for `whose`. What it raises comes through."""
+    if (before := _latest.get(path)) is not None and (own := before()) is not None:
+        own.unlist()
+    own = Beside(Path(_absolute(str(path.parent))))
+    _latest[path] = weakref.ref(own)
+    open_folder(own, whose)
+    return own, own.run(path)
+
+
+def open_folder(own: Beside, whose: str) -> None:
+    """Lets modules of a folder also be imported by a name made at run time, and by other processes.
+
+    Args:
+        own: The folder's modules.
+        whose: Of the file that they are beside; another folder that was opened for the same is closed.
+    """
+    if (before := _open.pop(whose, None)) is not None and before is not own:
+        _close(before)
+    _open[whose] = own
+    opened = list(_open.values())
+    _drop(name for name, module in sys.modules.items() if _is_plain(name, module, opened))
+    if str(own.folder) not in sys.path:
+        sys.path.append(str(own.folder))  # last: nobody else's import is to find something there
+
+
+def _close(own: Beside) -> None:
+    _drop(
+        name for name, module in sys.modules.items() if _is_of(module, own) and not name.startswith(__name__)
+    )
+    if str(own.folder) in sys.path and not any(one.folder == own.folder for one in _open.values()):
+        sys.path.remove(str(own.folder))
+
+
+@contextmanager
+def imports_kept() -> Iterator[None]:
+    """Puts back, at its end, `sys.path` and the folders that are open.
+
+    What was found meanwhile in a folder that wasn't on `sys.path` before leaves `sys.modules`.
+    """
+    path, opened = list(sys.path), dict(_open)
+    try:
+        yield
+    finally:
+        for whose in [one for one in _open if _open[one] is not opened.get(one)]:
+            _close(_open.pop(whose))
+        _open.update(opened)
+        # A package may have put a folder of its own there when it was imported, as setuptools does.
+        installed = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+        theirs = [entry for entry in sys.path if entry not in path and entry.startswith(installed)]
+        added = {_absolute(entry) for entry in sys.path if entry not in {*path, *theirs}}
+        _drop(name for name, module in sys.modules.items() if _found_in(module, added))
+        sys.path[:] = [*path, *theirs]
+
+
+def _drop(names: Iterable[str]) -> None:
+    """Takes modules out of `sys.modules`, with all that is below them."""
+    tops = {name.partition(".")[0] for name in names} - {"trainer"}
+    for name in [one for one in sys.modules if one.partition(".")[0] in tops]:
+        del sys.modules[name]
+
+
+def _found_in(module: ModuleType, folders: set[str]) -> bool:
+    """Whether a module that is in no package lies in one of some folders."""
+    name, file = getattr(module, "__name__", ""), getattr(module, "__file__", None)
+    if "." in name or not isinstance(file, str):
+        return False
+    place = os.path.dirname(file)  # noqa: PTH120  (for each of a thousand modules)
+    return place in folders or (hasattr(module, "__path__") and os.path.dirname(place) in folders)  # noqa: PTH120
+
+
+def _is_of(module: ModuleType | None, own: Beside) -> bool:
+    return str(getattr(module, "__name__", "")).startswith(f"{own.name}.")
+
+
+def _is_plain(name: str, module: ModuleType, but: Sequence[Beside]) -> bool:
+    """Whether a module of a folder stands there by its plain name, and the folder isn't among those given."""
+    ours = str(getattr(module, "__name__", "")).startswith(f"{__name__}.")
+    return ours and not name.startswith(__name__) and not any(_is_of(module, own) for own in but)
+
+
+def _elsewhere(top: str, folder: Path) -> bool:
+    """Whether a module is to be found by `sys.path` without a folder."""
+    others = [entry for entry in sys.path if _absolute(entry) != str(folder)]
+    return top in sys.builtin_module_names or PathFinder.find_spec(top, others) is not None
+
+
+def _absolute(entry: str) -> str:
+    try:
+        return os.path.abspath(entry)  # noqa: PTH100  (normalized, as a file's folder is)
+    except OSError:  # the current folder was deleted
+        return entry
+
+
+def _hash(folder: str) -> str:
+    return "m" + hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+
+
+class _Source(SourceFileLoader):
+    """Loads a module of a folder from its source: cached bytecode may be that of an edit before."""
+
+    def __init__(self, own: Beside, name: str, path: str) -> None:
+        super().__init__(name, path)
+        self._own = own
+
+    def get_code(self, _: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = self._own.builtins
+        self._own.modules[module.__name__] = module
+        try:
+            super().exec_module(module)
+        except BaseException:
+            self._own.modules.pop(module.__name__, None)
+            raise
+
+
+class _Loaded(Loader):
+    """Gives a module that is there already, whatever name it is asked for by."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
+        own = _by_key.get(self._name.removeprefix(f"{__name__}.").partition(".")[0])
+        known = None if own is None else own.modules.get(self._name)
+        module = importlib.import_module(self._name) if known is None else known
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # Python has put its own there
+
+
+class _Finder:
+    """Finds what lies beside a file, by its whole name; and by its plain one while the folder is open."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith(f"{__name__}."):
+            return _plain(name)
+        key, _, rest = name.removeprefix(f"{__name__}.").partition(".")
+        own = _by_key.get(key) or _sent(key)
+        if own is None:
+            return None
+        if not rest:
+            package = ModuleSpec(name, None, is_package=True)
+            package.submodule_search_locations = [str(own.folder)]
+            return package
+        if name in own.modules:
+            return spec_from_loader(name, _Loaded(name))
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Source(own, name, spec.loader.path)
+        return spec
+
+
+def _plain(name: str) -> ModuleSpec | None:
+    """Of a pickle, or of a name that a library imports: the module that imports of the folder get."""
+    top = name.partition(".")[0]
+    for own in list(_open.values()):
+        if top != name:
+            if _is_of(sys.modules.get(top), own):
+                return spec_from_loader(name, _Loaded(f"{own.name}.{name}"))
+        elif own.file_of(top) is not None and not _elsewhere(top, own.folder):
+            return spec_from_loader(name, _Loaded(f"{own.name}.{name}"))
+    return None
+
+
+_sent_here: dict[str, Beside] = {}
+
+
+def _sent(key: str) -> Beside | None:
+    """The folder of a module that another process has sent the name of."""
+    for entry in sys.path:
+        if _hash(entry) == key.partition("_")[0]:
+            _sent_here[key] = Beside(Path(entry), key)
+            return _sent_here[key]
+    return None
+
+
+sys.meta_path.insert(0, _Finder)

@@ -1,0 +1,44 @@
+"""The folder that relative paths mean: where a run was started, wherever somebody's code has gone since."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_here: str | None = None
+
+
+@contextmanager
+def paths_from_here() -> Iterator[None]:
+    """Within it `from_here` starts from the current folder of now; within another one, from that one's."""
+    global _here  # noqa: PLW0603
+    before = _here
+    if _here is None:
+        with suppress(OSError):  # it was deleted
+            _here = str(Path.cwd())
+    try:
+        yield
+    finally:
+        _here = before
+
+
+def from_here(path: Path) -> Path:
+    """A path that means the same although the current folder may be another now; as it is where it isn't."""
+    with suppress(OSError):
+        if _here is None or str(Path.cwd()) == _here:
+            return path
+    return Path(_here or "") / path
+
+
+@contextmanager
+def folder_kept() -> Iterator[None]:
+    """Comes back, at its end, to the current folder of now."""
+    before = ""
+    with suppress(OSError):
+        before = str(Path.cwd())
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if before and before != str(Path.cwd()):
+                os.chdir(before)
