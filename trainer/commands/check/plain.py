@@ -72,8 +72,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     off = [part for part in model.modules() if not part.training] if model.training else []
     optimizer, scheduler = make_optimizer(task, recipe, model, len(order))
     own_rate = scheduler is None and not hasattr(task, "optimizer")
-    floating = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-    averaged = floating if recipe.ema.decay else {}
+    averaged = trained if recipe.ema.decay else {}
     average = {name: p.detach().clone() for name, p in averaged.items()}
     updates = moved = 0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision.mode)
