@@ -71,7 +71,7 @@ def _leave(stores: list[Listener], ids: list[str], payload: bytes) -> None:
             host, there.port, None, False, timedelta(seconds=60), wait_for_workers=False
         )
         for id_ in ids:
-            store.set(f"torch.rendezvous.{id_}", base64.b64encode(payload))
+            store.set(f"torch.rendezvous.{id_}", base64.b64encode(payload).decode())
 
 
 def test_what_strangers_write_to_the_ports_of_a_run_is_never_unpickled(tmp_path: Path) -> None:
