@@ -3,11 +3,13 @@
 from typing import Any
 
 from trainer.train.run_folder import FORMAT
+from trainer.version import ARITHMETIC
 
 
 def least_manifest(**changes: Any) -> dict[str, Any]:
     """Of a run that was stopped, on one rank of one thread."""
     attempt = {"started": "", "step": 0, "ranks": 1, "threads": 1, "log_every": 1, "changed": []}
+    more = {"jsonl": True, "checksums": True, "arithmetic": ARITHMETIC}
     return {
         "format": FORMAT,
         "config": {},
@@ -17,7 +19,7 @@ def least_manifest(**changes: Any) -> dict[str, Any]:
         "world_size": 1,
         "status": "stopped",
         "fingerprint": {},
-        "attempts": [{**attempt, "config_hash": "", "jsonl": True, "checksums": True, "job": {}}],
+        "attempts": [{**attempt, **more, "config_hash": "", "job": {}}],
         "run_id": "1",
         "steps": 1,
         "weights": {},
