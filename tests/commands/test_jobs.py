@@ -102,6 +102,17 @@ def test_a_changed_field_changes_the_batch_script(field: str) -> None:
         assert job_files.read_slurm(slurm.render(spec, Site())) == wanted
 
 
+@pytest.mark.parametrize("container", ["pyxis", "apptainer", "venv"])
+@pytest.mark.parametrize("elastic", [{}, {"min_nnodes": 1}])
+def test_a_step_has_the_cpus_of_its_job(container: str, elastic: dict[str, int]) -> None:
+    """From Slurm 22.05 on srun doesn't inherit them from sbatch; the folder has a word that looks like srun."""
+    spec = job("compose", nnodes=2, cpus_per_node=7, runs="/srv/srun", **elastic)
+    text = slurm.render(spec, Site.model_validate({"container": container}))
+    (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert " --cpus-per-task=7 " in step
+    assert "#SBATCH --cpus-per-task=7" in text.splitlines()
+
+
 def test_what_is_rendered_is_what_nodes_find() -> None:
     """The launcher's own discovery reads what the files set."""
     spec = job("compose", nnodes=3, min_nnodes=2, port=30000)
