@@ -1,4 +1,4 @@
-"""Promise: names and references that a place refuses are refused here, in one line, before anything is submitted."""
+"""Promise: a name or reference that a place would refuse is refused here, in a line, before it is submitted."""
 
 import pytest
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ HEX = 64 * "a"
     "image",
     [
         "Trainer:Latest", "reg/x@sha256:123", f"reg/x@sha256:{HEX.upper()}", f"reg/x@sha256:{HEX}0", "reg/x@",
-        f"reg/x@md5:{HEX}", "reg//x", "reg/x:", "reg/x:-tag", "reg/x:a b", "-reg/x", "reg/x-", "reg/.x", 
+        f"reg/x@md5:{HEX}", "reg//x", "reg/x:", "reg/x:-tag", "reg/x:a b", "-reg/x", "reg/x-", "reg/.x",
         "reg_/x:1/",
         "https://reg/x", "docker://reg/x", "reg:port/x", "reg/x___y", "x\n",
         f"reg/x:{129 * 'a'}", f"reg/{256 * 'x'}",
