@@ -1,4 +1,4 @@
-"""Promise: a name or reference that a place would refuse is refused here, in a line, before it is submitted."""
+"""Promise: a name that a place would refuse is refused here, in a line, before it is submitted."""
 
 import pytest
 from pydantic import ValidationError
