@@ -93,7 +93,7 @@ ARG STACK=torch2.9-cu128
 ARG SOURCE_DATE_EPOCH
 ARG TORCH_VERSION=2.9.1
 ARG VERIFY=
-RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
+RUN echo 'trainer:*:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     echo 'trainer:x:1000:' >> /etc/group && \
     mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
     echo '. /opt/image/bashrc' >> /etc/bash.bashrc && \

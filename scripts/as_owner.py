@@ -6,6 +6,7 @@ library is enough.
 """
 
 import contextlib
+import importlib
 import os
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def become_owner(folder: Path, status: Path) -> None:
     os.setgroups([group for group in os.getgroups() if group])
     os.setgid(owner.st_gid)
     os.setuid(owner.st_uid)
+    importlib.invalidate_caches()  # what root couldn't list, it took for empty
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Made(NamedTuple):
 
 
 MADE = (
-    Made("etc/passwd", added=r"trainer:x:1000:1000:[^:]*:/home/trainer:/\S+"),
+    Made("etc/passwd", added=r"trainer:\*:1000:1000:[^:]*:/home/trainer:/\S+"),
     Made("etc/group", added=r"trainer:x:1000:"),
     Made("opt/env/lib/python3.*/site-packages/trainer.pth", text="/opt/trainer\n"),
     Made("opt/env/.bootstrap.json"),

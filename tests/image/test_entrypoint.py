@@ -71,6 +71,7 @@ OURS = (
     [
         ([], [], []),
         (["--ServerApp.base_url=/x/y/"], [OURS[4]], ["http://127.0.0.1:8888/x/y/lab"]),
+        (["--ServerApp.base_url=/x", "--debug"], [OURS[4]], ["http://127.0.0.1:8888/x/lab"]),
         (["--ServerApp.base_url", "x"], [OURS[4]], ["http://127.0.0.1:8888/x/lab"]),
         (["--ServerApp.base_url=/"], [], []),
         (["--port=9999"], [OURS[1]], []),
