@@ -22,14 +22,16 @@ def test_an_image_from_a_checkout_of_windows_starts(train_image: str, tmp_path: 
     for path in tmp_path.rglob("*"):
         if path.is_file() and b"\0" not in (content := path.read_bytes()):
             path.write_bytes(content.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
-    base, uv, tag = f"docker-image://{train_image}", "trainer:crlf-uv", "trainer:crlf"
+    uv, tag = "trainer:crlf-uv", "trainer:crlf"
     # What stands for uv copies the trainer that is there.
     lines = [
         "#!/bin/sh", "while [ $# != 1 ]; do", "    [ $1 != --target ] || to=$2", "    shift", "done",
         "mkdir -p $to && cp -r /opt/trainer/. $to",
     ]  # fmt: skip
     (tmp_path / "uv").write_text("\n".join([*lines, ""]))
-    (tmp_path / "uv.Dockerfile").write_text(f"FROM {train_image}\nCOPY --chmod=755 uv /opt/uv/bin/uv\n")
+    (tmp_path / "uv.Dockerfile").write_text(
+        f"FROM {train_image}\nUSER 0\nCOPY --chmod=755 uv /opt/uv/bin/uv\n"
+    )
     (tmp_path / "uv.Dockerfile.dockerignore").write_text("")
     noise = (".*",)  # of BuildKit
     engine(
@@ -43,8 +45,8 @@ def test_an_image_from_a_checkout_of_windows_starts(train_image: str, tmp_path: 
         tmp_path,
         expected=noise,
     )
-    contexts = {"conda-base": base, "debian-base": base, "wheels": base, "uv": f"docker-image://{uv}"}
-    given = [f"--build-context={name}={where}" for name, where in contexts.items()]
+    names = ("conda-base", "debian-base", "wheels", "uv")
+    given = [f"--build-context={name}=docker-image://{uv}" for name in names]
     engine("buildx", "build", *given, "--target=train", "--tag", tag, "--load", tmp_path, expected=noise)
     # Whether the stack is one, before anything is downloaded.
     engine("buildx", "build", *given, "--target=stack", tmp_path, expected=noise)
