@@ -25,7 +25,7 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
     if [ ! -f "/stacks/$STACK/stack.toml" ]; then \
         for file in /stacks/*/stack.toml; do name=${file%/stack.toml}; set -- "$@" "${name#/stacks/}"; done; \
         echo "no stack '$STACK': there are $*" >&2; exit 2; \
-    elif ! grep -qxF "torch = \"$TORCH_VERSION\"" "/stacks/$STACK/stack.toml"; then \
+    elif line="torch = \"$TORCH_VERSION\"" && ! grep -qxF -e "$line" -e "$line$(printf '\r')" "/stacks/$STACK/stack.toml"; then \
         echo "TORCH_VERSION=$TORCH_VERSION isn't that of $STACK: build its images with make image STACK=$STACK" >&2; exit 2; \
     fi
 
@@ -93,14 +93,19 @@ ARG STACK=torch2.9-cu128
 ARG SOURCE_DATE_EPOCH
 ARG TORCH_VERSION=2.9.1
 ARG VERIFY=
-RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
+RUN echo 'trainer:*:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     echo 'trainer:x:1000:' >> /etc/group && \
     mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
+    echo '. /opt/image/bashrc' >> /etc/bash.bashrc && \
     find / -xdev -perm /6000 -type f -exec chmod a-s {} +
-COPY --chmod=755 scripts/entrypoint /opt/image/entrypoint
+COPY --chmod=755 scripts/entrypoint scripts/bashrc scripts/as_owner.py scripts/tensorboard_once.py /opt/image/
+COPY --chmod=755 scripts/on_top.py /opt/image/on-top
 COPY --chmod=755 scripts/uv /opt/image/bin/uv
-RUN --mount=type=bind,source=scripts/packages_on_top.py,target=/packages_on_top.py \
-    /opt/env/bin/python -B /packages_on_top.py "$STACK" /opt/image/constraints.txt
+COPY --chmod=644 scripts/profile.sh /etc/profile.d/trainer.sh
+# From a checkout of Windows' they come with line ends that no shell and no #! reads.
+RUN for file in entrypoint bashrc as_owner.py tensorboard_once.py on-top bin/uv ../../etc/profile.d/trainer.sh; do \
+        sed -i 's/\r$//' "/opt/image/$file" || exit; \
+    done
 # Last in it, what the user adds: packages on top never come before the image's.
 ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/image/bin:/workspace/.packages/${STACK}/bin \
     LANG=C.UTF-8 \
@@ -108,6 +113,8 @@ ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:
     PYTHONUNBUFFERED=1 \
     # An arbitrary UID has no passwd entry, and getpass and inductor ask for a name.
     HOME=/home/trainer USER=trainer LOGNAME=trainer \
+    # JupyterLab's terminals are this.
+    SHELL=/bin/bash \
     # All caches in one folder, to be mounted.
     XDG_CACHE_HOME=/cache \
     TORCH_HOME=/cache/torch \
@@ -118,6 +125,8 @@ ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     # enroot's hook for Slurm tells ranks their numbers only where this is set.
     PYTORCH_VERSION=${TORCH_VERSION}
+RUN --mount=type=bind,source=scripts/packages_on_top.py,target=/packages_on_top.py \
+    /opt/env/bin/python -B /packages_on_top.py "$STACK" /opt/image/constraints.txt
 WORKDIR /workspace
 USER 1000:1000
 # A first process that passes signals on and buries orphans: not every runtime has one.
@@ -137,7 +146,7 @@ COPY --from=asked /tmp/facts.json /
 # What the stages above `wheels` make for train, without what lies below: small enough to build twice in a test.
 FROM scratch AS above
 COPY --from=base /etc/passwd /etc/group /etc/
-COPY --from=base /opt/image/entrypoint /opt/image/entrypoint
+COPY --from=base /opt/image/entrypoint /opt/image/environment /opt/image/
 COPY --from=code /opt/trainer /opt/trainer
 
 FROM base AS dev
@@ -162,9 +171,9 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
     UV_CACHE_DIR=/var/cache/uv /opt/env/bin/python -B /scripts/install_wheels.py "/stacks/$STACK/wheels.lock" \
         /opt/env --groups dev --uv /opt/uv/bin/uv && \
     printf 'channels: [conda-forge]\ndefault_channels: []\n' > /opt/conda/.condarc
+ENV PATH=$PATH:/opt/conda/condabin
 RUN --mount=type=bind,source=scripts/packages_on_top.py,target=/packages_on_top.py \
     /opt/env/bin/python -B /packages_on_top.py "$STACK" /opt/image/constraints.txt
-ENV PATH=$PATH:/opt/conda/condabin
 USER 1000:1000
 EXPOSE 8888 6006
 CMD ["jupyter"]

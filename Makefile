@@ -1,16 +1,27 @@
 # `make help` lists the targets. The variables below are set on the command line: make train RECIPE=…
 # Two of them may stand in .env, which Compose reads too (.env.example).
-unquoted = $(subst ',,$(subst ",,$(1)))
-from-env = $(if $(wildcard .env),$(call unquoted,$(lastword $(shell sed -n 's/^$(1)=//p' .env))))
+# NAME=value, quoted or not, is what make and Compose read alike. Another line that names them is refused, and so are values
+# of several lines, in which they might stand: read-env gives NAME=value, or the numbers of such lines.
+read-env = LC_ALL=C awk '{ sub(/\r$$/, "") } /^(\377\376|\376\377)/ { print NR; exit } \
+	/^(STACK|RUNTIME)=("[A-Za-z0-9._\/-]*"|\047[A-Za-z0-9._\/-]*\047|[A-Za-z0-9._\/-]*)[ \t]*$$/ { gsub(/["\047 \t]/, ""); print; next } \
+	/^(\357\273\277)?[ \t]*(export[ \t]+)?(STACK|RUNTIME)[ \t]*([=:]|$$)/ { print NR } \
+	/^[^=:]*[=:][ \t]*("[^"]*|\047[^\047]*)$$/ { print NR }' .env || echo 1
+env-lines := $(if $(wildcard .env),$(shell $(read-env)))
+odd-env := $(firstword $(filter-out STACK=% RUNTIME=%,$(env-lines)))
+$(if $(odd-env),$(error .env: line $(odd-env): make and Compose may read it differently: write STACK=name and RUNTIME=name \
+	with nothing else on the line, other values on one line each, in a file of UTF-8 without a BOM))
+from-env = $(patsubst $(1)=%,%,$(lastword $(filter $(1)=%,$(env-lines))))
+# As Compose does it: what the environment has goes before .env, and an empty one is none.
+env-or-file = $(or $(if $(filter environment,$(origin $(1))),$($(1))),$(call from-env,$(1)),$(2))
 RECIPE  = digits
 GPUS    =
 OUT     =
 RESUME  =
 ARGS    =
-STACK   := $(or $(call from-env,STACK),torch2.9-cu128)
+STACK   := $(call env-or-file,STACK,torch2.9-cu128)
 GROUPS  = train
 PYTHON  =
-RUNTIME := $(or $(call from-env,RUNTIME),auto)
+RUNTIME := $(call env-or-file,RUNTIME,auto)
 IMAGE   =
 DATA    =
 BENCH   = claims
@@ -71,8 +82,8 @@ shell: ## open a shell in the image; ARGS="command" runs that instead
 up: ## start JupyterLab and TensorBoard in the image; JUPYTER_PORT=8888 TENSORBOARD_PORT=6006
 	$(call script,runtime.py up $(where) -- $(ARGS))
 
-down: ## stop them; caches stay
-	docker compose --profile train --profile ssh down $(ARGS)
+down: ## stop them, and what docker compose run left; caches stay
+	$(call script,runtime.py down -- $(ARGS))
 
 image-test: ## run the tests that need a container engine and the images; ARGS="-k name"
 	$(call bootstrap,--groups train test)
@@ -167,7 +178,7 @@ tune: ## find the largest micro-batch of RECIPE that fits, and write OUT=tuned.y
 
 tensorboard: ## show the runs under RUN=runs on this machine's port 6006
 	$(call bootstrap,--groups train)
-	$(VENV)/bin/tensorboard --logdir $(RUN) --host 127.0.0.1 $(ARGS)
+	$(VENV)/bin/python scripts/tensorboard_once.py --logdir $(RUN) --host 127.0.0.1 $(ARGS)
 
 venv: ## only make or update the environment; GROUPS="train dev test bench docs"
 	$(call bootstrap,--groups $(GROUPS))

@@ -56,7 +56,7 @@ class Made(NamedTuple):
 
 
 MADE = (
-    Made("etc/passwd", added=r"trainer:x:1000:1000:[^:]*:/home/trainer:/\S+"),
+    Made("etc/passwd", added=r"trainer:\*:1000:1000:[^:]*:/home/trainer:/\S+"),
     Made("etc/group", added=r"trainer:x:1000:"),
     Made("opt/env/lib/python3.*/site-packages/trainer.pth", text="/opt/trainer\n"),
     Made("opt/env/.bootstrap.json"),
@@ -64,8 +64,16 @@ MADE = (
     Made("opt/conda/.condarc", text="channels: [conda-forge]\ndefault_channels: []\n"),
     Made("opt/image/entrypoint", like="scripts/entrypoint"),
     Made("opt/image/bin/uv", like="scripts/uv"),
+    Made("opt/image/on-top", like="scripts/on_top.py"),
+    Made("opt/image/as_owner.py", like="scripts/as_owner.py"),
+    Made("opt/image/bashrc", like="scripts/bashrc"),
+    Made("opt/image/tensorboard_once.py", like="scripts/tensorboard_once.py"),
+    Made("etc/profile.d/trainer.sh", like="scripts/profile.sh"),
+    Made("etc/bash.bashrc", added=r"\. /opt/image/bashrc"),
+    Made("opt/image/environment"),
     # Of packages_on_top.py; what stands in the last is compared in tests/container.
     Made("opt/env/lib/python3.*/site-packages/packages_on_top.pth"),
+    Made("opt/env/lib/python3.*/site-packages/as_owner.pth"),
     Made("opt/env/pip.conf"),
     Made("opt/image/constraints.txt"),
     Made(REMOVED),

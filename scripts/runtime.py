@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Runs what `make train`, `make shell` and `make up` ask for, in a container or in .venv; says which and why.
+"""Runs what `make train`, `make shell`, `make up` and `make down` ask for, in a container or in .venv.
 
-Nothing here builds an image, but `up` does where it is missing, and says so. The standard library is enough.
+It says which and why. Nothing here builds an image, but `up` does where it is missing, and says so. The
+standard library is enough.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from trainer.host.gpus import Gpu, chosen_gpus, host_gpus, visible_gpus
 PORTS = {"JUPYTER_PORT": "8888", "TENSORBOARD_PORT": "6006", "SSH_PORT": "2222"}
 SERVICES = {"jupyter": "JUPYTER_PORT", "tensorboard": "TENSORBOARD_PORT", "ssh": "SSH_PORT"}
 COMPOSE, GPU_FILE = "docker-compose.yml", "scripts/compose/gpu.yml"
+PROJECT, ONE_OFF = "com.docker.compose.project", "com.docker.compose.oneoff=True"
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def docker_words(
     image: str, gpus: Sequence[str], data: str = "", *, rootless: bool, digest: str = ""
 ) -> list[str]:
     """`docker run` as this user, on this folder, with no capability that isn't needed."""
-    user, tty = os.getuid(), sys.stdin.isatty() and sys.stdout.isatty()
+    user, group, tty = os.getuid(), os.getgid(), sys.stdin.isatty() and sys.stdout.isatty()
     # Under a rootless engine the container's root is this user. Where root calls, the checkout may be
     # somebody else's: the entrypoint becomes that user, and needs the capabilities for it.
     as_root = rootless or user == 0
@@ -152,7 +154,10 @@ def docker_words(
     mounts = [(str(ROOT), "/workspace", True), (f"trainer-cache-{user}", "/cache", True)]
     mounts += [(data, data, False)] if data else []
     variables = {"PYTHONPATH": "/workspace", **({IMAGE_DIGEST: digest} if digest else {})}
-    words = run_words("0:0" if as_root else f"{user}:{os.getgid()}", 2, 40, mounts, variables)
+    words = run_words("0:0" if as_root else f"{user}:{group}", 2, 40, mounts, variables)
+    # By these the user may read what a group shares. A rootless engine doesn't know the host's.
+    shares = [] if as_root else sorted(set(os.getgroups()) - {0, group})
+    words += [f"--group-add={one}" for one in shares]
     words += ["--cap-add=SETUID", "--cap-add=SETGID", "--cap-add=KILL"] if as_root else []
     return [*words, "--rm", *(["--interactive", "--tty"] if tty else []), *gpus, image]
 
@@ -283,6 +288,8 @@ def up(options: argparse.Namespace) -> None:
         if subprocess.call(words):
             raise BadInputError(f"{image} can't be had; what failed stands above")
     compose = ["docker", "compose", "-f", COMPOSE]
+    volume = _cache_volume(compose)
+    is_new = bool(volume) and bool(call("docker", "volume", "inspect", volume).returncode)
     listed = call(*compose, "ps", "--services", "--status", "running").stdout.split()
     check_ports({SERVICES[one]: port for one, port in _wanted_ports(compose).items() if one not in listed})
     seen, blind = container_gpus(image)
@@ -310,6 +317,43 @@ def up(options: argparse.Namespace) -> None:
         _published("tensorboard", "6006") or os.environ.get("TENSORBOARD_PORT") or PORTS["TENSORBOARD_PORT"]
     )
     print(f"TensorBoard  http://127.0.0.1:{port}")
+    if is_new:
+        _say_old_cache(volume, image)
+
+
+def down(options: argparse.Namespace) -> None:
+    """`make down`: the services, and every container that Compose ever started in this folder."""
+    check_engine(compose=True)
+    here = f"label=com.docker.compose.project.working_dir={ROOT}"
+    left = call("docker", "ps", "--quiet", "--filter", here, "--filter", f"label={ONE_OFF}").stdout.split()
+    if left:  # of clients that were killed: `docker compose down` leaves them
+        say(f"what docker compose run left runs until its checkpoint is written ({len(left)})")
+        stop = ["docker", "stop", "--time", "40", *left]
+        show(stop)
+        subprocess.call(stop, stdout=subprocess.DEVNULL)
+    asked = call("docker", "ps", "--all", "--filter", here, "--format", f'{{{{.Label "{PROJECT}"}}}}').stdout
+    profiles = ["--profile", "train", "--profile", "ssh", "down"]
+    own = ["docker", "compose", *profiles, *options.words]
+    show(own)
+    code = subprocess.call(own)
+    # Of earlier versions, and of commands that were typed in a folder below.
+    for project in sorted(set(asked.split())):
+        more = ["docker", "compose", "--project-name", project, *profiles, "--remove-orphans"]
+        if call(
+            "docker", "ps", "--all", "--quiet", "--filter", f"label={PROJECT}={project}", "--filter", here
+        ).stdout:
+            show(more)
+            code = subprocess.call(more) or code
+    raise SystemExit(code)
+
+
+def _say_old_cache(volume: str, image: str) -> None:
+    """Names the volume of versions whose project was named by the folder alone, with what to do with it."""
+    old = f"{re.sub('[^-_a-z0-9]', '', ROOT.name.lower()).lstrip('_-')}_cache"
+    if old != volume and not call("docker", "volume", "inspect", old).returncode:
+        mounts = ["--volume", f"{old}:/old:ro", "--volume", f"{volume}:/new"]
+        copy = ["docker", "run", "--rm", "--user", "0:0", *mounts, image, "cp", "-a", "/old/.", "/new"]
+        say(f"caches of an earlier version lie in the volume {old}: {shlex.join(copy)} takes them over")
 
 
 def _wanted_ports(compose: Sequence[str]) -> dict[str, str]:
@@ -321,6 +365,13 @@ def _wanted_ports(compose: Sequence[str]) -> dict[str, str]:
     profiles = os.environ.get("COMPOSE_PROFILES", "").split(",")
     starting = [one for one in SERVICES if one != "ssh" or "ssh" in profiles]
     return {one: os.environ.get(SERVICES[one]) or PORTS[SERVICES[one]] for one in starting}
+
+
+def _cache_volume(compose: Sequence[str]) -> str:
+    """The name that Compose gives the volume of caches; "" if it refuses its files."""
+    told = call(*compose, "config", "--format", "json").stdout
+    name: str = json.loads(told or "{}").get("volumes", {}).get("cache", {}).get("name", "")
+    return name
 
 
 def _published(service: str, inside: str) -> str:
@@ -341,7 +392,7 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for action in (train, shell, up):
+    for action in (train, shell, up, down):
         command = commands.add_parser(action.__name__, help=action.__doc__, description=action.__doc__)
         command.set_defaults(action=action)
         add = command.add_argument
@@ -352,8 +403,14 @@ def main() -> None:
             add("--runtime", default="auto", metavar="NAME", help="auto, local or container (%(default)s)")
             add("--gpus", default="", metavar="N|LIST", help="a count (2), or indices (0,1 or id:1)")
             add("--venv", default=".venv", metavar="DIR", help="where .venv is (%(default)s)")
-        add("words", nargs="*", metavar="WORD", help="after --: of `trainer train`, the shell, `compose up`")
+        add(
+            "words",
+            nargs="*",
+            metavar="WORD",
+            help="after --: of `trainer train`, the shell, `compose up` or `down`",
+        )
     options = parser.parse_args()
+    os.environ["PWD"] = str(Path.cwd())  # by which Compose names the project; older ones don't ask the system
     try:
         options.action(options)
     except BadInputError as error:

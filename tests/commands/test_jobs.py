@@ -102,6 +102,17 @@ def test_a_changed_field_changes_the_batch_script(field: str) -> None:
         assert job_files.read_slurm(slurm.render(spec, Site())) == wanted
 
 
+@pytest.mark.parametrize("container", ["pyxis", "apptainer", "venv"])
+@pytest.mark.parametrize("elastic", [{}, {"min_nnodes": 1}])
+def test_a_step_has_the_cpus_of_its_job(container: str, elastic: dict[str, int]) -> None:
+    """From Slurm 22.05 on srun doesn't inherit them from sbatch."""
+    spec = job("compose", nnodes=2, cpus_per_node=7, runs="/srv/srun", **elastic)
+    text = slurm.render(spec, Site.model_validate({"container": container}))
+    (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert " --cpus-per-task=7 " in step
+    assert "#SBATCH --cpus-per-task=7" in text.splitlines()
+
+
 def test_what_is_rendered_is_what_nodes_find() -> None:
     """The launcher's own discovery reads what the files set."""
     spec = job("compose", nnodes=3, min_nnodes=2, port=30000)
@@ -306,6 +317,27 @@ def test_an_image_is_needed(where: str) -> None:
 def test_pods_never_run_as_root(where: str) -> None:
     with pytest.raises(BadInputError, match="--user 0:0: these pods never run as root"):
         read(where, job(where, user="0:0"))
+
+
+@pytest.mark.parametrize("where", ["job", "jobset", "trainjob", "pytorchjob"])
+def test_a_namespace_may_give_pods_their_user(where: str) -> None:
+    """As OpenShift's do: a number of ours outside the namespace's range would be refused."""
+    place, site, _ = PLACES[where]
+    for user, wanted in (("none", {}), ("1234:99", {"runAsUser": 1234, "runAsGroup": 99, "fsGroup": 99})):
+        objects = job_files.documents(HOW[place].render(job(where, user=user), site))
+        for _, template in job_files.templates(objects):
+            found = template["spec"]["securityContext"]
+            named = ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups")
+            assert {name: found[name] for name in named if name in found} == wanted
+            assert found["runAsNonRoot"] is True
+    with pytest.raises(BadInputError, match="--user 1:2147483648: the highest number of Kubernetes is"):
+        read(where, job(where, user="1:2147483648"))
+
+
+@pytest.mark.parametrize("where", ["docker", "compose"])
+def test_only_a_namespace_gives_a_user(where: str) -> None:
+    with pytest.raises(BadInputError, match="--user none: only Kubernetes gives a container a user"):
+        read(where, job(where, user="none"))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,10 @@ CASES = [
     ),
     (["digits", "--on", "kubernetes", *ENGINE], "--runs runs: pods on Kubernetes don't see this machine's"),
     (["digits", "--on", "kubernetes", *CLUSTER, "--user", "0:0"], "--user 0:0: these pods never run as root"),
-    (["digits", "--on", "kubernetes", *CLUSTER, "--data", "pvc:-"], "--data pvc:-: pods on Kubernetes"),
+    (
+        ["digits", "--on", "kubernetes", *CLUSTER, "--data", "pvc:-"],
+        "--data pvc:-: '-' is no name of a claim: a name there has",
+    ),
     (
         ["digits", "--on", "kubeflow", *CLUSTER, "--nnodes", "1:2"],
         "--nnodes 1:2: a TrainJob has a fixed number",

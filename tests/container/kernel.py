@@ -1,4 +1,4 @@
-"""A program for the inside of a container: `kernel.py TOKEN CODE` runs code in a kernel of JupyterLab's."""
+"""Programs for the inside of a container: KERNEL and TERMINAL run code or a line in one of JupyterLab's."""
 
 KERNEL = """
 import asyncio, json, sys, uuid
@@ -23,6 +23,27 @@ async def main(token, code):
             sys.exit("\\n".join(message["content"]["traceback"]))
         elif kind == "execute_reply":
             return
+
+asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 120))
+"""
+
+TERMINAL = """
+import asyncio, json, sys
+from tornado.httpclient import AsyncHTTPClient
+from tornado.websocket import websocket_connect
+
+async def main(token, line):
+    base = "127.0.0.1:8888/api/terminals"
+    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}")
+    name = json.loads(made.body)["name"]
+    socket = await websocket_connect(f"ws://127.0.0.1:8888/terminals/websocket/{name}?token={token}")
+    # Printed in two parts, so that the echo of what is typed isn't taken for it.
+    await socket.write_message(json.dumps(["stdin", line + '; printf "%s%s\\\\n" the- end\\r']))
+    said = ""
+    while "the-end" not in said:
+        kind, *rest = json.loads(await socket.read_message())
+        said += rest[0] if kind == "stdout" else ""
+    print(said)
 
 asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 120))
 """

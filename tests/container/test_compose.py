@@ -7,28 +7,24 @@ import http.client
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.container.kernel import KERNEL
+from tests.container.project import OWNER, Project, start_project
 from tests.container.run import check_log, engine, trouble, wait_for
 from tests.helpers.browser import chromium, find_chromium
 from tests.helpers.packages import wheel
-from tests.helpers.ports import free_port
 
 # One project for all, so one process.
 pytestmark = [pytest.mark.container, pytest.mark.xdist_group("compose")]
 
-ROOT = Path(__file__).resolve().parents[2]
-OWNER = 12345
 ONE_THREAD = ("--set", "parallel.threads=1")
 QUICK = ("digits", *ONE_THREAD, "--set", "max_steps=20")
 STOPPED = "the same command resumes from there"
@@ -42,75 +38,6 @@ LONG = (
     "--set",
     "evaluation.every=1 epoch",
 )
-
-
-def copy_checkout(folder: Path, owner: int = OWNER, mode: int = 0o755) -> Path:
-    """A copy of this checkout without what git ignores, owned by somebody."""
-    if os.geteuid():
-        pytest.skip("only root can give a checkout to somebody else")
-    ignored = (".git", ".venv", "runs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored), symlinks=True)
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, owner, owner, follow_symlinks=False)
-    folder.chmod(mode)
-    return folder
-
-
-def free_ports(count: int) -> list[str]:
-    return [str(free_port()) for _ in range(count)]
-
-
-@dataclass
-class Project:
-    """A checkout with its Compose project, named by its folder."""
-
-    root: Path
-    env: dict[str, str]
-
-    def compose(
-        self,
-        *words: str,
-        code: int | None = 0,
-        expected: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None,
-    ) -> str:
-        """Runs `docker compose words…` in the checkout."""
-        everything = {**self.env, **(env or {})}
-        return engine(
-            "compose",
-            "--progress",
-            "quiet",
-            *words,
-            code=code,
-            expected=expected,
-            cwd=self.root,
-            env=everything,
-        )
-
-    def container(self, service: str) -> str:
-        return self.compose(
-            "--profile", "train", "--profile", "ssh", "ps", "--all", "--quiet", service
-        ).strip()
-
-    def strangers(self) -> list[str]:
-        """Files in the checkout that don't belong to its owner."""
-        owner = self.root.stat().st_uid
-        return [str(path) for path in self.root.rglob("*") if path.lstat().st_uid != owner]
-
-    def down(self) -> None:
-        self.compose("--profile", "train", "--profile", "ssh", "down", "--volumes", "--timeout", "5")
-
-
-def start_project(folder: Path, **options: int) -> Project:
-    jupyter, tensorboard, ssh = free_ports(3)
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("JUPYTER_TOKEN", "TRAINER_IMAGE", "STACK")
-    }
-    env |= {"JUPYTER_PORT": jupyter, "TENSORBOARD_PORT": tensorboard, "SSH_PORT": ssh}
-    env |= {"COMPOSE_PROJECT_NAME": f"trainer-test-{os.getpid()}-{jupyter}"}
-    return Project(copy_checkout(folder, **options), env)
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +164,8 @@ def test_tensorboard_shows_a_run(project: Project) -> None:
     assert "accuracy" in said
     port = project.env["TENSORBOARD_PORT"]
     wait_for(lambda: "shown/tensorboard" in json.loads(get(port, "/data/runs")[1]), "the run in TensorBoard")
+    assert (project.root / "runs/latest").is_symlink()
+    assert "latest/tensorboard" not in json.loads(get(port, "/data/runs")[1])
     assert project.strangers() == []
 
 

@@ -168,6 +168,8 @@ def read_slurm(text: str) -> dict[str, Any]:
     (image,) = [word.partition("=")[2] for word in said if word.startswith("R--container-image=")]
     shm = re.search(r"smaller than (\d+) GiB", text)
     assert shm
+    # A step takes them from its job only below Slurm 22.05.
+    assert f"R--cpus-per-task={options['cpus-per-task']}" in said
     return {
         "name": options["job-name"],
         "image": image.replace("#", "/"),

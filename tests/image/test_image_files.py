@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = "opt/env/lib/python3.12/site-packages"
 NEW = sys.version_info >= (3, 11)  # before, the hash in bytecode is another
 ENTRYPOINT = b'#!/bin/sh\nexec "$@"\n'
-PASSWD, LINE = b"root:x:0:0:root:/root:/bin/sh\n", b"trainer:x:1000:1000::/home/trainer:/bin/sh\n"
+PASSWD, LINE = b"root:x:0:0:root:/root:/bin/sh\n", b"trainer:*:1000:1000::/home/trainer:/bin/sh\n"
 KEY = (
     b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
     + b"b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMw" * 2

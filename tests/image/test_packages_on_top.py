@@ -3,11 +3,13 @@
 Without a container: pip reads a real pip.conf, in a virtual environment that stands for the image's.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
 import venv
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,68 +25,169 @@ def test_constraints_hold_each_package() -> None:
     assert text == "nvidia-cublas-cu12==12.8\ntorch==2.9.1\n"
 
 
-def test_pip_adds_and_never_replaces(tmp_path: Path) -> None:
-    wheels, on_top = tmp_path / "wheels", tmp_path / "on-top"
-    wheels.mkdir()
-    for version in ("1.0", "2.0"):
-        wheel(wheels, "pinned", version)
-    wheel(wheels, "extra", "1.0", requires="pinned")
-    wheel(wheels, "newer", "1.0", requires="pinned>=2")
-    venv.create(tmp_path / "env", symlinks=True)
-    python = tmp_path / "env/bin/python"
-    host = getattr(sys, "_base_executable", sys.executable)
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))},
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheels),
-    }
+@dataclass
+class Image:
+    """A Python environment that stands for the image's, with packages on top of it.
 
-    def pip(*words: str, code: int = 0) -> str:
-        # The host's pip, which with --python becomes that of the environment, settings and all, in a second.
-        command = [host, "-m", "pip", "--python", python, "install", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    Attributes:
+        python: The environment's.
+        top: The folder of packages on top.
+        environment: Variables of whoever runs pip.
+    """
+
+    python: Path
+    top: Path
+    environment: dict[str, str]
+
+    def pip(self, *words: str, code: int = 0) -> str:
+        """What pip says, which finds nothing but this test's wheels."""
+        command = [self.python, "-m", "pip", *words]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    pip("pinned==1.0")
-    held = tmp_path / "constraints.txt"
-    held.write_text(constraints([("pinned", "1.0")]))
+    def says(self, program: str) -> str:
+        """What a program in the image prints, in a new process."""
+        return subprocess.check_output([self.python, "-c", program], env=self.environment, text=True)
 
-    def here(text: str) -> str:
-        return text.replace(folder_of("small"), str(on_top))
 
-    (tmp_path / "env/pip.conf").write_text(here(pip_settings("small", held)))
+def on_top_program(folder: Path, python: Path) -> Path:
+    """The image's /opt/image/on-top, for another Python."""
+    program = folder / "on_top"
+    program.write_text(f"#!{python} -I\n" + (ROOT / "scripts/on_top.py").read_text().partition("\n")[2])
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    """With a package, `pinned`, of its own; `extra`, 1.0 and 2.0, `newer` and a real pip are at hand."""
+    wheels, top = tmp_path / "wheels", tmp_path / "on-top"
+    wheels.mkdir()
+    for name in ("pinned", "extra"):
+        for version in ("1.0", "2.0"):
+            wheel(wheels, name, version, requires="pinned" if name == "extra" else "")
+    wheel(wheels, "newer", "1.0", requires="pinned>=2")
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env/bin/python"
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))},
+        **{"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "HOME": str(tmp_path)},
+    }
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     site = tmp_path / f"env/lib/python{version}/site-packages"
-    before = sorted(path.name for path in site.iterdir())
-    (site / "packages_on_top.pth").write_text(here(search_path("small", version)))
+    with zipfile.ZipFile(wheels / "pinned-1.0-py3-none-any.whl") as file:
+        file.extractall(site)
+    # The host's pip, without its seconds of installation.
+    spec = importlib.util.find_spec("pip")
+    assert spec and spec.origin
+    (site / "pip").symlink_to(Path(spec.origin).parent)
+    held = tmp_path / "constraints.txt"
+    held.write_text(constraints([("pinned", "1.0")]))
+    settings = pip_settings("small", held, str(on_top_program(tmp_path, python)))
+    (tmp_path / "env/pip.conf").write_text(settings.replace(folder_of("small"), str(top)))
+    line = search_path("small", version).replace(folder_of("small"), str(top))
+    (site / "packages_on_top.pth").write_text(line)
+    return Image(python, top, environment)
 
-    assert "Successfully installed extra-1.0\n" in pip("extra")
-    assert [path.name for path in on_top.rglob("*.py")] == ["extra.py"]
-    assert "(constraint) pinned==1.0" in pip("pinned==2.0", code=1)
-    assert "(constraint) pinned==1.0" in pip("newer", code=1)
-    asked = "import extra, pinned, sys; print(extra.version, pinned.version)"
-    assert subprocess.check_output([python, "-c", asked], text=True) == "1.0 1.0\n"
-    # Whatever lies there, the image's own comes first.
-    wheel(tmp_path, "pinned", "9.0")
-    with zipfile.ZipFile(tmp_path / "pinned-9.0-py3-none-any.whl") as file:
-        file.extractall(on_top / f"lib/python{version}/site-packages")
-    assert subprocess.check_output([python, "-c", asked], text=True) == "1.0 1.0\n"
-    (site / "packages_on_top.pth").unlink()
-    assert sorted(path.name for path in site.iterdir()) == before
 
-    # A virtual environment of the user's own is the user's own.
+def versions(image: Image, name: str) -> list[str]:
+    """Of each installed distribution of a name, as metadata has it; then the module's own, or none."""
+    program = f"""
+from importlib.metadata import distributions
+print(*[one.version for one in distributions() if one.metadata["Name"] == "{name}"])
+try:
+    import {name}
+    print({name}.version)
+except ImportError:
+    print("none")
+"""
+    return image.says(program).split()
+
+
+def test_pip_adds_removes_and_replaces_its_own(image: Image) -> None:
+    assert "Successfully installed extra-2.0\n" in image.pip("install", "extra")
+    assert versions(image, "extra") == ["2.0", "2.0"]
+    image.pip("install", "extra==1.0")
+    assert versions(image, "extra") == ["1.0", "1.0"]
+    image.pip("install", "--upgrade", "extra")
+    assert versions(image, "extra") == ["2.0", "2.0"]
+    image.pip("install", "--force-reinstall", "--no-deps", "extra==1.0")
+    assert versions(image, "extra") == ["1.0", "1.0"]
+    assert "extra==1.0" in image.pip("list", "--format=freeze")
+    image.pip("uninstall", "--yes", "extra")
+    assert versions(image, "extra") == ["none"]
+    assert not list(image.top.rglob("*extra*"))
+
+
+def test_what_an_older_image_put_on_top_can_be_replaced(image: Image) -> None:
+    """Those had pip install with --prefix: into the same folder, without a virtual environment."""
+    image.pip("--python", str(image.python), "install", "--prefix", str(image.top), "extra==1.0")
+    assert not (image.top / "pyvenv.cfg").exists() and versions(image, "extra") == ["1.0", "1.0"]
+    image.pip("install", "extra==2.0")
+    assert versions(image, "extra") == ["2.0", "2.0"]
+    image.pip("uninstall", "--yes", "extra")
+    assert versions(image, "extra") == ["none"]
+
+
+def test_pip_never_replaces_or_removes_what_the_image_has(image: Image) -> None:
+    site = next(image.python.parents[1].glob("lib/python3.*/site-packages"))
+    before = sorted(path.relative_to(site) for path in site.rglob("*") if "__pycache__" not in path.parts)
+    for words in (["pinned==2.0"], ["newer"], ["--upgrade", "--force-reinstall", "pinned==2.0"]):
+        assert "(constraint) pinned==1.0" in image.pip("install", *words, code=1)
+    assert "Requirement already satisfied: pinned" in image.pip("install", "pinned")
+    assert "Not uninstalling pinned at " in image.pip("uninstall", "--yes", "pinned")
+    # Whatever lies on top, the image's own comes first: for programs of packages on top as well.
+    with zipfile.ZipFile(image.top.parent / "wheels/pinned-2.0-py3-none-any.whl") as file:
+        file.extractall(next(image.top.glob("lib/python3.*/site-packages")))
+    assert image.says("import pinned; print(pinned.version)") == "1.0\n"
+    above = [image.top / "bin/python", "-c", "import pinned, sys; print(pinned.version, sys.prefix)"]
+    assert subprocess.check_output(above, text=True) == f"1.0 {image.top}\n"
+    assert before == sorted(
+        path.relative_to(site) for path in site.rglob("*") if "__pycache__" not in path.parts
+    )
+
+
+def test_a_folder_of_the_users_own_is_the_users_own(image: Image, tmp_path: Path) -> None:
+    """--target, --prefix and a virtual environment say where, and there nothing holds what they have."""
+    image.pip("install", "--no-deps", "--target", str(tmp_path / "target"), "extra==1.0")
+    assert (tmp_path / "target/extra.py").is_file()
+    image.pip("install", "--no-deps", "--prefix", str(tmp_path / "prefix"), "extra==1.0")
+    assert list(tmp_path.glob("prefix/lib/python3.*/site-packages/extra.py"))
+    assert versions(image, "extra") == ["none"]
     venv.create(tmp_path / "own", symlinks=True)
-    python = tmp_path / "own/bin/python"
-    pip("pinned==2.0")
-    assert (tmp_path / f"own/lib/python{version}/site-packages/pinned.py").is_file()
+    image.pip("--python", str(tmp_path / "own/bin/python"), "install", "pinned==2.0")
+    assert list(tmp_path.glob("own/lib/python3.*/site-packages/pinned.py"))
+
+
+def test_where_nothing_can_be_written_pip_says_so_in_a_line(image: Image) -> None:
+    image.top.write_text("in the way")
+    said = image.pip("install", "extra", code=1)
+    assert said == (
+        f"pip: {image.top}, where packages on top lie, can't be written (File exists): mount a folder "
+        "at /workspace, or make a virtual environment of your own\n"
+    )
+    assert image.pip("uninstall", "--yes", "extra", code=1).startswith(f"pip: {image.top}, where")
+    assert "pinned==1.0" in image.pip("list", "--format=freeze")
+
+
+def test_a_python_that_lies_on_top_is_never_run(image: Image) -> None:
+    """A checkout may come from anybody; one that another image made is made anew."""
+    (image.top / "bin").mkdir(parents=True)
+    (image.top / "bin/python").write_text("#!/bin/sh\necho run >&2; exit 3\n")
+    (image.top / "bin/python").chmod(0o755)
+    (image.top / "pyvenv.cfg").write_text("home = /nowhere\n")
+    image.pip("install", "extra")
+    assert (image.top / "bin/python").resolve() == image.python.resolve()
 
 
 @pytest.mark.parametrize(
     ("words", "added"),
     [
         ("pip install extra", True),
+        ("pip uninstall extra", True),
         ("pip install --prefix /x extra", False),
+        ("pip uninstall --python /x extra", False),
         ("pip install -p3.12 extra", False),
         ("pip list", False),
         ("venv", False),
@@ -96,9 +199,10 @@ def test_uv_goes_where_pip_does(tmp_path: Path, words: str, added: bool) -> None
     log = tmp_path / "log"
     real.write_text(f'#!/bin/sh\necho "$@" >>{log}\n')
     real.chmod(0o755)
-    (tmp_path / "pip.conf").write_text(pip_settings("small", Path("/held")))
-    text = (ROOT / "scripts/uv").read_text().replace("/opt/env/pip.conf", str(tmp_path / "pip.conf"))
-    program.write_text(text)
+    on_top = tmp_path / "on_top"
+    on_top.write_text("#!/bin/sh\necho /on-top\n")
+    on_top.chmod(0o755)
+    program.write_text((ROOT / "scripts/uv").read_text().replace("/opt/image/on-top", str(on_top)))
     program.chmod(0o755)
 
     def said(path: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -107,64 +211,60 @@ def test_uv_goes_where_pip_does(tmp_path: Path, words: str, added: bool) -> None
 
     said(f"/usr/bin:/bin:{real.parent}")
     lines = log.read_text().splitlines()
-    where = f"--python /opt/env/bin/python --prefix {folder_of('small')}"
+    where = "--python /on-top/bin/python"
     checked = (
         f"pip install --quiet --dry-run --no-deps {where} --constraints /opt/image/constraints.txt extra"
     )
     done = f"pip install {where} --excludes /opt/image/constraints.txt extra"
-    assert lines == ([checked, done] if added else [words])
+    removed = f"pip uninstall {where} extra"
+    uninstall = words.startswith("pip uninstall")
+    assert lines == ([removed] if uninstall else [checked, done]) if added else [words]
     said(f"/usr/bin:/bin:{real.parent}", VIRTUAL_ENV="/own")
     assert log.read_text().splitlines()[len(lines) :] == [words]
     for why, told in (("No solution found when resolving dependencies", True), ("Failed to fetch", False)):
         real.write_text(f"#!/bin/sh\necho {why} >&2\nexit 1\n")
         failed = said(f"/usr/bin:/bin:{real.parent}")
         assert failed.returncode == 1 and why in failed.stderr
-        assert ("packages of the image stay as they are" in failed.stderr) == (told and added)
+        assert ("packages of the image stay as they are" in failed.stderr) == (
+            told and added and not uninstall
+        )
     real.unlink()
     missing = said("/usr/bin:/bin")
     assert missing.returncode == 127 and "pip install uv" in missing.stderr
 
 
-def test_uv_tells_of_a_package_that_asks_for_more_than_the_image_has(tmp_path: Path) -> None:
+def test_uv_replaces_its_own_and_tells_of_a_package_that_asks_for_more_than_the_image_has(
+    image: Image, tmp_path: Path
+) -> None:
     """With the real uv: what it leaves out, it doesn't compare with what is there."""
     uv = Path(sys.executable).with_name("uv")
     if not uv.is_file():
         pytest.skip("no uv beside this Python")
-    venv.create(tmp_path / "env", symlinks=True)
-    python, top = tmp_path / "env/bin/python", tmp_path / "on-top"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    held, settings = tmp_path / "constraints.txt", tmp_path / "pip.conf"
-    held.write_text("pinned==1.0\n")
-    for name, number, needs in (
-        ("pinned", "1.0", ""),
-        ("pinned", "2.0", ""),
-        ("newer", "1.0", "pinned>=2"),
-    ):
-        wheel(tmp_path, name, number, needs)
-    site = tmp_path / f"env/lib/python{version}/site-packages"
-    with zipfile.ZipFile(tmp_path / "pinned-1.0-py3-none-any.whl") as file:
-        file.extractall(site)
-    where = str(top)
-    (site / "on_top.pth").write_text(search_path("small", version).replace(folder_of("small"), where))
-    settings.write_text(pip_settings("small", held).replace(folder_of("small"), where))
-    host = getattr(sys, "_base_executable", sys.executable)
-    text = (ROOT / "scripts/uv").read_text().replace("/opt/env/pip.conf", str(settings))
-    text = text.replace("/opt/env/bin/python -m pip", f"{host} -m pip --python {python}")
-    text = text.replace("/opt/env/bin/python", str(python)).replace("/opt/image/constraints.txt", str(held))
+    text = (ROOT / "scripts/uv").read_text().replace("/opt/image/on-top", str(tmp_path / "on_top"))
+    text = text.replace("/opt/env/bin/python", str(image.python))
     program = tmp_path / "program"
-    program.write_text(text)
+    program.write_text(text.replace("/opt/image/constraints.txt", str(tmp_path / "constraints.txt")))
     program.chmod(0o755)
-    environment = {"PATH": f"{uv.parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment = {**image.environment, "PATH": f"{uv.parent}:/usr/bin:/bin"}
+
+    def run(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+        line = [str(program), "pip", command, *words]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
     def install(name: str) -> subprocess.CompletedProcess[str]:
-        words = [str(program), "pip", "install", "--no-index", "--find-links", str(tmp_path), name]
-        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        return run("install", "--no-index", "--find-links", str(tmp_path / "wheels"), name)
 
+    for wanted in ("1.0", "2.0", "1.0"):
+        done = install(f"extra=={wanted}")
+        assert done.returncode == 0, done.stderr
+        assert versions(image, "extra") == [wanted, wanted]
+    assert run("uninstall", "extra", "pinned").returncode == 0
+    assert versions(image, "extra") == ["none"] and versions(image, "pinned") == ["1.0", "1.0"]
     done = install("pinned==2.0")
     assert done.returncode == 1 and "packages of the image stay as they are" in done.stderr
-    assert not list(top.rglob("*.py"))
+    assert not list(image.top.rglob("*.py"))
     done = install("newer")
-    assert done.returncode == 1 and [path.name for path in top.rglob("*.py")] == ["newer.py"]
+    assert done.returncode == 1 and [path.name for path in image.top.rglob("*.py")] == ["newer.py"]
     assert "newer 1.0 has requirement pinned>=2, but you have pinned 1.0.\n" in done.stderr
     assert done.stderr.splitlines()[-1].startswith(
         "uv: installed, but packages of the image stay as they are"

@@ -149,6 +149,19 @@ def test_whose_files_they_are(machine: Machine, monkeypatch: pytest.MonkeyPatch)
     assert user(0, rootless=False) == ("0:0", True)  # the entrypoint becomes the checkout's owner
 
 
+def test_a_users_groups_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By them a lab's share can be read; a rootless engine, and the owner whom root becomes, have others."""
+    monkeypatch.setattr(os, "getgid", lambda: 50)
+    monkeypatch.setattr(os, "getgroups", lambda: [50, 7000, 0, 5000])
+
+    def groups(caller: int, rootless: bool) -> list[str]:
+        monkeypatch.setattr(os, "getuid", lambda: caller)
+        return [word for word in docker_words("image", [], rootless=rootless) if "group-add" in word]
+
+    assert groups(1000, rootless=False) == ["--group-add=5000", "--group-add=7000"]
+    assert groups(1000, rootless=True) == groups(0, rootless=False) == []
+
+
 def test_in_venv(machine: Machine) -> None:
     out, _ = machine.run("train", "--gpus", "", "--", "digits", "--set", "a=1", code=75)
     assert out.splitlines() == [

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shutil
 import socket
@@ -164,7 +165,7 @@ def test_env_sets_runtime_and_stack_once(machine: Machine) -> None:
     """As Compose reads it: the last line counts, and what is typed goes before."""
     shutil.copy(ROOT / "Makefile", machine.root)
     (machine.root / ".env").write_text("#STACK=no\nSTACK=torch2.6-cu124\nRUNTIME=auto\nRUNTIME='cloud'\n")
-    for name, program in (("python3", sys.executable), ("sed", shutil.which("sed"))):
+    for name, program in (("python3", sys.executable), ("awk", shutil.which("awk"))):
         (machine.tools / name).symlink_to(str(program))
     machine.engine()
 
@@ -180,6 +181,97 @@ def test_env_sets_runtime_and_stack_once(machine: Machine) -> None:
     assert code == 2 and "RUNTIME is auto, local (.venv) or container, not 'cloud'" in out
     code, out = make("train", "RUNTIME=container")
     assert code == 0 and "trainer:torch2.6-cu124-train is here" in out
+    machine.env |= {"RUNTIME": "container", "STACK": "torch2.14-cu130"}
+    code, out = make("train")
+    assert code == 0 and "trainer:torch2.14-cu130-train is here" in out
+    machine.env["STACK"] = ""
+    assert "trainer:torch2.6-cu124-train is here" in make("train")[1]
+
+
+# What Compose was seen to take (2.26), or to refuse.
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+@pytest.mark.parametrize(
+    ("text", "stack"),
+    [
+        ("STACK=torch2.6-cu124", "torch2.6-cu124"),
+        ("STACK=torch2.6-cu124  \t\r\n", "torch2.6-cu124"),
+        ("STACK='torch2.6-cu124'\n", "torch2.6-cu124"),
+        ('STACK="torch2.6-cu124"\n', "torch2.6-cu124"),
+        ("STACK=a\nSTACK=torch2.6-cu124\n", "torch2.6-cu124"),
+        ("STACK=\n", "torch2.9-cu128"),
+        ("# STACK = a\nSTACKS=a b # c\nA=it's\nB=\"'\"\n", "torch2.9-cu128"),
+        ("STACK=torch2.6-cu124 # mine\n", None),
+        ("A=1\nexport STACK=torch2.6-cu124\n", None),
+        ("STACK = torch2.6-cu124\n", None),
+        (" STACK=torch2.6-cu124\n", None),
+        ("STACK: torch2.6-cu124\n", None),
+        ("STACK\n", None),
+        ("STACK=${A}\n", None),
+        ("STACK=`id`\n", None),
+        ("STACK=a'b'\n", None),
+        ("RUNTIME=auto;\n", None),
+        ('A="\nSTACK=torch2.6-cu124\n"\n', None),
+        ("A: '\nSTACK=torch2.6-cu124\n'\n", None),
+        ("\ufeffSTACK=torch2.6-cu124\n", None),
+        ("\udcff\udcfeS\0T\0", None),
+    ],
+)
+def test_make_reads_env_as_compose_does_or_refuses_it(tmp_path: Path, text: str, stack: str | None) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / ".env").write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "docker-compose.yml").write_text("services: {one: {image: 'x:${STACK:-torch2.9-cu128}'}}\n")
+    assert MAKE
+    kept = {name: value for name, value in os.environ.items() if name not in ("STACK", "RUNTIME")}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, cwd=tmp_path, env=kept, capture_output=True, text=True, check=False)
+
+    done = run(MAKE, "help")
+    if stack is None:
+        assert done.returncode == 2 and ".env: line " in done.stderr and done.stderr.count("\n") == 1
+        return
+    assert f" STACK={stack} " in done.stdout and done.stderr == ""
+    if shutil.which("docker") and run("docker", "compose", "version").returncode == 0:
+        assert run("docker", "compose", "config", "--images").stdout == f"x:{stack}\n"
+
+
+def test_down_ends_what_compose_left(machine: Machine) -> None:
+    """Containers of clients that were killed, which `docker compose down` leaves; and an older project's."""
+    asked = {
+        "ps --quiet": (0, "aa\nbb\n", ""),
+        "ps --all --filter": (0, "old\nold\n", ""),
+        "ps --all --quiet": (0, "cc\n", ""),
+    }
+    machine.engine(**asked)
+    out, _ = machine.run("down", "--", "--volumes")
+    said = machine.asked()
+    here = f"label=com.docker.compose.project.working_dir={machine.root}"
+    assert ["ps", "--quiet", "--filter", here, "--filter", "label=com.docker.compose.oneoff=True"] in said
+    stop = ["stop", "--time", "40", "aa", "bb"]
+    own = ["compose", "--profile", "train", "--profile", "ssh", "down", "--volumes"]
+    assert said.index(stop) < said.index(own)
+    older = ["--project-name", "old", "--profile", "train", "--profile", "ssh", "down", "--remove-orphans"]
+    assert ["compose", *older] in said
+    assert "docker stop --time 40 aa bb\n" in out
+    machine.engine()
+    out, _ = machine.run("down")
+    assert "stop" not in out
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_names_the_caches_of_an_earlier_version(machine: Machine) -> None:
+    """Once, when the project's own volume is new."""
+    told = (0, json.dumps({"services": {}, "volumes": {"cache": {"name": "trainer-x"}}}), "")
+    config = {"compose -f docker-compose.yml config": told}
+    machine.engine(**{**config, "volume inspect trainer-x": (1, "", ""), "volume inspect": (0, "", "")})
+    out, _ = machine.run("up")
+    mounts = "--volume project_cache:/old:ro --volume trainer-x:/new trainer:torch2.9-cu128-dev"
+    assert f"docker run --rm --user 0:0 {mounts} cp -a /old/. /new takes them over\n" in out
+    machine.engine(**{**config, "volume inspect": (0, "", "")})
+    assert "takes them over" not in machine.run("up")[0]
+    none = {"volume inspect": (1, "", "")}
+    machine.engine(**{**config, **none})
+    assert "takes them over" not in machine.run("up")[0]
 
 
 def test_every_line_of_the_example_is_a_comment() -> None:

@@ -202,6 +202,7 @@ def test_a_run_that_goes_with_its_container_says_so_at_once(
     monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
     for words, folder in (([], "runs"), (["--out", "deep/mine"], "deep/mine")):
         assert cli.main(["train", "digits", *words]) == 0
-        told = f'{folder} lies in the container itself and goes with it: docker run -v "$PWD/'
-        told += f'{Path(folder).name}:{tmp_path}/{folder}" keeps it'
+        name = Path(folder).name
+        told = f"{folder} lies in the container itself and goes with it: mkdir -p {name} && docker run "
+        told += f'-u "$(id -u):$(id -g)" -v "$PWD"/{name}:{tmp_path}/{folder} keeps it'
         assert (told in capsys.readouterr().err) == (how == "container layer")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -374,17 +375,20 @@ def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
 def _why(folder: Path, error: OSError) -> str:
     """A link to nowhere is "File exists" to mkdir(2)."""
     for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            return f"{path} is a link to {path.readlink()}, which isn't there"
+        with contextlib.suppress(OSError):  # of a folder that can't be searched, the error itself says enough
+            if path.is_symlink() and not path.exists():
+                return f"{path} is a link to {path.readlink()}, which isn't there"
     return str(error.strerror)
 
 
 def warn_of_loss(folder: Path) -> None:
     """Says so if a folder for runs goes with the container in which it lies."""
     if read_mount(folder).how == "container layer":
+        # A folder that isn't there, the engine makes for root alone.
         warn(
-            f"{folder} lies in the container itself and goes with it: "
-            f'docker run -v "$PWD/{folder.name}:{folder.absolute()}" keeps it'
+            f"{folder} lies in the container itself and goes with it: mkdir -p {quote(folder.name)} && "
+            'docker run -u "$(id -u):$(id -g)" -v "$PWD"/'
+            f"{quote(f'{folder.name}:{folder.absolute()}')} keeps it"
         )
 
 

@@ -66,7 +66,11 @@ def add_parser(commands: Any) -> None:
     add("--runs", metavar="DIR|pvc:CLAIM", help="where run folders are made (default: runs)")
     add("--cache", metavar="DIR|pvc:CLAIM", help="kept from job to job: compiled kernels, copies of data")
     add("--port", type=int, metavar="P", help="of the rendezvous on node 0, and the next (default: 29500)")
-    add("--user", metavar="UID:GID", help="(default: 1000:1000; on docker and compose the caller)")
+    add(
+        "--user",
+        metavar="UID:GID",
+        help="(default: 1000:1000; on docker and compose the caller); none: as the namespace says",
+    )
     add("--env", action="append", default=[], metavar="K=V", help="a variable, no secret; repeatable")
     add(
         "--env-from",

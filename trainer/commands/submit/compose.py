@@ -36,7 +36,7 @@ def _service(spec: JobSpec, site: Site, rank: int) -> dict[str, Any]:
         "command": [container.doubled(word) for word in container.timed(spec)],
         "hostname": _host(rank),
         "networks": ["nodes"],
-        "user": spec.user,
+        "user": container.fixed_user(spec),
         "read_only": True,
         "tmpfs": [f"{where}:exec" for where in container.scratch(spec)],
         "cap_drop": ["ALL"],

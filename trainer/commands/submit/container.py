@@ -1,11 +1,12 @@
 """What all places with containers share: what runs in one, where folders are mounted, what is set."""
 
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from trainer.commands.submit.spec import JobSpec
+from trainer.commands.submit.spec import NO_USER, JobSpec
 from trainer.errors import BadInputError
 from trainer.host.environment import IMAGE_DIGEST
 
@@ -16,6 +17,16 @@ CACHE = "/cache"
 RECIPE = "/recipe"
 # What the image writes to besides, as its root is read-only; torch.compile runs code from these.
 SCRATCH = {"tmp": "/tmp", "home": "/home/trainer"}
+
+
+# A reference as engines and the kubelet read it (distribution/reference): host and port, path, tag, digest.
+_WORD = "[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_HOST = rf"(?:{_WORD}(?:\.{_WORD})*|\[[0-9a-fA-F:]+\])(?::[0-9]+)?"
+_PART = "[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_DIGEST = "sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}"
+_REFERENCE = re.compile(
+    rf"(?P<path>(?:{_HOST}/)?{_PART}(?:/{_PART})*)(?::\w[\w.-]{{0,127}})?(?:@(?:{_DIGEST}))?", re.A
+)
 
 
 class Plain(yaml.SafeDumper):
@@ -48,7 +59,24 @@ def check_image(spec: JobSpec) -> str:
         raise BadInputError("--image is missing: give a reference with its digest, which make push prints")
     if spec.image.endswith((".sqsh", ".sif")):
         raise BadInputError(f"--image {spec.image}: a file for Slurm; give an image in a registry")
+    found = _REFERENCE.fullmatch(spec.image)
+    if found is None or len(found["path"]) > 255:
+        raise BadInputError(
+            f"--image {spec.image}: no reference: HOST/NAME in lower case, then :TAG, or "
+            "@sha256: and 64 hex digits"
+        )
     return spec.image
+
+
+def fixed_user(spec: JobSpec) -> str:
+    """UID and GID of the container.
+
+    Raises:
+        BadInputError: If nobody gives it one.
+    """
+    if spec.user == NO_USER:
+        raise BadInputError(f"--user {NO_USER}: only Kubernetes gives a container a user; leave --user out")
+    return spec.user
 
 
 def scratch(spec: JobSpec) -> list[str]:

@@ -22,7 +22,7 @@ def words(spec: JobSpec, site: Site) -> list[str]:
         )
     variables = container.variables(spec)
     shown = [(str(source), target, written) for source, target, written in mounts(spec, "docker")]
-    line = run_words(spec.user, spec.shm_gib, spec.stop_seconds, shown, variables)
+    line = run_words(container.fixed_user(spec), spec.shm_gib, spec.stop_seconds, shown, variables)
     line += ["--detach", "--name", spec.name, "--read-only"]
     line += ["--cpus", str(spec.cpus_per_node), "--memory", f"{spec.memory_gib}g"]
     line += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []

@@ -32,7 +32,7 @@ def render(spec: JobSpec, _site: Site) -> str:
             "type": "task",
             "name": spec.name,
             "image": container.check_image(spec),
-            "user": spec.user,
+            "user": container.fixed_user(spec),
             "nodes": spec.nnodes,
             "env": container.variables(spec),
             "commands": [_command(spec)],

@@ -3,14 +3,12 @@
 import re
 from pathlib import Path
 
-from trainer.commands.submit.spec import Place, Site
+from trainer.commands.submit.spec import OBJECT, ODD_NAME, Place, Site
 from trainer.config.redact import is_secret, redact_text
 from trainer.errors import BadInputError
 
 CLUSTERS = ("kubernetes", "kubeflow")
 DSTACK = "keep it in dstack's secrets, and put NAME: ${{ secrets.NAME }} below env of what --dry-run prints"
-# A secret is an object of Kubernetes; a file lies where the engine, or every node of Slurm, reads it.
-_OBJECT = re.compile(r"secret:(?P<name>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)")
 # A line that docker, Compose and the shell of a batch script read alike.
 _LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=[^\s\"'\\$#`]*")
 
@@ -44,11 +42,13 @@ def from_secrets(site: Site) -> list[str]:
     """
     found = []
     for word in site.env_from:
-        if not (name := _OBJECT.fullmatch(word)):
+        kind, _, name = word.partition(":")
+        if kind != "secret" or not OBJECT.fullmatch(name):
             raise BadInputError(
-                f"--env-from {word} names no Secret; give --env-from secret:NAME, one of the job's namespace"
+                f"--env-from {word} names no Secret; give --env-from secret:NAME, one of the job's "
+                f"namespace: {ODD_NAME}"
             )
-        found.append(name["name"])
+        found.append(name)
     return found
 
 

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from trainer.commands.submit import container
-from trainer.commands.submit.spec import JobSpec, Site, claim_of
+from trainer.commands.submit.spec import NO_USER, JobSpec, Site, claim_of
 from trainer.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, BadInputError
 
 Document = dict[str, Any]
@@ -13,6 +13,7 @@ Document = dict[str, Any]
 # Of a launcher that failed (code 1 or 76): all nodes may do so that often before the job has failed.
 RETRIES = 2
 _NAME = {"fieldPath": "metadata.name"}
+_HIGHEST_ID = 2**31 - 1
 
 
 def labels(spec: JobSpec) -> dict[str, str]:
@@ -49,9 +50,6 @@ def pod(
             f"{file}: pods don't see this machine's files; put it on the volume of --data or --runs, and "
             "give its path there"
         )
-    user, group = (int(number) for number in spec.user.split(":"))
-    if user == 0:
-        raise BadInputError(f"--user {spec.user}: these pods never run as root; give another")
     volumes, mounts = _volumes(spec)
     fixed = [
         {"name": key, "value": container.doubled(value)} for key, value in container.variables(spec).items()
@@ -82,9 +80,7 @@ def pod(
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": user,
-            "runAsGroup": group,
-            "fsGroup": group,
+            **_user(spec),
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -101,6 +97,22 @@ def pod(
         "volumes": volumes,
     }
     return {"metadata": {"labels": labels(spec)}, "spec": fields}
+
+
+def _user(spec: JobSpec) -> Document:
+    """UID, GID and the volumes' group; nothing where the namespace gives them, as OpenShift's do.
+
+    Raises:
+        BadInputError: For root, or a number that no pod may have.
+    """
+    if spec.user == NO_USER:
+        return {}
+    user, group = (int(number) for number in spec.user.split(":"))
+    if user == 0:
+        raise BadInputError(f"--user {spec.user}: these pods never run as root; give another")
+    if max(user, group) > _HIGHEST_ID:
+        raise BadInputError(f"--user {spec.user}: the highest number of Kubernetes is {_HIGHEST_ID}")
+    return {"runAsUser": user, "runAsGroup": group, "fsGroup": group}
 
 
 def resources(spec: JobSpec) -> Document:

@@ -225,7 +225,9 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     ends = (
         ["--wait=0", "--no-kill"] if spec.min_nnodes is not None else [f"--wait={_AFTER_THE_FIRST_SECONDS}"]
     )
-    srun = ["srun", f"--nodes={spec.nnodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *ends]
+    # From 22.05 on srun doesn't take this from sbatch, and a node that binds its steps gives it one core.
+    cpus = f"--cpus-per-task={spec.cpus_per_node}"
+    srun = ["srun", f"--nodes={spec.nnodes}", "--ntasks-per-node=1", cpus, "--kill-on-bad-exit=0", *ends]
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
     mounts = [f"{runs}:{RUNS}"]

@@ -16,7 +16,6 @@ _LAUNCHER_SECONDS = 30
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 # A pod's name adds an index and a suffix, and a label holds 63 characters.
 _LONGEST_NAME = 46
-_CLAIM = re.compile(r"pvc:(?P<claim>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # By these a launcher hears of its node, so that they are nobody else's to set.
 _OURS = re.compile(r"NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_.*|PET_.*|SLURM_.*")
@@ -32,10 +31,18 @@ OPTIONS = {
 }
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::(?P<seconds>\d\d))?")
 
-# What Kubernetes calls an object, and a resource that a device plugin has (a container's limit).
-_OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_RDMA = re.compile(r"host|[a-z0-9.-]+/[A-Za-z0-9._-]+(=[1-9]\d*)?")
-_USER = re.compile(r"\d+:\d+")
+# What Kubernetes calls a namespace, an object, an object that a label names too, and a resource that a device
+# plugin has (a container's limit): RFC 1123, as its API server reads it (apimachinery, util/validation).
+_LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_DOTTED = rf"{_LABEL}(?:\.{_LABEL})*"
+_NAMESPACE = re.compile(rf"(?=.{{1,63}}$){_LABEL}")
+OBJECT = re.compile(rf"(?=.{{1,253}}$){_DOTTED}")
+_QUEUE = re.compile(rf"(?=.{{1,63}}$){_DOTTED}")
+_RDMA = re.compile(
+    rf"host|(?=.{{1,253}}/){_DOTTED}/[A-Za-z0-9](?:[A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?(=[1-9]\d*)?"
+)
+NO_USER = "none"
+_USER = re.compile(rf"\d+:\d+|{NO_USER}")
 
 Place = Literal["docker", "compose", "slurm", "kubernetes", "kubeflow", "dstack"]
 
@@ -71,9 +78,15 @@ def _as(pattern: re.Pattern[str], words: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_Object = Annotated[
-    str | None,
-    _as(_OBJECT, "a name there has a-z, 0-9, '-' and '.', a letter or digit first and last, as team-a"),
+ODD_NAME = "a name there has a-z, 0-9, '-' and '.', a letter or digit before and after each '.', as team-a"
+_Object = Annotated[str | None, _as(OBJECT, ODD_NAME)]
+_Queue = Annotated[str | None, _as(_QUEUE, f"{ODD_NAME}, and at most 63 characters")]
+_Namespace = Annotated[
+    str,
+    _as(
+        _NAMESPACE,
+        "a namespace has a-z, 0-9 and '-', a letter or digit first and last, at most 63 characters",
+    ),
 ]
 
 
@@ -102,7 +115,7 @@ class JobSpec(BaseModel):
         runs: Folder on the hosts, or `pvc:CLAIM`; mounted at /workspace/runs.
         cache: Folder on the hosts, or `pvc:CLAIM`; mounted at /cache. None: gone with the container.
         port: Of the launchers' rendezvous on node 0; the ranks' own is the next one.
-        user: UID and GID, as `1000:1000`.
+        user: UID and GID, as `1000:1000`; `none`: those that Kubernetes gives the pods of a namespace.
         environment: Further variables.
         recipe_text: What a recipe that is a file here holds: containers get it as a file of their own.
         files: Further files of the hosts that containers see as /recipe/NAME, by that name.
@@ -127,7 +140,7 @@ class JobSpec(BaseModel):
     runs: str = "runs"
     cache: str | None = None
     port: int = Field(29500, ge=1024, le=65534)
-    user: Annotated[str, _as(_USER, "give two numbers, UID:GID, as 1000:1000")] = "1000:1000"
+    user: Annotated[str, _as(_USER, "give two numbers, UID:GID, as 1000:1000; or none")] = "1000:1000"
     environment: dict[str, str] = {}
     recipe_text: str | None = None
     files: dict[str, str] = {}
@@ -234,11 +247,11 @@ class Site(BaseModel):
     qos: str | None = None
     container: Literal["pyxis", "apptainer", "venv"] = "pyxis"
     venv: str = ".venv"
-    namespace: str = "default"
+    namespace: _Namespace = "default"
     jobset: bool = False
     kubeflow: Literal["v2", "v1"] = "v2"
     sbatch_arg: tuple[str, ...] = ()
-    queue: _Object = None
+    queue: _Queue = None
     service_account: _Object = None
     env_from: tuple[str, ...] = ()
     rdma: Annotated[
@@ -252,10 +265,13 @@ def claim_of(place: str, what: str, where: str) -> str:
     """The claim of `pvc:CLAIM`.
 
     Raises:
-        BadInputError: If it is a folder.
+        BadInputError: If it is a folder, or no name of a claim.
     """
-    if found := _CLAIM.fullmatch(where):
-        return found["claim"]
+    kind, _, claim = where.partition(":")
+    if kind == "pvc":
+        if OBJECT.fullmatch(claim):
+            return claim
+        raise BadInputError(f"--{what} {where}: {claim!r} is no name of a claim: {ODD_NAME}")
     raise BadInputError(
         f"--{what} {where}: pods on {place} don't see this machine's folders; give a claim, as pvc:NAME"
     )

@@ -1,0 +1,232 @@
+"""P9: JupyterLab and sshd attacked from the network. docs/install.md has the table of what was tried."""
+
+import http.client
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.container.run import engine, wait_for
+from tests.helpers.ports import free_port
+
+pytestmark = [pytest.mark.container, pytest.mark.xdist_group("attacks")]
+
+Answer = tuple[int, Mapping[str, str], bytes]
+
+
+class Lab:
+    """A JupyterLab in a container, whose port is open to everybody."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name, self.port = name, port
+        wait_for(lambda: self.ask("/api")[0] == 200, "JupyterLab")
+        self.token = re.findall(r"token=([0-9a-f]{48})", engine("logs", name))[-1]
+
+    def ask(self, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
+        """An answer's code, headers and body; code 0 if there is none."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            given = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body or None, given)
+            answer = connection.getresponse()
+            cookies = answer.headers.get_all("Set-Cookie") or []
+            login = [cookie for cookie in cookies if cookie.startswith("username-")]
+            return answer.status, {**dict(answer.getheaders()), "Login": "".join(login)}, answer.read()
+        except OSError:
+            return 0, {}, b""
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def lab(dev_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder, port = tmp_path_factory.mktemp("attacked"), free_port()
+    (folder / "notes.txt").write_text("inside")
+    (folder / ".hidden").write_text("hidden")
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, 1000, 1000)
+    name = f"trainer-test-{port}"
+    limits = ("--cap-drop=ALL", "--security-opt=no-new-privileges")
+    mount = ("--volume", f"{folder}:/workspace", "--publish", f"127.0.0.1:{port}:8888")
+    try:
+        engine("run", "--detach", "--name", name, *limits, *mount, dev_image, "jupyter")
+        yield Lab(name, port)
+    finally:
+        engine("rm", "--force", "--volumes", name)
+
+
+OPEN = {"/api", "/login"}  # a version, and the form that asks for the token
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/lab",
+        "/tree",
+        "/api/contents",
+        "/api/kernels",
+        "/api/sessions",
+        "/api/terminals",
+        "/api/status",
+        "/api/me",
+        "/files/notes.txt",
+        "/files/.hidden",
+        "/view/notes.txt",
+        "/nbconvert/html/x",
+        "/lab/api/settings",
+        "/api/kernelspecs",
+        "/api/shutdown",
+        "/lsp/status",
+        "/terminals/websocket/1",
+        "/api/contents/..%2f..%2fetc",
+        "/static/../../etc/passwd",
+        "/static/..%2f..%2f..%2f..%2f..%2f..%2fetc%2fpasswd",
+        "//etc/passwd",
+        "/files/%2e%2e/%2e%2e/etc/passwd",
+    ],
+)
+def test_nothing_is_told_without_the_token(lab: Lab, path: str) -> None:
+    for asked in (path, f"{path}?token=", f"{path}?token={'0' * 48}"):
+        code, headers, body = lab.ask(asked)
+        assert code in (302, 403, 404, 405), (code, body[:200])
+        assert code != 302 or headers["Location"].startswith(("/login?", "/lab?", "/tree?", "//127")), headers
+        assert b"root:" not in body and b"inside" not in body and b"hidden" not in body
+    wrong = lab.ask(path, Authorization=f"token {lab.token[:-1]}")
+    assert wrong[0] in (302, 403, 404, 405)
+
+
+def test_with_the_token_the_folder_is_the_limit(lab: Lab) -> None:
+    """Of contents and files; code of the user's may read what the user may."""
+    key = {"Authorization": f"token {lab.token}"}
+    assert lab.ask("/files/notes.txt", **key)[2] == b"inside"
+    for path in (
+        "..%2fetc%2fpasswd",
+        "%2e%2e/%2e%2e/etc/passwd",
+        "..%5c..%5cetc%5cpasswd",
+        "%252e%252e/etc/passwd",
+        "/etc/passwd",
+        "%2fetc%2fpasswd",
+        "notes.txt%00.png",
+        "notes.txt/..%2f..%2fetc%2fpasswd",
+    ):
+        for place in ("/files/", "/api/contents/", "/view/"):
+            code, _, body = lab.ask(f"{place}{path}", **key)
+            assert code in (400, 403, 404, 500) and b"root:" not in body, (place, path, code, body[:200])
+    body = json.dumps({"type": "file", "format": "text", "content": "x"})
+    code, _, _ = lab.ask("/api/contents/..%2f..%2ftmp%2fplanted", "PUT", body, **key)
+    assert code in (400, 403, 404)
+    engine("exec", lab.name, "test", "!", "-e", "/tmp/planted")
+
+
+def test_another_site_cannot_use_the_users_login(lab: Lab) -> None:
+    """Its pages may send a browser's cookie: without the token in the request it is nothing."""
+    _, headers, _ = lab.ask(f"/lab?token={lab.token}")
+    cookie = headers["Login"].partition(";")[0]
+    assert "HttpOnly" in headers["Login"]
+    assert lab.ask("/api/contents", Cookie=cookie)[0] == 200
+    for method, path in (
+        ("POST", "/api/terminals"),
+        ("POST", "/api/kernels"),
+        ("DELETE", "/api/contents/notes.txt"),
+    ):
+        for origin in ("http://evil.example", "null", f"http://127.0.0.1:{lab.port}.evil.example"):
+            code, _, _ = lab.ask(path, method, "{}", Cookie=cookie, Origin=origin, Content_Type="text/plain")
+            assert code in (403, 404), (path, origin, code)
+    upgrade = {
+        "Upgrade": "websocket",
+        "Connection": "Upgrade",
+        "Sec_WebSocket_Version": "13",
+        "Sec_WebSocket_Key": 22 * "A" + "==",
+    }
+    code, _, _ = lab.ask("/api/events/subscribe", Cookie=cookie, Origin="http://evil.example", **upgrade)
+    assert code == 403
+    assert (
+        "Access-Control-Allow-Origin"
+        not in lab.ask("/api/contents", Cookie=cookie, Origin="http://evil.example")[1]
+    )
+    assert "frame-ancestors 'self'" in lab.ask("/lab", Cookie=cookie)[1]["Content-Security-Policy"]
+
+
+def test_the_token_is_where_it_was_printed_and_nowhere_else(lab: Lab) -> None:
+    """Once at the start; not in the lines of requests, the process list or a file that others read."""
+    before = engine("logs", lab.name, expected=(".*",)).count(lab.token)
+    for path in ("/api/nothing", "/files/nothing", "/nothing"):
+        lab.ask(f"{path}?token={lab.token}")
+    lab.ask("/nothing", Authorization=f"token {lab.token}")
+    assert engine("logs", lab.name, expected=(".*",)).count(lab.token) == before
+    listed = engine("exec", lab.name, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    assert "jupyter-lab" in listed and lab.token not in listed
+    grep = f"grep -rl {lab.token} /home /tmp /cache /workspace /run"
+    files = engine("exec", "--user=0", "--privileged", lab.name, "sh", "-c", grep).split()
+    assert files
+    for file in files:
+        engine("exec", "--user=4321", lab.name, "cat", file, code=1)
+
+
+def test_a_token_of_the_users_own_is_no_option_of_a_process(dev_image: str) -> None:
+    name = f"trainer-test-{free_port()}"
+    engine("run", "--detach", "--name", name, "--env", "JUPYTER_TOKEN=mine-0123456789", dev_image, "jupyter")
+    try:
+        wait_for(lambda: "is running at" in engine("logs", name), "JupyterLab")
+        assert "mine-0123456789" not in engine("logs", name)
+        listed = engine("exec", name, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "jupyter-lab" in listed and "mine-0123456789" not in listed
+        other = ("exec", "--user=4321", name, "cat", "/proc/7/environ")
+        assert "mine-0123456789" not in engine(*other, code=None, expected=(".*",))
+    finally:
+        engine("rm", "--force", "--volumes", name)
+
+
+SSH = """
+keygen() { ssh-keygen -q -t ed25519 -N '' -f "$1"; }
+keygen /tmp/good && keygen /tmp/bad && mkdir -p /tmp/keys
+export SSH_AUTHORIZED_KEYS="$(cat /tmp/good.pub)" MY_TOKEN=planted
+/opt/image/entrypoint sshd >/tmp/log 2>&1 &
+until grep -q listening /tmp/log; do sleep 0.1; done
+to() { identity=$1; shift; ssh -p 2222 -i "/tmp/$identity" -o IdentitiesOnly=yes -o BatchMode=yes \
+    -o LogLevel=ERROR -o StrictHostKeyChecking=no -o UserKnownHostsFile=/tmp/known "$@" 2>&1; }
+echo "good $(to good trainer@127.0.0.1 id -un)"
+echo "bad $(to bad trainer@127.0.0.1 id -un)"
+echo "root $(to good root@127.0.0.1 id -un)"
+other=PreferredAuthentications=password,keyboard-interactive,hostbased
+echo "password $(to good -o $other trainer@127.0.0.1 id)"
+echo "token $(to good trainer@127.0.0.1 'echo $MY_TOKEN$LD_PRELOAD')"
+export PYTHONSTARTUP=/x
+echo "sent $(to good -o SendEnv=PYTHONSTARTUP trainer@127.0.0.1 'echo $PYTHONSTARTUP')"
+mkdir -p ~/.ssh && echo 'PYTHONSTARTUP=/x' >~/.ssh/environment
+echo "file $(to good trainer@127.0.0.1 'echo $PYTHONSTARTUP')"
+cp /tmp/bad.pub ~/.ssh/authorized_keys
+echo "home $(to bad trainer@127.0.0.1 id -un)"
+stat -c '%a %U %n' /cache/ssh /cache/ssh/host_ed25519 /tmp/tmp.*/keys /tmp/tmp.*
+cat /cache/ssh/host_ed25519.pub
+"""
+
+
+def test_sshd(dev_image: str) -> None:
+    """Keys alone open it, to which neither client nor home folder adds; each cache has its own host key."""
+    hosts = set()
+    for _ in range(2):
+        limits = ("--rm", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--network=none")
+        said = engine("run", *limits, dev_image, "bash", "-c", SSH, expected=("denied",)).splitlines()
+        told = dict(line.partition(" ")[::2] for line in said)
+        assert told["good"] == "trainer"
+        assert all("denied (publickey)" in told[name] for name in ("bad", "root", "password", "home")), told
+        assert told["token"] == told["sent"] == told["file"] == ""
+        assert any(line.startswith("700 trainer /cache/ssh") for line in said)
+        assert any(line.startswith("600 trainer /cache/ssh/host_ed25519") for line in said)
+        assert all(line.startswith("700") for line in said if re.search(r" /tmp/tmp\.\w+$", line))
+        hosts.add(said[-1])
+    assert len(hosts) == 2
+    look = "ls /etc/ssh/ssh_host_* /cache/ssh ~/.ssh /root/.ssh 2>/dev/null; true"
+    assert engine("run", "--rm", "--user=0", dev_image, "sh", "-c", look) == ""
+
+
+def test_only_the_ports_of_the_services_are_open(lab: Lab) -> None:
+    """Kernels' sockets listen inside the container's loopback alone."""
+    listening = engine("exec", lab.name, "sh", "-c", "cat /proc/net/tcp /proc/net/tcp6")
+    addresses = {line.split()[1] for line in listening.splitlines() if " 0A " in line}
+    beyond = {int(one.rpartition(":")[2], 16) for one in addresses if not one.startswith("0100007F")}
+    resolver = {one for one in addresses if one.startswith("0B00007F")}  # the engine's own, 127.0.0.11
+    assert beyond - {int(one.rpartition(":")[2], 16) for one in resolver} == {8888}

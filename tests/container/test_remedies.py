@@ -1,0 +1,137 @@
+"""A remedy that a container prints works when it is typed as it stands."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import runtime
+
+from tests.container.run import engine, wait_for
+from tests.helpers.packages import wheel
+
+pytestmark = pytest.mark.container
+
+OWNER = 12345
+QUICK = ("trainer", "train", "digits", "--set=max_steps=1", "--set=parallel.threads=1")
+
+
+def typed(line: str, folder: Path, *more: str) -> str:
+    """What a line says that this checkout's owner types in a folder; more words follow it."""
+    tools = folder.parent / "tools"
+    tools.mkdir(exist_ok=True)
+    (tools / "id").write_text(f"#!/bin/sh\necho {OWNER}\n")
+    (tools / "id").chmod(0o755)
+    path = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    words = ["sh", "-c", f'{line} "$@"', "sh", *more]
+    done = subprocess.run(words, cwd=folder, env=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder of somebody who isn't root and isn't the image's user."""
+    if os.geteuid():
+        pytest.skip("only root can give a folder to somebody else")
+    folder = tmp_path / "my home"
+    folder.mkdir()
+    os.chown(folder, OWNER, OWNER)
+    return folder
+
+
+@pytest.mark.parametrize("out", ["runs/r2", "my r2"])
+def test_a_run_that_would_go_with_its_container_is_kept(train_image: str, home: Path, out: str) -> None:
+    told = engine("run", "--rm", train_image, *QUICK, "--out", out)
+    (line,) = re.findall(r"goes with it: (mkdir .*) keeps it", told)
+    make, run = line.split(" && ")
+    folder = home / make.removeprefix("mkdir -p ").strip("'")
+    typed(make, home)
+    os.chown(folder, OWNER, OWNER)  # whoever types it isn't root, as this test is
+    said = typed(run, home, "--rm", train_image, *QUICK, "--out", out)
+    assert "goes with it" not in said
+    assert (folder / "manifest.json").stat().st_uid == OWNER
+
+
+def test_packages_on_top_without_a_folder(train_image: str, home: Path) -> None:
+    wheel(home, "extra", "1.0")
+    pip = ("pip", "install", "--no-index", "--find-links", "/wheels", "extra")
+    read_only = (
+        "run",
+        "--rm",
+        "--read-only",
+        "--tmpfs=/tmp",
+        "--tmpfs=/cache",
+        "--volume",
+        f"{home}:/wheels:ro",
+    )
+    told = engine(*read_only, train_image, *pip, code=1)
+    assert told.count("\n") == 1 and "mount a folder at /workspace" in told
+    mounted = (f"--user={OWNER}:{OWNER}", "--volume", f"{home}:/workspace")
+    assert "Successfully installed extra-1.0" in engine(*read_only, *mounted, train_image, *pip)
+
+
+def test_root_without_the_right_to_become_the_owner(train_image: str, home: Path) -> None:
+    run = ("run", "--rm", "--user=0:0", "--cap-drop=ALL", "--volume", f"{home}:/workspace")
+    told = engine(*run, train_image, "id", "-u")
+    named = re.findall(r"the capabilities (\w+) and (\w+)$", told, re.M)[0]
+    assert told.endswith("\n0\n")
+    assert engine(*run, *(f"--cap-add={one}" for one in named), train_image, "id", "-u") == f"{OWNER}\n"
+
+
+def test_the_lines_of_sshd(dev_image: str, home: Path) -> None:
+    """A file that others can't read; none at all; a cache whose folder of keys is no folder of ours."""
+    keygen = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "/keys/key")
+    engine("run", "--rm", "--user=0", "--volume", f"{home}:/keys", dev_image, *keygen)
+    key = home / "key.pub"
+    os.chown(key, 0, 0)
+    key.chmod(0o600)
+    mount = ("--volume", f"{key}:/run/authorized_keys:ro")
+    told = engine("run", "--rm", *mount, dev_image, "sshd", code=2)
+    assert "can't be read by uid 1000: chmod a+r it" in told
+    typed(f"chmod a+r '{key}'", home)
+    none = engine("run", "--rm", dev_image, "sshd", code=2)
+    assert "-v FILE:/run/authorized_keys:ro with docker run" in none
+    name = f"trainer-test-{os.getpid()}-sshd"
+    try:
+        engine("run", "--detach", "--name", name, *mount, dev_image, "sshd", "-p", "2200")
+        wait_for(lambda: "listening on" in engine("logs", name), "sshd")
+        assert "port 2200." in engine("logs", name) and "port 2222." not in engine("logs", name)
+    finally:
+        engine("rm", "--force", name)
+
+
+def test_keys_of_another_user_in_the_cache(dev_image: str) -> None:
+    """Neither used nor a reason to end; a link in place of our own folder is one, in a line."""
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIP////////////////////////////////////////// x"
+    run = ("run", "--rm", "--user=0", "--env", f"SSH_AUTHORIZED_KEYS={key}", dev_image, "sh", "-c")
+    other = "mkdir -m 700 /cache/ssh && chown 4321 /cache/ssh"
+    start = "setpriv --reuid 1000 --clear-groups /opt/image/entrypoint sshd -t"
+    assert "host_ed25519" in engine(*run, f"{other} && {start} && ls /cache/ssh-1000")
+    told = engine(*run, f"{other} && ln -s /tmp /cache/ssh-1000 && {start}", code=2)
+    assert (
+        told.count("\n") == 1
+        and "/cache/ssh-1000, where the host's keys are kept, isn't a folder of uid" in told
+    )
+    assert "docker compose down --volumes makes Compose's anew" in told
+
+
+def test_the_caches_of_an_earlier_version(
+    dev_image: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old, new = (f"trainer-test-{os.getpid()}-{which}" for which in ("old_cache", "new_cache"))
+    monkeypatch.setattr(runtime, "ROOT", Path("/somewhere") / old.removesuffix("_cache").title())
+    fill = "mkdir /cache/inductor && touch /cache/inductor/kernel"
+    try:
+        engine("run", "--rm", "--user=4321:4321", "--volume", f"{old}:/cache", dev_image, "sh", "-c", fill)
+        runtime._say_old_cache(new, dev_image)
+        (line,) = re.findall(r": (docker run .*) takes them over\n", capsys.readouterr().out)
+        typed(line, tmp_path)
+        look = ("stat", "-c", "%u %n", "/cache/inductor/kernel")
+        assert (
+            engine("run", "--rm", "--volume", f"{new}:/cache", dev_image, *look)
+            == "4321 /cache/inductor/kernel\n"
+        )
+    finally:
+        engine("volume", "rm", "--force", old, new)
