@@ -114,8 +114,8 @@ def test_with_the_token_the_folder_is_the_limit(lab: Lab) -> None:
         for place in ("/files/", "/api/contents/", "/view/"):
             code, _, body = lab.ask(f"{place}{path}", **key)
             assert code in (400, 403, 404, 500) and b"root:" not in body, (place, path, code, body[:200])
-    body = json.dumps({"type": "file", "format": "text", "content": "x"})
-    code, _, _ = lab.ask("/api/contents/..%2f..%2ftmp%2fplanted", "PUT", body, **key)
+    file = json.dumps({"type": "file", "format": "text", "content": "x"})
+    code, _, _ = lab.ask("/api/contents/..%2f..%2ftmp%2fplanted", "PUT", file, **key)
     assert code in (400, 403, 404)
     engine("exec", lab.name, "test", "!", "-e", "/tmp/planted")
 

@@ -44,7 +44,8 @@ def project(tmp_path_factory: pytest.TempPathFactory, dev_image: str, train_imag
 
 
 def token(project: Project) -> str:
-    return re.findall(r"token=([0-9a-f]{48})", project.compose("logs", "--no-log-prefix", "jupyter"))[-1]
+    found = re.findall(r"token=([0-9a-f]{48})", project.compose("logs", "--no-log-prefix", "jupyter"))
+    return str(found[-1])
 
 
 def test_exec_finds_everything_and_is_the_owner(project: Project) -> None:
@@ -85,7 +86,7 @@ def test_what_is_typed_by_exec_belongs_to_the_owner(project: Project) -> None:
     assert project.compose(*exec_, "python", "-c", "import extra; print(extra.version)") == "1.0\n"
     project.compose(*exec_, "pip", "uninstall", "--yes", "extra")
     project.compose(
-        *exec_, "python", "-c", "import extra", code=1, expected=["Traceback", "ModuleNotFoundError"]
+        *exec_, "python", "-c", "import extra", code=1, expected=("Traceback", "ModuleNotFoundError")
     )
     (project.root / "extra-1.0-py3-none-any.whl").unlink()  # it is root's
     assert project.strangers() == []

@@ -180,8 +180,8 @@ def test_kernels_find_the_folder_of_packages_on_top(tmp_path: Path) -> None:
         on_top.write_text(f"#!/bin/sh\necho $# >>{tmp_path}/made\nexit {code}\n")
         for path in (lab, program, on_top):
             path.chmod(0o755)
-        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-        assert subprocess.check_output([str(program), "jupyter"], env=path, text=True) == "started\n"
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        assert subprocess.check_output([str(program), "jupyter"], env=env, text=True) == "started\n"
     assert (tmp_path / "made").read_text() == "2\n2\n"
 
 

@@ -41,7 +41,7 @@ class Image:
 
     def pip(self, *words: str, code: int = 0) -> str:
         """What pip says, which finds nothing but this test's wheels."""
-        command = [self.python, "-m", "pip", *words]
+        command = [str(self.python), "-m", "pip", *words]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -141,7 +141,7 @@ def test_pip_never_replaces_or_removes_what_the_image_has(image: Image) -> None:
     with zipfile.ZipFile(image.top.parent / "wheels/pinned-2.0-py3-none-any.whl") as file:
         file.extractall(next(image.top.glob("lib/python3.*/site-packages")))
     assert image.says("import pinned; print(pinned.version)") == "1.0\n"
-    above = [image.top / "bin/python", "-c", "import pinned, sys; print(pinned.version, sys.prefix)"]
+    above = [str(image.top / "bin/python"), "-c", "import pinned, sys; print(pinned.version, sys.prefix)"]
     assert subprocess.check_output(above, text=True) == f"1.0 {image.top}\n"
     assert before == sorted(
         path.relative_to(site) for path in site.rglob("*") if "__pycache__" not in path.parts

@@ -12,7 +12,7 @@ class Format(NamedTuple):
         place: Where it lies: nowhere (it is in the package, or drawn), at a local path, or also behind a URL.
         workers: Whether loader workers read it; else it is held in memory, or read where it is used.
         splits: Whether an evaluation set may name one of its splits.
-        opens: "module:function" that opens one split of labelled images: called with the section data, the
+        opens: "module:function" that opens one split of labeled images: called with the section data, the
             path and the split, it returns `Records`. Empty where the task opens the format itself.
         gaps: Whether classes are numbers of which some may have no sample.
     """

@@ -144,7 +144,7 @@ def data_path(config: DataConfig) -> Path | str:
 
 
 def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
-    """Opens one split of labelled images, by the format's row in `FORMATS`.
+    """Opens one split of labeled images, by the format's row in `FORMATS`.
 
     Args:
         config: Names the format.
