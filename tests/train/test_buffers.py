@@ -57,9 +57,6 @@ class Keeping(nn.Module):
             match self.kind:
                 case "complex":
                     self.mean.lerp_(torch.complex(now, now.square()).to(self.mean.dtype), 0.1)
-                case "late":
-                    if float(x.abs().sum()):
-                        self.mean += now
                 case "reshaped" | "forgotten":
                     self.mean = x.detach().flatten()
                 case "made later":
@@ -70,8 +67,7 @@ class Keeping(nn.Module):
                     pass
                 case _:
                     self.mean = 0.9 * self.mean + 0.1 * now
-            if self.kind != "late":
-                self.seen += 1
+            self.seen += 1
         x = self.norm(x)
         shift = self.mean.abs() if self.kind in ("all", "complex") else 0.0
         result: torch.Tensor = self.linear(x - shift)
@@ -251,19 +247,6 @@ def test_it_is_said_where_nothing_could_be_tried(ranks: Ranks) -> None:
         assert not refused
         assert "(AssertionError: nothing but zeros)" in notes and "mean" in notes
     assert ranks.run(1, told, "raises")[0] == ("", "")
-
-
-def train_late(world: World) -> list[str]:
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.models.buffers.warn", said.append)
-        train(world, Task("late"), range(3), None)
-    return said
-
-
-def test_a_buffer_that_changes_later_is_told_once(ranks: Ranks) -> None:
-    for said in ranks.run(2, train_late):
-        assert len(said) == 1 and "buffers mean" in said[0] and "rank 0's" in said[0]
 
 
 class Branching(nn.Module):

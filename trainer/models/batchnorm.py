@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.overlap import sharing
 from trainer.distributed.parallel import sum_over_ranks
-from trainer.models.buffers import ChangingBuffers, FoundBuffers, OtherBuffers
+from trainer.models.buffers import ChangingBuffers, FoundBuffers
 
 
 def batchnorm_buffers(model: nn.Module) -> list[torch.Tensor]:
@@ -50,15 +50,12 @@ class StepStatistics:
         self._parts: list[_BatchNorms | ChangingBuffers] = [_BatchNorms(layers)] if layers else []
         if found is not None and found.changing:
             self._parts.append(ChangingBuffers(model, found.changing, found.alike))
-        self._others = OtherBuffers(model, found.others) if found is not None and found.others else None
         self._sums: list[torch.Tensor] = []
 
     def reload(self) -> None:
         """Starts from the values that are in the model now."""
         for part in self._parts:
             part.reload()
-        if self._others is not None:
-            self._others.reload()
 
     def of_micro_batch(self) -> list[torch.Tensor]:
         """What the last forward pass made of the statistics, float (n,) each, to add up over micro-batches.
@@ -93,8 +90,6 @@ class StepStatistics:
         for part, total in zip(self._parts, self._sums, strict=True):
             part.update(sum_over_ranks(total, self._group), skipped)
         self._sums = []
-        if self._others is not None:
-            self._others.tell()
 
 
 class _BatchNorms:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from trainer.errors import BadInputError
-from trainer.observe.console import warn
 
 _NAMES = 5
 
@@ -26,13 +25,11 @@ class FoundBuffers:
 
     Attributes:
         changing: Names of those that a training forward pass changes.
-        others: Names of buffers that it left alone, where several ranks should notice if that ends.
         notes: Lines for the user.
         alike: Names of those that change in the same way whatever the samples are.
     """
 
     changing: Sequence[str] = ()
-    others: Sequence[str] = ()
     notes: Sequence[str] = ()
     alike: Sequence[str] = ()
 
@@ -137,42 +134,6 @@ class ChangingBuffers:
             self._kept[number] = torch.where(changed, new.to(kept.dtype), kept)
         self._made.clear()
         self.restore()
-
-
-class OtherBuffers:
-    """Named buffers that no training forward pass is known to change: each rank would have its own then."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Starts from the values that are in the model now."""
-        self._names = names
-        self._places = [place(model, name) for name in names]
-        self.reload()
-
-    def reload(self) -> None:
-        """Starts from the values that are in the model now."""
-        # Held, so that no tensor that takes a buffer's place comes to have its identity.
-        self._before = [
-            (at.module, at.key, at.tensors[at.key], _version(at.module, at.key)) for at in self._places
-        ]
-
-    def tell(self) -> None:
-        """Says once which ones were changed after all; the host waits for no device."""
-        changed = [
-            name
-            for name, (module, key, buffer, version) in zip(self._names, self._before, strict=True)
-            if module._buffers[key] is not buffer or _version(module, key) != version
-        ]
-        if changed:
-            warn(
-                f"the forward pass has changed the buffers {few(changed)}, as it did not when it was tried "
-                "before training: each rank keeps its own, and a checkpoint holds rank 0's"
-            )
-            self._names, self._places, self._before = [], [], []
-
-
-def _version(module: nn.Module, key: str) -> int:
-    buffer = module._buffers[key]
-    return -1 if buffer is None else buffer._version
 
 
 def is_mean(buffer: torch.Tensor) -> bool:

@@ -83,10 +83,9 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
     moved = [name for name in changing if name in parameters]
     _refuse(recipe, plan, world, moved, [n for n in moved if parameters[n].requires_grad and n in chosen[1]])
     changing = [name for name in changing if name not in moved or not parameters[name].requires_grad]
-    steady = [n for n in names if n not in parameters and n not in chosen[0] and not trial.reshapes(n)]
-    others = [name for name in steady if world.group is not None and is_mean(model.get_buffer(name))]
     alike = [name for name in changing if name in parameters and name not in chosen[1]]
-    notes = _notes(model, changing, others, trial.error)
+    untried = [] if world.group is None else [n for n in names if n not in parameters and n not in changing]
+    notes = _notes(model, changing, untried, trial.error)
     partly = [name for name in changing if name in chosen[2]]
     if partly and plan.micro_batches > 1 and world.rank == 0:
         warn(
@@ -94,7 +93,7 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
             f"the mean over a step's {plan.micro_batches} micro-batches mixes what they wrote; "
             f"{_ONE_MICRO_BATCH} leaves it as it is written"
         )
-    return FoundBuffers(changing, others, notes, alike)
+    return FoundBuffers(changing, notes, alike)
 
 
 def _refuse(recipe: Recipe, plan: Plan, world: World, moved: list[str], trained: list[str]) -> None:
@@ -113,7 +112,7 @@ def _refuse(recipe: Recipe, plan: Plan, world: World, moved: list[str], trained:
         )
 
 
-def _notes(model: nn.Module, changing: list[str], others: list[str], error: str) -> list[str]:
+def _notes(model: nn.Module, changing: list[str], untried: list[str], error: str) -> list[str]:
     notes = []
     parameters = dict(model.named_parameters())
     kinds = {"buffers": [n for n in changing if n not in parameters]}
@@ -126,10 +125,10 @@ def _notes(model: nn.Module, changing: list[str], others: list[str], error: str)
             )
     if lost := [name for name in changing if name not in model.state_dict()]:
         notes[-1] += f"; no checkpoint holds {few(lost)} (persistent=False): a resumed run begins them anew"
-    if error and others:
+    if error and untried:
         notes.append(
             f"it couldn't be tried which buffers a training forward pass changes ({error}); on several ranks "
-            f"each keeps its own of {few(others)} if it does, and a checkpoint holds rank 0's"
+            f"each keeps its own of {few(untried)} if it does, and a checkpoint holds rank 0's"
         )
     return notes
 
@@ -268,9 +267,6 @@ class _Trial:
 
     def is_partial(self, name: str) -> bool:
         return name in self._partial
-
-    def reshapes(self, name: str) -> bool:
-        return self._kinds.get(name) in self._reshaped
 
 
 def _written_in_part(
