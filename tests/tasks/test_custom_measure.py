@@ -273,6 +273,43 @@ def test_a_loss_may_take_gradients() -> None:
         fit(**methods | {"loss": lambda *given: penalized(*given) / len(given[2].fields["x"])})
 
 
+def pairs(z: torch.Tensor, _fields: Any, reduction: str = "mean") -> torch.Tensor:
+    """A contrastive loss: each sample against all others."""
+    z = F.normalize(torch.cat((z[:, 1:9], z[:, 1:9] + 0.1)), dim=1)
+    alike = (z @ z.T).fill_diagonal_(-9.0)
+    n = len(z) // 2
+    return F.cross_entropy(alike, torch.arange(2 * n).roll(n), reduction=reduction)
+
+
+def plain(z: torch.Tensor, fields: Any) -> torch.Tensor:
+    return F.cross_entropy(z, fields["label"], reduction="sum")
+
+
+LOSSES: dict[str, tuple[bool, Callable[[torch.Tensor, Any], torch.Tensor]]] = {
+    "mean of pairs": (True, pairs),
+    "penalty": (True, lambda z, f: plain(z, f) + 9),
+    "sum of pairs": (False, lambda z, f: pairs(z, f, "sum")),
+    "pairs times samples": (False, lambda z, f: pairs(z, f) * len(z)),
+    "negative": (False, lambda z, f: -plain(z, f)),
+    "dropout": (False, lambda z, f: plain(F.dropout(z, 0.5), f)),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_with_a_part_that_is_no_sum_is_a_warning(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, made = LOSSES[kind]
+
+    def loss(_own: Any, model: nn.Module, batch: Any) -> torch.Tensor:
+        return made(model(batch.fields["x"]), batch.fields)
+
+    CustomTask(type("Mine", (Classes,), {"loss": loss})(), "mine")._check_loss(Classes().model())
+    said = capsys.readouterr().err
+    assert said.count("\n") == told
+    assert ("isn't doubled by the same samples twice" in said) is told
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_another_metric_that_is_not_finite_is_told(value: float, capsys: pytest.CaptureFixture[str]) -> None:
     def measure(own: Any, model: nn.Module, batch: Any) -> Any:
@@ -324,7 +361,7 @@ def test_items_of_a_data_set_that_cannot_be_counted(how: str) -> None:
     message = {
         "below 0": "sample 7 has num_items -1",
         "none at all": "the evaluation data has no items",
-        "two alike": "are the same text",
+        "two alike": "are the same as text",
     }
     with pytest.raises(BadInputError, match=message[how]):
         fit(data=lambda _: (Counted(how != "none at all"), Counted(True)))

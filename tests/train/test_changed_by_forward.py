@@ -66,6 +66,8 @@ class Base(nn.Module):
                     self.at.fill_(1)
             case "clips":
                 self.student.weight.clamp_(-0.1, 0.1)
+            case "clips by data":
+                self.student.weight.data = self.student.weight.data.clamp(-0.1, 0.1)
             case "normalizes":
                 self.student.weight.copy_(F.normalize(self.student.weight, dim=1))
             case "decays":
@@ -94,6 +96,13 @@ class Base(nn.Module):
         made = self.student(x)
         loss: torch.Tensor = (self.drop(made) - wanted).square().sum() + made[:, 0].sub(1).square().sum()
         return loss
+
+
+class Squared(nn.Module):
+    """A loss as a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum()
 
 
 class Own:
@@ -190,19 +199,34 @@ def test_what_a_forward_pass_moves_is_that_of_plain_pytorch(ranks: Ranks, kind: 
         assert torch.equal(tensor, found[2]["model"][name]), name
 
 
-def test_the_average_follows_a_teacher_without_delay() -> None:
-    """As a plain loop that moves it after the optimizer's step."""
-    run = a_run(ALONE, Own(seeded(lambda: Base("follows"))), 4, ema={"decay": 0.5, "every": 1})
-    average: dict[str, torch.Tensor] = {}
-    batches = run.loader(run.share.batches())
+def test_the_average_follows_weights_that_a_forward_pass_gives_other_memory() -> None:
+    run = a_run(ALONE, Own(seeded(lambda: Base("clips by data"))), 8, ema={"decay": 0.5})
+    student: Any = run.state.model.student
+    average, batches = run.state.average, run.loader(run.share.batches())
+    assert average is not None
     for step in range(3):
-        before = {n: t.clone() for n, t in run.state.average.tensors.items()}  # type: ignore[union-attr]
+        before = average.tensors["student.weight"].clone()
         train_step(run, batches, step)
-        average = run.state.average.tensors  # type: ignore[union-attr]
-        if "teacher.weight" in average:
-            share = max(0.5, 9 / (10 + step))
-            wanted = torch.lerp(before["teacher.weight"], run.state.model.teacher.weight.detach(), share)  # type: ignore[operator, union-attr]
-            assert torch.allclose(average["teacher.weight"], wanted, rtol=1e-9)
+        wanted = torch.lerp(before, student.weight.detach(), max(0.5, 9 / (10 + step)))
+        assert torch.allclose(average.tensors["student.weight"], wanted, rtol=1e-9)
+    trained = student.weight.detach().clone()
+    with average.in_place():
+        assert torch.equal(student.weight, wanted)
+    assert torch.equal(student.weight, trained)
+
+
+def test_a_batchnorm_whose_statistics_are_replaced_is_refused_by_name() -> None:
+    def model() -> nn.Module:
+        net = nn.Sequential(nn.Linear(4, 3, dtype=F64), nn.BatchNorm1d(3, dtype=F64), Squared())
+        net[1].register_forward_hook(halve)
+        return net
+
+    def halve(layer: Any, *_: Any) -> None:
+        layer.running_mean = layer.running_mean * 0.5
+
+    with pytest.raises(BadInputError, match=r"BatchNorm's '1\.running_mean'.*copy_"):
+        a_run(ALONE, Own(seeded(model)), 4)
+    a_run(ALONE, Own(seeded(model)), 8)
 
 
 @pytest.mark.parametrize("kind", ["starts from samples", "decays", "trained teacher"])

@@ -4,7 +4,7 @@ Not torch.optim.swa_utils.AveragedModel: it copies the model, and reads its coun
 fp16's scaler, or anomaly.nonfinite=skip, skipped an update is known to the device alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,8 @@ class WeightAverage:
         self._moved = 0  # steps at the last movement
         self._ramp = 10
         named = {name: one for name, one in weights(model).items() if one.requires_grad}
-        self._weights = [parameter.data for parameter in named.values()]
+        # Themselves, not their memory: a forward pass may give them other memory (`parameter.data = …`).
+        self._weights = list(named.values())
         self._device = self._weights[0].device
         self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
         self._staging: _Staging | None = None
@@ -89,6 +90,7 @@ class WeightAverage:
         """int64 (1,): updates at the last movement; counted only where the scaler may skip some."""
         return self._moved_at
 
+    @torch.no_grad()
     def _move(self, share: float | torch.Tensor) -> None:
         if self._staging is None:
             _lerp(self._average, self._weights, share)
@@ -110,25 +112,25 @@ class WeightAverage:
         """
         self.catch_up()
         # Values only: addresses stay, which a CUDA graph or a view of the weights keeps.
-        kept = [weight.clone() for weight, _ in self._together]
+        kept = [weight.detach().clone() for weight, _ in self._together]
         _swap(self._alone)
         for weight, average in self._together:
-            weight.copy_(average)
+            weight.data.copy_(average)
         try:
             yield
         finally:
             _swap(self._alone)
             for (weight, _), before in zip(self._together, kept, strict=True):
-                weight.copy_(before)
+                weight.data.copy_(before)
 
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _parted(named: Mapping[str, torch.Tensor], average: list[torch.Tensor]) -> tuple[_Pairs, _Pairs]:
+def _parted(named: Mapping[str, nn.Parameter], average: list[torch.Tensor]) -> tuple[_Pairs, _Pairs]:
     """Weights with their averages: those that have their memory alone, and those that share it."""
     together = shared({name: one.detach() for name, one in named.items()})
-    pairs = [(name, (one.data, mean)) for (name, one), mean in zip(named.items(), average, strict=True)]
+    pairs = [(name, (one, mean)) for (name, one), mean in zip(named.items(), average, strict=True)]
     return [pair for name, pair in pairs if name not in together], [
         pair for n, pair in pairs if n in together
     ]
@@ -136,20 +138,20 @@ def _parted(named: Mapping[str, torch.Tensor], average: list[torch.Tensor]) -> t
 
 def _swap(pairs: _Pairs) -> None:
     for weight, average in pairs:
-        kept = weight.clone()
-        weight.copy_(average)
+        kept = weight.detach().clone()
+        weight.data.copy_(average)
         average.copy_(kept)
 
 
 class _Staging:
     """Weights on their way to the host: page-locked memory, filled in the background, read a step later."""
 
-    def __init__(self, weights: list[torch.Tensor]) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._host = [torch.empty_like(weight, device="cpu", pin_memory=True) for weight in weights]
         self._share = torch.empty((), pin_memory=True)
         self._done: torch.cuda.Event | None = None
 
-    def start(self, weights: list[torch.Tensor], share: float | torch.Tensor) -> None:
+    def start(self, weights: Sequence[torch.Tensor], share: float | torch.Tensor) -> None:
         for host, weight in zip(self._host, weights, strict=True):
             host.copy_(weight, non_blocking=True)
         if isinstance(share, torch.Tensor):
@@ -167,7 +169,9 @@ class _Staging:
         return self._host, float(self._share)
 
 
-def _lerp(average: list[torch.Tensor], weights: list[torch.Tensor], share: float | torch.Tensor) -> None:
+def _lerp(
+    average: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], share: float | torch.Tensor
+) -> None:
     if isinstance(share, float):
         torch._foreach_lerp_(average, weights, share)
         return

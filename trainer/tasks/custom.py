@@ -32,6 +32,7 @@ from trainer.tasks.figures import as_tensor, told, why_unfit
 from trainer.tasks.trial import (
     Held,
     expanded,
+    fall_short_when_doubled,
     find_no_sums,
     goes_on_alike,
     held,
@@ -288,11 +289,18 @@ class CustomTask:
         if not any(part.requires_grad for part in parts):
             raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
         # With gradients on: a loss may take some itself.
-        stay = stay_when_doubled(*(partial(self._values, model, b) for b in (once, twice)))
-        for name, stays in zip(self.losses or ("",), stay, strict=True):
+        tried = [partial(self._values, model, b) for b in (once, twice)]
+        for name, stays in zip(self.losses or ("",), stay_when_doubled(*tried), strict=True):
             if stays:
                 what = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
                 raise self._wrong("loss", what)
+        for name, short in zip(self.losses or ("",), fall_short_when_doubled(*tried), strict=True):
+            if short:
+                warn(
+                    f"{self._source}: loss gave {_called(name)}what isn't doubled by the same samples twice: "
+                    "a part of it is no sum over the samples and depends on data.micro_batch_size; give a "
+                    "mean of pairs, or a penalty on weights, times len(batch.fields[…])"
+                )
         num_items = (self.train_data.arrays or {}).get(NUM_ITEMS)
         empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
         if len(empty):

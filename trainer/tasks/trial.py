@@ -57,6 +57,19 @@ def _stays(values: npt.NDArray[np.float64]) -> bool:
     return bool(noise < _NOISE and abs(means[1] / means[0] - 1) < max(_SAME, 3 * noise))
 
 
+def fall_short_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
+    """Which figures are clearly less than doubled for the same samples twice: a part of them is no sum.
+
+    A mean of what compares the samples, or a penalty on the weights. What draws random numbers passes.
+
+    Args:
+        once: The figures of some samples.
+        twice: Those of a micro-batch that holds each of them twice.
+    """
+    value, again, double = (np.abs(_drawn(seed, f)) for seed, f in ((0, once), (1, once), (0, twice)))
+    return [*((value == again) & (value > _ZERO) & (double < 2 * (1 - _APART) * value))]
+
+
 def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[bool]]:
     """Which figures of samples are a mean or another figure of the whole batch; and which others are no sum.
 

@@ -74,6 +74,12 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
             "that no run could go on from a checkpoint: let model() make it, with the shape that it has in "
             "training, or register it with persistent=False if it only keeps what can be computed again"
         )
+    if trial.replaced and plan.micro_batches > 1:
+        raise BadInputError(
+            f"a training forward pass puts another tensor in the place of BatchNorm's '{trial.replaced}', so "
+            "that each micro-batch would change it further, and each rank its own; change its numbers in "
+            f"place (copy_), or take {_ONE_MICRO_BATCH}"
+        )
     names += [name for name, _ in model.named_parameters()]
     found = [[float(of(name)) for name in names] for of in (trial.changes, trial.differs, trial.is_partial)]
     flags = sum_over_ranks(torch.tensor(found, device=world.device), world.group).tolist()
@@ -155,6 +161,7 @@ class _Trial:
     Attributes:
         error: What ended it, in a few words; empty if nothing did.
         remade: A tensor that a checkpoint would hold otherwise than before them; or empty.
+        replaced: A statistic of BatchNorm's that is another tensor than before them; or empty.
     """
 
     def __init__(self, recipe: Recipe, task: Task, model: nn.Module, device: torch.device) -> None:
@@ -164,7 +171,7 @@ class _Trial:
         self._changed = set[tuple[type, str]]()
         self._reshaped = set[tuple[type, str]]()
         self._moved, self._differs, self._partial = set[str](), set[str](), set[str]()
-        self.error = self.remade = ""
+        self.error = self.remade = self.replaced = ""
 
     def run(self, batches: Sequence[Callable[[], Batch]]) -> None:
         """Tries some samples, and what further ones there are."""
@@ -184,6 +191,8 @@ class _Trial:
         places = {name: place(other, name) for name, _ in other.named_buffers()}
         self._kinds = {name: (type(at.module), at.key) for name, at in places.items()}
         self._means = {name for name, buffer in other.named_buffers() if is_mean(buffer)}
+        statistics = {id(buffer): buffer for buffer in batchnorm_buffers(other)}
+        of_batchnorm = [name for name, buffer in other.named_buffers() if id(buffer) in statistics]
         shapes = _shapes(other)
         weights = {name: _look(place(other, name)) for name, _ in other.named_parameters()}
         tried = [batches[0]] * _TRIES + [*batches[1:]]
@@ -200,6 +209,10 @@ class _Trial:
                     self._reshaped.add((type(at.module), at.key))
                 elif _is_changed(was, now):
                     self._changed.add((type(at.module), at.key))
+        now_there = (
+            name for name in of_batchnorm if id(places[name].tensors[places[name].key]) not in statistics
+        )
+        self.replaced = min(now_there, default="")
         after = dict(other.named_parameters())
         odd = {name for name, shape in _shapes(other).items() if shapes.get(name) != shape}
         odd |= {name for name, was in weights.items() if after.get(name) is not was[0]} | shapes.keys() ^ {

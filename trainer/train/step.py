@@ -105,7 +105,7 @@ def _update(run: Run, step: int, loss: torch.Tensor) -> None:
         run.recent.record(step, loss, precision.judged(state.norm))
     skipped = precision.update(state.optimizer, state.norm)
     run.gradients.clear()
-    state.statistics.end_step(skipped)  # a teacher's weights may be among them, which the average follows
+    state.statistics.end_step(skipped)
     if state.average is not None:
         state.average.update(step, skipped, state.lr.updates, step + 1 == run.steps)
     state.lr.advance(skipped)
