@@ -121,8 +121,10 @@ def test_a_sum_passes(samples: int, capsys: pytest.CaptureFixture[str]) -> None:
         lambda _o, f: f["y"].norm(),
         lambda _o, f: f["y"].std(),
         lambda o, f: (right(o, f).sum() + 1) / (len(o) + 2),
+        lambda _o, f: (1 + f["y"].square().sum()).exp(),
+        lambda _o, f: f["y"].sum().square(),
     ],
-    ids=["norm", "std", "smoothed ratio"],
+    ids=["norm", "std", "smoothed ratio", "perplexity of the sum", "square of the sum"],
 )
 def test_what_is_neither_is_a_warning(figure: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     check(lambda o, f: {"figure": figure(o, f)})
@@ -324,7 +326,7 @@ def test_items_of_a_data_set_that_cannot_be_counted(how: str) -> None:
     message = {
         "below 0": "sample 7 has num_items -1",
         "none at all": "the evaluation data has no items",
-        "two alike": "are the same text",
+        "two alike": "are the same as text",
     }
     with pytest.raises(BadInputError, match=message[how]):
         fit(data=lambda _: (Counted(how != "none at all"), Counted(True)))
