@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 
 import pytest
@@ -184,6 +185,25 @@ def test_another_process_can_be_sent_what_is_defined_there(tmp_path: Path, metho
     square = run(task).square
     with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.map(square, [3]) == [90]
+
+
+def test_one_that_is_absent_is_called_as_the_statement_does(tmp_path: Path) -> None:
+    text = """
+        from importlib import import_module
+        said = []
+        for load in (lambda: __import__("net.fast"), lambda: import_module("net.fast")):
+            try:
+                load()
+            except ModuleNotFoundError as error:
+                said.append((error.name, str(error)))
+        try:
+            import net.fast
+        except ModuleNotFoundError as error:
+            said.append((error.name, str(error)))
+    """
+    module = run(write(tmp_path, net="here = 1", task=dedent(text)))
+    for name, line in module.said:
+        assert name == "net.fast" and line.startswith("No module named 'net.fast'")
 
 
 def test_folders_that_a_file_puts_on_the_path_go_with_it(tmp_path: Path) -> None:

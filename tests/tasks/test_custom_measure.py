@@ -121,8 +121,10 @@ def test_a_sum_passes(samples: int, capsys: pytest.CaptureFixture[str]) -> None:
         lambda _o, f: f["y"].norm(),
         lambda _o, f: f["y"].std(),
         lambda o, f: (right(o, f).sum() + 1) / (len(o) + 2),
+        lambda _o, f: (1 + f["y"].square().sum()).exp(),
+        lambda _o, f: f["y"].sum().square(),
     ],
-    ids=["norm", "std", "smoothed ratio"],
+    ids=["norm", "std", "smoothed ratio", "perplexity of the sum", "square of the sum"],
 )
 def test_what_is_neither_is_a_warning(figure: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     check(lambda o, f: {"figure": figure(o, f)})

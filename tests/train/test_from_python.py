@@ -214,6 +214,28 @@ def test_a_process_has_back_what_it_had(here: Path, end: str) -> None:
         assert not (run / ".lock").exists() or free(run)
 
 
+def test_what_surrounds_the_call_changes_nothing(here: Path) -> None:
+    wanted = quick().metrics
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert quick(out="around").metrics == wanted
+        assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+        assert torch.zeros(()).is_meta
+    with torch.no_grad():
+        assert quick(out="off").metrics == wanted
+        assert not torch.is_grad_enabled()
+    assert {path.name for path in here.iterdir()} >= {"run", "around", "off"}
+
+
+def test_a_current_folder_that_was_deleted(here: Path) -> None:
+    (here / "gone").mkdir()
+    os.chdir(here / "gone")
+    (here / "gone").rmdir()
+    for out in (None, "run"):
+        with pytest.raises(BadInputError, match="the current folder was deleted"):
+            quick(out=out)
+    assert quick(out=here / "run").folder == here / "run"
+
+
 def test_what_one_left_another_process_extends(here: Path) -> None:
     quick()
     code = dedent(f"""

@@ -18,7 +18,7 @@ from trainer import cli
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.errors import BadInputError
-from trainer.host.files import open_own, open_regular, own_folder, written_whole
+from trainer.host.files import copy_folder, open_own, open_regular, own_folder, written_whole
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.train.request import Request
@@ -313,3 +313,16 @@ def test_the_name_while_writing_cannot_be_foreseen(tmp_path: Path) -> None:
             assert beside.suffixes == [".json", ".gz"]
             seen.add(beside.name)
     assert len(seen) == 3
+
+
+def test_a_copy_of_a_folder_follows_nothing(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / "inner").mkdir(parents=True)
+    (theirs / "inner" / "file").write_text("whole")
+    for number, kind in enumerate(KINDS[:-1]):
+        kind(theirs / "inner" / str(number), theirs / "inner" / "file")
+    copy_folder(theirs, tmp_path / "copy")
+    assert [str(path.relative_to(tmp_path / "copy")) for path in sorted((tmp_path / "copy").rglob("*"))] == [
+        "inner",
+        "inner/file",
+    ]

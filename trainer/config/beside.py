@@ -90,15 +90,28 @@ class Beside:
     ) -> ModuleType:
         """What an import statement calls in a module of the folder."""
         top = name.partition(".")[0]
-        file = None if level else self.file_of(top)
+        unpickles = fromlist == []  # C code asks so, and looks for the plain name in `sys.modules` then
+        file = None if level or unpickles else self.file_of(top)
         itself = file is not None and file == _absolute((globals or {}).get("__file__", ""))
         if file is None or (itself and _elsewhere(top, self.folder)):  # timm.py that imports timm
             module = __import__(name, globals, locals, fromlist or (), level)
             return self._importlib() if module is importlib else module
-        if fromlist:
-            return __import__(f"{self.name}.{name}", globals, locals, fromlist)
-        importlib.import_module(f"{self.name}.{name}")
-        return sys.modules[f"{self.name}.{top}"]
+        with self._absent_by_plain_name():
+            if fromlist:
+                return __import__(f"{self.name}.{name}", globals, locals, fromlist)
+            importlib.import_module(f"{self.name}.{name}")
+            return sys.modules[f"{self.name}.{top}"]
+
+    @contextmanager
+    def _absent_by_plain_name(self) -> Iterator[None]:
+        """Calls a module of the folder that isn't there as the statement does: `except` may look at it."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if error.name and error.name.startswith(f"{self.name}."):
+                error.name = error.name.removeprefix(f"{self.name}.")
+                error.msg = error.msg.replace(f"{self.name}.", "")
+            raise
 
     def _importlib(self) -> ModuleType:
         """Python's, with an `import_module` that looks beside the file first, too."""
@@ -108,7 +121,8 @@ class Beside:
 
     def _import_module(self, name: str, package: str | None = None) -> ModuleType:
         beside = not name.startswith(".") and self.file_of(name.partition(".")[0]) is not None
-        return importlib.import_module(f"{self.name}.{name}" if beside else name, package)
+        with self._absent_by_plain_name():
+            return importlib.import_module(f"{self.name}.{name}" if beside else name, package)
 
     def unlist(self) -> None:
         """Takes the modules out of `sys.modules`; whoever still holds one of them can import it as before."""
@@ -296,8 +310,9 @@ _sent_here: dict[str, Beside] = {}
 def _sent(key: str) -> Beside | None:
     """The folder of a module that another process has sent the name of."""
     for entry in sys.path:
-        if _hash(entry) == key.partition("_")[0]:
-            _sent_here[key] = Beside(Path(entry), key)
+        folder = _absolute(entry)  # "" is the current one
+        if _hash(folder) == key.partition("_")[0]:
+            _sent_here[key] = Beside(Path(folder), key)
             return _sent_here[key]
     return None
 

@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -326,6 +327,15 @@ def own_folder(path: Path) -> Path:
     if odd := oddity(path, folder=True):
         raise OSError(errno.ENOTDIR, odd, str(path))
     return path
+
+
+def copy_folder(path: Path, to: Path) -> None:
+    """Copies a folder, but for what in it is neither a regular file nor a folder: links lead anywhere."""
+
+    def odd(folder: str, inside: list[str]) -> list[str]:
+        return [name for name in inside if all(oddity(Path(folder, name), kind) for kind in (True, False))]
+
+    shutil.copytree(path, to, ignore=odd)
 
 
 def oddity(path: Path, folder: bool) -> str:

@@ -23,7 +23,7 @@ _DRAWS = 16  # of a loss that draws random numbers
 _NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
-_APART = 0.05  # relative: by how much the parts of what is no sum are more, whatever rounds
+_APART = 0.05  # relative: by how much the parts of what is no sum miss it, whatever rounds
 _EQUAL = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
 _LARGEST_BYTES = 1 << 20  # of an attribute that is looked at: not somebody's data
 _DEEPEST = 2  # lists in lists that are looked into
@@ -73,8 +73,7 @@ def fall_short_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
 def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[bool]]:
     """Which figures of samples are a mean or another figure of the whole batch; and which others are no sum.
 
-    The second are less than those of two halves together. What compares the samples with each other may be
-    more, and what draws random numbers isn't looked at.
+    The second aren't what those of two halves add up to. What draws random numbers isn't looked at.
 
     Args:
         figures: Of a batch of some samples.
@@ -90,8 +89,8 @@ def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> t
     halves = [part for part in np.array_split(samples, 2) if len(part)]
     each = np.array([_drawn(0, partial(figures, half)) for half in halves])
     with np.errstate(all="ignore"):
-        short, size = np.abs(each.sum(0)) - np.abs(value), np.abs(value) + np.abs(each).sum(0)
-        apart = (value == again) & (short > _ZERO) & (short > _APART * size)
+        gap, size = np.abs(each.sum(0) - value), np.abs(value) + np.abs(each).sum(0)
+        apart = (value == again) & (gap > _ZERO) & (gap > _APART * size)
     return stay, [*(apart & ~np.array(stay, bool))]
 
 

@@ -31,12 +31,13 @@ from trainer.checkpoint.store import listing
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.host import files
+from trainer.host.here import shown
 from trainer.models.finetune import fine_tune
 from trainer.tasks import Task
 from trainer.train.prepare import shapes_only
 from trainer.train.resume import StartingPoint, differences, other_data
 from trainer.train.run import WEIGHTS, data_of
-from trainer.train.run_folder import KEPT, BegunFrom, RunFolder, read_run, shown
+from trainer.train.run_folder import KEPT, BegunFrom, RunFolder, read_run
 from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
 
 _SHOWN = 6

@@ -121,11 +121,9 @@ def _fit(
     from_run: str | Path | None,
     hooks: Sequence[Any],
 ) -> Fitted:
-    if out is not None and (not isinstance(out, str | os.PathLike) or "\0" in str(out)):
-        raise BadInputError(f"out={out!r}: give the path of a folder")
     # JSON is YAML, so this is what --set takes.
     words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in settings.items()]
-    wanted, runs = None if out is None else Path(out).absolute(), RUNS.absolute()
+    wanted, runs = None if out is None else _absolute(out), RUNS if out is not None else _absolute(RUNS)
     source = None if from_run is None else parse_source(str(from_run))
     stored = None if wanted is None else read_stored(wanted)
     name, recipe, opened = _open(task, words)
@@ -168,6 +166,17 @@ def _fit(
     last = evaluations[-1] if evaluations else {}
     run.metrics.update({n: math.nan if v is None else v for n, v in last.items() if n not in OWN})
     return run
+
+
+def _absolute(out: str | Path) -> Path:
+    if not isinstance(out, str | os.PathLike) or "\0" in str(out):
+        raise BadInputError(f"out={out!r}: give the path of a folder")
+    try:
+        return Path(out).absolute()
+    except FileNotFoundError as error:
+        raise BadInputError(
+            f"out={str(out)!r}: the current folder was deleted; give an absolute path, or go to another"
+        ) from error
 
 
 def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe, Task]:

@@ -135,8 +135,23 @@ def _gpu_randomness_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _nothing_around() -> Iterator[None]:
+    """Gradients are on, autocast is off and tensors are made on the CPU, whatever surrounds the caller."""
+    with contextlib.ExitStack() as entered:
+        if torch.is_inference_mode_enabled():
+            entered.enter_context(torch.inference_mode(False))
+        entered.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                entered.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":  # not always: torch would ask it at each call
+            entered.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextlib.contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Gives back, at its end, what this process had before.
+    """Begins as a new process would, and gives back, at its end, what this one had before.
 
     That is torch's switches, threads, random state, default type and device; the current folder, environment,
     search path, signal handlers, warning filters, root logger and CPUs.
@@ -150,5 +165,6 @@ def process_state_kept() -> Iterator[None]:
         _switches_kept(),
         _gpu_randomness_kept(),
         random_state_kept(),
+        _nothing_around(),
     ):
         yield

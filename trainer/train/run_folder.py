@@ -392,11 +392,6 @@ def warn_of_loss(folder: Path) -> None:
         )
 
 
-def shown(path: Path) -> Path:
-    """A path as one would type it here: relative if it lies below the current folder."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def claim_folder(folder: Path) -> bool:
     """Makes sure that a folder the user named can be written and is empty, but for what a killed start left.
 

@@ -18,6 +18,7 @@ What each rank checks for itself is in `trainer.train.trainer`.
 from pathlib import Path
 
 from trainer.config.recipe import Recipe
+from trainer.host.here import shown
 from trainer.host.limits import read_limits
 from trainer.observe.progress import check_metrics_port
 from trainer.tasks import Task
@@ -25,7 +26,7 @@ from trainer.train.begin import find_beginning
 from trainer.train.local_ranks import check_threads
 from trainer.train.resume import Mode, StartingPoint, check_beginning, check_resumable, ended
 from trainer.train.run import data_of, device_kind, make_plan
-from trainer.train.run_folder import BegunFrom, Manifest, Pretrained, shown
+from trainer.train.run_folder import BegunFrom, Manifest, Pretrained
 from trainer.train.tracking.tracker import check_reachable
 from trainer.train.updates import check_end
 

@@ -14,6 +14,7 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
 from trainer.config.training import MAIN_SET
 from trainer.errors import BadInputError, DivergedError
+from trainer.host.here import shown
 from trainer.observe.advice import Advisor
 from trainer.observe.console import ProgressBar, warn
 from trainer.observe.diagnosis import Verdict
@@ -23,7 +24,7 @@ from trainer.observe.sinks import finite
 from trainer.train.evaluate import in_set, out_of_patience
 from trainer.train.recording import save_weights
 from trainer.train.report.write import NAME, leave_report
-from trainer.train.run_folder import MANIFEST, outcome, shown, write_json
+from trainer.train.run_folder import MANIFEST, outcome, write_json
 from trainer.train.state import Run, TrainState, whole_model
 
 _WORTH_A_WORD = 0.005  # of the time

@@ -18,6 +18,7 @@ from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
 from trainer.host.files import oddity, write_file
+from trainer.host.here import shown
 from trainer.launch.signals import unwound
 from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.fold import Folded, fold_batchnorm
@@ -44,7 +45,7 @@ from trainer.train.model_of_run import (
     stored_weights,
 )
 from trainer.train.recording import save_weights
-from trainer.train.run_folder import shown, write_json
+from trainer.train.run_folder import write_json
 
 _ABOUT = "model.json"
 _EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trainer.errors import BadInputError
 from trainer.host.files import written_whole
-from trainer.train.run_folder import shown
+from trainer.host.here import shown
 
 SIDE = 128  # of a picture
 _LINE = 14

@@ -1,7 +1,6 @@
 """`trainer verify RUN --anomaly N`: trains up to an anomaly again, elsewhere: does it come again?"""
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from trainer.checkpoint.store import listing
 from trainer.commands.verify.recorded import Recorded, parts_of, read_recorded
 from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.host.files import copy_folder
 from trainer.observe.console import say
 from trainer.train.anomalies import read_anomalies
 
@@ -77,6 +77,6 @@ def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:
             read(entry.path)
         except (Damaged, Unreadable):
             continue
-        shutil.copytree(entry.path, folder / FOLDER / entry.path.name)
+        copy_folder(entry.path, folder / FOLDER / entry.path.name)
         return entry.step
     return 0

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from trainer.config.recipe_file import override, provisional
 from trainer.config.redact import REDACTED
 from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
 from trainer.train.anomalies import write_anomalies
 from trainer.train.pretrained import resolve_pretrained
@@ -36,8 +36,8 @@ _ELSEWHERE += ["model.pretrained", "task"]
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
     """Makes the folder of a replay, which leaves out the steps that the run was rolled back for."""
     folder.mkdir()
-    if (run.path / KEPT).is_dir():  # what it began from
-        shutil.copytree(run.path / KEPT, folder / KEPT)
+    if not oddity(run.path / KEPT, folder=True) and (run.path / KEPT).exists():  # what it began from
+        copy_folder(run.path / KEPT, folder / KEPT)
     # As if it had been stopped: the replay goes on with it, at its start.
     write_json(folder / MANIFEST, {**run.facts, "status": "stopped"})
     write_anomalies(folder, refused)

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainer.host.here import shown
 from trainer.train.resume import flat
-from trainer.train.run_folder import shown
 from trainer.train.tracking.tracker import metrics_of
 
 _RUN_ID = "trainer.run_id"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.train.run_folder import shown
+from trainer.host.here import shown
 from trainer.train.tracking.tracker import metrics_of
 
 _INIT_S = 20.0  # for the server's answer, then it is offline
