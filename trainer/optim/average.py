@@ -32,7 +32,7 @@ class WeightAverage:
         self._ramp = 10
         named = {name: one for name, one in weights(model).items() if one.requires_grad}
         # Themselves, not their memory: a forward pass may give them other memory (`parameter.data = …`).
-        self._weights = list(named.values())
+        self._weights: list[torch.Tensor] = [*named.values()]
         self._device = self._weights[0].device
         self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
         self._staging: _Staging | None = None
@@ -169,9 +169,7 @@ class _Staging:
         return self._host, float(self._share)
 
 
-def _lerp(
-    average: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], share: float | torch.Tensor
-) -> None:
+def _lerp(average: list[torch.Tensor], weights: list[torch.Tensor], share: float | torch.Tensor) -> None:
     if isinstance(share, float):
         torch._foreach_lerp_(average, weights, share)
         return
