@@ -383,7 +383,9 @@ class CustomTask:
                 '(give reduction="sum": the trainer divides; or rows, of which summarize makes RMSE, F1 '
                 "or AUC of all samples)",
             )
-        for name in (name for name, other in zip(names, others, strict=True) if other):
+        for name, side in zip(names, others, strict=True):
+            if not side or (name == "loss" and side > 0):  # a loss may compare the samples of a batch
+                continue
             warn(
                 f"{self._source}: measure gives '{name}', which is no sum over the samples: those of two "
                 "halves of a batch don't add up to it, so it depends on data.eval_batch_size; give rows, of "

@@ -70,10 +70,11 @@ def fall_short_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
     return [*((value == again) & (value > _ZERO) & (double < 2 * (1 - _APART) * value))]
 
 
-def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[bool]]:
+def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[int]]:
     """Which figures of samples are a mean or another figure of the whole batch; and which others are no sum.
 
-    The second aren't what those of two halves add up to. What draws random numbers isn't looked at.
+    The second are less (-1) or more (1) than those of two halves add up to, or 0. What draws random numbers
+    isn't looked at.
 
     Args:
         figures: Of a batch of some samples.
@@ -91,7 +92,8 @@ def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> t
     with np.errstate(all="ignore"):
         gap, size = np.abs(each.sum(0) - value), np.abs(value) + np.abs(each).sum(0)
         apart = (value == again) & (gap > _ZERO) & (gap > _APART * size)
-    return stay, [*(apart & ~np.array(stay, bool))]
+        side = np.sign(value - each.sum(0)) * (apart & ~np.array(stay, bool))
+    return stay, [int(one) for one in np.nan_to_num(side)]
 
 
 class _AllEqual(TorchFunctionMode):
