@@ -21,6 +21,8 @@ def store_on(listening: socket.socket, address: str) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port, file = listening.getsockname()[1], listening.detach()
-    return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=file
-    )
+    how = {"is_master": True, "wait_for_workers": False, "multi_tenant": True, "master_listen_fd": file}
+    try:
+        return TCPStore(address, port, **how)
+    except NotImplementedError:  # by libuv torch 2.5 opens its port itself
+        return TCPStore(address, port, use_libuv=False, **how)
