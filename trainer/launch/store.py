@@ -21,7 +21,12 @@ def store_on(listening: socket.socket, address: str) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port, file = listening.getsockname()[1], listening.detach()
-    how = {"is_master": True, "wait_for_workers": False, "multi_tenant": True, "master_listen_fd": file}
+    how: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "multi_tenant": True,
+        "master_listen_fd": file,
+    }
     try:
         return TCPStore(address, port, **how)
     except NotImplementedError:  # by libuv torch 2.5 opens its port itself
