@@ -326,10 +326,10 @@ def test_a_disk_that_is_full_at_the_last_line_is_one_line(tmp_path: Path) -> Non
     """The weights are written and the manifest isn't; then the end is repeated, with one row of it."""
 
     def full() -> None:
-        def refuse(*_: Any) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        replace(summary, "write_json", refuse)
+        replace(summary, "update_manifest", refuse)
 
     folder = tmp_path / "run"
     ended = attempt(folder, small(max_steps=4), before=full)

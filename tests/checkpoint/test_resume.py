@@ -36,11 +36,12 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.processes import children
 from trainer.train.build import build
-from trainer.train.manifest import make_manifest
+from trainer.train.manifest import read_stored, update_manifest
+from trainer.train.provenance import make_manifest
 from trainer.train.restore import load_checkpoint, newest_checkpoint
 from trainer.train.resume import check_resumable, differences
 from trainer.train.run import make_task
-from trainer.train.run_folder import newest_run, read_stored, write_json
+from trainer.train.run_folder import newest_run, write_json
 from trainer.train.state import numbers_of, tensors_of
 from trainer.train.step import train_step
 from trainer.version import ARITHMETIC
@@ -233,7 +234,7 @@ def a_run(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     recipe = make_recipe(**changes)
     run = build(recipe, make_task(recipe), ALONE, 0)
-    write_json(folder / "manifest.json", make_manifest(run, "digits", "trainer train digits", {}, []))
+    update_manifest(folder, make_manifest(run, "digits", "trainer train digits", {}, []))
     return folder
 
 
@@ -280,7 +281,7 @@ def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Pa
     older = read_stored(folder)
     assert older is not None
     assert older.arithmetic == 1
-    recorded = Recorded(folder, facts, older, [], 0)
+    recorded = Recorded(folder, older, [], 0)
     with pytest.raises(BadInputError, match=r"arithmetic: 1, now .* version of trainer that trained it"):
         replay_config(recorded, [])
 

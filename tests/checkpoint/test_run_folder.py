@@ -22,15 +22,10 @@ from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
 from trainer.errors import BadInputError
 from trainer.observe.sinks import keep_rows
+from trainer.train.manifest import read_stored
 from trainer.train.recording import check_space
 from trainer.train.run import make_task
-from trainer.train.run_folder import (
-    claim_folder,
-    lock,
-    newest_run,
-    read_stored,
-    remove_unused,
-)
+from trainer.train.run_folder import claim_folder, lock, newest_run, remove_unused
 
 # One run at a time.
 
@@ -278,7 +273,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         from trainer.observe import sinks
-        from trainer.train import recording, run_folder
+        from trainer.train import manifest, recording
 
         def refuse(*_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -295,7 +290,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
                 for thing, name in (
                     (RecordWriter, "write"),
                     (RecordWriter, "flush"),
-                    (run_folder, "write_json"),
+                    (manifest, "write_json"),
                     (store, "commit"),
                 ):
                     replace(thing, name, refuse)

@@ -27,8 +27,8 @@ from trainer.errors import BadInputError
 from trainer.models.export import fold as fold_module
 from trainer.models.export.error import relative_error
 from trainer.models.export.fold import fold_batchnorm
-from trainer.train.manifest import file_hash
 from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
+from trainer.train.provenance import file_hash
 
 FILES = {
     "torch-export": "model.pt2",

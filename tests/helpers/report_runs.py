@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.observe.rows import FILES
-from trainer.train.run_folder import FORMAT
+from trainer.train.manifest import FORMAT
 
 EVERY = 50
 _SHARES = {

@@ -21,8 +21,8 @@ from trainer.host.affinity import CpuShares, cpus_text
 from trainer.host.allocator import VARIABLES
 from trainer.host.limits import Limits
 from trainer.launch.launcher import LocalRanks
+from trainer.train.manifest import Manifest
 from trainer.train.resume import Mode
-from trainer.train.run_folder import Manifest
 
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -24,8 +24,8 @@ from trainer.launch.folder import Launch, take_request, write_launch, write_requ
 from trainer.launch.nodes.discover import is_rank
 from trainer.launch.signals import SIGNALS
 from trainer.launch.worker import Worker, current, requested
+from trainer.train.manifest import BegunFrom, Pretrained
 from trainer.train.request import Request, as_json, from_json
-from trainer.train.run_folder import BegunFrom, Pretrained
 
 
 def in_a_fork(check: Callable[[], object]) -> None:

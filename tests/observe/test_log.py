@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers.clock import Clock
+from tests.helpers.manifests import least_manifest
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer.observe import console
@@ -25,6 +26,7 @@ from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_s
 from trainer.optim.optimizers import schedule
 from trainer.train import loop
 from trainer.train.loop import train
+from trainer.train.manifest import Manifest
 from trainer.train.recording import open_folder
 
 
@@ -210,8 +212,8 @@ def test_a_table_whose_names_hold_commas_is_read_as_it_was_written(tmp_path: Pat
 
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
-    recipe = make_recipe(log={"to": list(sinks)})
-    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), {}) as (opened, _):
+    recipe, manifest = make_recipe(log={"to": list(sinks)}), Manifest.model_validate(least_manifest())
+    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), manifest) as (opened, _):
         for sink in opened:
             sink({"kind": "train", "step": 1, "loss": 0.5})
     made = {"jsonl": "metrics.jsonl", "csv": "train.csv", "tensorboard": "tensorboard"}
@@ -224,12 +226,12 @@ def test_a_row_is_written_at_once_however_many_figures_it_has(
 ) -> None:
     """One event, not one for each metric; and a table isn't written anew while it has the same columns."""
     monkeypatch.setattr("trainer.observe.sinks.time.monotonic", lambda: 100.0)
-    recipe = make_recipe(log={"to": [kind]})
+    recipe, manifest = make_recipe(log={"to": [kind]}), Manifest.model_validate(least_manifest())
     row: dict[str, float | int | str] = {"kind": "train", "step": 1, "epoch": 0.5}
     row |= {f"figure_{number}": (number + 1) / 3 for number in range(50)}
     opened: list[str] = []
     original = os.fdopen
-    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), {}) as ([sink], _):
+    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), manifest) as ([sink], _):
         sink(row)
 
         def open_counted(number: int, mode: str = "r", **named: Any) -> Any:

@@ -20,11 +20,8 @@ from trainer import cli
 from trainer.errors import BadInputError
 from trainer.host.disks import Mount
 from trainer.train import start
-from trainer.train.run_folder import (
-    claim_folder,
-    new_folder,
-    read_stored,
-)
+from trainer.train.manifest import read_stored
+from trainer.train.run_folder import claim_folder, new_folder
 
 # Files of ours that say something odd.
 

@@ -22,11 +22,11 @@ from trainer.observe.rows import FILES
 from trainer.observe.text import (
     share,
 )
+from trainer.train.manifest import FORMAT
 from trainer.train.report import figures, page as page_of, write
 from trainer.train.report.phases import PHASES
 from trainer.train.report.read import read_run
 from trainer.train.report.write import leave_report, write_report
-from trainer.train.run_folder import FORMAT
 
 _VOID = {"meta", "link", "br"}
 _TAGS = {

@@ -27,8 +27,8 @@ from trainer.optim.average import WeightAverage
 from trainer.optim.muon import Muon
 from trainer.optim.optimizers import parameter_groups
 from trainer.train.build import build
+from trainer.train.manifest import read_run
 from trainer.train.model_of_run import _load_weights
-from trainer.train.run_folder import read_run
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat

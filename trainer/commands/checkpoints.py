@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint import FOLDER
 from trainer.config.sizes import MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.host import strict_json
 from trainer.host.latest import run_path
 from trainer.observe.text import age
 
@@ -45,12 +44,13 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         BadInputError: If it isn't a run folder, is one of another format, or can't be read.
     """
     from trainer.checkpoint.store import listing
-    from trainer.train.run_folder import check_format
+    from trainer.train.manifest import check_format
+    from trainer.train.run_folder import read_json
 
     folder = run / FOLDER
     # Without a manifest that can be read, the checkpoints are what is left of the run: they are shown.
     with contextlib.suppress(OSError, ValueError):
-        check_format(run, strict_json.parse((run / "manifest.json").read_bytes()))
+        check_format(run, read_json(run / "manifest.json"))
     try:
         if not folder.is_dir() and not (run / "manifest.json").is_file():
             raise BadInputError(f"{run}: not a run folder (it holds no manifest.json and no checkpoints)")

@@ -249,8 +249,8 @@ def _run_named(word: str, flag: str) -> Path:
 
 def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
     """Reads what --from names; where no recipe is given, takes that of the run to resume or to begin from."""
+    from trainer.train.manifest import read_run
     from trainer.train.resume import own_config, parse_source
-    from trainer.train.run_folder import read_run
 
     if options.begin_from is not None:
         source = parse_source(options.begin_from)
@@ -270,4 +270,4 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
         )
     run = read_run(named)
     own_config(run, options.set)
-    options.recipe, options.values = str(run.facts.get("recipe") or named.name), dict(run.manifest.config)
+    options.recipe, options.values = run.manifest.recipe or named.name, dict(run.manifest.config)

@@ -34,10 +34,11 @@ from trainer.host import files
 from trainer.host.here import shown
 from trainer.models.finetune import fine_tune
 from trainer.tasks import Task
+from trainer.train.manifest import BegunFrom, RunFolder, read_run
 from trainer.train.prepare import shapes_only
 from trainer.train.resume import StartingPoint, differences, other_data
 from trainer.train.run import WEIGHTS, data_of
-from trainer.train.run_folder import KEPT, BegunFrom, RunFolder, read_run
+from trainer.train.run_folder import KEPT
 from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
 
 _SHOWN = 6

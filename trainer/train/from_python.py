@@ -28,20 +28,13 @@ from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.begin import keep_beginning
 from trainer.train.hooks import HookError, find_hooks
+from trainer.train.manifest import read_stored
 from trainer.train.pretrained import resolve_pretrained
 from trainer.train.process_state import process_state_kept
 from trainer.train.request import Request
 from trainer.train.resume import Mode, parse_source
 from trainer.train.run import check_files, check_request, make_task
-from trainer.train.run_folder import (
-    RUNS,
-    claim_folder,
-    new_folder,
-    read_rows,
-    read_stored,
-    remove_unused,
-    warn_of_loss,
-)
+from trainer.train.run_folder import RUNS, claim_folder, new_folder, read_rows, remove_unused, warn_of_loss
 from trainer.train.start_checks import begun, check_outside, check_stored, threads_line
 from trainer.train.trainer import train_rank
 

@@ -1,179 +1,306 @@
-"""What a run was: configuration, code, environment, data and outcome, for the run folder's manifest.json."""
+"""The manifest of a run: its type, and how manifest.json is read, checked and written. Imports no torch."""
 
-import hashlib
-import os
-import platform
-import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.config.section import config_hash
-from trainer.host.environment import IMAGE_DIGEST
-from trainer.host.kernel import processor
-from trainer.host.nvml import driver_version
-from trainer.host.stamp import read_stamp
-from trainer.launch.nodes.discover import job_of
-from trainer.train.resume import differences, extends, other_arithmetic, other_data
-from trainer.train.run_folder import FORMAT, Attempt, BegunFrom, Manifest, Pretrained
-from trainer.train.state import Run
-from trainer.version import ARITHMETIC, __version__
+from trainer.errors import BadInputError
+from trainer.host import latest
+from trainer.train.run_folder import MANIFEST, read_json, write_json
+
+FORMAT = 4  # of a run folder: the names in its manifest and rows, and of the files that hold these
 
 
-def make_manifest(
-    run: Run,
-    name: str,
-    command: str,
-    fingerprint: Mapping[str, str],
-    notes: Sequence[str],
-    stored: Manifest | None = None,
-    begun_from: BegunFrom | None = None,
-    pretrained: Pretrained | None = None,
-) -> dict[str, Any]:
-    """What this run is, for people and for machines.
+class Device(BaseModel):
+    """Where a run trained; `gpus` are those of rank 0's host that the job may use."""
 
-    Args:
-        name: Of the recipe.
-        command: What the user typed.
-        fingerprint: From `trainer.train.run.data_of`.
-        begun_from: The other run's checkpoint that a new run begins from.
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    kind: Literal["cpu", "cuda"]
+    name: str = ""
+    gpus: list[str] = []
+    cpu: str | None = None
+    cpu_capability: str | None = None
+
+
+class Attempt(BaseModel):
+    """One start of a run.
+
+    Attributes:
+        started: When.
+        step: Steps done before it.
+        ranks: How many trained.
+        threads: Intra-op threads of each.
+        log_every: Steps between its rows of metrics: a row's loss is their mean.
+        changed: What of the configuration was changed, by `--resume force` or a later end: "key: before, now
+            after".
+        extends: Whether it went on beyond the end that a run had reached, or in such an extension.
+        config_hash: Of its configuration.
+        jsonl: Whether it wrote rows to metrics.jsonl and the files beside it.
+        checksums: Whether it wrote rows to checksums.jsonl.
+        arithmetic: Number of the arithmetic that it computed by, see `trainer.version`; 1 if none is written.
+        job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
-    begun_from = stored.begun_from if stored else begun_from
-    recipe, world, threads = run.recipe, run.world, torch.get_num_threads()
-    commit, dirty = _commit()
-    config = recipe.model_dump(mode="json")
-    # By --resume force alone: what trained the steps before is not what this manifest says.
-    changed = []
-    if stored is not None:
-        changed = [
-            *differences(stored.config, config),
-            *other_data(stored, fingerprint),
-            *other_arithmetic(stored.arithmetic),
-        ]
-    attempt = Attempt(
-        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        step=run.state.step,
-        ranks=world.size,
-        threads=threads,
-        log_every=recipe.log.every,
-        changed=changed,
-        extends=stored is not None and bool(run.state.step) and extends(stored, config),
-        config_hash=config_hash(recipe),
-        jsonl="jsonl" in recipe.log.to,
-        checksums=recipe.log.fingerprints,
-        arithmetic=ARITHMETIC,
-        job=job_of(os.environ),
-    )
-    attempts = [*(stored.attempts if stored else []), attempt]
-    return {
-        "format": FORMAT,
-        "recipe": name,
-        "run_id": stored.run_id if stored else uuid.uuid4().hex,
-        "from": begun_from and begun_from.model_dump(),
-        "config": config,
-        "config_hash": config_hash(recipe),
-        "seed": recipe.seed,
-        "command": command,
-        "started": attempts[0].started,
-        "ended": None,
-        "restarts": len(attempts) - 1,
-        "attempts": [one.model_dump() for one in attempts],
-        "commit": commit,
-        "dirty": dirty,
-        "lock": lock_hash(Path(sys.prefix)),
-        "image": os.environ.get(IMAGE_DIGEST) or None,
-        "versions": _versions(world.device),
-        "arithmetic": attempts[0].arithmetic,
-        "device": _device(world.device),
-        "data": run.task.describe(),
-        "fingerprint": dict(fingerprint),
-        "pretrained": pretrained.model_dump() if pretrained else None,
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "world_size": world.size,
-        "threads": threads,
-        "parameters": {
-            "all": sum(p.numel() for p in run.state.model.parameters()),
-            "trained": sum(p.numel() for p in run.gradients.parameters),
-        },
-        "steps": run.steps,
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
-        "notes": notes,
-        "trackers": dict(stored.trackers) if stored else {},
-        "weights": {},
-        "anomalies": 0,
-        "out_of_patience": 0,
-        "status": "running",
-    }
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    started: str
+    step: int = Field(ge=0)
+    ranks: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    log_every: int = Field(ge=1)
+    changed: list[str]
+    extends: bool = False
+    config_hash: str
+    jsonl: bool
+    checksums: bool
+    arithmetic: int = Field(1, ge=1)
+    job: dict[str, str]
 
 
-def file_hash(file: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        while chunk := content.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+class BegunFrom(BaseModel):
+    """The checkpoint of another run that a run began from.
+
+    Attributes:
+        folder: That run's, where it was then.
+        run_id: Whose checkpoint it is.
+        step: Of the checkpoint.
+        hash: SHA-256 of its SHA256SUMS, and so of all of it.
+        differs: What is another in the new run, of configuration and data: "key: there, now here".
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    folder: str
+    run_id: str
+    step: int = Field(ge=0)
+    hash: str
+    differs: list[str]
 
 
-def lock_hash(prefix: Path) -> str | None:
-    """SHA-256 of the wheels.lock that an environment was installed from; None where nobody knows."""
-    stamp = read_stamp(prefix)
-    return None if stamp.changing else stamp.lock
+class Pretrained(BaseModel):
+    """What a run started from.
+
+    Attributes:
+        source: As it was asked for.
+        revision: On the hub the commit; of torchvision's weights the file; None for a path.
+        sha256: Of the safetensors file that was read.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    source: str
+    revision: str | None
+    sha256: str
 
 
-def _versions(device: torch.device) -> dict[str, Any]:
-    cuda = device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if cuda and torch.distributed.is_nccl_available() else None
-    return {
-        "trainer": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": _installed("torchvision"),
-        "numpy": np.__version__,
-        "pillow": _installed("pillow"),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "nccl": ".".join(map(str, nccl)) if nccl else None,
-        "driver": driver_version(),
-    }
+class Manifest(BaseModel):
+    """A run's manifest: what it is, what decides how to go on with it, and what a replay needs.
+
+    What only people read has a default, so that a manifest without it can be read. A manifest changes by
+    `update_manifest`, which alone writes it.
+
+    Attributes:
+        format: Of the run folder.
+        recipe: Its name.
+        run_id: Which its checkpoints name, too.
+        begun_from: Where it began, if that was another run's checkpoint (`from` in the file).
+        config: Its resolved configuration, without secrets.
+        config_hash: Of that.
+        command: What the user typed for the newest attempt.
+        started: When the first attempt did.
+        ended: When the newest one did; None while it trains, and if it was killed.
+        attempts: All of them, the last one is the newest.
+        commit: Of the code, with "+" for uncommitted changes (`dirty`).
+        lock: SHA-256 of the wheels.lock of its environment.
+        image: Digest of its container's image.
+        first_arithmetic: Number of the first attempt's arithmetic (`arithmetic` in the file).
+        data: What its task says of the data.
+        fingerprint: What its data was, see `trainer.train.run.data_of`.
+        pretrained: What its weights were at first, where they were somebody's.
+        world_size: Number of ranks.
+        threads: Intra-op threads per rank; part of the arithmetic on a CPU.
+        steps: At its end.
+        trackers: Ids of its runs at trackers, by their names in `log.to`.
+        weights: Hashes of the final weights by their files' names.
+        anomalies: Number of them.
+        out_of_patience: Evaluations in a row that were no better than the best, where these ended it; else 0.
+        status: How it ended; running also if it was killed.
+        model: The table of the model's parts.
+        reason: Why it ended before its end.
+        summary: Of a run that came to its end: metrics, seconds and the like.
+    """
+
+    model_config = ConfigDict(strict=True, populate_by_name=True, validate_assignment=True)
+
+    format: int = FORMAT
+    recipe: str = ""
+    run_id: str
+    begun_from: BegunFrom | None = Field(None, alias="from")
+    config: dict[str, Any]
+    config_hash: str
+    seed: int | None = None
+    command: str = ""
+    started: str = ""
+    ended: str | None = None
+    restarts: int = 0
+    attempts: list[Attempt] = Field(min_length=1)
+    commit: str | None = None
+    dirty: bool | None = None
+    lock: str | None = None
+    image: str | None = None
+    versions: dict[str, Any] = Field(default_factory=dict)
+    first_arithmetic: int = Field(1, alias="arithmetic")
+    device: Device
+    data: dict[str, Any] = Field(default_factory=dict)
+    fingerprint: dict[str, str]
+    pretrained: Pretrained | None = None
+    host: str = ""
+    pid: int | None = None
+    world_size: int = Field(ge=1, le=1 << 20)
+    threads: int = Field(ge=1, le=1 << 16)
+    parameters: dict[str, int] = Field(default_factory=dict)
+    steps: int = Field(ge=1)
+    gradient_accumulation_steps: int = 1
+    notes: list[str] = Field(default_factory=list)
+    trackers: dict[str, str] = Field(default_factory=dict)
+    weights: dict[str, str]
+    anomalies: int = 0
+    out_of_patience: int = Field(0, ge=0)
+    status: Literal["running", "stopped", "failed", "finished", "diverged"]
+    model: dict[str, Any] | None = None
+    reason: str | None = None
+    summary: Any = None  # which verify judges
+
+    @property
+    def arithmetic(self) -> int:
+        """Number of the arithmetic that its newest attempt computed by."""
+        return self.attempts[-1].arithmetic
+
+    @property
+    def extended(self) -> bool:
+        """Whether it was ever given a later end after it had reached one."""
+        return any(attempt.extends for attempt in self.attempts)
+
+    def foreign(self, state: Mapping[str, Any]) -> str | None:
+        """Why a checkpoint with this state isn't one of this run, or None."""
+        if (run_id := state.get("run_id")) != self.run_id:
+            return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8]})"
+        if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
+            return "its configuration is none that this run was trained with"
+        return None
+
+    def as_facts(self) -> dict[str, Any]:
+        """As manifest.json has it; a key that comes later is left out until then."""
+        later = {name for name in ("model", "reason", "summary") if getattr(self, name) is None}
+        return self.model_dump(by_alias=True, exclude=later)
 
 
-def _installed(name: str) -> str | None:
-    """The version of a package, which isn't imported for that: torchvision takes seconds."""
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder that was read.
+
+    Attributes:
+        path: The folder.
+        manifest: What it says.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+class _NoManifestError(BadInputError):
+    """There is none, so that nothing was trained there."""
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """A run's manifest as it stands there; only its format is looked at: a report shows odd ones, too.
+
+    Raises:
+        BadInputError: If there is none, it can't be read, or another version of trainer wrote it.
+    """
+    path = folder / MANIFEST
     try:
-        return version(name)
-    except PackageNotFoundError:
+        facts = read_json(path)
+        if not isinstance(facts, dict):
+            raise ValueError("not a JSON object")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _NoManifestError(
+            f"{folder}: not a run folder (it holds no {MANIFEST}{latest.nor_below_runs(folder)}); give one "
+            "that trainer train made"
+        ) from error
+    except OSError as error:
+        raise BadInputError(f"{path}: can't be read ({error.strerror}); mend that") from error
+    except ValueError as error:
+        raise _odd_manifest(path, str(error)) from error
+    check_format(folder, facts)
+    return facts
+
+
+def check_format(folder: Path, facts: Any) -> None:
+    """Refuses a manifest of another format: its keys and rows have other names. What is none passes.
+
+    Raises:
+        BadInputError: If it says so, or (format 1) says nothing.
+    """
+    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
+        return
+    if (found := facts.get("format", 1)) != FORMAT:
+        raise BadInputError(
+            f"{folder}: a run folder of format {found}, written by another version of trainer; this one "
+            f"reads format {FORMAT}: use that version for it, or give another folder"
+        )
+
+
+def _odd_manifest(path: Path, why: str) -> BadInputError:
+    return BadInputError(
+        f"{path}: can't be read as a run's manifest ({why}); bring it back, or give another folder"
+    )
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Reads a run folder.
+
+    Raises:
+        BadInputError: If it isn't one of this trainer.
+    """
+    facts = read_facts(folder)
+    try:
+        return RunFolder(folder, Manifest.model_validate(facts))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise _odd_manifest(folder / MANIFEST, f"{where}: {problem['msg']}") from error
+
+
+def read_stored(folder: Path) -> Manifest | None:
+    """What earlier attempts left in a folder; None if there is no manifest yet.
+
+    Raises:
+        BadInputError: As `read_run`.
+    """
+    try:
+        return read_run(folder).manifest
+    except _NoManifestError:
         return None
 
 
-def _device(device: torch.device) -> dict[str, Any]:
-    """The device of the ranks; `gpus` are those of rank 0's host that the job may use."""
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    on_gpu = device.type == "cuda"
-    return {
-        "kind": device.type,
-        "name": gpus[device.index or 0] if on_gpu else platform.processor() or platform.machine(),
-        "gpus": gpus if on_gpu else [],
-        "cpu": processor(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
+def update_manifest(folder: Path, manifest: Manifest, **changes: Any) -> None:
+    """Changes a run's manifest and writes it; a status comes with the time, and the number of anomalies.
 
-
-def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the code that runs, with "+" for uncommitted changes, and whether there are; else None."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None, None
-    dirty = bool(changed.stdout.strip())
-    return commit.stdout.strip() + "+" * dirty, dirty
+    Raises:
+        OSError: If it can't be written; it is changed all the same.
+    """
+    if "status" in changes:
+        try:
+            anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
+        except OSError:
+            anomalies = 0
+        changes |= {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "anomalies": anomalies}
+    for name, value in changes.items():
+        setattr(manifest, name, value)
+    write_json(folder / MANIFEST, manifest.as_facts())

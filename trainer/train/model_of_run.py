@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +29,12 @@ from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode
 from trainer.rng import Ints
 from trainer.tasks import Task
-from trainer.train.manifest import file_hash
+from trainer.train.manifest import Manifest, RunFolder, read_run
 from trainer.train.prepare import shapes_only
+from trainer.train.provenance import file_hash
 from trainer.train.resume import FREE, own_config
 from trainer.train.run import make_task, more_sets
-from trainer.train.run_folder import MANIFEST, RunFolder, read_run
+from trainer.train.run_folder import MANIFEST
 
 # Where data lies and how it comes; all else is the run's.
 _ELSEWHERE = [key for key in FREE if key.startswith(("data.", "evaluation.sets."))]
@@ -52,7 +53,7 @@ class OpenedRun(NamedTuple):
 
     Attributes:
         folder: The run folder.
-        facts: Its manifest.
+        manifest: Its manifest.
         recipe: Its configuration.
         task: Of the recipe, with its data.
         model: On the CPU, in evaluation mode, float32; nothing in it asks for gradients.
@@ -60,7 +61,7 @@ class OpenedRun(NamedTuple):
     """
 
     folder: Path
-    facts: Mapping[str, Any]
+    manifest: Manifest
     recipe: Recipe
     task: Task
     model: nn.Module
@@ -99,7 +100,7 @@ def open_run(
     if weights is not None and weights not in run.manifest.weights:
         raise BadInputError(f"{folder / weights}: isn't one of the run's final weights; give the run folder")
     source = _load_weights(model, run, name, checkpoint)
-    return OpenedRun(folder, run.facts, recipe, task, model, source)
+    return OpenedRun(folder, run.manifest, recipe, task, model, source)
 
 
 def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolder, str, dict[str, Any]]:
@@ -167,9 +168,9 @@ def _with_set(recipe: Recipe, on: str) -> Recipe:
 
 def _check_described(run: RunFolder, task: Task) -> None:
     """What gives the model's outputs their meaning must be as it was trained with."""
-    there, here = run.facts.get("data"), json.loads(json.dumps(redact(dict(task.describe()))))
+    there, here = run.manifest.data, json.loads(json.dumps(redact(dict(task.describe()))))
     for key in _MEANINGS:
-        if isinstance(there, dict) and key in there and there[key] != here.get(key):
+        if key in there and there[key] != here.get(key):
             raise BadInputError(
                 f"{run.path}: the data here has other {key} than the run was trained with; give the place of "
                 "that data by --set data.path=…"

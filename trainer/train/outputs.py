@@ -35,13 +35,13 @@ from trainer.observe.progress import Progress, served
 from trainer.train.anomalies import AnomalyLog, write_anomalies
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
-from trainer.train.manifest import make_manifest
+from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.model_table import describe_model, show_model, top_parts
 from trainer.train.operations import count_operations
 from trainer.train.prepare import could_be_sharded
+from trainer.train.provenance import make_manifest
 from trainer.train.recording import check_space, open_folder, other_ranks_checksums, writable
 from trainer.train.request import Request
-from trainer.train.run_folder import Manifest, set_status
 from trainer.train.state import Run
 from trainer.train.step import take_metrics
 from trainer.train.summary import introduce
@@ -71,7 +71,7 @@ class Outputs:
     checkpoints: Checkpoints
     anomalies: AnomalyLog
     each_step: tuple[Callable[[int], None], ...] = ()
-    manifest: dict[str, Any] | None = None
+    manifest: Manifest | None = None
     progress_bar: ProgressBar | None = None
     advisor: Advisor | None = None
     profile: Profile | None = None
@@ -82,7 +82,8 @@ class Outputs:
             self.progress_bar.close()
             if status == "stopped":
                 self.progress_bar.say(f"  {line}")
-            set_status(self.anomalies.folder, self.manifest, status, line)
+            with contextlib.suppress(OSError):  # of a full disk, say: what happened matters more
+                update_manifest(self.anomalies.folder, self.manifest, status=status, reason=line)
 
 
 def bare_outputs(
@@ -135,13 +136,13 @@ def open_outputs(
     manifest = make_manifest(
         run, request.name, request.command, data, notes, stored, request.begun_from, request.pretrained
     )
-    manifest["anomalies"] = len(anomalies)
+    manifest.anomalies = len(anomalies)
     sources = metric_sources(stack, run)
     if sources.count is not None:
         shown = top_parts(run.state.model)
         own = brings_optimizer(run.task)
         ranks = run.world.size if could_be_sharded(run.recipe, run.task, run.world.size) else 0
-        manifest["model"] = describe_model(run.recipe, run.state.model, shown, sources.count, own, ranks)
+        manifest.model = describe_model(run.recipe, run.state.model, shown, sources.count, own, ranks)
     check_space(folder, run.recipe, run.state.model, brings_optimizer(run.task))
     with writable(folder):
         # All ranks have read theirs: they agreed.
@@ -152,8 +153,8 @@ def open_outputs(
             link_latest(folder)
     sinks, checksums = stack.enter_context(open_folder(folder, run, manifest))
     progress_bar = introduce(manifest, run, folder)
-    if run.state.step == 0 and "model" in manifest:
-        show_model(manifest["model"], progress_bar, run.world.device)
+    if run.state.step == 0 and manifest.model is not None:
+        show_model(manifest.model, progress_bar, run.world.device)
     stack.callback(progress_bar.close)
     sinks.append(progress_bar)
     if run.nonfinite is not None:
@@ -168,7 +169,7 @@ def open_outputs(
     advisor = _add_advisor(stack, run, logger, sources)
     profile = _open_profile(stack, request, run)
     written = checkpoint_hook(hooks, config)
-    checkpoints = Checkpoints(run, writer, manifest["run_id"], data, written)
+    checkpoints = Checkpoints(run, writer, manifest.run_id, data, written)
     return Outputs(
         logger,
         checkpoints,
@@ -188,17 +189,15 @@ def open_outputs(
 
 
 @contextlib.contextmanager
-def _served(
-    folder: Path, run: Run, manifest: Mapping[str, Any], writer: BackgroundWriter
-) -> Iterator[Progress]:
+def _served(folder: Path, run: Run, manifest: Manifest, writer: BackgroundWriter) -> Iterator[Progress]:
     """Where Prometheus looks, as a sink."""
     begun = run.state.step
     about = {
         "run": folder.name,
-        "recipe": Path(manifest["recipe"]).stem,
-        "run_id": manifest["run_id"],
-        "config_hash": manifest["config_hash"],
-        "commit": manifest["commit"] or "",
+        "recipe": Path(manifest.recipe).stem,
+        "run_id": manifest.run_id,
+        "config_hash": manifest.config_hash,
+        "commit": manifest.commit or "",
         "version": __version__,
     }
     progress = Progress(

@@ -14,9 +14,9 @@ from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import regular
-from trainer.train.manifest import file_hash
+from trainer.train.manifest import Manifest, Pretrained, read_run
+from trainer.train.provenance import file_hash
 from trainer.train.resume import Mode, StartingPoint
-from trainer.train.run_folder import Manifest, Pretrained, read_run
 
 
 def begins_fresh(folder: Path | None, stored: Manifest | None, mode: Mode) -> bool:

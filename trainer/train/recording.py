@@ -28,7 +28,7 @@ from trainer.observe.rows import FILES
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, opened_to_add, tensorboard_sink
 from trainer.observe.text import listed
 from trainer.optim.optimizers import bytes_of_moments
-from trainer.train.run_folder import MANIFEST, set_status, write_json
+from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.state import Run
 
 # libyaml's writes the same ten times as fast; not every PyYAML has it.
@@ -52,9 +52,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_folder(
-    folder: Path, run: Run, manifest: dict[str, Any]
-) -> Iterator[tuple[list[Sink], Checksums | None]]:
+def open_folder(folder: Path, run: Run, manifest: Manifest) -> Iterator[tuple[list[Sink], Checksums | None]]:
     """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
 
     Rows of later steps than the run's, from an attempt that was lost, go. An error that ends it
@@ -74,7 +72,9 @@ def open_folder(
             yield sinks, checksums
         except BaseException as error:
             if os.getpid() == process:  # not in a fork of somebody's code
-                set_status(folder, manifest, status_of(error), f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                with contextlib.suppress(OSError):  # of a full disk, say: what happened matters more
+                    update_manifest(folder, manifest, status=status_of(error), reason=reason)
             raise
 
 
@@ -84,7 +84,7 @@ def status_of(error: BaseException) -> str:
 
 
 def _open(
-    folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int, closing: contextlib.ExitStack
+    folder: Path, recipe: Recipe, manifest: Manifest, step: int, closing: contextlib.ExitStack
 ) -> list[Sink]:
     remove_unfinished(folder)
     if not step:
@@ -92,7 +92,7 @@ def _open(
     for file in (*(folder / name for name in (*FILES.values(), "checksums.jsonl")), *folder.glob("*.csv")):
         if cut := keep_rows(file, step):
             warn(f"{file}: {cut} lines that can't be read were removed")
-    write_json(folder / MANIFEST, manifest)
+    update_manifest(folder, manifest)
     with written_whole(folder / "config.yaml") as beside:
         values = redact(recipe.model_dump(mode="json"))
         beside.write_text(yaml.dump(values, Dumper=_DUMPER, sort_keys=False))

@@ -11,8 +11,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_words
 from trainer.config.section import validated
 from trainer.observe.profile import Kind
+from trainer.train.manifest import BegunFrom, Pretrained
 from trainer.train.resume import Mode
-from trainer.train.run_folder import BegunFrom, Pretrained
 
 
 def typed(argv: Sequence[str]) -> str:

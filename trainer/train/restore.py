@@ -12,8 +12,8 @@ from trainer.errors import BadInputError
 from trainer.host.affinity import binding_note
 from trainer.launch.worker import cpu_shares
 from trainer.optim.own import HostSchedule
+from trainer.train.manifest import Manifest
 from trainer.train.resume import Mode
-from trainer.train.run_folder import Manifest
 from trainer.train.state import Run, load_state
 from trainer.train.updates import refuse_later_end
 

@@ -12,7 +12,8 @@ from trainer.config.recipe_file import override
 from trainer.config.redact import REDACTED, redact
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.latest import LATEST
-from trainer.train.run_folder import MANIFEST, Manifest, RunFolder, read_run
+from trainer.train.manifest import Manifest, RunFolder, read_run
+from trainer.train.run_folder import MANIFEST
 from trainer.version import ARITHMETIC, ARITHMETIC_CHANGES
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.

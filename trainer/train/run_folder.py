@@ -1,7 +1,4 @@
-"""The run folder: how it is named and claimed, and what its manifest says. Every command reads runs by this.
-
-Imports no torch.
-"""
+"""The run folder: how it is named and claimed, and how its files are read and written. Imports no torch."""
 
 import contextlib
 import errno
@@ -11,14 +8,10 @@ import json
 import os
 import platform
 import shutil
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from trainer.checkpoint import FOLDER
 from trainer.config.recipe import Recipe
@@ -39,7 +32,6 @@ from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES
 
-FORMAT = 4  # of a run folder: the names in its manifest and rows, and of the files that hold these
 _LOCK = ".lock"
 # What a start leaves that was killed before there was a manifest.
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
@@ -47,234 +39,6 @@ KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it be
 _LEFTOVERS = {_LOCK, MEETING, LOGS, EXIT_CODE, KEPT}
 _FOLDERS = (FOLDER, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
 _ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
-
-
-# --- what a manifest says ---
-
-
-class _Device(BaseModel):
-    kind: Literal["cpu", "cuda"]
-
-
-class Attempt(BaseModel):
-    """One start of a run.
-
-    Attributes:
-        started: When.
-        step: Steps done before it.
-        ranks: How many trained.
-        threads: Intra-op threads of each.
-        log_every: Steps between its rows of metrics: a row's loss is their mean.
-        changed: What of the configuration was changed, by `--resume force` or a later end: "key: before, now
-            after".
-        extends: Whether it went on beyond the end that a run had reached, or in such an extension.
-        config_hash: Of its configuration.
-        jsonl: Whether it wrote rows to metrics.jsonl and the files beside it.
-        checksums: Whether it wrote rows to checksums.jsonl.
-        arithmetic: Number of the arithmetic that it computed by, see `trainer.version`; 1 if none is written.
-        job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    started: str
-    step: int = Field(ge=0)
-    ranks: int = Field(ge=1)
-    threads: int = Field(ge=1)
-    log_every: int = Field(ge=1)
-    changed: list[str]
-    extends: bool = False
-    config_hash: str
-    jsonl: bool
-    checksums: bool
-    arithmetic: int = Field(1, ge=1)
-    job: dict[str, str]
-
-
-class BegunFrom(BaseModel):
-    """The checkpoint of another run that a run began from.
-
-    Attributes:
-        folder: That run's, where it was then.
-        run_id: Whose checkpoint it is.
-        step: Of the checkpoint.
-        hash: SHA-256 of its SHA256SUMS, and so of all of it.
-        differs: What is another in the new run, of configuration and data: "key: there, now here".
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    folder: str
-    run_id: str
-    step: int = Field(ge=0)
-    hash: str
-    differs: list[str]
-
-
-class Pretrained(BaseModel):
-    """What a run started from.
-
-    Attributes:
-        source: As it was asked for.
-        revision: On the hub the commit; of torchvision's weights the file; None for a path.
-        sha256: Of the safetensors file that was read.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    source: str
-    revision: str | None
-    sha256: str
-
-
-class Manifest(BaseModel):
-    """Of a run's manifest, what decides how to go on with it, and what a replay needs.
-
-    Attributes:
-        config: Its resolved configuration, without secrets.
-        config_hash: Of that.
-        threads: Intra-op threads per rank; part of the arithmetic on a CPU.
-        device: Its kind: part of the arithmetic, too.
-        world_size: Number of ranks.
-        status: How it ended; running also if it was killed.
-        fingerprint: What its data was, see `trainer.train.run.data_of`.
-        pretrained: What its weights were at first, where they were somebody's.
-        attempts: All of them, the last one is the newest.
-        run_id: Which its checkpoints name, too.
-        steps: At its end.
-        weights: Hashes of the final weights by their files' names.
-        out_of_patience: Evaluations in a row that were no better than the best, where these ended it; else 0.
-        begun_from: Where it began, if that was another run's checkpoint (`from` in the file).
-        trackers: Ids of its runs at trackers, by their names in `log.to`.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    config: dict[str, Any]
-    config_hash: str
-    threads: int = Field(ge=1, le=1 << 16)
-    device: _Device
-    world_size: int = Field(ge=1, le=1 << 20)
-    status: Literal["running", "stopped", "failed", "finished", "diverged"]
-    fingerprint: dict[str, str]
-    pretrained: Pretrained | None = None
-    attempts: list[Attempt] = Field(min_length=1)
-    run_id: str
-    steps: int = Field(ge=1)
-    weights: dict[str, str]
-    out_of_patience: int = Field(0, ge=0)
-    begun_from: BegunFrom | None = Field(None, alias="from")
-    trackers: dict[str, str] = Field(default_factory=dict)
-
-    @property
-    def arithmetic(self) -> int:
-        """Number of the arithmetic that its newest attempt computed by."""
-        return self.attempts[-1].arithmetic
-
-    @property
-    def extended(self) -> bool:
-        """Whether it was ever given a later end after it had reached one."""
-        return any(attempt.extends for attempt in self.attempts)
-
-    def foreign(self, state: Mapping[str, Any]) -> str | None:
-        """Why a checkpoint with this state isn't one of this run, or None."""
-        if (run_id := state.get("run_id")) != self.run_id:
-            return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8]})"
-        if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
-            return "its configuration is none that this run was trained with"
-        return None
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """A run folder that was read.
-
-    Attributes:
-        path: The folder.
-        facts: Its manifest, as it stands there.
-        manifest: What was checked of it.
-    """
-
-    path: Path
-    facts: Mapping[str, Any]
-    manifest: Manifest
-
-
-class _NoManifestError(BadInputError):
-    """There is none, so that nothing was trained there."""
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """A run's manifest as it stands there; only its format is looked at.
-
-    Raises:
-        BadInputError: If there is none, it can't be read, or another version of trainer wrote it.
-    """
-    path = folder / MANIFEST
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            facts = strict_json.parse(file.read(strict_json.LARGEST + 1))
-        if not isinstance(facts, dict):
-            raise ValueError("not a JSON object")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _NoManifestError(
-            f"{folder}: not a run folder (it holds no {MANIFEST}{latest.nor_below_runs(folder)}); give one "
-            "that trainer train made"
-        ) from error
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be read ({error.strerror}); mend that") from error
-    except ValueError as error:
-        raise _odd_manifest(path, str(error)) from error
-    check_format(folder, facts)
-    return facts
-
-
-def check_format(folder: Path, facts: Any) -> None:
-    """Refuses a manifest of another format: its keys and rows have other names. What is none passes.
-
-    Raises:
-        BadInputError: If it says so, or (format 1) says nothing.
-    """
-    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
-        return
-    if (found := facts.get("format", 1)) != FORMAT:
-        raise BadInputError(
-            f"{folder}: a run folder of format {found}, written by another version of trainer; this one "
-            f"reads format {FORMAT}: use that version for it, or give another folder"
-        )
-
-
-def _odd_manifest(path: Path, why: str) -> BadInputError:
-    return BadInputError(
-        f"{path}: can't be read as a run's manifest ({why}); bring it back, or give another folder"
-    )
-
-
-def read_run(folder: Path) -> RunFolder:
-    """Reads a run folder.
-
-    Raises:
-        BadInputError: If it isn't one of this trainer.
-    """
-    facts = read_facts(folder)
-    try:
-        return RunFolder(folder, facts, Manifest.model_validate(facts))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise _odd_manifest(folder / MANIFEST, f"{where}: {problem['msg']}") from error
-
-
-def read_stored(folder: Path) -> Manifest | None:
-    """What earlier attempts left in a folder; None if there is no manifest yet.
-
-    Raises:
-        BadInputError: As `read_run`.
-    """
-    try:
-        return read_run(folder).manifest
-    except _NoManifestError:
-        return None
 
 
 def newest_run(root: Path, recipe: str) -> Path:
@@ -294,7 +58,7 @@ def _is_of(manifest: Path, recipe: str) -> bool:
     if manifest.parent.is_symlink():
         return False
     try:
-        return Path(strict_json.parse(manifest.read_bytes())["recipe"]).stem == recipe
+        return Path(read_json(manifest)["recipe"]).stem == recipe
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -325,22 +89,15 @@ def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
                         yield row
 
 
-# --- what is written to it by whoever owns it ---
+def read_json(path: Path) -> Any:
+    """Reads a JSON file of a run folder.
 
-
-def set_status(folder: Path, manifest: Mapping[str, Any], status: str, reason: str) -> None:
-    """Says in the manifest how the run stands; if the disk is full, say, what happened matters more."""
-    with contextlib.suppress(OSError):
-        write_json(folder / MANIFEST, {**manifest, **outcome(folder), "status": status, "reason": reason})
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """What the manifest says when an attempt is over: when, and the number of anomalies."""
-    try:
-        anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
-    except OSError:
-        anomalies = 0
-    return {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "anomalies": anomalies}
+    Raises:
+        OSError: If it can't be read, or isn't a regular file.
+        ValueError: If it isn't JSON, or too large.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        return strict_json.parse(file.read(strict_json.LARGEST + 1))
 
 
 def write_json(path: Path, value: Any) -> None:

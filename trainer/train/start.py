@@ -21,18 +21,17 @@ from trainer.observe.console import detail, say, warn
 from trainer.tasks import Checked, Task
 from trainer.train.begin import keep_beginning
 from trainer.train.local_ranks import plan_local_ranks
+from trainer.train.manifest import Manifest, read_stored
 from trainer.train.pretrained import resolve_pretrained
 from trainer.train.request import Request, as_json
 from trainer.train.resume import StartingPoint
 from trainer.train.run import check_files, check_request, device_kind, make_task
 from trainer.train.run_folder import (
     RUNS,
-    Manifest,
     check_inside,
     claim_folder,
     new_folder,
     newest_run,
-    read_stored,
     remove_unused,
     warn_of_loss,
 )

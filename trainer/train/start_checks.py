@@ -24,9 +24,9 @@ from trainer.observe.progress import check_metrics_port
 from trainer.tasks import Task
 from trainer.train.begin import find_beginning
 from trainer.train.local_ranks import check_threads
+from trainer.train.manifest import BegunFrom, Manifest, Pretrained
 from trainer.train.resume import Mode, StartingPoint, check_beginning, check_resumable, ended
 from trainer.train.run import data_of, device_kind, make_plan
-from trainer.train.run_folder import BegunFrom, Manifest, Pretrained
 from trainer.train.tracking.tracker import check_reachable
 from trainer.train.updates import check_end
 

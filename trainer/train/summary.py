@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,20 +21,20 @@ from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
 from trainer.train.evaluate import in_set, out_of_patience
+from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.recording import save_weights
 from trainer.train.report.write import NAME, leave_report
-from trainer.train.run_folder import MANIFEST, outcome, write_json
 from trainer.train.state import Run, TrainState, whole_model
 
 _WORTH_A_WORD = 0.005  # of the time
 _PARTS = (*PHASES, "unexplained")
 
 
-def introduce(manifest: dict[str, Any], run: Run, folder: Path) -> ProgressBar:
+def introduce(manifest: Manifest, run: Run, folder: Path) -> ProgressBar:
     """Shows what is about to be trained, and where; returns the progress bar."""
     progress_bar = ProgressBar(run.plan.steps, run.state.step)
     progress_bar.say(_opening(manifest, run, folder))
-    for note in manifest["notes"]:
+    for note in manifest.notes:
         progress_bar.say(f"  {note}")
     return progress_bar
 
@@ -43,7 +42,7 @@ def introduce(manifest: dict[str, Any], run: Run, folder: Path) -> ProgressBar:
 def finish(
     folder: Path,
     run: Run,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     logger: MetricLogger,
     progress_bar: ProgressBar,
     advisor: Advisor | None,
@@ -67,11 +66,16 @@ def finish(
     decisive = [in_set(run.recipe.evaluation.decides, name) for name in dict.fromkeys(("loss", metric))]
     odd = [name for name, value in metrics.items() if not math.isfinite(value)]
     diverged = [f"{name} is {metrics[name]:g}" for name in decisive if name in odd]
-    status = "diverged" if diverged else "finished"
-    manifest.update({"weights": weights, "summary": finite(summary), "steps": run.state.step})
-    manifest["out_of_patience"] = run.state.no_better if out_of_patience(run) else 0
     try:
-        write_json(folder / MANIFEST, {**manifest, **outcome(folder), "status": status})
+        update_manifest(
+            folder,
+            manifest,
+            weights=weights,
+            summary=finite(summary),
+            steps=run.state.step,
+            out_of_patience=run.state.no_better if out_of_patience(run) else 0,
+            status="diverged" if diverged else "finished",
+        )
     except OSError as error:
         raise _unfinished(folder, "manifest.json", error) from error
     leave_report(folder)
@@ -86,7 +90,7 @@ def finish(
     programs = Path(sys.executable).parent
     board = f"{_as_typed(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
     setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that is read
-    again = f"{_as_typed(programs / 'trainer')} train {manifest['recipe']} --set {setting}"
+    again = f"{_as_typed(programs / 'trainer')} train {manifest.recipe} --set {setting}"
     if run.recipe.task == "own":  # a class that `fit` was given, which has no command
         again = "fit(…) with other settings"
     progress_bar.say(
@@ -204,13 +208,13 @@ def _report_line(folder: Path) -> str:
     return f"  report       {shown(report)}\n" if report.exists() else ""
 
 
-def _opening(manifest: dict[str, Any], run: Run, folder: Path) -> str:
+def _opening(manifest: Manifest, run: Run, folder: Path) -> str:
     plan, world = run.plan, run.world
     parameters = sum(p.numel() for p in run.state.model.parameters())
-    threads = f"{manifest['threads']} thread{'s' * (manifest['threads'] > 1)}"
-    device = manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {threads}"
+    threads = f"{manifest.threads} thread{'s' * (manifest.threads > 1)}"
+    device = manifest.device.name if world.device.type == "cuda" else f"CPU, {threads}"
     return (
-        f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.steps:,} "
+        f"{manifest.recipe}: {parameters:,} parameters, {plan.samples:,} samples, {plan.steps:,} "
         f"steps of {plan.global_batch_size} ({world.size} x {device}; accumulation "
-        f"{manifest['gradient_accumulation_steps']})\n  run folder {shown(folder)}"
+        f"{manifest.gradient_accumulation_steps})\n  run folder {shown(folder)}"
     )

@@ -38,6 +38,7 @@ from trainer.train.build import build
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.loading import choose_loading
 from trainer.train.loop import train
+from trainer.train.manifest import Manifest, read_stored
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
 from trainer.train.prepare import memory_to_come, room_of_gpu, saved_by_sharding, too_much
 from trainer.train.report.write import leave_report
@@ -45,7 +46,7 @@ from trainer.train.request import Request
 from trainer.train.restore import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.resume import Mode, check_resumable, ended
 from trainer.train.run import check_request, data_of, device_kind, make_plan, make_task
-from trainer.train.run_folder import Manifest, check_inside, lock, read_stored
+from trainer.train.run_folder import check_inside, lock
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_weights
 

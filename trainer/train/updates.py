@@ -22,7 +22,7 @@ from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_grou
 from trainer.optim.own import ConstantSchedule, HostSchedule
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.run_folder import Manifest
+from trainer.train.manifest import Manifest
 
 _OF_A_SCHEDULE = ("schedule", "warmup_steps", "final_lr", "milestones", "gamma", "decay")
 

@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.train.run_folder import read_run
+    from trainer.train.manifest import read_run
 
     if options.run_or_weights.suffix != ".safetensors":
         read_run(options.run_or_weights)  # what is no run is said before torch is imported

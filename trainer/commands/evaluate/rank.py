@@ -31,7 +31,7 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
     from trainer.train.evaluate import evaluate
 
     recipe = opened.recipe
-    torch.set_num_threads(opened.facts["attempts"][-1]["threads"])
+    torch.set_num_threads(opened.manifest.attempts[-1].threads)
     check_precision(recipe.precision, world.device)
     set_matmul_mode(recipe.precision)
     set_determinism(recipe)

@@ -35,7 +35,6 @@ from trainer.models.export.formats import (
 from trainer.models.export.interface import FromPixels, InLowPrecision, leaves
 from trainer.observe.console import staged, warn
 from trainer.observe.text import plain
-from trainer.train.manifest import file_hash
 from trainer.train.model_of_run import (
     OpenedRun,
     inputs_of,
@@ -44,6 +43,7 @@ from trainer.train.model_of_run import (
     some_samples,
     stored_weights,
 )
+from trainer.train.provenance import file_hash
 from trainer.train.recording import save_weights
 from trainer.train.run_folder import write_json
 
@@ -131,9 +131,9 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
                 "format": options.to,
                 "file": "model.safetensors",
                 "dtype": options.dtype,
-                "task": run.facts["config"]["task"],
+                "task": run.manifest.config["task"],
                 "run": run.path.resolve().name,
-                "config_hash": run.facts["config_hash"],
+                "config_hash": run.manifest.config_hash,
                 "weights": source,
                 "versions": {"torch": torch.__version__},
                 "sha256": {"model.safetensors": digest},
@@ -289,7 +289,7 @@ def about(
         "data": run.task.describe(),
         "task": run.recipe.task,
         "run": run.folder.resolve().name,
-        "config_hash": run.facts["config_hash"],
+        "config_hash": run.manifest.config_hash,
         "weights": run.weights,
         "folded": list(subject.fold.names),
         "versions": {"torch": torch.__version__},

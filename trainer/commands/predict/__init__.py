@@ -60,7 +60,7 @@ def _add_text(predict: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.train.run_folder import read_run
+    from trainer.train.manifest import read_run
 
     read_run(options.folder)  # what is no run is said before torch is imported
     from trainer.commands.predict.predict import predict

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.train.run_folder import read_run
+    from trainer.train.manifest import read_run
 
     read_run(options.folder)  # what is no run is said before torch is imported
     if options.anomaly is not None:

@@ -11,8 +11,8 @@ from trainer.commands.verify.recorded import Recorded, kept_attempts, trained_by
 from trainer.config.section import hash_of
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
-from trainer.train.manifest import file_hash
-from trainer.train.run_folder import Attempt
+from trainer.train.manifest import Attempt
+from trainer.train.provenance import file_hash
 
 
 def contradictions(run: Recorded) -> list[str]:
@@ -21,7 +21,7 @@ def contradictions(run: Recorded) -> list[str]:
 
 
 def _of_manifest(run: Recorded) -> Iterator[str]:
-    manifest, facts = run.manifest, run.facts
+    manifest = run.manifest
     if (digest := hash_of(manifest.config)) != manifest.config_hash:
         yield (
             f"manifest.json: the hash of its config is {digest[:8]} and was {manifest.config_hash[:8]}: "
@@ -36,7 +36,7 @@ def _of_manifest(run: Recorded) -> Iterator[str]:
         yield f"config.yaml {problem}"
     last = manifest.attempts[-1]
     for name, there, wanted in (
-        ("seed", facts.get("seed"), manifest.config.get("seed")),
+        ("seed", manifest.seed, manifest.config.get("seed")),
         ("world_size", manifest.world_size, last.ranks),
         ("threads", manifest.threads, last.threads),
     ):
@@ -72,7 +72,7 @@ def _of_trace(run: Recorded) -> Iterator[str]:
             yield f"checksums.jsonl: the row of {kind} metrics of step {step} is there {times} times"
         if step > run.manifest.steps:
             yield f"checksums.jsonl: a row of step {step}, and the run has {run.manifest.steps}"
-    yield from _of_the_end(run, "summary", run.facts.get("summary"))
+    yield from _of_the_end(run, "summary", run.manifest.summary)
 
 
 def _of_metrics(run: Recorded) -> Iterator[str]:

@@ -10,8 +10,8 @@ from trainer.checkpoint.store import listing
 from trainer.config.redact import REDACTED
 from trainer.errors import BadInputError
 from trainer.observe.checksums import ChecksumRow, read_checksums
+from trainer.train.manifest import Attempt, Manifest, RunFolder, read_run
 from trainer.train.resume import flat
-from trainer.train.run_folder import Attempt, Manifest, RunFolder, read_run
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
             f"{folder}: nothing was recorded to compare with (checksums.jsonl); its first row comes after "
             "log.every steps, with log.fingerprints=true"
         )
-    return Recorded(run.path, run.facts, run.manifest, rows, unreadable)
+    return Recorded(run.path, run.manifest, rows, unreadable)
 
 
 def last_step(run: Recorded, steps: int | None) -> int:

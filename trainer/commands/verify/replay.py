@@ -21,10 +21,11 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
 from trainer.train.anomalies import write_anomalies
+from trainer.train.manifest import update_manifest
 from trainer.train.pretrained import resolve_pretrained
 from trainer.train.resume import FREE, flat, other_arithmetic
 from trainer.train.run import data_of, make_task
-from trainer.train.run_folder import KEPT, MANIFEST, write_json
+from trainer.train.run_folder import KEPT, MANIFEST
 from trainer.train.start import start
 
 # What a replay may take from elsewhere: where things lie, and how they come.
@@ -39,7 +40,7 @@ def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
     if not oddity(run.path / KEPT, folder=True) and (run.path / KEPT).exists():  # what it began from
         copy_folder(run.path / KEPT, folder / KEPT)
     # As if it had been stopped: the replay goes on with it, at its start.
-    write_json(folder / MANIFEST, {**run.facts, "status": "stopped"})
+    update_manifest(folder, run.manifest.model_copy(), status="stopped")
     write_anomalies(folder, refused)
 
 

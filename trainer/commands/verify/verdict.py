@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.observe.checksums import ChecksumRow, Difference
-from trainer.train.manifest import file_hash
+from trainer.train.provenance import file_hash
 
 _SHOWN = 3
 _LINES = 5
@@ -125,7 +125,7 @@ def _hints(run: Recorded) -> list[str]:
     hints = []
     if run.manifest.device.kind == "cuda" and not run.manifest.config.get("deterministic"):
         hints.append("  deterministic=false: on a GPU sums may come in another order each time")
-    if run.facts.get("dirty"):
+    if run.manifest.dirty:
         hints.append("  the run's code had uncommitted changes, which nothing recorded")
     return hints
 

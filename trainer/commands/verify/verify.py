@@ -14,7 +14,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import first_difference, read_checksums
 from trainer.observe.console import say
 from trainer.train.anomalies import read_anomalies
-from trainer.train.run_folder import read_facts
+from trainer.train.manifest import read_run
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -34,15 +34,15 @@ def verify(options: argparse.Namespace) -> int:
         code = replay(config, parts, run.manifest.steps, folder, options.gpus)
         if code != EXIT_DONE:
             return code
-        again = read_facts(folder)
+        again = read_run(folder).manifest
         rows, _, _ = read_checksums(folder / "checksums.jsonl")
         compared = [row for row in run.rows if row.step <= until]
         again_due = [row for row in rows if row.step <= until and had_checksums(run, row.step)]
         found = first_difference(compared, again_due)
         weights = differing_weights(run, folder) if until == run.manifest.steps else []
-    here = differences_here(run.facts, again)
-    if run.manifest.steps != again["steps"] and not parts[-1].settings:
-        odd.append(f"manifest.json: steps is {run.manifest.steps}, and {again['steps']} by its config")
+    here = differences_here(run.manifest.model_dump(exclude_unset=True), again.model_dump())
+    if run.manifest.steps != again.steps and not parts[-1].settings:
+        odd.append(f"manifest.json: steps is {run.manifest.steps}, and {again.steps} by its config")
     if found is None and not weights and not odd:
         say(identical(run, compared, until, parts, here))
         return EXIT_DONE

@@ -14,7 +14,7 @@ from trainer.config.redact import redact
 from trainer.host import strict_json
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.rows import FILES
-from trainer.train.run_folder import read_facts
+from trainer.train.manifest import read_facts
 
 _POINTS = 400
 _LAYER_POINTS = 100  # each has hundreds of figures

@@ -19,8 +19,8 @@ from trainer.launch.worker import requested
 from trainer.observe.console import warn
 from trainer.observe.log import Row
 from trainer.observe.phases import heartbeat
+from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.recording import status_of
-from trainer.train.run_folder import MANIFEST, write_json
 from trainer.train.state import Run
 from trainer.train.tracking import as_tracker
 from trainer.train.tracking.tracker import trackers_here
@@ -141,20 +141,18 @@ class Feed:
 
 @contextlib.contextmanager
 def tracked(
-    folder: Path, run: Run, manifest: dict[str, Any], say: Callable[[str], object], left_out: int = 0
+    folder: Path, run: Run, manifest: Manifest, say: Callable[[str], object], left_out: int = 0
 ) -> Iterator[list[Feed]]:
     """Opens the trackers of `log.to`; at the end they are told how the run stands, and waited for, not long.
 
-    Their ids come late: in the manifest that is given, and in the file, once they are known.
+    Their ids come late: they are in the manifest once they are known.
     """
-    process, feeds, status = os.getpid(), list[Feed](), "running"
+    process, feeds, status = os.getpid(), list[Feed](), str(manifest.status)
 
     def found(name: str, id_: str, where: str) -> None:
         say(f"  {name:<12} {where}")
-        manifest["trackers"][name] = id_
-        with contextlib.suppress(OSError, ValueError):  # by the file: it may say already how the run ended
-            facts = json.loads((folder / MANIFEST).read_text())
-            write_json(folder / MANIFEST, {**facts, "trackers": manifest["trackers"]})
+        with contextlib.suppress(OSError):
+            update_manifest(folder, manifest, trackers={**manifest.trackers, name: id_})
 
     try:
         for name in trackers_here(run.recipe.log.to):
@@ -163,8 +161,7 @@ def tracked(
             except OSError as error:
                 warn(f"{name}: can't be started ({error.strerror}); its rows are lost, the training goes on")
         yield feeds
-        with contextlib.suppress(OSError, ValueError):
-            status = json.loads((folder / MANIFEST).read_text())["status"]
+        status = manifest.status
     except BaseException as error:
         status = status_of(error)
         raise
@@ -173,15 +170,15 @@ def tracked(
             _close(feeds, status)
 
 
-def _about(folder: Path, run: Run, manifest: Mapping[str, Any], name: str) -> dict[str, Any]:
-    told = {key: manifest[key] for key in ("run_id", "commit")}
+def _about(folder: Path, run: Run, manifest: Manifest, name: str) -> dict[str, Any]:
     return {
-        **told,
+        "run_id": manifest.run_id,
+        "commit": manifest.commit,
         "name": folder.name,
-        "recipe": Path(manifest["recipe"]).stem,
+        "recipe": Path(manifest.recipe).stem,
         "folder": str(folder),
         "config": redact(run.recipe.model_dump(mode="json")),
-        "id": manifest["trackers"].get(name),
+        "id": manifest.trackers.get(name),
         "step": run.state.step,
         "steps": run.steps,
     }

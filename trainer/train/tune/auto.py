@@ -5,7 +5,7 @@ from collections.abc import Callable
 from trainer.errors import BadInputError
 from trainer.observe.console import say
 from trainer.observe.text import memory_size
-from trainer.train.run_folder import Manifest
+from trainer.train.manifest import Manifest
 from trainer.train.tune.job import Job, choose
 from trainer.train.tune.search import Probe, ProbeFailed, SizeSearchResult
 

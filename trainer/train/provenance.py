@@ -1,0 +1,173 @@
+"""The manifest of an attempt: its configuration, code, environment and data."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config.section import config_hash
+from trainer.host.environment import IMAGE_DIGEST
+from trainer.host.kernel import processor
+from trainer.host.nvml import driver_version
+from trainer.host.stamp import read_stamp
+from trainer.launch.nodes.discover import job_of
+from trainer.train.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
+from trainer.train.resume import differences, extends, other_arithmetic, other_data
+from trainer.train.state import Run
+from trainer.version import ARITHMETIC, __version__
+
+
+def make_manifest(
+    run: Run,
+    name: str,
+    command: str,
+    fingerprint: Mapping[str, str],
+    notes: Sequence[str],
+    stored: Manifest | None = None,
+    begun_from: BegunFrom | None = None,
+    pretrained: Pretrained | None = None,
+) -> Manifest:
+    """What this run is, for people and for machines.
+
+    Args:
+        name: Of the recipe.
+        command: What the user typed.
+        fingerprint: From `trainer.train.run.data_of`.
+        begun_from: The other run's checkpoint that a new run begins from.
+    """
+    recipe, world, threads = run.recipe, run.world, torch.get_num_threads()
+    commit, dirty = _commit()
+    config = recipe.model_dump(mode="json")
+    # By --resume force alone: what trained the steps before is not what this manifest says.
+    changed = []
+    if stored is not None:
+        changed = [
+            *differences(stored.config, config),
+            *other_data(stored, fingerprint),
+            *other_arithmetic(stored.arithmetic),
+        ]
+    attempt = Attempt(
+        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        step=run.state.step,
+        ranks=world.size,
+        threads=threads,
+        log_every=recipe.log.every,
+        changed=changed,
+        extends=stored is not None and bool(run.state.step) and extends(stored, config),
+        config_hash=config_hash(recipe),
+        jsonl="jsonl" in recipe.log.to,
+        checksums=recipe.log.fingerprints,
+        arithmetic=ARITHMETIC,
+        job=job_of(os.environ),
+    )
+    attempts = [*(stored.attempts if stored else []), attempt]
+    return Manifest(
+        recipe=name,
+        run_id=stored.run_id if stored else uuid.uuid4().hex,
+        begun_from=stored.begun_from if stored else begun_from,
+        config=config,
+        config_hash=config_hash(recipe),
+        seed=recipe.seed,
+        command=command,
+        started=attempts[0].started,
+        restarts=len(attempts) - 1,
+        attempts=attempts,
+        commit=commit,
+        dirty=dirty,
+        lock=lock_hash(Path(sys.prefix)),
+        image=os.environ.get(IMAGE_DIGEST) or None,
+        versions=_versions(world.device),
+        first_arithmetic=attempts[0].arithmetic,
+        device=_device(world.device),
+        data=dict(run.task.describe()),
+        fingerprint=dict(fingerprint),
+        pretrained=pretrained,
+        host=platform.node(),
+        pid=os.getpid(),
+        world_size=world.size,
+        threads=threads,
+        parameters={
+            "all": sum(p.numel() for p in run.state.model.parameters()),
+            "trained": sum(p.numel() for p in run.gradients.parameters),
+        },
+        steps=run.steps,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        notes=list(notes),
+        trackers=dict(stored.trackers) if stored else {},
+        weights={},
+        status="running",
+    )
+
+
+def file_hash(file: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def lock_hash(prefix: Path) -> str | None:
+    """SHA-256 of the wheels.lock that an environment was installed from; None where nobody knows."""
+    stamp = read_stamp(prefix)
+    return None if stamp.changing else stamp.lock
+
+
+def _versions(device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if cuda and torch.distributed.is_nccl_available() else None
+    return {
+        "trainer": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": _installed("torchvision"),
+        "numpy": np.__version__,
+        "pillow": _installed("pillow"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "driver": driver_version(),
+    }
+
+
+def _installed(name: str) -> str | None:
+    """The version of a package, which isn't imported for that: torchvision takes seconds."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _device(device: torch.device) -> Device:
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    on_gpu = device.type == "cuda"
+    return Device(
+        kind="cuda" if on_gpu else "cpu",
+        name=gpus[device.index or 0] if on_gpu else platform.processor() or platform.machine(),
+        gpus=gpus if on_gpu else [],
+        cpu=processor(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit of the code that runs, with "+" for uncommitted changes, and whether there are; else None."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    dirty = bool(changed.stdout.strip())
+    return commit.stdout.strip() + "+" * dirty, dirty
