@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from trainer.config.data import DataConfig, EvaluationSetConfig
 from trainer.config.formats import read_by
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
+from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
 from trainer.config.tasks import (
@@ -166,9 +167,10 @@ class Recipe(Section):
         return self
 
     def _refuse_what_cannot_be_sharded(self) -> None:
+        able = sorted(name for name, one in OPTIMIZERS.items() if one.elementwise)
         reasons = {
-            "optim.name=muon": self.optim.name == "muon"
-            and "needs whole matrices, and each rank has rows of them: use adamw or sgd",
+            f"optim.name={self.optim.name}": self.optim.name not in able
+            and f"needs whole matrices, and each rank has rows of them: use {' or '.join(able)}",
             "model.channels_last": self.model.channels_last
             and "lays parameters out in a way that can't be cut into rows: leave it out",
             "compile.scope=model": self.compile.mode != "none"
