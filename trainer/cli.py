@@ -9,48 +9,31 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from trainer.commands import (
-    bench,
-    check,
-    checkpoints,
-    data,
-    doctor,
-    evaluate,
-    export,
-    new,
-    predict,
-    recipes,
-    report,
-    submit,
-    train,
-    tune,
-    verify,
-)
 from trainer.config.redact import redact_text
+from trainer.config.registry import named
 from trainer.config.suggest import MEANT, nearest
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
 from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
 
+# Each is trainer/commands/NAME, a file or a folder, with a function `add_parser`.
 COMMANDS = (
-    *(
-        train,
-        new,
-        check,
-        recipes,
-        checkpoints,
-        evaluate,
-        report,
-        verify,
-        tune,
-        doctor,
-        export,
-        predict,
-        data,
-        submit,
-        bench,
-    ),
+    "train",
+    "new",
+    "check",
+    "recipes",
+    "checkpoints",
+    "evaluate",
+    "report",
+    "verify",
+    "tune",
+    "doctor",
+    "export",
+    "predict",
+    "data",
+    "submit",
+    "bench",
 )
 
 
@@ -148,5 +131,5 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trainer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        command.add_parser(commands)
+        named(f"trainer.commands.{command}:add_parser")(commands)
     return parser

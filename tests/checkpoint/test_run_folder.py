@@ -273,17 +273,17 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         from trainer.observe import sinks
-        from trainer.train import manifest, recording
+        from trainer.train import manifest
 
         def refuse(*_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def sink_of(folder: Path) -> Any:
+        def sink_of(folder: Path, _: int) -> Any:
             write, close = jsonl_sink(folder)
             return (lambda row: refuse() if row["step"] > 3 else write(row)), close
 
         jsonl_sink = sinks.jsonl_sink
-        replace(recording, "jsonl_sink", sink_of)
+        replace(sinks, "jsonl_sink", sink_of)
 
         def fills(done: int) -> None:
             if done == 3:

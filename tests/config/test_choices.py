@@ -36,11 +36,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "language.positions": lambda: GPT(other(LANGUAGE.language, "positions"), 8),
     "language.norm": lambda: GPT(other(LANGUAGE.language, "norm"), 8),
     "language.mlp": lambda: GPT(other(LANGUAGE.language, "mlp"), 8),
-    "language.text": lambda: Language(LANGUAGE.data, RECIPE.model, other(LANGUAGE.language, "text"), 0),
+    "language.text": lambda: Language(LANGUAGE.data, LANGUAGE.model, other(LANGUAGE.language, "text"), 0),
     "data.augment": lambda: augmented("another"),
     "data.name of text": lambda: Language(
         other(LANGUAGE.data, "name").model_copy(update={"path": Path(__file__)}),
-        RECIPE.model,
+        LANGUAGE.model,
         LANGUAGE.language,
         0,
     ),

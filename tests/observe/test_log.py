@@ -23,7 +23,7 @@ from trainer.observe.console import ProgressBar
 from trainer.observe.log import Logged
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
-from trainer.optim.optimizers import schedule
+from trainer.optim.schedules import schedule
 from trainer.train import loop
 from trainer.train.loop import train
 from trainer.train.manifest import Manifest
@@ -176,7 +176,7 @@ def test_a_full_disk_is_told_once_and_no_row_is_written_twice(tmp_path: Path) ->
 
 
 def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_path: Path) -> None:
-    sink = csv_sink(tmp_path)
+    sink, _ = csv_sink(tmp_path)
     sink({"kind": "train", "step": 1, "loss": 0.5})
     sink({"kind": "train", "step": 2, "loss": math.inf, "samples_per_s": 10.0})
     sink({"kind": "eval", "step": 2, "accuracy": 0.9})
@@ -195,12 +195,12 @@ def test_a_table_whose_names_hold_commas_is_read_as_it_was_written(tmp_path: Pat
     """As the losses of a task of one's own may; a resumed run cuts the rows off that come again."""
     rows = [{"kind": "train", "loss/a,b": 0.5, 'say "x"': 1.0, "step": step} for step in (1, 2, 3)]
     for row in rows[:2]:
-        csv_sink(tmp_path)(row)  # the second one reads the names of the first
+        csv_sink(tmp_path)[0](row)  # the second one reads the names of the first
     before = (tmp_path / "train.csv").read_bytes()
     assert keep_rows(tmp_path / "train.csv", 2) == 0
     assert (tmp_path / "train.csv").read_bytes() == before
     assert keep_rows(tmp_path / "train.csv", 1) == 0
-    csv_sink(tmp_path)({**rows[2], "later": 4})
+    csv_sink(tmp_path)[0]({**rows[2], "later": 4})
     with (tmp_path / "train.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [list(row) for row in found] == [["loss/a,b", 'say "x"', "step", "later"]] * 2

@@ -245,7 +245,7 @@ def test_each_writer_refuses_a_name_that_leads_elsewhere(
     row = {"kind": "train", "step": 1, "loss": 0.5}
     writers: dict[str, Callable[[Path], object]] = {
         "metrics.jsonl": lambda path: jsonl_sink(path.parent),
-        "train.csv": lambda path: csv_sink(path.parent)(row),  # type: ignore[arg-type]
+        "train.csv": lambda path: csv_sink(path.parent)[0](row),  # type: ignore[arg-type]
         "tensorboard": tensorboard_sink,
         "quarantine.jsonl": lambda path: Quarantine("training", 9, path).add([bad]),
         "rows.jsonl": lambda path: keep_rows(path, 1),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from trainer.config.data import check_url
+from trainer.config.models import described
 from trainer.config.section import Section
 
 Allocator = Literal["native", "expandable", "async", "managed"]
@@ -48,9 +49,8 @@ class ModelConfig(Section):
 
     name: str = Field(
         "auto",
-        description="small_resnet and vit_small (images), gpt (language), audio_cnn (audio), tiny_detector "
-        "(detection), or by name torchvision's models of images and of detection, and timm's as timm/NAME; "
-        "auto: the task's own",
+        description=f"{described()}, or by name torchvision's models of images and of detection, and timm's "
+        "as timm/NAME; auto: the task's own",
     )
     width: int = Field(32, ge=1, description="channels of the first stage (convolutional models of our own)")
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(

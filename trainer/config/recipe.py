@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from trainer.config.data import DataConfig, EvaluationSetConfig
 from trainer.config.formats import read_by
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
+from trainer.config.models import models_of
+from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
 from trainer.config.tasks import (
@@ -92,7 +94,7 @@ class Recipe(Section):
                 f"{', '.join(formats)}"
             )
         if self.model.name == "auto":
-            self.model.name = task.model
+            self.model.name = models_of(self.task)[0]
         for section in (one.section for one in TASKS.values() if one is not task):
             if getattr(self, section) != type(getattr(self, section))():
                 raise ValueError(f"{section}: nothing that task={self.task} reads; leave its keys out")
@@ -101,9 +103,10 @@ class Recipe(Section):
             part = getattr(self, section)
             if getattr(part, key) != type(part).model_fields[key].default:
                 raise ValueError(f"{dotted}: nothing that task={self.task} reads; leave it out")
-        if task.only and self.model.name != task.model:
+        if task.only and self.model.name not in (names := models_of(self.task)):
             raise ValueError(
                 f"model.name={self.model.name}: task={self.task} has a model of its own; leave the name out"
+                + f" (there are: {', '.join(names)})" * (len(names) > 1)
             )
         return self
 
@@ -166,9 +169,10 @@ class Recipe(Section):
         return self
 
     def _refuse_what_cannot_be_sharded(self) -> None:
+        able = sorted(name for name, one in OPTIMIZERS.items() if one.elementwise)
         reasons = {
-            "optim.name=muon": self.optim.name == "muon"
-            and "needs whole matrices, and each rank has rows of them: use adamw or sgd",
+            f"optim.name={self.optim.name}": self.optim.name not in able
+            and f"needs whole matrices, and each rank has rows of them: use {' or '.join(able)}",
             "model.channels_last": self.model.channels_last
             and "lays parameters out in a way that can't be cut into rows: leave it out",
             "compile.scope=model": self.compile.mode != "none"

@@ -161,15 +161,13 @@ class TaskKind(NamedTuple):
     """A kind of task.
 
     Attributes:
-        model: The model of a recipe that names none.
         section: The section of keys that only this task reads; empty if there is none.
         opens: "module:class" of the `Task`, called with the sections data, model and its own, and the seed.
         shows: "module:function" by which `trainer predict` shows a run of it.
-        only: Whether it trains no other model.
+        only: Whether it trains no models but those in `MODELS`.
         unread: Keys of other sections that it doesn't read.
     """
 
-    model: str
     section: str = ""
     opens: str = ""
     shows: str = ""
@@ -179,13 +177,11 @@ class TaskKind(NamedTuple):
 
 TASKS = {
     "classification": TaskKind(
-        "small_resnet",
         "regularization",
         "trainer.tasks.classification:Classification",
         "trainer.commands.predict.images:show_images",
     ),
     "language": TaskKind(
-        "gpt",
         "language",
         "trainer.tasks.language:Language",
         "trainer.commands.predict.text:show_text",
@@ -193,7 +189,6 @@ TASKS = {
         unread=_OF_IMAGES + _OF_CONVOLUTIONS,
     ),
     "audio": TaskKind(
-        "audio_cnn",
         "audio",
         "trainer.tasks.audio:Audio",
         "trainer.commands.predict.sounds:show_sounds",
@@ -201,7 +196,6 @@ TASKS = {
         unread=_OF_IMAGES,
     ),
     "detection": TaskKind(
-        "tiny_detector",
         "detection",
         "trainer.tasks.detection:Detection",
         "trainer.commands.predict.boxes:show_boxes",
@@ -209,4 +203,4 @@ TASKS = {
     ),
 }
 # A class in a file, or one that `fit` was given.
-CUSTOM = TaskKind("own", only=True, unread=_OF_IMAGES + _OF_CONVOLUTIONS)
+CUSTOM = TaskKind(only=True, unread=_OF_IMAGES + _OF_CONVOLUTIONS)

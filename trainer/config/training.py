@@ -1,15 +1,21 @@
 """How weights are updated, by whom, and what is watched, logged and kept meanwhile."""
 
 import re
-from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from trainer.config import sinks
 from trainer.config.data import EvaluationSetConfig
+from trainer.config.optimizers import OPTIMIZERS, SCHEDULES, described, read_by
 from trainer.config.redact import is_secret
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
+
+if TYPE_CHECKING:
+    OptimizerName = ScheduleName = str
+else:
+    OptimizerName, ScheduleName = Literal[tuple(OPTIMIZERS)], Literal[tuple(SCHEDULES)]
 
 Binding = Literal["auto", "none", "node", "cores"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -17,29 +23,14 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 _INTERVAL = re.compile(r"([1-9]\d{0,8}) ?(epoch|step)s?")
 _SET_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
 MAIN_SET = "data"  # the evaluation set that the section of this name has
-TRACKERS = ("wandb", "mlflow")
-FILES = ("jsonl", "csv", "tensorboard")
-_SINKS = (*FILES, *TRACKERS)
-SINK_GROUP = "trainer.sinks"
-
-
-def plugged_sinks() -> dict[str, EntryPoint]:
-    """The sinks that installed packages bring as entry points, by name; nothing of them is imported."""
-    return {one.name: one for one in entry_points(group=SINK_GROUP)}
 
 
 class OptimConfig(Section):
     """How weights are updated."""
 
-    name: Literal["sgd", "adamw", "muon"] = Field(
-        "adamw", description="optimizer: sgd (Nesterov), adamw, or muon (hidden matrices; adamw for the rest)"
-    )
+    name: OptimizerName = Field("adamw", description=f"optimizer: {described(OPTIMIZERS)}")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    schedule: Literal["cosine", "one-cycle", "step", "wsd", "constant"] = Field(
-        "cosine",
-        description="after the warm-up: cosine, one-cycle (cosine up as well), step (see milestones), "
-        "wsd (constant, then a decay over the last part) or constant",
-    )
+    schedule: ScheduleName = Field("cosine", description=f"after the warm-up: {described(SCHEDULES)}")
     warmup_steps: int | float = Field(
         0.05,
         ge=0,
@@ -47,22 +38,33 @@ class OptimConfig(Section):
         "the run's; if they are more than the run has, the peak is not reached",
     )
     final_lr: _Share = Field(
-        0.0, description="where cosine, one-cycle (4e-6 at least) and wsd end, as a share of the peak"
+        0.0,
+        description="where the rate ends, as a share of the peak; one-cycle: 4e-6 at least "
+        f"({read_by('final_lr', SCHEDULES)})",
     )
     milestones: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         (),
         description="epochs after which the rate falls, such as [30, 60]; 2.5 is in the middle of the third; "
-        "one beyond the run's end never comes (step)",
+        f"one beyond the run's end never comes ({read_by('milestones', SCHEDULES)})",
     )
-    gamma: float = Field(0.1, gt=0, le=1, description="factor at each milestone (step)")
-    decay: float = Field(0.2, gt=0, le=1, description="share of the updates that the decay takes (wsd)")
+    gamma: float = Field(
+        0.1, gt=0, le=1, description=f"factor at each milestone ({read_by('gamma', SCHEDULES)})"
+    )
+    decay: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description=f"share of the updates that the decay takes ({read_by('decay', SCHEDULES)})",
+    )
     weight_decay: float = Field(0.01, ge=0, description="weight decay; not on norms and biases")
     layer_decay: float = Field(
         1.0, gt=0, le=1, description="factor of the learning rate from a block to the one before; 1: none"
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd; muon, usually 0.95)")
-    betas: tuple[_Beta, _Beta] = Field((0.9, 0.999), description="decay of the moments (adamw, muon)")
-    eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw, muon)")
+    momentum: float = Field(0.9, ge=0, lt=1, description=f"momentum ({read_by('momentum', OPTIMIZERS)})")
+    betas: tuple[_Beta, _Beta] = Field(
+        (0.9, 0.999), description=f"decay of the moments ({read_by('betas', OPTIMIZERS)})"
+    )
+    eps: float = Field(1e-8, gt=0, description=f"added to the denominator ({read_by('eps', OPTIMIZERS)})")
     max_grad_norm: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
 
     @field_validator("warmup_steps")
@@ -340,9 +342,8 @@ class LogConfig(Section):
     )
     to: tuple[str, ...] = Field(
         ("jsonl", "tensorboard"),
-        description="where rows go besides the console: jsonl, csv, tensorboard (in the run folder), wandb, "
-        "mlflow, a name that an installed package brings, or a function of one's own, module:NAME or "
-        "file.py:NAME",
+        description=f"where rows go besides the console: {sinks.described()}; also a name that an installed "
+        "package brings, or a function of one's own, module:NAME or file.py:NAME",
     )
     metrics_port: int = Field(
         0,
@@ -371,8 +372,13 @@ class LogConfig(Section):
     @field_validator("to")
     @classmethod
     def _is_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        ours = (*sinks.FILES, *sinks.TRACKERS)
         for one in value:
-            if one not in _SINKS and not is_place(one) and one not in (names := (*_SINKS, *plugged_sinks())):
+            if (
+                one not in ours
+                and not is_place(one)
+                and one not in (names := (*ours, *sinks.plugged_sinks()))
+            ):
                 raise ValueError(
                     f"'{one}' is none of {', '.join(names)}, nor module:NAME or file.py:NAME of a function"
                     f"{nearest(one, names)}"

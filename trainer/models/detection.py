@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainer.config.model import ModelConfig
+from trainer.config.models import models_of, opens
+from trainer.config.registry import named
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 from trainer.models.images import make_norm, residual_stages
@@ -162,22 +164,24 @@ def make_detector(config: ModelConfig, norm: str, size: int, channels: int, clas
     Raises:
         BadInputError: If torchvision has no such detector of boxes.
     """
-    if config.name in ("auto", "tiny_detector"):
-        return TinyDetector(config, channels, classes)
+    model: nn.Module
+    if ours := opens(config.name, "detection"):
+        model = named(ours)(config, channels, classes)
+        return model
     from torchvision import models as torchvision_models
     from torchvision.models import detection
 
     names = torchvision_models.list_models(module=detection)
     names = [name for name in names if not name.startswith(("mask", "keypoint"))]  # they want more than boxes
     if config.name not in names:
-        known = ["tiny_detector", *names]
+        known = [*models_of("detection"), *names]
         raise BadInputError(
             f"model.name: no detector '{config.name}'{nearest(config.name, known)} (there are: "
             f"{', '.join(known)})"
         )
     # SSDs bring every image to a size of their own.
     sizes = {} if config.name.startswith("ssd") else {"min_size": size, "max_size": size}
-    model: nn.Module = torchvision_models.get_model(
+    model = torchvision_models.get_model(
         config.name, weights=None, weights_backbone=None, num_classes=classes + 1, **sizes
     )
     if norm != "batch":

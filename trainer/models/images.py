@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from trainer.config.model import ModelConfig
+from trainer.config.models import models_of, opens
+from trainer.config.registry import named
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 
-_TIMM = "timm/"
+_TASK, _TIMM = "classification", "timm/"
 # ViT-S/16 (Touvron et al., 2021, DeiT-S), which torchvision has no name for.
 _VIT_SMALL = {
     "image_size": 224,
@@ -27,21 +29,28 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
     Raises:
         BadInputError: If torchvision, or timm, has no such model.
     """
-    if config.name in ("auto", "small_resnet"):
-        return SmallResNet(config, channels, classes)
+    model: nn.Module
+    if ours := opens(config.name, _TASK):
+        model = named(ours)(config, channels, classes)
+        return model
     if config.name.startswith(_TIMM):
         return _timm_model(config.name.removeprefix(_TIMM), channels, classes)
     # Here: it takes three seconds (it imports torch._dynamo), in the launcher and in every rank.
     from torchvision import models as torchvision_models
 
-    if config.name == "vit_small":
-        vit: nn.Module = torchvision_models.VisionTransformer(num_classes=classes, **_VIT_SMALL)
-        return vit
     names = torchvision_models.list_models(module=torchvision_models)
     if config.name not in names:
-        known = ["small_resnet", "vit_small", *names]
+        known = [*models_of(_TASK), *names]
         raise BadInputError(f"model.name: no model '{config.name}'{nearest(config.name, known)}")
-    model: nn.Module = torchvision_models.get_model(config.name, weights=None, num_classes=classes)
+    model = torchvision_models.get_model(config.name, weights=None, num_classes=classes)
+    return model
+
+
+def vit_small(_: ModelConfig, __: int, classes: int) -> nn.Module:
+    """ViT-S/16 for images of three channels and 224 pixels."""
+    from torchvision.models import VisionTransformer
+
+    model: nn.Module = VisionTransformer(num_classes=classes, **_VIT_SMALL)
     return model
 
 

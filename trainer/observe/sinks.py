@@ -21,7 +21,7 @@ from trainer.observe.rows import FILES, tag
 _TOGETHER_S = 0.25  # so long, at most, rows of training wait for others on their way to TensorBoard
 
 
-def jsonl_sink(folder: Path) -> tuple[Sink, Callable[[], None]]:
+def jsonl_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:  # noqa: ARG001
     """A file for each kind of row, a JSON object per line; what isn't finite is null, as JSON has none such.
 
     Returns:
@@ -121,7 +121,7 @@ def _cells(line: bytes) -> list[str]:
         return []
 
 
-def csv_sink(folder: Path) -> Sink:
+def csv_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:  # noqa: ARG001
     """A table for each kind of row: train.csv, evaluation.csv, end.csv, for spreadsheets.
 
     A column that comes later is filled with nothing in the rows before it.
@@ -145,7 +145,7 @@ def csv_sink(folder: Path) -> Sink:
         with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", newline="") as file:
             csv.DictWriter(file, known, extrasaction="ignore").writerow(row)
 
-    return write
+    return write, columns.clear
 
 
 def _header(path: Path) -> list[str]:

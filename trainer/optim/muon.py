@@ -6,12 +6,14 @@ kernels of convolutions, and knows no skipped update.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
+
+from trainer.errors import BadInputError
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, *_EMBEDDINGS)
@@ -79,10 +81,9 @@ class Muon(torch.optim.Optimizer):
     own dtype. On a CPU matrices are small and bfloat16 isn't faster; older GPUs only emulate it.
 
     Attributes:
-        moments: Tensors that it keeps of each matrix, of its size; of other parameters AdamW's.
+        note: A line on what it updates, for the start of a run.
     """
 
-    moments = 1
     # Without what torch does for torch.compile, see `AdamW`.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
@@ -119,6 +120,9 @@ class Muon(torch.optim.Optimizer):
             },
         )
         self._step_supports_amp_scaling = True
+        matrices = sum(len(group["params"]) for group in self.param_groups if group["orthogonal"])
+        others = sum(len(group["params"]) for group in self.param_groups) - matrices
+        self.note = f"muon for {matrices} matrices, adamw for the other {others} tensors"
         for group in self.param_groups:
             for p in group["params"]:
                 if group["orthogonal"]:
@@ -127,6 +131,20 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["step"] = torch.zeros((), device=p.device)
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+
+    @staticmethod
+    def split(groups: Iterable[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+        """See `Kept`."""
+        if not (matrices := hidden_matrices(model)):
+            raise BadInputError(
+                "optim.name=muon: the model has no matrices between its first and its last layer; use adamw"
+            )
+        return split_groups(groups, matrices)
+
+    @staticmethod
+    def moments(_: torch.Tensor, group: Mapping[str, Any]) -> float:
+        """See `Kept`."""
+        return 1 if group["orthogonal"] else 2
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

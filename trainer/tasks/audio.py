@@ -9,13 +9,14 @@ from torch import nn
 
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
+from trainer.config.models import opens
+from trainer.config.registry import named
 from trainer.config.tasks import AudioConfig
 from trainer.data.audio_sets import AudioData, load_audio, more_audio
 from trainer.data.dataset import Dataset
 from trainer.data.formats.audio import AUDIO, LABEL
 from trainer.data.loader import Batch
 from trainer.data.sources import check_alike
-from trainer.models.audio import AudioCnn
 from trainer.tasks.sums import classified, cross_entropy
 
 _FLOOR = 1e-6  # of a mel band's power, for the logarithm: silence is no infinity
@@ -34,6 +35,7 @@ class Audio:
         self.train_data = self.audio.train
         self.evaluation_data = self.audio.evaluation
         self._model, self._config, self._seed = model, audio, seed
+        self._make = named(opens(model.name, "audio") or "")
         # Here and not at the first batch: torch waits for the device while it makes the filters.
         from torchaudio.transforms import MelSpectrogram
 
@@ -71,7 +73,8 @@ class Audio:
 
     def model(self) -> nn.Module:
         """A new model for these features."""
-        return AudioCnn(self._model, self._config.mels, len(self.audio.classes))
+        model: nn.Module = self._make(self._model, self._config.mels, len(self.audio.classes))
+        return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy, summed over the micro-batch."""

@@ -14,6 +14,8 @@ from typing_extensions import assert_never
 
 from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
+from trainer.config.models import opens
+from trainer.config.registry import named
 from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
@@ -25,7 +27,6 @@ from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
-from trainer.models.gpt import GPT
 
 _IGNORED = -100  # cross_entropy leaves such targets out
 _RANDOM_VOCABULARY = 256
@@ -37,13 +38,16 @@ class Language:
     uniforms = 0
     lower_is_better = True
 
-    def __init__(self, data: DataConfig, model: ModelConfig, config: LanguageConfig, seed: int) -> None:  # noqa: ARG002
+    _name = "auto"
+
+    def __init__(self, data: DataConfig, model: ModelConfig, config: LanguageConfig, seed: int) -> None:
         """Opens the text.
 
         Raises:
             BadInputError: If it isn't there, or holds a token that the model doesn't know.
         """
         self._config, self._seed = config, seed
+        self._name = model.name
         self.train_data: Dataset
         self.evaluation_data: Dataset
         if config.stride is not None and (config.text != "stream" or data.name == "tokens"):
@@ -126,7 +130,9 @@ class Language:
 
     def model(self) -> nn.Module:
         """A new model."""
-        return GPT(self._config, self._vocabulary)
+        make = named(opens(self._name, "language") or "")
+        model: nn.Module = make(self._config, self._vocabulary)
+        return model
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Tokens int64 (n, length), and for packed text the documents' numbers."""

@@ -1,13 +1,37 @@
 """Sums over the samples of a micro-batch, to which its padding adds nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from trainer.data.loader import Batch
 
-_TOP = 5
+
+class Metric(NamedTuple):
+    """What is measured of a classifier, besides its loss.
+
+    Attributes:
+        of: Gives a number or a truth for each sample, (n,), of logits (n, classes) and labels (n,); its mean
+            over the samples is the metric.
+        classes: Least number of classes for it to say something.
+    """
+
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    classes: int = 2
+
+
+def _within(most: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Whether the right class is among the `most` likeliest."""
+    return lambda logits, label: (logits.topk(most, dim=1).indices == label[:, None]).any(1)
+
+
+# By the name that rows have, of classification and of audio.
+METRICS = {
+    "accuracy": Metric(lambda logits, label: logits.argmax(1) == label, classes=1),
+    "top5": Metric(_within(5), classes=6),
+}
 
 
 def weighted_sum(each: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -33,13 +57,14 @@ def cross_entropy(
 
 
 def classified(logits: torch.Tensor, label: torch.Tensor, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Of logits (n, classes): loss, and right answers (`accuracy`; `top5` of more than five)."""
-    right = {"accuracy": logits.argmax(1) == label}
-    if logits.shape[1] > _TOP:
-        right["top5"] = (logits.topk(_TOP, dim=1).indices == label[:, None]).any(1)
-    if batch.weight is not None:
-        right = {name: each & (batch.weight > 0) for name, each in right.items()}
-    return {
-        "loss": cross_entropy(logits, label, batch),
-        **{name: each.sum() for name, each in right.items()},
-    }
+    """Of logits (n, classes): loss, and `METRICS`."""
+    sums = {"loss": cross_entropy(logits, label, batch)}
+    for name, metric in METRICS.items():
+        if logits.shape[1] >= metric.classes:
+            each = metric.of(logits, label)
+            if each.dtype != torch.bool:
+                each = weighted_sum(each, batch)
+            elif batch.weight is not None:
+                each = each & (batch.weight > 0)
+            sums[name] = each.sum()
+    return sums

@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from trainer.config.beside import Beside, open_folder, run_file
+from trainer.config.sinks import FILES
 from trainer.config.suggest import nearest
 from trainer.config.task_file import source_hash
-from trainer.config.training import FILES, HooksConfig, LogConfig, is_place
+from trainer.config.training import HooksConfig, LogConfig, is_place
 from trainer.errors import BadInputError
 from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn

@@ -39,7 +39,6 @@ from trainer.models.precision import autocast, fp32_modules, gathered_in, keep_i
 from trainer.models.pretrained import find_weights
 from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.models.weights import load_initial
-from trainer.optim.muon import hidden_matrices
 from trainer.optim.optimizers import bytes_of_moments
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
@@ -113,10 +112,6 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     if kept := fp32_modules(model, recipe.precision.keep_fp32):
         keep_in_fp32(kept.values(), device)
         notes.append(f"in float32: {_few(list(kept))}")
-    if recipe.optim.name == "muon":
-        matrices = hidden_matrices(model)
-        others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
-        notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
     checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home)
     notes.extend(cost_of_checkpointing)

@@ -15,6 +15,8 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
+from trainer.config.registry import named
+from trainer.config.sinks import FILES as FILE_SINKS, SINKS
 from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
@@ -25,7 +27,7 @@ from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, 
 from trainer.observe.console import warn
 from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
-from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, opened_to_add, tensorboard_sink
+from trainer.observe.sinks import keep_rows, opened_to_add
 from trainer.observe.text import listed
 from trainer.optim.optimizers import bytes_of_moments
 from trainer.train.manifest import Manifest, update_manifest
@@ -87,8 +89,9 @@ def _open(
     folder: Path, recipe: Recipe, manifest: Manifest, step: int, closing: contextlib.ExitStack
 ) -> list[Sink]:
     remove_unfinished(folder)
-    if not step:
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    for one in SINKS.values():
+        if one.folder and not step:
+            shutil.rmtree(folder / one.folder, ignore_errors=True)
     for file in (*(folder / name for name in (*FILES.values(), "checksums.jsonl")), *folder.glob("*.csv")):
         if cut := keep_rows(file, step):
             warn(f"{file}: {cut} lines that can't be read were removed")
@@ -97,17 +100,12 @@ def _open(
         values = redact(recipe.model_dump(mode="json"))
         beside.write_text(yaml.dump(values, Dumper=_DUMPER, sort_keys=False))
     sinks: list[Sink] = []
-    if "jsonl" in recipe.log.to:
-        to_files, close_files = jsonl_sink(folder)
-        closing.callback(_despite_the_disk(close_files))
-        sinks.append(to_files)
-    if "csv" in recipe.log.to:
-        sinks.append(csv_sink(folder))
-    if "tensorboard" in recipe.log.to:
-        to_board, close_board = tensorboard_sink(folder / "tensorboard", step)
-        closing.callback(_despite_the_disk(close_board))
-        sinks.append(to_board)
-    return [_despite_the_disk(sink) for sink in sinks]
+    for name in FILE_SINKS:
+        if name in recipe.log.to:
+            sink, close = named(SINKS[name].opens)(folder / SINKS[name].folder, step)
+            closing.callback(_despite_the_disk(close))
+            sinks.append(_despite_the_disk(sink))
+    return sinks
 
 
 def _open_trace(path: Path, run: Run, closing: contextlib.ExitStack) -> Checksums:

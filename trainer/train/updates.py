@@ -18,8 +18,9 @@ from trainer.config.training import OptimConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
 from trainer.launch.worker import current
-from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups, schedule
+from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups
 from trainer.optim.own import ConstantSchedule, HostSchedule
+from trainer.optim.schedules import schedule
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.manifest import Manifest
@@ -144,9 +145,11 @@ def _ends_early(last_update: Any, steps: int) -> str:
 
 
 def words_for(task: Task, optimizer: torch.optim.Optimizer) -> list[str]:
-    """A line on what the task brings, if anything."""
-    brings = " and ".join(_brings(task))
-    return [f"the task's own {brings}: updates by {type(optimizer).__name__}"] if brings else []
+    """Lines on what the task brings, if anything, and what the recipe's optimizer says of itself."""
+    lines = [optimizer.note] if "optimizer" not in _brings(task) and hasattr(optimizer, "note") else []
+    if brings := " and ".join(_brings(task)):
+        lines.append(f"the task's own {brings}: updates by {type(optimizer).__name__}")
+    return lines
 
 
 def brings_optimizer(task: Task) -> bool:

@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import assert_never
 
 from trainer.config.recipe import Recipe
 from trainer.config.training import OptimConfig
+from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
+
+_NO_FORMULA = (
+    "trainer check has no formula to compare it with; write one in trainer/commands/check/formulas.py"
+)
 
 
 def learning_rate(config: OptimConfig, update: int, updates: int, epoch_length: float) -> float:
@@ -41,7 +45,7 @@ def learning_rate(config: OptimConfig, update: int, updates: int, epoch_length: 
             fallen = math.sqrt(max(0, update - (updates - length)) / length)
             factor = final + (1 - final) * (1 - fallen)
         case _:
-            assert_never(config.schedule)
+            raise BadInputError(f"optim.schedule={config.schedule}: {_NO_FORMULA}")
     return config.lr * factor
 
 
@@ -62,8 +66,10 @@ def make_optimizer(
         optimizer = torch.optim.SGD(groups(config, model), config.lr, momentum, nesterov=momentum > 0)
     elif config.name == "adamw":
         optimizer = torch.optim.AdamW(groups(config, model), config.lr, config.betas, config.eps)
-    else:
+    elif config.name == "muon":
         optimizer = Muon(groups(config, model), config)
+    else:
+        raise BadInputError(f"optim.name={config.name}: {_NO_FORMULA}")
     scheduler = task.scheduler(optimizer, updates) if hasattr(task, "scheduler") else None
     return optimizer, scheduler
 

@@ -6,12 +6,14 @@ seconds to be made, SQLAlchemy, and a file system that can lock.
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import BadInputError
 from trainer.host.here import shown
 from trainer.train.resume import flat
-from trainer.train.tracking.tracker import metrics_of
+from trainer.train.tracking.tracker import metrics_of, silent
 
 _RUN_ID = "trainer.run_id"
 _METRICS, _PARAMS, _LENGTH = 1000, 100, 500  # what a server takes at once, and of a parameter
@@ -20,6 +22,16 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "div
 
 class ToMlflow:
     """A run there is found again by its id, or by the tag `trainer.run_id`."""
+
+    @staticmethod
+    def check(environment: Mapping[str, str]) -> None:
+        """Refuses a server that the environment names and that doesn't answer."""
+        server = environment.get("MLFLOW_TRACKING_URI", "")
+        if server.startswith(("http://", "https://")) and (why := silent(server)):
+            raise BadInputError(
+                f"log.to=mlflow: {server} doesn't answer ({why}); start it, or unset MLFLOW_TRACKING_URI for "
+                "files in the run folder"
+            )
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
         """See `Tracker.open`."""

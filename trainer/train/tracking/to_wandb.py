@@ -6,20 +6,37 @@ because W&B's own counter can't go back and refuses rows that come late.
 
 import netrc
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from trainer.errors import BadInputError
 from trainer.host.here import shown
-from trainer.train.tracking.tracker import metrics_of
+from trainer.train.tracking.tracker import metrics_of, silent
 
+_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
+_SERVER = "https://api.wandb.ai"
 _INIT_S = 20.0  # for the server's answer, then it is offline
 _FLUSH_S = 1.0  # a run that is killed loses what wandb hasn't written: 15 s of rows by default
 
 
 class ToWandb:
     """A run there has the id of the trainer's run, so that it is resumed without being asked for."""
+
+    @staticmethod
+    def check(environment: Mapping[str, str]) -> None:
+        """Refuses a mode that W&B doesn't know, and a server that must answer and doesn't."""
+        mode = environment.get("WANDB_MODE", "")
+        if mode and mode not in _MODES:
+            raise BadInputError(f"log.to=wandb: WANDB_MODE={mode} is none of {', '.join(_MODES[:3])}")
+        server = environment.get("WANDB_BASE_URL") or _SERVER
+        if mode == "online" and (why := silent(server)):
+            raise BadInputError(
+                f"log.to=wandb: WANDB_MODE=online, and {server} doesn't answer ({why}); WANDB_MODE=offline "
+                "writes files that wandb sync uploads"
+            )
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
         """See `Tracker.open`."""

@@ -8,19 +8,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from trainer.config.training import FILES, TRACKERS, plugged_sinks
+from trainer.config.registry import named
+from trainer.config.sinks import FILES, SINKS, TRACKERS, plugged_sinks
 from trainer.errors import BadInputError
 from trainer.observe.rows import tag
 
 METHODS = ("open", "log", "close")
-# Nobody asks for it in `log.to`: it is on where Kubeflow's controller sets this variable.
-_KUBEFLOW, _KUBEFLOW_URL = "kubeflow", "KUBEFLOW_TRAINER_SERVER_URL"
-_WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
-_WANDB = "https://api.wandb.ai"
 _REACH_S = 5.0  # for the answer of a server before the training
 
 
@@ -28,7 +24,9 @@ class Tracker(Protocol):
     """A sink that runs in a process of its own, so that the training neither waits for it nor ends with it.
 
     An entry point of the group `trainer.sinks` names such a class; it is called without arguments. What a
-    method raises costs rows, as do its hanging and the end of its process. It needn't be of this class.
+    method raises costs rows, as do its hanging and the end of its process. It needn't be of this class. A
+    static method `check(environment)` of one that `SINKS` names may refuse, by a BadInputError, what can't
+    work, before a run begins; one that is resumed trains without it instead.
     """
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
@@ -67,12 +65,8 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 def tracker_class(name: str) -> Callable[[], Tracker]:
     """The class of a tracker that was checked."""
-    if name in (*TRACKERS, _KUBEFLOW):
-        module = import_module(f"trainer.train.tracking.to_{name}")
-        made: Callable[[], Tracker] = getattr(module, f"To{name.title()}")
-        return made
-    loaded: Callable[[], Tracker] = plugged_sinks()[name].load()
-    return loaded
+    kind: Callable[[], Tracker] = named(SINKS[name].opens) if name in SINKS else plugged_sinks()[name].load()
+    return kind
 
 
 def plugged(name: str) -> Callable[..., object] | None:
@@ -107,7 +101,7 @@ def plugged(name: str) -> Callable[..., object] | None:
 
 def trackers_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
     """`trackers_of`, and what the environment asks for besides."""
-    return [*trackers_of(names), *([_KUBEFLOW] if environment.get(_KUBEFLOW_URL) else [])]
+    return [*trackers_of(names), *(n for n, one in SINKS.items() if environment.get(one.variable))]
 
 
 def trackers_of(names: Sequence[str]) -> list[str]:
@@ -117,8 +111,8 @@ def trackers_of(names: Sequence[str]) -> list[str]:
         BadInputError: If one of them isn't installed here.
     """
     for name in names:
-        if name in TRACKERS and find_spec(name) is None:
-            package = "mlflow-skinny" if name == "mlflow" else name
+        if name in TRACKERS and (needed := SINKS[name].module) and find_spec(needed) is None:
+            package = SINKS[name].package
             raise BadInputError(
                 f'log.to={name}: {package} is not installed; run make venv GROUPS="train {name}", or '
                 f"pip install {package}"
@@ -128,33 +122,17 @@ def trackers_of(names: Sequence[str]) -> list[str]:
 
 
 def check_reachable(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses a tracker whose server the environment names and that doesn't answer; for a run that begins.
-
-    One that is resumed trains without it instead.
+    """Lets trackers refuse what can't work, such as a server that doesn't answer; for a run that begins.
 
     Raises:
         BadInputError: In that case.
     """
-    server = environment.get("MLFLOW_TRACKING_URI", "")
-    if "mlflow" in names and server.startswith(("http://", "https://")) and (why := _silent(server)):
-        raise BadInputError(
-            f"log.to=mlflow: {server} doesn't answer ({why}); start it, or unset MLFLOW_TRACKING_URI for "
-            "files in the run folder"
-        )
-    if "wandb" not in names:
-        return
-    mode = environment.get("WANDB_MODE", "")
-    if mode and mode not in _WANDB_MODES:
-        raise BadInputError(f"log.to=wandb: WANDB_MODE={mode} is none of {', '.join(_WANDB_MODES[:3])}")
-    server = environment.get("WANDB_BASE_URL") or _WANDB
-    if mode == "online" and (why := _silent(server)):
-        raise BadInputError(
-            f"log.to=wandb: WANDB_MODE=online, and {server} doesn't answer ({why}); WANDB_MODE=offline "
-            "writes files that wandb sync uploads"
-        )
+    for name in names:
+        if name in TRACKERS and (check := getattr(tracker_class(name), "check", None)) is not None:
+            check(environment)
 
 
-def _silent(url: str) -> str:
+def silent(url: str) -> str:
     """Why nobody answers there, or an empty string: any answer will do."""
     parts = urllib.parse.urlsplit(url)
     plain = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without user and password

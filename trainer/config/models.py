@@ -1,0 +1,51 @@
+"""Models of our own by name: one table, from which schema, tasks and documentation derive."""
+
+from typing import NamedTuple
+
+
+class Model(NamedTuple):
+    """A model that `model.name` may name; torchvision's and timm's have their own names besides.
+
+    Attributes:
+        tasks: The tasks that train it; a task's first model is the one of a recipe that names none.
+        opens: "module:name" of what makes it, called with what its task gives: the section model, channels
+            of an image and classes (classification, detection); the section model, mel bands and classes
+            (audio); the section language and the size of the vocabulary (language).
+        about: What it is, for the configuration page; empty where its name says it.
+        any_size: Whether it takes a micro-batch of any data of its task; else one is tried before the ranks.
+    """
+
+    tasks: tuple[str, ...]
+    opens: str
+    about: str = ""
+    any_size: bool = False
+
+
+MODELS = {
+    "small_resnet": Model(("classification",), "trainer.models.images:SmallResNet", any_size=True),
+    "vit_small": Model(("classification",), "trainer.models.images:vit_small", "ViT-S/16"),
+    "gpt": Model(("language",), "trainer.models.gpt:GPT", any_size=True),
+    "audio_cnn": Model(("audio",), "trainer.models.audio:AudioCnn"),
+    "tiny_detector": Model(("detection",), "trainer.models.detection:TinyDetector"),
+}
+
+
+def models_of(task: str) -> tuple[str, ...]:
+    """Names of our models that a task trains, its default first; a custom task has its own."""
+    return tuple(name for name, one in MODELS.items() if task in one.tasks) or ("own",)
+
+
+def opens(name: str, task: str) -> str | None:
+    """What makes a task's model of this name, or its default; None: none of ours."""
+    names = models_of(task)
+    found = names[0] if name == "auto" else name
+    return MODELS[found].opens if found in names else None
+
+
+def described() -> str:
+    """All models, for the configuration page."""
+    words = (
+        f"{name} ({', '.join([*one.tasks, one.about] if one.about else one.tasks)})"
+        for name, one in MODELS.items()
+    )
+    return ", ".join(words)

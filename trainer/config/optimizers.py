@@ -1,0 +1,75 @@
+"""Optimizers and learning-rate schedules: two tables, from which schema, code and documentation derive."""
+
+from typing import NamedTuple
+
+
+class Optimizer(NamedTuple):
+    """An optimizer that `optim.name` may name.
+
+    Attributes:
+        opens: "module:class" of the torch.optim.Optimizer, called with parameter groups, `lr` (float32 () on
+            the device, looked up at each step) and the keys of `reads`; see `Kept` in
+            trainer/optim/optimizers.py.
+        about: What it is, for the configuration page; empty where its name says it.
+        reads: Keys of the section optim that it is given, besides lr, weight_decay and layer_decay.
+        elementwise: Whether each number of a parameter is updated by itself, so that a rank may update rows.
+    """
+
+    opens: str
+    about: str = ""
+    reads: tuple[str, ...] = ()
+    elementwise: bool = False
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer("trainer.optim.sgd:SGD", "Nesterov", ("momentum",), elementwise=True),
+    "adamw": Optimizer("trainer.optim.adamw:AdamW", reads=("betas", "eps"), elementwise=True),
+    "muon": Optimizer(
+        "trainer.optim.muon:Muon",
+        "hidden matrices; adamw for the rest; momentum usually 0.95",
+        ("momentum", "betas", "eps"),
+    ),
+}
+
+
+class Schedule(NamedTuple):
+    """A course of the learning rate that `optim.schedule` may name.
+
+    Attributes:
+        opens: "module:function", called with the section optim, the range of updates after the warm-up and
+            the steps of an epoch; it gives the share of the peak at each.
+        about: What it is, for the configuration page; empty where its name says it.
+        warms_up: Whether it has a warm-up of its own: its range begins with update 0.
+        reads: Keys of the section optim that no other reads, or few.
+    """
+
+    opens: str
+    about: str = ""
+    warms_up: bool = False
+    reads: tuple[str, ...] = ()
+
+
+SCHEDULES = {
+    "cosine": Schedule("trainer.optim.schedules:cosine", reads=("final_lr",)),
+    "one-cycle": Schedule(
+        "trainer.optim.schedules:one_cycle", "cosine up as well", warms_up=True, reads=("final_lr",)
+    ),
+    "step": Schedule("trainer.optim.schedules:step", "see milestones", reads=("milestones", "gamma")),
+    "wsd": Schedule(
+        "trainer.optim.schedules:wsd",
+        "constant, then a decay over the last part",
+        reads=("final_lr", "decay"),
+    ),
+    "constant": Schedule("trainer.optim.schedules:constant"),
+}
+
+
+def described(table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
+    """All rows of a table, for the configuration page: "a, b (what it is) or c"."""
+    *most, last = [f"{name} ({one.about})" if one.about else name for name, one in table.items()]
+    return f"{', '.join(most)} or {last}"
+
+
+def read_by(key: str, table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
+    """Names of the rows that read a key, for the configuration page."""
+    return ", ".join(name for name, one in table.items() if key in one.reads)

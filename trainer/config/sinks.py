@@ -1,0 +1,63 @@
+"""Where rows of metrics go: one table, from which schema, code and documentation derive."""
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import NamedTuple
+
+GROUP = "trainer.sinks"
+
+
+class SinkKind(NamedTuple):
+    """A sink that `log.to` may name.
+
+    Attributes:
+        opens: "module:name" of a function, called with the run folder and the steps done, which gives a
+            function of a row and one that closes it; or of a class as `Tracker` in train/tracking/tracker.py.
+        about: What it is, for the configuration page; empty where its name says it.
+        tracker: Whether it is a tracker, which runs in a process of its own.
+        folder: Folder in the run folder that it is given in place of that, and that a new run empties.
+        module: What must be importable for it; it is in `package`, a dependency of the group of its name.
+        package: What to install for it.
+        variable: Environment variable by which it is on, in place of `log.to`.
+    """
+
+    opens: str
+    about: str = ""
+    tracker: bool = False
+    folder: str = ""
+    module: str = ""
+    package: str = ""
+    variable: str = ""
+
+
+SINKS = {
+    "jsonl": SinkKind("trainer.observe.sinks:jsonl_sink", "a JSON object a line"),
+    "csv": SinkKind("trainer.observe.sinks:csv_sink", "tables for spreadsheets"),
+    "tensorboard": SinkKind("trainer.observe.sinks:tensorboard_sink", folder="tensorboard"),
+    "wandb": SinkKind(
+        "trainer.train.tracking.to_wandb:ToWandb",
+        "Weights & Biases",
+        tracker=True,
+        module="wandb",
+        package="wandb",
+    ),
+    "mlflow": SinkKind(
+        "trainer.train.tracking.to_mlflow:ToMlflow", tracker=True, module="mlflow", package="mlflow-skinny"
+    ),
+    "kubeflow": SinkKind(
+        "trainer.train.tracking.to_kubeflow:ToKubeflow", tracker=True, variable="KUBEFLOW_TRAINER_SERVER_URL"
+    ),
+}
+FILES = tuple(name for name, one in SINKS.items() if not one.tracker)
+TRACKERS = tuple(name for name, one in SINKS.items() if one.tracker and not one.variable)
+
+
+def plugged_sinks() -> dict[str, EntryPoint]:
+    """The sinks that installed packages bring as entry points, by name; nothing of them is imported."""
+    return {one.name: one for one in entry_points(group=GROUP)}
+
+
+def described() -> str:
+    """All sinks that can be asked for, for the configuration page."""
+    words = {name: f"{name} ({one.about})" if one.about else name for name, one in SINKS.items()}
+    in_folder, to_trackers = (", ".join(words[name] for name in names) for names in (FILES, TRACKERS))
+    return f"in the run folder {in_folder}; to trackers {to_trackers}"
