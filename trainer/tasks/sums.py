@@ -34,12 +34,18 @@ def cross_entropy(
 
 def classified(logits: torch.Tensor, label: torch.Tensor, batch: Batch) -> Mapping[str, torch.Tensor]:
     """Of logits (n, classes): loss, and right answers (`accuracy`; `top5` of more than five)."""
-    right = {"accuracy": logits.argmax(1) == label}
+    label = label.to(torch.int64)[:, None]
+    true = logits.gather(1, label)
+    # Of equal logits the first class wins, as in argmax and in every top k; with a NaN no answer is right.
+    earlier = torch.arange(logits.shape[1], device=logits.device) < label
+    place = ((logits > true) | ((logits == true) & earlier)).sum(1)
+    place = torch.where(logits.isnan().any(1), logits.shape[1], place)
+    right = {"accuracy": place < 1}
     if logits.shape[1] > _TOP:
-        right["top5"] = (logits.topk(_TOP, dim=1).indices == label[:, None]).any(1)
+        right["top5"] = place < _TOP
     if batch.weight is not None:
         right = {name: each & (batch.weight > 0) for name, each in right.items()}
     return {
-        "loss": cross_entropy(logits, label, batch),
+        "loss": cross_entropy(logits, label[:, 0], batch),
         **{name: each.sum() for name, each in right.items()},
     }
