@@ -88,10 +88,10 @@ def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | st
 
 @contextmanager
 def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a source of metrics: `time/gc`, `time/compile` and `cpu/starved`, each since it was asked last.
+    """Gives a source of metrics: what was since it was asked last.
 
-    The first two are seconds in the garbage collector and in torch.compile, the last the share of the wall's
-    time for which the thread that asks could have run and had no CPU.
+    `time/gc` and, if there was any, `time/compile` are seconds in the garbage collector and in torch.compile;
+    `cpu/starved` is the share of the wall's time for which the asking thread could have run and had no CPU.
     """
     collector, compiler = _Stopwatch(), _Stopwatch()
     asked, queued = time.perf_counter(), queued_ns()
@@ -107,8 +107,8 @@ def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
             "cpu/starved": (queued_now - queued) / 1e9 / max(now - asked, 1e-9),
         }
         asked, queued = now, queued_now
-        if compiled is not None:
-            metrics["time/compile"] = compiler.take()
+        if compiling := compiler.take():
+            metrics["time/compile"] = compiling
         return metrics
 
     # Imported where the run compiles, and then before this; else it isn't worth its seconds.
