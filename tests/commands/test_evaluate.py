@@ -185,6 +185,8 @@ def found_and_there(seed: int) -> dict[str, Any]:
         "true_boxes": boxes,
         "true_labels": random.integers(0, 2, (6, 5)),
         "true_crowd": np.zeros((6, 5), np.int64),
+        "true_area": (boxes[..., 2:] - boxes[..., :2]).prod(-1),
+        "pixel": np.ones((6, 1)),
         "true_count": np.full(6, 5),
     }
 
@@ -205,8 +207,30 @@ def test_cocos_twelve_agree_with_the_metric_of_training() -> None:
     assert coco["AP"] == pytest.approx(ours["map"], abs=1e-12)
     assert coco["AP50"] == pytest.approx(ours["map_50"], abs=1e-12)
     assert coco["AR1"] <= coco["AR10"] <= coco["AR100"]  # type: ignore[operator]
-    few = {**rows, "true_boxes": np.tile([0.0, 0, 10, 10], (6, 5, 1))}
+    few = {**rows, "true_area": np.full((6, 5), 100.0)}
     assert coco_figures(few, 2)["APlarge"] is None
+
+
+def test_answers_are_ranked_once_and_one_that_is_no_number_is_never_right() -> None:
+    """Against sklearn, which breaks ties by the class's number, too; and accuracy never exceeds top5."""
+    from sklearn.metrics import top_k_accuracy_score
+
+    random = np.random.default_rng(0)
+    for classes in (6, 10, 100):
+        scores = random.integers(0, 3, (500, classes)).astype(np.float32)
+        label = random.integers(0, classes, 500)
+        sums = classified(torch.from_numpy(scores), torch.from_numpy(label), Batch({}, None, None, 500))
+        assert int(sums["accuracy"]) == (scores.argmax(1) == label).sum()
+        assert int(sums["accuracy"]) <= int(sums["top5"])
+        # sklearn gives the later of equal classes the better place: the other way round.
+        mirrored = top_k_accuracy_score(
+            classes - 1 - label, scores[:, ::-1], k=5, labels=np.arange(classes), normalize=False
+        )
+        assert int(sums["top5"]) == mirrored
+    odd = torch.zeros(3, 10)
+    odd[0], odd[1, 4], odd[2] = torch.nan, torch.nan, torch.inf
+    sums = classified(odd, torch.tensor([0, 0, 0]), Batch({}, None, None, 3))
+    assert (int(sums["accuracy"]), int(sums["top5"])) == (1, 1)
 
 
 def test_other_data_must_have_the_same_classes(

@@ -15,7 +15,9 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.batches import CPU, read_all, rows, source
 from trainer.config.data import LoaderConfig
-from trainer.data.formats.tokens import TokenDataset, inputs_and_targets
+from trainer.data.dataset import NUM_ITEMS
+from trainer.data.formats.documents import StreamDataset
+from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.data.loader import RingLoader
 from trainer.errors import BadInputError
 
@@ -46,6 +48,28 @@ def test_each_token_is_a_target_once(
     assert count - 1 - len(dataset) * length < length, "no whole sample is left out"
     some = data.draw(st.lists(st.integers(0, len(dataset) - 1), min_size=1, max_size=9))
     assert (rows(dataset, some) == read[some]).all()
+
+
+@given(count=st.integers(2, 200), length=st.integers(1, 60), of=st.integers(1, 7))
+def test_what_is_measured_goes_to_the_last_token(tmp_path: Path, count: int, length: int, of: int) -> None:
+    """As a text in memory of the same tokens: its rest is a sample of its own, whatever is read at once."""
+    tokens = np.arange(count) * 300 + 11
+    dataset = TokenDataset(token_file(tmp_path, tokens), length, "uint16", whole=True)
+    memory = StreamDataset(tokens.astype(np.uint16), length, whole=True)
+    assert len(dataset) == len(memory) == -(-(count - 1) // length)
+    targets = list[int]()
+    for begin in range(0, len(dataset), of):
+        samples = np.arange(begin, min(begin + of, len(dataset)))
+        found: list[Any] = []
+        for data in (dataset, memory):
+            out: Any = {n: np.full((len(samples), *f.shape), 7, f.dtype) for n, f in data.fields.items()}
+            data.read(samples, None, out)
+            found.append(out)
+        assert found[0].keys() == found[1].keys()
+        assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+        for row, valid in zip(found[0][TOKENS], found[0][NUM_ITEMS], strict=True):
+            targets += row[1 : valid + 1].tolist()
+    assert targets == tokens[1:].tolist()
 
 
 def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """Promise: a run says what slows it. Recorded runs are judged again; `make slowdowns` makes them anew."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.slowdown import bases, gpu, record
 from tests.slowdown.cases import FIRST
 from tests.slowdown.healthy import HEALTHY
 from tests.slowdown.held_out import HELD_OUT
 from tests.slowdown.run import execute
+from trainer.observe.advice import host_clock
+from trainer.observe.diagnosis import Facts, diagnose_run
 
 RECORDS = {kept.name: kept for kept in record.read_all()}
 # What was named wrongly when it was recorded; the page of results says why.
@@ -28,6 +32,73 @@ def test_names_are_unique_and_a_third_was_held_out() -> None:
     assert len(set(names)) == len(names)
     slowed = len(FIRST) + len(HELD_OUT)
     assert slowed >= 50 and len(HEALTHY) >= 20 and len(HELD_OUT) >= slowed / 3
+
+
+LONG = {"time/wall": 10.0, "time/start": 1.0, "time/forward": 4.0, "time/backward": 4.0, "time/update": 0.5}
+ALONE = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samples=64, micro_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "profiled", "cause", "text"),
+    [
+        (LONG, False, "none", "nothing holds it up: it computes 94% of the time"),
+        (LONG, True, "unknown", "not judged: the profiler's own cost is in the times"),
+        ({**LONG, "time/gc": 6.0}, True, "unknown", "not judged"),
+        # In a second of training anything is a large share.
+        (
+            {"time/wall": 3.0, "time/start": 2.1, "time/gc": 0.5},
+            False,
+            "unknown",
+            "too short to judge: 0.9 s",
+        ),
+        # What torch.compile takes is neither computing nor waiting.
+        (
+            {"time/wall": 30.0, "time/forward": 29.0, "time/compile": 29.2},
+            False,
+            "unknown",
+            "too short to judge: 0.8 s of training after the start and 29.2 s of compiling",
+        ),
+        (
+            {"time/wall": 30.0, "time/forward": 24.0, "time/compile": 20.0, "time/data": 6.0},
+            False,
+            "data-batch",
+            "the model waits for data 60% of the time (without that 2.4 x as fast); the training's own "
+            "process puts batches of 8 together",
+        ),
+        # Nothing stands out, and most isn't computing either.
+        (
+            {
+                "time/wall": 10.0,
+                "time/forward": 1.2,
+                "time/data": 1.4,
+                "time/end": 3.0,
+                "time/evaluation": 4.4,
+            },
+            False,
+            "none",
+            "no single cause: it computes 12% of the time (evaluation 44%, end 30%, data 14%)",
+        ),
+    ],
+)
+def test_a_run_is_not_judged_without_grounds(
+    metrics: dict[str, float], profiled: bool, cause: str, text: str
+) -> None:
+    verdict = diagnose_run(metrics, dataclasses.replace(ALONE, profiled=profiled))
+    assert verdict.cause == cause and text in verdict.text
+    assert "0.0 ms" not in verdict.text
+
+
+def test_compiling_is_timed_while_something_compiles() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    with host_clock() as take:
+        assert "time/compile" not in take()
+        torch.compile(lambda x: x * 2 + 1, backend="eager")(torch.ones(3))
+        assert take()["time/compile"] > 0
+        assert "time/compile" not in take()
+    assert not any(
+        "Stopwatch" in getattr(one, "__qualname__", "") for one in callback_handler.start_callbacks
+    )
 
 
 def test_each_cause_was_put_in_more_than_one_recipe() -> None:

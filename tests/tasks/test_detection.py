@@ -212,6 +212,8 @@ def perfect(n: int, noise: float = 0.0, seed: int = 0, crowds: bool = False) -> 
         "true_boxes": true,
         "true_labels": labels,
         "true_crowd": crowd.astype(np.uint8),
+        "true_area": (true[..., 2:] - true[..., :2]).prod(-1),
+        "pixel": np.ones((n, 1), np.float32),
         "true_count": random.integers(0, 5, n) if noise else np.full(n, 4),
     }
 

@@ -329,6 +329,7 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
     from trainer.train.evaluate import evaluate
 
     wanted, _ = one_big_batch()
+    ends = int((DOCUMENTS.tokens == DOCUMENTS.end).sum())
     config = LanguageConfig(**SMALL, text=way)
     recipe = make_recipe(
         task="language", language=config.model_dump(), data={"eval_batch_size": 4, "micro_batch_size": 2}
@@ -340,8 +341,28 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
         task, run.state.model, run.evaluation_loader, run.evaluation_share, world, PrecisionConfig()
     )
     assert metrics["loss"] == pytest.approx(wanted, rel=1e-12)
-    assert metrics["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-12)
+    assert metrics["bits_per_byte"] == pytest.approx(bits_per_byte(task), rel=1e-12)
+    assert ends and metrics["bits_per_byte"] != pytest.approx(wanted / math.log(2), rel=1e-6)
     assert 0 < metrics["padding"] < 0.6
+
+
+def bits_per_byte(task: InFloat64) -> float:
+    """As nanochat's `evaluate_bpb`: nats of the targets that are bytes, over these; a loop over documents."""
+    given = make_recipe(task="language", language=SMALL)
+    model = build_alone(given, task).state.model.eval()
+    nats, count = 0.0, 0
+    end = DOCUMENTS.end
+    for document in np.split(DOCUMENTS.tokens, np.flatnonzero(DOCUMENTS.tokens == end) + 1):
+        for piece in range(0, len(document), SMALL["sequence_length"]):
+            targets = document[piece : piece + SMALL["sequence_length"]].astype(np.int64)
+            before = np.int64(end) if piece == 0 else np.int64(document[piece - 1])
+            inputs = np.concatenate(([before], targets[:-1]))
+            with torch.no_grad():
+                logits = model(torch.from_numpy(inputs)[None])[0]
+            each = -logits.log_softmax(1)[torch.arange(len(targets)), torch.from_numpy(targets)]
+            nats += float(each[torch.from_numpy(targets != end)].sum())
+            count += int((targets != end).sum())
+    return nats / math.log(2) / count
 
 
 def test_the_loss_is_computed_in_float32_whatever_the_logits_are() -> None:

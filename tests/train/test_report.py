@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -395,8 +396,6 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypat
             [str(run), "--out", "list/manifest.json"],
             "list/manifest.json: is there already, and isn't a report",
         ),
-        ([str(run), str(run)], "full: given twice; leave one out"),
-        (["torn/../list", "empty", "list"], "list: given twice"),
         ([str(run), "--out", "no/such/x.html"], "no/such/x.html: can't be written (No such file"),
     ]
     before = sys.getrecursionlimit()
@@ -409,6 +408,21 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypat
     finally:
         sys.setrecursionlimit(before)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_given_twice_or_by_a_link_is_reported_once(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """`runs/*` has the link `latest`."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "other")
+    shutil.copytree(run, tmp_path / "runs" / "full")
+    (tmp_path / "runs" / "latest").symlink_to("full")
+    for given in (["runs/latest", "runs/full", "runs/other"], ["runs/full", "runs/latest", "runs/other"]):
+        assert main(["report", *given, "--out", "report.html"]) == 0
+        shown = Path("report.html").read_text()
+        assert shown.count(">full<") and not shown.count(">latest<")
+    (tmp_path / "report.html").unlink()
+    assert main(["report", "runs/full", "runs/../runs/full"]) == 0
+    assert not (tmp_path / "report.html").exists() and (tmp_path / "runs" / "full" / "report.html").exists()
 
 
 def test_a_comparison_does_not_replace_another(

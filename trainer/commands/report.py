@@ -33,13 +33,13 @@ def report_of(folders: Sequence[Path], out: Path | None) -> int:
     """Writes a report and says where: by default in the run folder, for several runs here.
 
     Raises:
-        BadInputError: As `write_report`; for a run given twice, or a file that stays.
+        BadInputError: As `write_report`; or for a file that stays.
     """
     from trainer.train.report.write import NAME, write_report
 
-    for number, folder in enumerate(folders):
-        if any(os.path.realpath(folder) == os.path.realpath(other) for other in folders[:number]):
-            raise BadInputError(f"{folder}: given twice; leave one out")
+    # `runs/*` has the link runs/latest too: each run once, by its own name.
+    once = {os.path.realpath(folder): folder for folder in sorted(folders, key=os.path.islink, reverse=True)}
+    folders = [folder for folder in dict.fromkeys(folders) if folder in once.values()]
     if out is None and len(folders) > 1 and Path(NAME).exists():
         raise BadInputError(f"{NAME}: is there already, of other runs perhaps; give --out FILE")
     out = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))

@@ -2,13 +2,14 @@
 
 import dataclasses
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from trainer.host.processes import queued_ns
-from trainer.observe.diagnosis import Facts, Metrics, Verdict, diagnose, merge
+from trainer.observe.diagnosis import Facts, Metrics, Verdict, diagnose, diagnose_run, merge
 from trainer.observe.flops import Count
 from trainer.observe.leak import Trends
 from trainer.observe.log import Row, Sink
@@ -45,7 +46,9 @@ class Advisor:
         if len(self._rows) > _MOST_ROWS:
             self._rows = [merge(self._rows)]
         self._trends(row)
-        verdict = self._diagnose(row)
+        if self._facts.profiled:
+            return
+        verdict = diagnose(row, self._known())
         # Twice in a row, and not what was said last: a moment is no reason to speak.
         recent = [*self._before[-1:], verdict.cause]
         told = self._before[0] if self._before else "none"
@@ -59,7 +62,7 @@ class Advisor:
         if not self._begun:
             return None
         self._rows.append(rest)
-        verdict = self._diagnose(merge(self._rows))
+        verdict = diagnose_run(merge(self._rows), self._known())
         limit = self._facts.memory_bytes
         for line in self._trends.lines({"memory/rss_bytes": limit} if limit else {}):
             self._tell(_row(Verdict("leak", 0.0, line), step, final=False))
@@ -75,9 +78,8 @@ class Advisor:
             totals["cost/per_thousand_samples"] = 1000 / samples_per_s / 3600 * self._price
         return totals
 
-    def _diagnose(self, metrics: Metrics) -> Verdict:
-        waits = self._count.waits if self._count else ""
-        return diagnose(metrics, dataclasses.replace(self._facts, waits=waits))
+    def _known(self) -> Facts:
+        return dataclasses.replace(self._facts, waits=self._count.waits if self._count else "")
 
 
 def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | str]:
@@ -86,30 +88,61 @@ def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | st
 
 @contextmanager
 def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a source of metrics: `time/gc`, seconds in the garbage collector, and `cpu/starved`.
+    """Gives a source of metrics: what was since it was asked last.
 
-    The latter is the share of the wall's time for which the thread that asks could have run and had no CPU.
-    Both are of the time since it was asked last.
+    `time/gc` and, if there was any, `time/compile` are seconds in the garbage collector and in torch.compile;
+    `cpu/starved` is the share of the wall's time for which the asking thread could have run and had no CPU.
     """
-    began = collecting = 0.0
+    collector, compiler = _Stopwatch(), _Stopwatch()
     asked, queued = time.perf_counter(), queued_ns()
 
     def collected(phase: str, _: dict[str, Any]) -> None:
-        nonlocal began, collecting
-        if phase == "start":
-            began = time.perf_counter()
-        elif began:
-            collecting += time.perf_counter() - began
+        collector.begin() if phase == "start" else collector.end()
 
     def take() -> dict[str, float]:
-        nonlocal asked, queued, collecting
+        nonlocal asked, queued
         now, queued_now = time.perf_counter(), queued_ns()
-        metrics = {"time/gc": collecting, "cpu/starved": (queued_now - queued) / 1e9 / max(now - asked, 1e-9)}
-        asked, queued, collecting = now, queued_now, 0.0
+        metrics = {
+            "time/gc": collector.take(),
+            "cpu/starved": (queued_now - queued) / 1e9 / max(now - asked, 1e-9),
+        }
+        asked, queued = now, queued_now
+        if compiling := compiler.take():
+            metrics["time/compile"] = compiling
         return metrics
 
+    # Imported where the run compiles, and then before this; else it isn't worth its seconds.
+    compiled = sys.modules.get("torch._dynamo.callback")
     gc.callbacks.append(collected)
+    if compiled is not None:
+        compiled.callback_handler.register_start_callback(compiler.begin)
+        compiled.callback_handler.register_end_callback(compiler.end)
     try:
         yield take
     finally:
         gc.callbacks.remove(collected)
+        if compiled is not None:
+            compiled.callback_handler.remove_start_callback(compiler.begin)
+            compiled.callback_handler.remove_end_callback(compiler.end)
+
+
+class _Stopwatch:
+    """Seconds between `begin` and `end`; what begins within is within."""
+
+    def __init__(self) -> None:
+        self._depth, self._began, self._seconds = 0, 0.0, 0.0
+
+    def begin(self, *_: object) -> None:
+        if self._depth == 0:
+            self._began = time.perf_counter()
+        self._depth += 1
+
+    def end(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._began:
+            self._seconds += time.perf_counter() - self._began
+            self._began = 0.0
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

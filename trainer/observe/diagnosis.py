@@ -1,18 +1,22 @@
 """The verdict: what a training loses its time to, and what to change; from metrics alone, to be replayed.
 
 What the run was given too little of, or asked too much of, explains whatever else is seen: these rules come
-first. Of the others the one that costs most is named. Shares are of the wall's time without the start.
+first. Of the others the one that costs most is named. Shares are of the wall's time without the start and
+without compiling.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trainer.observe.phases import PHASES
 from trainer.observe.timeline import OF_HOST
 
 Metrics = Mapping[str, float | int | str]
 
 _BUSY = 0.7  # of the device: from here on the loader is not what to change
+_COMPUTING = ("forward", "backward", "update")
+_SECONDS = 1.0  # a whole run below this is not judged: what it loses is its beginning and its end
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Facts:
         decodes: Whether samples are decoded, so that `trainer data pack` makes them cheaper.
         waits: "file:line" of what makes the model wait for the device, or "".
         memory_bytes: That the host's part of the job may use, or None where nothing limits it.
+        profiled: Whether a profiler looks on, whose own cost is in every time.
     """
 
     on_gpu: bool
@@ -44,13 +49,14 @@ class Facts:
     decodes: bool = False
     waits: str = ""
     memory_bytes: float | None = None
+    profiled: bool = False
 
 
 class Verdict(NamedTuple):
     """What holds a run up.
 
     Attributes:
-        cause: Which; "none" where nothing does.
+        cause: Which; "none" where nothing does, "unknown" where the times don't say.
         share: Of the wall's time that it costs, at most; 0 to 1.
         text: A line for people: what, how much, what to do.
     """
@@ -70,7 +76,13 @@ class _Evidence:
 
     @property
     def wall(self) -> float:
-        return max(self.get("time/wall") - self.get("time/start"), 1e-9)
+        return max(self.get("time/wall") - self.get("time/start") - self.get("time/compile"), 1e-9)
+
+    @property
+    def computing(self) -> float:
+        """Share of the time in forward and backward pass and update, which compiling is counted in."""
+        seconds = sum(self.get(f"time/{phase}") for phase in _COMPUTING) - self.get("time/compile")
+        return min(max(seconds, 0.0) / self.wall, 1.0)
 
     def share(self, phase: str) -> float:
         return self.get(f"time/{phase}") / self.wall
@@ -81,7 +93,7 @@ class _Evidence:
         if "gpu/utilization" in self.metrics:
             return self.get("gpu/utilization")
         steps = 1.0 - sum(self.share(phase) for phase in OF_HOST if phase != "start")
-        return sum(self.share(phase) for phase in ("forward", "backward", "update")) / max(steps, 1e-9)
+        return self.computing / max(steps, 1e-9)
 
     @property
     def device(self) -> str:
@@ -117,8 +129,25 @@ def diagnose(metrics: Metrics, facts: Facts) -> Verdict:
             return max(found, key=lambda verdict: verdict.share)
     if facts.waits:
         return Verdict("sync", 0.0, f"{_sync(facts.waits)}; it costs nothing that can be seen here")
-    computing = sum(evidence.share(phase) for phase in ("forward", "backward", "update"))
-    return Verdict("none", 0.0, f"nothing holds it up: it computes {computing:.0%} of the time")
+    if evidence.computing >= 0.5:
+        return Verdict("none", 0.0, f"nothing holds it up: it computes {evidence.computing:.0%} of the time")
+    shares = {phase: evidence.share(phase) for phase in PHASES if phase not in ("start", *_COMPUTING)}
+    most = sorted(shares, key=shares.__getitem__, reverse=True)[:3]
+    rest = ", ".join(f"{phase} {shares[phase]:.0%}" for phase in most if shares[phase] >= 0.01)
+    return Verdict("none", 0.0, f"no single cause: it computes {evidence.computing:.0%} of the time ({rest})")
+
+
+def diagnose_run(metrics: Metrics, facts: Facts) -> Verdict:
+    """Judges all of an attempt, unless its times say nothing: a second's training, or a profiled one."""
+    if facts.profiled:
+        return Verdict("unknown", 0.0, "not judged: the profiler's own cost is in the times")
+    evidence = _Evidence(metrics, facts)
+    if evidence.wall < _SECONDS:
+        compiling = evidence.get("time/compile")
+        also = f" and {compiling:.1f} s of compiling" if compiling >= 0.05 else ""
+        text = f"too short to judge: {evidence.wall:.1f} s of training after the start{also}"
+        return Verdict("unknown", 0.0, text)
+    return diagnose(metrics, facts)
 
 
 def _verdict(cause: str, share: float, what: str, do: str) -> Verdict:
@@ -194,6 +223,9 @@ def _data(e: _Evidence) -> Verdict | None:
     faster = f"without that {1 / (1.01 - share):.1f} x as fast"
     lead = f"the {e.device} waits for data {share:.0%} of the time ({faster})"
     each, workers = e.get("loader/seconds_per_sample") * 1e3, int(e.get("loader/workers"))
+    if not workers and each < 0.05:  # samples in memory: what costs is the batch, not the sample
+        what = f"{lead}; the training's own process puts batches of {e.facts.micro_batch_size} together"
+        return _verdict("data-batch", share, what, "raise data.micro_batch_size and data.global_batch_size")
     if e.get("loader/blocked") >= 0.5:
         where, what = ("network", "the network") if e.facts.remote else ("disk", "the disk or file system")
         do = (

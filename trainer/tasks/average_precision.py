@@ -37,8 +37,9 @@ def average_precision(rows: Mapping[str, Array], classes: int) -> dict[str, floa
     Args:
         rows: For each image `boxes` (n, d, 4), `scores` (n, d), below 0 where there is no box, and `labels`
             (n, d) of what was found, at most 100; `true_boxes` (n, m, 4), `true_labels` (n, m), `true_crowd`
-            (n, m) and `true_count` (n,) of what is there. Crowds match any number of boxes, and count
-            neither for nor against them.
+            (n, m), `true_area` (n, m), in pixels of the file, and `true_count` (n,) of what is there; `pixel`
+            (n, 1), how many pixels of the file a pixel of the image is. Crowds match any number of boxes, and
+            count neither for nor against them.
         classes: Their number.
 
     Returns:
@@ -63,7 +64,8 @@ _COCO = (
 def coco_figures(rows: Mapping[str, Array], classes: int) -> dict[str, float | None]:
     """The twelve figures that COCO publishes, in its order, by pycocotools' own summary.
 
-    Small, medium and large are by the area of the box, not of the mask: below 32 x 32 pixels, below 96 x 96.
+    Small, medium and large are below 32 x 32 pixels of the file, below 96 x 96, and the rest: by the area
+    that the annotations give, and for what was found by that of its box.
 
     Args:
         rows: As `average_precision` takes them.
@@ -88,28 +90,29 @@ def _evaluation(rows: Mapping[str, Array], classes: int) -> Any:
 
     n = len(rows["scores"])
     valid = np.arange(rows["true_labels"].shape[1]) < rows["true_count"][:, None]
-    true = _Annotations(
-        _entries(rows["true_boxes"], rows["true_labels"], valid, "iscrowd", rows["true_crowd"]), n, classes
-    )
-    found = _Annotations(
-        _entries(rows["boxes"], rows["labels"], rows["scores"] >= 0, "score", rows["scores"]), n, classes
-    )
+    crowd, scores = rows["true_crowd"], rows["scores"]
+    area = (rows["boxes"][..., 2:].astype(np.float64) - rows["boxes"][..., :2]).prod(-1) * rows["pixel"]
+    there = _entries(rows["true_boxes"], rows["true_labels"], rows["true_area"], valid, "iscrowd", crowd)
+    true = _Annotations(there, n, classes)
+    answers = _entries(rows["boxes"], rows["labels"], area, scores >= 0, "score", scores)
+    found = _Annotations(answers, n, classes)
     with contextlib.redirect_stdout(io.StringIO()):
         return COCOeval(true, found, "bbox")
 
 
 def _entries(
-    boxes: Array, labels: Array, valid: Array, extra: str, values: Array
+    boxes: Array, labels: Array, areas: Array, valid: Array, extra: str, values: Array
 ) -> Iterator[dict[str, Any]]:
     image, place = np.nonzero(valid)
     box = boxes[image, place].astype(np.float64)
     box[:, 2:] -= box[:, :2]
     # From 1: an id of 0 means to pycocotools that nothing matched.
-    for number, (i, b, label, value) in enumerate(
+    for number, (i, b, label, area, value) in enumerate(
         zip(
             image.tolist(),
             box.tolist(),
             labels[image, place].tolist(),
+            areas[image, place].tolist(),
             values[image, place].tolist(),
             strict=True,
         ),
@@ -120,7 +123,7 @@ def _entries(
             "image_id": i,
             "category_id": label,
             "bbox": b,
-            "area": b[2] * b[3],
+            "area": area,
             extra: value,
         }
 

@@ -11,7 +11,18 @@ from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import DetectionConfig
 from trainer.data.dataset import Dataset
-from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
+from trainer.data.formats.boxes import (
+    AREA,
+    BOXES,
+    COUNT,
+    CROWD,
+    IMAGE,
+    LABEL,
+    PIXEL,
+    BoxAugment,
+    BoxedImages,
+    Pictures,
+)
 from trainer.data.loader import Batch
 from trainer.data.sources import check_alike, check_folder
 from trainer.errors import BadInputError
@@ -106,8 +117,9 @@ class Detection:
         for index, each in enumerate(found):
             for name, values in zip(rows, each, strict=True):
                 rows[name][index, : len(values)] = values
-        names = (("true_boxes", BOXES), ("true_labels", LABEL), ("true_crowd", CROWD))
-        rows |= {name: batch.fields[field] for name, field in names}
+        for name, field in (("boxes", BOXES), ("labels", LABEL), ("crowd", CROWD), ("area", AREA)):
+            rows[f"true_{name}"] = batch.fields[field]
+        rows["pixel"] = batch.fields[PIXEL][:, None]
         return {**rows, "true_count": batch.fields[COUNT][:, None]}
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:

@@ -112,7 +112,7 @@ class Language:
                 shown = "" if what == "characters" else f" ({what} {here}, and the model's {there})"
                 raise BadInputError(f"is of another tokenizer than the model's data{shown}")
         if data.name == "tokens" and config.text == "stream":
-            return self._token_file(file, beside)
+            return self._token_file(file, beside, measured=True)
         return self._samples(text, measured=True)
 
     def describe(self) -> Mapping[str, Any]:
@@ -141,30 +141,45 @@ class Language:
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy in nats, summed over the valid tokens of the micro-batch."""
-        tokens, targets, segment = self._given(batch)
-        logits = model(tokens) if segment is None else model(tokens, segment)
-        # In float32 under autocast too: a sum of exponentials over a vocabulary.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=_IGNORED
-        )
+        logits, targets = self._predicted(model, batch)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=_IGNORED)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Loss in nats, of bytes in bits too, summed over the tokens; and how many places these took."""
-        loss = self.loss(model, batch)
-        metrics = {"loss": loss}
+        """Loss in nats, summed over the tokens; for each sample bits and bytes, and its places and tokens."""
+        logits, targets = self._predicted(model, batch)
+        metrics: dict[str, torch.Tensor] = {}
         if self._bytes:
-            metrics["bits_per_byte"] = loss / math.log(2)
+            nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=_IGNORED)
+            nats = nats.view_as(targets)
+            metrics["loss"] = nats.sum()
+            # The token that ends a document is no byte of it: nanochat's `evaluate_bpb` leaves it out, too.
+            of_bytes = (targets != _IGNORED) & (targets != self._about.end)
+            metrics["bits"] = (nats.double() * of_bytes).sum(1) / math.log(2)
+            metrics["bytes"] = of_bytes.sum(1)
+        else:
+            metrics["loss"] = F.cross_entropy(
+                logits, targets.flatten(), reduction="sum", ignore_index=_IGNORED
+            )
         if self._config.text != "stream":
-            places = self._given(batch)[0].shape[1]
-            slots = torch.full((len(batch.fields[TOKENS]),), places, device=loss.device)
-            metrics["places"] = slots
+            metrics["places"] = torch.full((len(targets),), targets.shape[1], device=targets.device)
             metrics["tokens"] = batch.fields[NUM_ITEMS]
         return metrics
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """The share of the evaluation's places that are padding."""
-        return {"padding": 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())}
+        """Bits per byte of text, and the share of the evaluation's places that are padding."""
+        figures = {}
+        if "bits" in rows:
+            figures["bits_per_byte"] = float(rows["bits"].double().sum()) / max(1, int(rows["bytes"].sum()))
+        if "places" in rows:
+            figures["padding"] = 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())
+        return figures
+
+    def _predicted(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (n * length, vocabulary) and targets (n, length)."""
+        tokens, targets, segment = self._given(batch)
+        logits = model(tokens) if segment is None else model(tokens, segment)
+        # In float32 under autocast too: a sum of exponentials over a vocabulary.
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets
 
     def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens and targets, int64 (n, length), targets that don't count being -100; and segments."""
@@ -208,12 +223,16 @@ class Language:
         abouts = [about_or(file, config.dtype, config.vocabulary) for file in files]
         _same_tokenizer(files, abouts)
         self._vocabulary = config.vocabulary or (abouts[0].vocabulary if abouts[0] else 0)
-        self.train_data, self.evaluation_data = map(self._token_file, files, abouts)
+        self.train_data, self.evaluation_data = (
+            self._token_file(file, about, measured)
+            for file, about, measured in zip(files, abouts, (False, True), strict=True)
+        )
         return _without_tokens(abouts[0], self._vocabulary)
 
-    def _token_file(self, file: Path, about: TokenFile | None) -> TokenDataset:
-        """A token file that is read as it is needed."""
-        dataset = TokenDataset(file, self._config.sequence_length, None if about else self._config.dtype)
+    def _token_file(self, file: Path, about: TokenFile | None, measured: bool) -> TokenDataset:
+        """A token file that is read as it is needed; what is measured, to its last token."""
+        dtype = None if about else self._config.dtype
+        dataset = TokenDataset(file, self._config.sequence_length, dtype, whole=measured)
         dataset.vocabulary = self._vocabulary  # it looks at what it reads, for who didn't look before
         self._files.append((file, str(dataset.fields[TOKENS].dtype)))
         return dataset

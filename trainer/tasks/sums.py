@@ -23,13 +23,24 @@ class Metric(NamedTuple):
 
 
 def _within(most: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Whether the right class is among the `most` likeliest."""
-    return lambda logits, label: (logits.topk(most, dim=1).indices == label[:, None]).any(1)
+    """Whether the right class is among the `most` likeliest.
+
+    Of equal logits the first class wins, as in argmax, for each `most` alike; with a NaN none is right.
+    """
+
+    def within(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        label = label.to(torch.int64)[:, None]
+        true = logits.gather(1, label)
+        earlier = torch.arange(logits.shape[1], device=logits.device) < label
+        before = ((logits > true) | ((logits == true) & earlier)).sum(1)
+        return (before < most) & ~logits.isnan().any(1)
+
+    return within
 
 
 # By the name that rows have, of classification and of audio.
 METRICS = {
-    "accuracy": Metric(lambda logits, label: logits.argmax(1) == label, classes=1),
+    "accuracy": Metric(_within(1), classes=1),
     "top5": Metric(_within(5), classes=6),
 }
 

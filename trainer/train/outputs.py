@@ -92,7 +92,7 @@ def bare_outputs(
     """Rows of metrics with all that explains them, and no run folder: for measuring the loop itself."""
     sources = metric_sources(stack, run)
     logger = _make_logger(run, list(sinks), checksums, sources)
-    _add_advisor(stack, run, logger, sources)
+    _add_advisor(stack, run, logger, sources, profiled=False)
     return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan))
 
 
@@ -166,7 +166,7 @@ def open_outputs(
     if run.recipe.log.metrics_port:
         sinks.append(stack.enter_context(_served(folder, run, manifest, writer)))
     logger = _make_logger(run, sinks, checksums, sources, left_out)
-    advisor = _add_advisor(stack, run, logger, sources)
+    advisor = _add_advisor(stack, run, logger, sources, profiled=request.profile is not None)
     profile = _open_profile(stack, request, run)
     written = checkpoint_hook(hooks, config)
     checkpoints = Checkpoints(run, writer, manifest.run_id, data, written)
@@ -265,7 +265,9 @@ def metric_sources(stack: contextlib.ExitStack, run: Run) -> Sources:
     )
 
 
-def _add_advisor(stack: contextlib.ExitStack, run: Run, logger: MetricLogger, sources: Sources) -> Advisor:
+def _add_advisor(
+    stack: contextlib.ExitStack, run: Run, logger: MetricLogger, sources: Sources, profiled: bool
+) -> Advisor:
     """Who judges the rows of metrics, as one of the logger's sinks."""
     recipe, world, limits = run.recipe, run.world, read_limits()
     images = run.task.train_data
@@ -280,6 +282,7 @@ def _add_advisor(stack: contextlib.ExitStack, run: Run, logger: MetricLogger, so
         micro_batch_size=recipe.data.micro_batch_size,
         remote=is_url(str(recipe.data.path)),
         decodes=isinstance(images, ImageDataset) and not images.records.raw,
+        profiled=profiled,
     )
     growth = None
     if recipe.log.tracemalloc:

@@ -12,6 +12,7 @@ import torch
 from trainer.commands.check.plain import Snapshot
 from trainer.commands.check.training import Subject
 from trainer.commands.check.variants import Launch, Trained, Variant
+from trainer.errors import EXIT_BAD_INPUT
 from trainer.host.files import write_whole
 from trainer.launch.launcher import launch
 from trainer.train.local_ranks import plan_local_ranks
@@ -37,10 +38,12 @@ def launched(ranks: int) -> Launch:
         nowhere, said = os.open(os.devnull, os.O_WRONLY), io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=nowhere)
+                code = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=nowhere)
         finally:
             os.close(nowhere)
-        ended = f"crash: {' '.join(said.getvalue().split())[:300] or 'its process left nothing'}"
+        ended = " ".join(said.getvalue().split())[:300] or "its process left nothing"
+        if code != EXIT_BAD_INPUT:  # a refusal is no crash
+            ended = f"crash: {ended}"
         return {variant.name: _taken(folder, variant.name, ended) for variant in variants}
 
     return train

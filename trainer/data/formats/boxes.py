@@ -13,6 +13,7 @@ from trainer.data.dataset import Arrays, Field
 from trainer.rng import Float32, Ints
 
 IMAGE, BOXES, LABEL, CROWD, COUNT = "image", "boxes", "label", "crowd", "count"
+AREA, PIXEL = "area", "pixel"  # of evaluation images: of their boxes, and of a pixel, in pixels of the file
 BACKGROUND = (124, 116, 104)  # ImageNet's mean: what lies beside an image is 0 once it is normalized
 
 _PLACE = 4  # random numbers of one image: flip, scale, down, right
@@ -29,12 +30,14 @@ class Picture(NamedTuple):
         boxes: float32 (k, 4): left, top, right, bottom in pixels; right and bottom are exclusive.
         label: int64 (k,).
         crowd: bool (k,): boxes around many things of a class, which nothing is learned from.
+        area: float32 (k,): of the things in pixels of the file, as the annotations say; None: of the boxes.
     """
 
     image: Pixels
     boxes: Float32
     label: Ints
     crowd: npt.NDArray[np.bool_]
+    area: Float32 | None = None
 
 
 class Pictures(Protocol):
@@ -97,6 +100,7 @@ class BoxedImages:
     An image keeps its aspect and is resized to fit a square, at whose top left it lies. The fields are
     image, uint8 (size, size, channels); boxes, float32 (most, 4); label, int64 (most,); crowd, uint8
     (most,); count, int64 (): how many boxes are valid, which are the first. Training leaves crowds out.
+    Evaluation has `area`, float32 (most,), and `pixel`, float32 (): COCO's sizes are those of the files.
 
     Args:
         pictures: Where the images come from.
@@ -129,6 +133,9 @@ class BoxedImages:
             CROWD: Field((most,), np.dtype(np.uint8)),
             COUNT: Field((), np.dtype(np.int64)),
         }
+        if augment is None:
+            areas = {AREA: Field((most,), np.dtype(np.float32)), PIXEL: Field((), np.dtype(np.float32))}
+            self.fields = {**self.fields, **areas}
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -148,7 +155,10 @@ class BoxedImages:
 
         def fill(row: int, sample: int) -> None:
             image: Any = out[IMAGE][row]
-            if self._augment is None or numbers is None:
+            if self._augment is None:
+                made = place(picture := _with_areas(self.pictures.read(sample)), image, 1.0, 0.0, 0.0)
+                out[PIXEL][row] = _pixel(picture.image, image)
+            elif numbers is None:
                 made = place(self.pictures.read(sample), image, 1.0, 0.0, 0.0)
             else:
                 made = self._augmented(self._augment, sample, numbers[row], image)
@@ -159,6 +169,8 @@ class BoxedImages:
             count = len(made.label)
             for name, rows in ((BOXES, made.boxes), (LABEL, made.label), (CROWD, made.crowd)):
                 out[name][row, :count], out[name][row, count:] = rows, np.zeros((), rows.dtype)
+            if self._augment is None:
+                out[AREA][row, :count], out[AREA][row, count:] = made.area, 0
             out[COUNT][row] = count
 
         return fill_rows(samples, fill, self.pictures.name, self._on_corrupt, len(self))
@@ -209,7 +221,7 @@ def place(picture: Picture, out: Pixels, scale: float, down: float, right: float
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2
     seen = ((middle >= begin[:2]) & (middle < end[:2])).all(1)
     there = (np.clip(boxes, begin, end) - begin) * stretch + [columns.at, rows.at] * 2
-    made = Picture(out, there.astype(np.float32), picture.label, picture.crowd)
+    made = picture._replace(image=out, boxes=there.astype(np.float32))
     # A sliver may round to nothing.
     empty = (made.boxes[:, 2:] <= made.boxes[:, :2]).any(1)
     return _without(made, np.asarray(~seen | empty))
@@ -263,7 +275,7 @@ def mosaic(
         low, high = (alone / fits * edge for edge in augment.scale)
         part = moved(picture, view, augment._replace(scale=(low, high)), own)
         parts.append(part._replace(boxes=part.boxes + np.array([left, top] * 2, np.float32)))
-    boxes, label, crowd = (np.concatenate(rows) for rows in zip(*(part[1:] for part in parts), strict=True))
+    boxes, label, crowd = (np.concatenate(rows) for rows in zip(*(part[1:4] for part in parts), strict=True))
     return Picture(out, boxes, label, crowd)
 
 
@@ -306,4 +318,21 @@ def _largest(picture: Picture, count: int) -> Picture:
 
 
 def _rows(picture: Picture, which: npt.NDArray[Any]) -> Picture:
-    return Picture(picture.image, picture.boxes[which], picture.label[which], picture.crowd[which])
+    area = None if picture.area is None else picture.area[which]
+    return Picture(picture.image, picture.boxes[which], picture.label[which], picture.crowd[which], area)
+
+
+def _with_areas(picture: Picture) -> Picture:
+    if picture.area is not None:
+        return picture
+    return picture._replace(area=(picture.boxes[:, 2:] - picture.boxes[:, :2]).prod(1))
+
+
+def _pixel(image: Pixels, out: Pixels) -> float:
+    """Pixels of an image for each one of `out` that `place` shows it in, whole."""
+    factor = min(there / side for there, side in zip(out.shape[:2], image.shape[:2], strict=True))
+    rows, columns = (
+        _along(side, there, factor, 0.0).size
+        for side, there in zip(image.shape[:2], out.shape[:2], strict=True)
+    )
+    return image.shape[0] * image.shape[1] / (rows * columns)

@@ -61,7 +61,8 @@ class CocoPictures:
         rows = [found[number] for number in images]
         self._sizes = np.array([image[1:] for image in images.values()], np.int64)
         self._ends = np.cumsum([len(each) for each in rows])
-        self._rows = np.array([row for each in rows for row in each], np.float64).reshape(-1, 6)
+        numbers = np.array([row for each in rows for row in each], np.float64).reshape(-1, 7)
+        self._rows, self._areas = np.ascontiguousarray(numbers[:, :6]), numbers[:, 6].astype(np.float32)
         self.most = max(len(each) for each in rows)
         names = [os.fsencode(image[0]) for image in images.values()]
         self.records = Files(
@@ -95,8 +96,15 @@ class CocoPictures:
                 f"has {image.shape[1]} x {image.shape[0]} pixels, and its annotations say {width} x {height}"
             )
         begin = int(self._ends[sample - 1]) if sample else 0
-        rows = self._rows[begin : int(self._ends[sample])]
-        return Picture(image, rows[:, :4].astype(np.float32), rows[:, 4].astype(np.int64), rows[:, 5] > 0)
+        here = slice(begin, int(self._ends[sample]))
+        boxes, label, crowd = np.split(self._rows[here], [4, 5], axis=1)
+        return Picture(
+            image,
+            boxes.astype(np.float32),
+            label[:, 0].astype(np.int64),
+            crowd[:, 0] > 0,
+            self._areas[here],
+        )
 
 
 def _places(root: Path, part: str) -> tuple[Path, Path]:
@@ -174,7 +182,7 @@ def _instances(
     categories: Mapping[int, str],
     strict: bool,
 ) -> dict[int, list[tuple[float, ...]]]:
-    """Left, top, right, bottom, class and whether it is a crowd, of each box, by the image's id."""
+    """Left, top, right, bottom, class, whether it is a crowd, and area of each box, by the image's id."""
     class_of = {number: index for index, number in enumerate(categories)}
     found: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
     for entry in told["annotations"]:
@@ -196,8 +204,16 @@ def _instances(
         if not wrong:
             left, top, wide, high = entry["bbox"]
             right, bottom = min(left + wide, width), min(top + high, height)
-            found[number].append((max(0, left), max(0, top), right, bottom, class_of[category], int(crowd)))
+            box = (max(0, left), max(0, top), right, bottom)
+            area = _area(entry.get("area"), wide * high)
+            found[number].append((*box, class_of[category], int(crowd), area))
     return found
+
+
+def _area(told: Any, of_box: float) -> float:
+    """Pixels of a thing: what the annotation says, of its outline; else those of its box."""
+    is_number = isinstance(told, int | float) and not isinstance(told, bool) and math.isfinite(told)
+    return told if is_number and told >= 0 else of_box
 
 
 def _wrong(box: Any, height: int, width: int) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
 
-from trainer.data.dataset import Arrays, Field, spread
+from trainer.data.dataset import NUM_ITEMS, Arrays, Field, spread
 from trainer.data.formats.files import fill_exactly, open_regular
 from trainer.errors import BadInputError
 from trainer.host import strict_json
@@ -44,7 +44,7 @@ class TokenDataset:
     """Sequences of a token file: sample i is the tokens from i * length to i * length + length.
 
     The last token of a sample is there to be predicted, and is the first of the next sample: so in an
-    epoch every token but the first is a target once, and a rest shorter than `length` isn't.
+    epoch every token but the first is a target once, and a rest shorter than `length` isn't, unless `whole`.
 
     The field `tokens` has shape (length + 1,) and the file's dtype: the cast to int64 is for the device.
 
@@ -53,6 +53,7 @@ class TokenDataset:
             process without a word.
         length: Tokens that a sample predicts.
         dtype: uint16 or uint32; None to go by the JSON file beside it.
+        whole: Whether the rest becomes a sample too, padded and with a field `num_items`; for evaluation.
 
     Attributes:
         vocabulary: Every token is below it, which is looked at; None where no JSON file says so.
@@ -61,7 +62,7 @@ class TokenDataset:
         BadInputError: If the file isn't there, isn't what the JSON file says, or holds no sample.
     """
 
-    def __init__(self, path: Path, length: int, dtype: str | None = None) -> None:
+    def __init__(self, path: Path, length: int, dtype: str | None = None, *, whole: bool = False) -> None:
         """Opens the file and looks at its size."""
         if length < 1:
             raise BadInputError(f"{length} tokens in a sample: there must be at least 1")
@@ -94,18 +95,22 @@ class TokenDataset:
                 f"{path}: {facts.st_size} bytes are no whole number of {self._dtype} tokens; "
                 "it is torn, or of another dtype"
             )
-        if tokens <= length:
+        if tokens <= (1 if whole else length):
             raise BadInputError(
                 f"{path}: {tokens} tokens are too few for a sample of {length} and the one after it"
             )
         self.vocabulary = None if about is None else about.vocabulary
-        self._samples = (tokens - 1) // length
+        self._targets = tokens - 1
+        self._samples = -(-self._targets // length) if whole else self._targets // length
         self._bytes = facts.st_size
         self.num_items = length
         self.uniforms = 0
         self.arrays: Arrays | None = None
         self.in_process = True
-        self.fields: Mapping[str, Field] = {TOKENS: Field((length + 1,), self._dtype)}
+        fields = {TOKENS: Field((length + 1,), self._dtype)}
+        if whole:
+            fields[NUM_ITEMS] = Field((), np.dtype(np.int64))
+        self.fields: Mapping[str, Field] = fields
 
     def __len__(self) -> int:
         return self._samples
@@ -133,10 +138,14 @@ class TokenDataset:
         row = 0
         try:
             for sample in samples.tolist():
-                fill_exactly(file, sample * step, rows[row : row + size])
+                there = min(size, self._bytes - sample * step)
+                fill_exactly(file, sample * step, rows[row : row + there])
+                rows[row + there : row + size] = bytes(size - there)
                 row += size
         except OSError as error:
             raise self._unreadable(error) from error
+        if NUM_ITEMS in self.fields:
+            out[NUM_ITEMS][...] = np.minimum(self._targets - samples * self._length, self._length)
         if self.vocabulary is not None and (largest := int(np.max(out[TOKENS]))) >= self.vocabulary:
             sample = int(samples[int(np.argmax(np.max(out[TOKENS], axis=1)))])
             raise unknown_token(self._path, sample, largest, self.vocabulary)
