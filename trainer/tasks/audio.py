@@ -33,6 +33,7 @@ class Audio:
         self.audio: AudioData = load_audio(data, audio.seconds, audio.sample_rate, audio.part, seed)
         self.train_data = self.audio.train
         self.evaluation_data = self.audio.evaluation
+        self.notes = self.audio.notes
         self._model, self._config, self._seed = model, audio, seed
         # Here and not at the first batch: torch waits for the device while it makes the filters.
         from torchaudio.transforms import MelSpectrogram
