@@ -319,7 +319,7 @@ PICTURE = b"picture"
     [
         ([("/etc/x.jpg", PICTURE), ("/etc/x.cls", b"1")], "'/etc/x.jpg' leads out of the archive"),
         ([("a/../../x.jpg", PICTURE)], "leads out of the archive"),
-        ([("x.jpg", PICTURE)], "'x.jpg' has no label"),
+        ([("x.jpg", PICTURE)], "left out: 1 sample without a label .0.tar: 'x.jpg'."),
         ([("x.jpg", PICTURE), ("x.json", b"[1]")], "the label of 'x.jpg' can't be read"),
         ([("x.jpg", PICTURE), ("x.json", b'{"label": null}')], "the label of 'x.jpg' can't be read"),
         ([("x.jpg", PICTURE), ("x.cls", b"\xff")], "the label of 'x.jpg' can't be read"),

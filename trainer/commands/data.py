@@ -2,9 +2,11 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.data.left_out import LeftOut, told, told_of_sets
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.launch.signals import unwound
 from trainer.observe.console import counted
@@ -67,6 +69,9 @@ def add_parser(commands: Any) -> None:
 
     index = kinds.add_parser("index", help="index tar shards, once", allow_abbrev=False)
     index.add_argument("folder", type=Path, metavar="DIR", help="holds .tar files; or train and val do")
+    index.add_argument(
+        "--image", default="", metavar="SUFFIX", help="of the image, where samples have two (a mask, say)"
+    )
     index.set_defaults(run=_index)
 
     verify = kinds.add_parser("verify", help="check every sample of a pack or of shards", allow_abbrev=False)
@@ -101,12 +106,13 @@ def _parts(source: Path) -> list[tuple[str, Path]]:
 def _open(source: Path) -> Any:
     from trainer.data.formats.files import in_folder, in_table
     from trainer.data.formats.sharded import INDEX, in_shards
+    from trainer.data.formats.tar_shards import tar_files
 
     if source.suffix in (".csv", ".parquet"):
         return in_table(source)
     if (source / INDEX).exists():
         return in_shards(source)
-    if any(source.glob("*.tar")):
+    if tar_files(source)[0]:
         raise BadInputError(f"{source}: these shards have no index yet: trainer data index {source}")
     return in_folder(source)
 
@@ -147,23 +153,30 @@ def _pack(options: argparse.Namespace) -> int:
             raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
         size = sum(shard.bytes for shard in about.shards)
         print(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
+        _tell_left_out(about.left_out)
     print(f"  train on it with --set data.name=pack --set data.path={options.target}")
     return EXIT_DONE
 
 
 def _index(options: argparse.Namespace) -> int:
-    from trainer.data.formats.tar_shards import index_shards
+    from trainer.data.formats.tar_shards import index_shards, tar_files
 
     for _, folder in _parts(options.folder):
-        total = sum(file.stat().st_size for file in folder.glob("*.tar")) if folder.is_dir() else 0
+        total = sum(file.stat().st_size for file in tar_files(folder)[0])
         try:
             with counted(f"indexing {folder}", total) as advance:
-                about = index_shards(folder, advance)
+                about = index_shards(folder, advance, options.image)
         except OSError as error:
             raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
         classes = len(about.classes)
         print(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.shards)} shards")
+        _tell_left_out(about.left_out)
     return EXIT_DONE
+
+
+def _tell_left_out(found: Sequence[LeftOut]) -> None:
+    if line := told(found):
+        print(f"  {line}")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -211,21 +224,24 @@ def _stats(options: argparse.Namespace) -> int:
 
     table = Table("", *found)
     for row in next(iter(found.values()))._fields:
-        if row != "unreadable":
+        if row not in ("unreadable", "left_out"):
             cells = (_shown(getattr(figures, row)) for figures in found.values())
             table.add_row(row.replace("_", " "), *cells)
     Console().print(table)
     print("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
     for line in (line for figures in found.values() for line in figures.unreadable):
         print(line)
+    for line in told_of_sets({name: figures.left_out for name, figures in found.items()}):
+        print(line)
     return EXIT_DONE
 
 
 def _plain(figures: Any) -> dict[str, Any]:
-    return {
+    plain = {
         name: value._asdict() if hasattr(value, "_asdict") else value
         for name, value in figures._asdict().items()
     }
+    return {**plain, "left_out": [one.model_dump() for one in figures.left_out]}
 
 
 def _shown(value: Any) -> str:

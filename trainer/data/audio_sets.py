@@ -11,7 +11,7 @@ from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
 from trainer.data.formats.files import Files, in_folder
-from trainer.data.sources import common_classes, data_path
+from trainer.data.sources import class_notes, common_classes, data_path
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key
 
@@ -26,6 +26,7 @@ class AudioData(NamedTuple):
     train: Dataset
     evaluation: Dataset
     classes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, seed: int) -> AudioData:
@@ -65,6 +66,7 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
         AudioFolder(train, seconds, sample_rate, True, config.on_corrupt),
         AudioFolder(evaluation, seconds, sample_rate, False, config.on_corrupt),
         classes,
+        class_notes(classes, train, evaluation),
     )
 
 
@@ -100,7 +102,7 @@ def listed(root: Path, part: str) -> tuple[Files, Files]:
     Raises:
         BadInputError: If a list is missing, names what isn't there, or leaves nothing.
     """
-    files = in_folder(root, SUFFIXES, leave_out=(_NOISE,))
+    files = in_folder(root, SUFFIXES, leave_out=(VALIDATION, TESTING, _NOISE))
     number = {files.file_name(sample): sample for sample in range(len(files))}
     lists = {name: _samples(root / name, number) for name in (VALIDATION, TESTING)}
     wanted = lists[VALIDATION if part == "validation" else TESTING]
@@ -131,7 +133,7 @@ def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
 
 def _chosen(root: Path, files: Files, samples: Sequence[int]) -> Files:
     names = [files.file_name(sample) for sample in samples]
-    return Files(root, names, files.labels[np.asarray(samples)].tolist(), files.classes)
+    return Files(root, names, files.labels[np.asarray(samples)].tolist(), files.classes, None, files.left_out)
 
 
 def _synthetic(config: DataConfig, length: int, seed: int) -> AudioData:

@@ -72,7 +72,7 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         channels=3,
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        notes=_of_nobody(classes, train),
+        notes=(*class_notes(classes, train, evaluation), *_of_nobody(classes, train)),
     )
 
 
@@ -217,8 +217,9 @@ def common_classes(
             )
         name, part = alone[0]
         more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
+        enough = " (an empty folder will do)" if part == "train" and not gaps else ""
         raise BadInputError(
-            f"{path}: class '{name}'{more} is in {part} only; add it to the other part, or remove it"
+            f"{path}: class '{name}'{more} is in {part} only; add it to the other part{enough}, or remove it"
         )
     learned, measured = (np.bincount(part.labels, minlength=len(longer)) for part in (train, evaluation))
     empty = np.flatnonzero((learned == 0) & ((measured > 0) | (not (numbers and gaps))))
@@ -229,6 +230,21 @@ def common_classes(
             f"{measured[empty].sum():,} in val; add some to learn from, or remove it"
         )
     return longer
+
+
+def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> tuple[str, ...]:
+    """Lines on what can't be told apart, or isn't measured."""
+    notes = list[str]()
+    if len(classes) == 1:
+        notes.append(
+            f"there is one class only ('{classes[0]}'), so that loss and accuracy say nothing; is data.path one "
+            "folder too high or too low?"
+        )
+    empty = np.setdiff1d(train.labels, evaluation.labels)
+    if empty.size:
+        more = f" (and {empty.size - 1:,} more)" if empty.size > 1 else ""
+        notes.append(f"class '{classes[empty[0]]}'{more} has no samples in val, and isn't measured")
+    return tuple(notes)
 
 
 def _of_nobody(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:

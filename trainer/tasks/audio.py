@@ -34,6 +34,7 @@ class Audio:
         self.audio: AudioData = load_audio(data, audio.seconds, audio.sample_rate, audio.part, seed)
         self.train_data = self.audio.train
         self.evaluation_data = self.audio.evaluation
+        self.notes = self.audio.notes
         self._model, self._config, self._seed = model, audio, seed
         self._make = named(opens(model.name, "audio") or "")
         # Here and not at the first batch: torch waits for the device while it makes the filters.

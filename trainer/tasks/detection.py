@@ -19,6 +19,7 @@ from trainer.data.formats.boxes import (
     IMAGE,
     LABEL,
     PIXEL,
+    WRONG_BOX,
     BoxAugment,
     BoxedImages,
     Pictures,
@@ -54,7 +55,7 @@ class Detection:
         """Opens the data."""
         train, evaluation = _pictures(data, seed)
         for pictures in (train, evaluation):
-            _check_boxes(pictures, config)
+            _check_boxes(pictures, config, data)
         augment = BoxAugment(config.flip, config.scale, config.mosaic)
         self._size = data.image_size
         self.classes, self.channels = tuple(train.classes), train.channels
@@ -70,7 +71,7 @@ class Detection:
     def more_data(self, data: DataConfig, split: str | None) -> Dataset:
         """See `Extensible`."""
         pictures = _more_pictures(data, split, self._seed)
-        _check_boxes(pictures, self._config)
+        _check_boxes(pictures, self._config, data)
         dataset = BoxedImages(pictures, self._size, self._config.max_boxes, None, data.on_corrupt)
         check_alike(dataset, pictures.classes, self.evaluation_data, self.classes)
         return dataset
@@ -151,11 +152,23 @@ def _torchvision_loss(
     return total
 
 
-def _check_boxes(pictures: Pictures, config: DetectionConfig) -> None:
+def _check_boxes(pictures: Pictures, config: DetectionConfig, data: DataConfig) -> None:
+    """Makes sure that boxes have room, and that no more are left out than the budget allows.
+
+    Raises:
+        BadInputError: If not.
+    """
     if pictures.most > config.max_boxes:
         raise BadInputError(
             f"an image has {pictures.most} boxes: set detection.max_boxes={pictures.most} or more"
         )
+    for one in getattr(pictures, "left_out", ()):
+        boxes = getattr(pictures, "boxes", 0)
+        if one.reason == WRONG_BOX and one.count > (budget := data.corrupt_samples(boxes)):
+            raise BadInputError(
+                f"{one.count:,} of {boxes:,} boxes can't be meant, and data.corrupt_budget allows {budget:,}; the "
+                f"first: {one.first}; mend them or raise the budget"
+            )
 
 
 def _more_pictures(data: DataConfig, split: str | None, seed: int) -> Pictures:

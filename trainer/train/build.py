@@ -8,6 +8,7 @@ import torch
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
 from trainer.data.joined import make_loaders
+from trainer.data.left_out import told_of_sets
 from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
 from trainer.distributed.parallel import World, is_sharded, replicate
@@ -38,7 +39,7 @@ from trainer.train.reduction import (
     ShardedGradients,
     TreeSum,
 )
-from trainer.train.run import make_plan, more_sets
+from trainer.train.run import left_out_of, make_plan, more_sets
 from trainer.train.state import EvaluationSet, Run, TrainState
 from trainer.train.step import LossesOf, LossOf
 from trainer.train.updates import make_updates, words_for
@@ -151,6 +152,7 @@ def build(
         compiled=prepared.compiled,
         notes=(
             *getattr(task, "notes", ()),
+            *told_of_sets(left_out_of(task)),
             *prepared.notes,
             *found.notes,
             *([] if rows is None else [rows.note]),

@@ -1,6 +1,6 @@
 """What a recipe asks for: its task, its order of samples, and what would fail on every rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from trainer.config.registry import named
 from trainer.config.tasks import TASKS
 from trainer.data.check import CheckedData, check_data
 from trainer.data.dataset import Dataset
+from trainer.data.left_out import LeftOut
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
 from trainer.distributed.sharding import check_sharding
@@ -85,6 +86,13 @@ def data_of(task: Task, pretrained: Pretrained | None = None) -> dict[str, str]:
         "order": _order(task.train_data, shards_per_block),
         **({WEIGHTS: pretrained.sha256} if pretrained else {}),
     }
+
+
+def left_out_of(task: Task) -> dict[str, Sequence[LeftOut]]:
+    """What isn't read of each data set, by its name."""
+    sets = {"training data": task.train_data, "evaluation data": task.evaluation_data}
+    sets |= {f"evaluation data {name}": data for name, data in more_sets(task).items()}
+    return {name: found for name, data in sets.items() if (found := getattr(data, "left_out", ()))}
 
 
 def _order(dataset: Dataset, shards_per_block: int) -> str:

@@ -10,10 +10,12 @@ import torch
 from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt, fill_rows
 from trainer.data.dataset import Arrays, Field
+from trainer.data.left_out import LeftOut
 from trainer.rng import Float32, Ints
 
 IMAGE, BOXES, LABEL, CROWD, COUNT = "image", "boxes", "label", "crowd", "count"
 AREA, PIXEL = "area", "pixel"  # of evaluation images: of their boxes, and of a pixel, in pixels of the file
+WRONG_BOX = "box{es} that can't be meant"
 BACKGROUND = (124, 116, 104)  # ImageNet's mean: what lies beside an image is 0 once it is normalized
 
 _PLACE = 4  # random numbers of one image: flip, scale, down, right
@@ -144,6 +146,12 @@ class BoxedImages:
     def records(self) -> object:
         """Where the pictures lie, if in files."""
         return getattr(self.pictures, "records", None)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """What lies beside the pictures and their boxes and isn't used."""
+        found: tuple[LeftOut, ...] = getattr(self.pictures, "left_out", ())
+        return found
 
     def fingerprint(self) -> str:
         """That of the pictures."""

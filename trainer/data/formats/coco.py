@@ -16,8 +16,9 @@ import numpy as np
 
 from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.boxes import Picture
+from trainer.data.formats.boxes import WRONG_BOX, Picture
 from trainer.data.formats.files import Files, Listed
+from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
 
 _YEARS = ("", "2017", "2014")
@@ -46,16 +47,21 @@ class CocoPictures:
         self._decode = decode.whole
         file, folder = _places(root, part)
         told = _load(file)
-        self.categories = _categories(file, told)
+        left_out = list[LeftOut]()
+        self.categories = _categories(file, told, left_out)
         self.classes: Sequence[str] = tuple(self.categories.values())
         images = _images(file, folder, told)
-        found = _instances(file, told, images, self.categories, on_corrupt == "fail")
+        found = _instances(file, told, images, self.categories, on_corrupt == "fail", left_out)
+        self.boxes = len(told["annotations"])
         if part == "train":
             # As torchvision's reference does: nothing is learned from an image without boxes.
-            images = {
-                number: image for number, image in images.items() if any(not b[5] for b in found[number])
-            }
+            bare = {number for number in images if all(box[5] for box in found[number])}
+            left_out += [
+                one("image{s} without a box", f"{file.name}: {images[number][0]}") for number in sorted(bare)
+            ]
+            images = {number: image for number, image in images.items() if number not in bare}
             _no_empty_class(file, self.categories, [row for number in images for row in found[number]])
+        self.left_out = tally(left_out)
         if not images:
             raise BadInputError(f"{file}: holds no images{' with boxes' if part == 'train' else ''}")
         rows = [found[number] for number in images]
@@ -124,7 +130,7 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
 def _load(file: Path) -> Mapping[str, Any]:
     try:
         # The outlines of things are most of such a file, and nobody here reads them.
-        told = json.loads(file.read_bytes(), object_hook=_without_outlines)
+        told = json.loads(file.read_bytes(), object_pairs_hook=_without_outlines)
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -140,7 +146,11 @@ def _load(file: Path) -> Mapping[str, Any]:
     return told  # type: ignore[no-any-return]
 
 
-def _without_outlines(entry: dict[str, Any]) -> dict[str, Any]:
+def _without_outlines(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice in one entry")
     entry.pop("segmentation", None)
     return entry
 
@@ -149,14 +159,25 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _categories(file: Path, told: Mapping[str, Any]) -> dict[int, str]:
+def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) -> dict[int, str]:
     """Names by id, in the order of the ids."""
     for entry in told["categories"]:
         if not isinstance(entry.get("name"), str):
             raise BadInputError(f"{file}: category {entry['id']} has no name")
     if not told["categories"]:
         raise BadInputError(f"{file}: has no categories")
-    return {entry["id"]: entry["name"] for entry in sorted(told["categories"], key=lambda entry: entry["id"])}
+    used = {entry.get("category_id") for entry in told["annotations"]}
+    above = {entry.get("supercategory") for entry in told["categories"]}
+    names = dict[int, str]()
+    for entry in sorted(told["categories"], key=lambda entry: entry["id"]):
+        # Roboflow's exports have one over all others, which no box is of.
+        if entry["name"] in above and entry.get("supercategory") == "none" and entry["id"] not in used:
+            left_out.append(one("supercategor{y} without a box", f"{file.name}: {entry['name']!r}"))
+        else:
+            names[entry["id"]] = entry["name"]
+    if not names:
+        raise BadInputError(f"{file}: has no categories with boxes")
+    return names
 
 
 def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tuple[str, int, int]]:
@@ -181,6 +202,7 @@ def _instances(
     images: Mapping[int, tuple[str, int, int]],
     categories: Mapping[int, str],
     strict: bool,
+    left_out: list[LeftOut],
 ) -> dict[int, list[tuple[float, ...]]]:
     """Left, top, right, bottom, class, whether it is a crowd, and area of each box, by the image's id."""
     class_of = {number: index for index, number in enumerate(categories)}
@@ -201,7 +223,11 @@ def _instances(
                 f"{where} of image {number} ({name}): its box {wrong}; mend it, or leave such boxes out with "
                 "data.on_corrupt=skip"
             )
-        if not wrong:
+        if wrong:
+            left_out.append(
+                one(WRONG_BOX, f"{file.name}: annotation {entry['id']} of image {number}: {wrong}")
+            )
+        else:
             left, top, wide, high = entry["bbox"]
             right, bottom = min(left + wide, width), min(top + high, height)
             box = (max(0, left), max(0, top), right, bottom)

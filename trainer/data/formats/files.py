@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +18,13 @@ from trainer.config.data import DataConfig
 from trainer.data.check import counted, unreadable
 from trainer.data.dataset import spread
 from trainer.data.formats.records import Records
+from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
 from trainer.data.shared import Columns, joined
 from trainer.errors import BadInputError
 
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+_JPEG = (".jpg", ".jpeg", ".jfif", ".jpe")
+_JPEG2000 = (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx")
+IMAGES = (*_JPEG, ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".avif", *_JPEG2000)
 
 # Of how many files the fingerprint holds the size, and of how many the content.
 _SIZES, _CONTENTS = 10_000, 32
@@ -51,6 +54,7 @@ class Files(Records):
         labels: The class of each.
         classes: Their names.
         listed: Where the names are written down, if they aren't those that the folder holds.
+        left_out: What lies beside them and isn't read.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class Files(Records):
         labels: Sequence[int],
         classes: Sequence[str],
         listed: Listed | None = None,
+        left_out: Iterable[LeftOut] = (),
     ) -> None:
         self._root = os.fsencode(root)
+        self.left_out = tally(left_out)
         self.classes: Sequence[str] = tuple(classes)
         columns = {**joined(names), "label": np.asarray(labels, dtype=np.int64)}
         self._listed = None if listed is None else listed[:2]
@@ -176,7 +182,7 @@ def in_folder(
     Args:
         root: The folder.
         suffixes: Of the files that count, in lower case.
-        leave_out: Folders below the root that are no classes.
+        leave_out: Names below the root that are no classes.
         kind: What is made of them: `Files`, or a class derived from it that reads other contents.
 
     Raises:
@@ -184,24 +190,44 @@ def in_folder(
     """
     if not root.is_dir():
         raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
+    left_out = list[LeftOut]()
     try:
-        if dead := sorted(f for f in root.iterdir() if f.is_symlink() and not f.exists()):
-            raise BadInputError(
-                f"{dead[0]}: a link that leads nowhere; mend or remove it"
-            )  # a class, else lost
-        folders = _in_order([f.name for f in root.iterdir() if f.is_dir() and f.name not in leave_out])
+        folders = _classes(root, leave_out, left_out)
+        above = tuple(_place(each.stat()) for each in (root, *root.resolve().parents))
         found = [
             (number, os.fsencode(name) + b"/" + path)
             for number, name in enumerate(folders)
-            for path in sorted(_below(os.fsencode(root / name), tuple(os.fsencode(s) for s in suffixes)))
+            for path in sorted(_below(os.fsencode(root / name), suffixes, left_out, os.fsencode(name), above))
         ]
     except OSError as error:
         where = readable(os.fsencode(error.filename)) if error.filename else root
         raise BadInputError(f"{where}: can't be listed ({error.strerror})") from error
+    left_out = sorted(left_out, key=lambda each: each.first)
     if not found:
-        raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders")
+        more = f"; {told(tally(left_out))}" if left_out else ""
+        raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders{more}")
     names = [readable(os.fsencode(name)) for name in folders]
-    return kind(root, [path for _, path in found], [number for number, _ in found], names)
+    return kind(root, [path for _, path in found], [number for number, _ in found], names, left_out=left_out)
+
+
+def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> list[str]:
+    """Names of the class folders, in their order; what else lies there is left out."""
+    folders = list[str]()
+    for entry in sorted(root.iterdir()):
+        if entry.name in leave_out:
+            continue
+        if entry.is_symlink() and not entry.exists():  # a class, else lost
+            raise BadInputError(f"{entry}: a link that leads nowhere; mend or remove it")
+        if not entry.is_dir():
+            hidden = entry.name.startswith(".")
+            left_out.append(
+                one("hidden file{s}" if hidden else "file{s} beside the class folders", entry.name)
+            )
+        elif entry.name.startswith("."):
+            left_out.append(one("hidden folder{s}", entry.name))
+        else:
+            folders.append(entry.name)
+    return _in_order(folders)
 
 
 def folder_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
@@ -221,17 +247,42 @@ def _is_number(label: str) -> bool:
 
 
 def _below(
-    folder: bytes, suffixes: tuple[bytes, ...], prefix: bytes = b"", above: tuple[tuple[int, int], ...] = ()
+    folder: bytes,
+    suffixes: Sequence[str],
+    left_out: list[LeftOut],
+    shown: bytes,
+    above: tuple[tuple[int, int], ...],
+    prefix: bytes = b"",
 ) -> Iterator[bytes]:
+    """Yields the files below a folder that have one of these suffixes, in any order.
+
+    Args:
+        folder: Its path.
+        suffixes: In lower case.
+        left_out: Takes what isn't yielded.
+        shown: The folder's name, for people.
+        above: Device and inode of each folder that it lies in.
+        prefix: Of what is yielded.
+    """
+    above = (*above, _place(os.stat(folder)))  # noqa: PTH116  (bytes)
     with os.scandir(folder) as entries:
         for entry in entries:
-            if _is_folder(entry):
-                facts = entry.stat()
-                if (place := (facts.st_dev, facts.st_ino)) in above:  # a link to what it lies in
-                    continue
-                yield from _below(entry.path, suffixes, prefix + entry.name + b"/", (*above, place))
-            elif entry.name.lower().endswith(suffixes):
+            name, path = os.fsdecode(entry.name), shown + b"/" + entry.name
+            is_folder = _is_folder(entry)
+            if name.startswith("."):
+                left_out.append(one("hidden folder{s}" if is_folder else "hidden file{s}", path))
+            elif is_folder and _place(entry.stat()) in above:
+                left_out.append(one("link{s} to a folder that it lies in", path))
+            elif is_folder:
+                yield from _below(entry.path, suffixes, left_out, path, above, prefix + entry.name + b"/")
+            elif name.lower().endswith(tuple(suffixes)):
                 yield prefix + entry.name
+            else:
+                left_out.append(one(by_suffix(name), path))
+
+
+def _place(facts: os.stat_result) -> tuple[int, int]:
+    return facts.st_dev, facts.st_ino
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:

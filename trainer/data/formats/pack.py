@@ -116,6 +116,7 @@ def _packed(
         "pixels" if settings.raw else "files",
         records.fingerprint(),
         vars(settings),
+        records.left_out,
     )
 
 

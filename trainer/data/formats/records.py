@@ -9,6 +9,7 @@ import numpy.typing as npt
 from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, fill_rows
 from trainer.data.dataset import Arrays, Field
+from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns, name_at
 from trainer.rng import Ints
 
@@ -21,9 +22,11 @@ class Records(ABC):
     Attributes:
         raw: True where what is stored are pixels: uint8 (height, width, 3).
         classes: Their names.
+        left_out: What lies beside the samples and isn't read.
     """
 
     raw = False
+    left_out: tuple[LeftOut, ...] = ()
     classes: Sequence[str]
     _columns: Columns
 
@@ -86,6 +89,11 @@ class RecordsDataset:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """That of the records."""
+        return self.records.left_out
 
     def fingerprint(self) -> str:
         """That of the records."""

@@ -22,6 +22,7 @@ from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, counted
 from trainer.data.formats.files import fill_exactly, readable
 from trainer.data.formats.records import Records
+from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
 from trainer.host import files as disk, strict_json
@@ -52,6 +53,7 @@ class About(BaseModel):
     columns_sha256: str
     source: str
     settings: dict[str, Any]
+    left_out: list[LeftOut] = Field(default_factory=list)
 
 
 class ShardStore(Protocol):
@@ -88,6 +90,7 @@ class ShardedRecords(Records):
         self.about, self.raw = about, about.stored == "pixels"
         self.classes: Sequence[str] = tuple(about.classes)
         self._columns, self._place = columns, place
+        self.left_out = tuple(about.left_out)
         self._files = OrderedDict[int, int]()
 
     @property
@@ -248,6 +251,7 @@ def write_index(
     stored: Literal["files", "pixels"],
     source: str,
     settings: Mapping[str, Any],
+    left_out: Sequence[LeftOut] = (),
 ) -> About:
     """Writes an index; index.json, which is written last, says that everything is there."""
     for name in (INDEX, COLUMNS):
@@ -264,6 +268,7 @@ def write_index(
         columns_sha256=digest,
         source=source,
         settings=dict(settings),
+        left_out=list(left_out),
     )
     disk.write_file(folder / f".{INDEX}", [about.model_dump_json(indent=1).encode()])
     disk.rename(folder / f".{COLUMNS}", folder / COLUMNS)

@@ -1,7 +1,7 @@
 """What a data set on disk is like, and whether it is still what was indexed."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import ShardedRecords, hash_of
+from trainer.data.left_out import LeftOut
 from trainer.errors import BadInputError
 
 LOOKED_AT = 1000
@@ -56,6 +57,7 @@ class Statistics(NamedTuple):
         mean: Of each channel over all pixels, on the scale 0 to 1.
         std: Likewise.
         unreadable: Names and reasons of those that can't be decoded.
+        left_out: What lies beside them and isn't read.
     """
 
     samples: int
@@ -70,6 +72,7 @@ class Statistics(NamedTuple):
     mean: list[float]
     std: list[float]
     unreadable: list[str]
+    left_out: Sequence[LeftOut]
 
 
 def statistics(records: Records, advance: Callable[[int], object] = lambda _: None) -> Statistics:
@@ -111,6 +114,7 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
         mean.round(4).tolist(),
         np.sqrt(np.maximum(squares / pixels - mean**2, 0)).round(4).tolist(),
         unreadable,
+        records.left_out,
     )
 
 

@@ -1,7 +1,8 @@
 """Tar shards in WebDataset's layout, indexed once and then read at random.
 
 A sample is what shares a name up to its first dot: `0001.jpg` with `0001.cls` (a label as text) or
-`0001.json` (with a key "label"). See https://github.com/webdataset/webdataset.
+`0001.json` (with a key "label"; the former is taken where both are there). Whatever else lies in or beside the
+shards is counted. See https://github.com/webdataset/webdataset.
 """
 
 import hashlib
@@ -17,12 +18,19 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from trainer.data.formats.files import IMAGES, numbered, printable, read_exactly, readable
-from trainer.data.formats.sharded import About, Shard, hash_of, write_index
+from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, hash_of, write_index
+from trainer.data.formats.tar_members import members
+from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
 from trainer.data.shared import joined
 from trainer.errors import BadInputError
 
 _CHUNK = 1 << 20
 _LARGEST_LABEL = 1 << 20
+_PACKED = "compressed shard{s}"
+_LABELS = ("cls", "json")
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".lzma", ".z")
+
+_Group = dict[str, tarfile.TarInfo]
 
 
 class _Sample(NamedTuple):
@@ -33,26 +41,27 @@ class _Sample(NamedTuple):
     digest: int
 
 
-def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None) -> About:
+def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None, image: str = "") -> About:
     """Reads every tar file of a folder and writes an index beside them.
 
     Args:
         folder: Holds plain .tar files.
         advance: Told of bytes that have been read.
+        image: Suffix of the image, where samples have two; "" for the only one.
 
     Raises:
         BadInputError: If there are none, or one isn't what it should be.
     """
-    files = sorted(folder.glob("*.tar")) if folder.is_dir() else []
+    files, left_out = tar_files(folder)
     if not files:
-        compressed = sorted(folder.glob("*.tar.*")) + sorted(folder.glob("*.tgz")) if folder.is_dir() else []
+        compressed = next((folder / one.first for one in left_out if one.reason == _PACKED), None)
         if compressed:
-            raise BadInputError(f"{compressed[0]}: compressed tar can't be read at random; unpack it to .tar")
+            raise BadInputError(f"{compressed}: compressed tar can't be read at random; unpack it to .tar")
         raise BadInputError(f"{folder}: no .tar files here")
     shards, samples, numbers = [], list[_Sample](), list[int]()
     for number, file in enumerate(files):
         try:
-            found = list(_samples(file))
+            found = list(_samples(file, image.lower().lstrip("."), left_out))
             shards.append(Shard(name=file.name, bytes=file.stat().st_size, sha256=_sha256(file, advance)))
         except ValidationError as error:
             raise BadInputError(
@@ -61,9 +70,13 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         except OSError as error:
             raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
         samples += found
+        left_out = list(tally(left_out))
         numbers += [number] * len(found)
     if not samples:
-        raise BadInputError(f"{folder}: its tar files hold no sample with an image and a label (.cls, .json)")
+        more = f"; {told(left_out)}" if left_out else ""
+        raise BadInputError(
+            f"{folder}: its tar files hold no sample with an image and a label (.cls, .json){more}"
+        )
     labels, classes = numbered([sample.label for sample in samples])
     columns: dict[str, npt.NDArray[Any]] = {
         "shard": np.array(numbers, np.int32),
@@ -73,52 +86,96 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         "hash": np.array([sample.digest for sample in samples], np.uint64),
         **joined([sample.name for sample in samples]),
     }
-    return write_index(folder, shards, columns, classes, "files", "tar shards", {})
+    return write_index(folder, shards, columns, classes, "files", "tar shards", {}, left_out)
 
 
-def _samples(file: Path) -> Iterator[_Sample]:
+def tar_files(folder: Path) -> tuple[list[Path], list[LeftOut]]:
+    """The plain tar files of a folder, and what else lies there."""
+    files, left_out = list[Path](), list[LeftOut]()
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if file.name in (INDEX, COLUMNS, f".{INDEX}", f".{COLUMNS}"):
+            continue
+        reason = by_suffix(file.name)
+        if reason == ".tar":
+            files.append(file)
+        elif reason in _COMPRESSED:
+            left_out.append(one(_PACKED, file.name))
+        else:
+            left_out.append(one("folder{s} beside the shards" if file.is_dir() else reason, file.name))
+    return files, left_out
+
+
+def _samples(file: Path, chosen: str, left_out: list[LeftOut]) -> Iterator[_Sample]:
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        group: dict[str, tarfile.TarInfo] = {}
-        key = ""
-        for member in _members(file):
-            folder, _, base = member.name.rpartition("/")
-            stem, _, suffix = base.partition(".")
-            if (mine := f"{folder}/{stem}") != key:
-                yield from _sample(file, descriptor, group)
-                group, key = {}, mine
-            group[suffix.lower()] = member
-        yield from _sample(file, descriptor, group)
+        for group in _groups(file, left_out):
+            yield from _sample(file, descriptor, group, chosen, left_out)
     finally:
         os.close(descriptor)
 
 
-def _members(file: Path) -> Iterator[tarfile.TarInfo]:
-    try:
-        with tarfile.open(file, "r:", encoding="utf-8", errors="surrogateescape") as tar:
-            for member in tar:
-                if member.name.startswith("/") or ".." in member.name.split("/"):
-                    name = readable(os.fsencode(member.name))
-                    raise BadInputError(f"{file}: '{name}' leads out of the archive; make the shard again")
-                if member.islnk() or member.issym():
-                    name = readable(os.fsencode(member.name))
-                    raise BadInputError(
-                        f"{file}: '{name}' is a link; make the shard with --dereference --hard-dereference"
-                    )
-                if member.isfile() and not member.issparse():
-                    yield member
-    except tarfile.TarError as error:
-        raise BadInputError(f"{file}: not a readable tar file ({error})") from error
+def _groups(file: Path, left_out: list[LeftOut]) -> Iterator[_Group]:
+    """The members of each sample by their suffixes, in lower case.
+
+    Raises:
+        BadInputError: If a name is there twice, or the members of a sample lie apart.
+    """
+    group, key, done = _Group(), "", set[str]()
+    for member in members(file, left_out):
+        folder, _, base = member.name.rpartition("/")
+        stem, _, suffix = base.partition(".")
+        suffix = suffix.lower()
+        if (mine := f"{folder}/{stem}") != key:
+            yield group
+            done.add(key)
+            group, key = _Group(), mine
+        if suffix in group or (key in done and (suffix in _LABELS or f".{suffix}" in IMAGES)):
+            name = readable(os.fsencode(member.name))
+            if suffix in group:
+                other = readable(os.fsencode(group[suffix].name))
+                raise BadInputError(f"{file}: '{other}' and '{name}' are one name; make the shard again")
+            raise BadInputError(
+                f"{file}: '{name}' lies apart from the rest of its sample, or is there twice; make the shard "
+                "again (tar --sort=name)"
+            )
+        group[suffix] = member
+    yield group
 
 
-def _sample(file: Path, descriptor: int, group: dict[str, tarfile.TarInfo]) -> Iterator[_Sample]:
-    image = next((member for suffix, member in group.items() if f".{suffix}" in IMAGES), None)
-    if image is None:
+def _image(file: Path, group: _Group, chosen: str) -> tarfile.TarInfo | None:
+    """The image of a sample.
+
+    Raises:
+        BadInputError: If there are two, and none is chosen.
+    """
+    if chosen:
+        return group.get(chosen)
+    images = [member for suffix, member in group.items() if f".{suffix}" in IMAGES]
+    if len(images) > 1:
+        first, second = (readable(os.fsencode(member.name)) for member in images[:2])
+        raise BadInputError(
+            f"{file}: '{first}' and '{second}' are two images of one sample; choose by its suffix: trainer data "
+            f"index --image {second.rpartition('/')[2].partition('.')[2]}"
+        )
+    return images[0] if images else None
+
+
+def _sample(
+    file: Path, descriptor: int, group: _Group, chosen: str, left_out: list[LeftOut]
+) -> Iterator[_Sample]:
+    image = _image(file, group, chosen)
+    label = group.get("cls") or group.get("json")
+    if image is None or label is None:
+        left_out += _incomplete(file, group, image)
         return
     name = os.fsencode(image.name)
-    label = group.get("cls") or group.get("json")
-    if label is None or label.size > _LARGEST_LABEL:
-        raise BadInputError(f"{file}: '{readable(name)}' has no label (.cls or .json beside it)")
+    left_out += [
+        one(f".{suffix}" if suffix else "file{s} without a suffix", f"{file.name}: '{member.name}'")
+        for suffix, member in group.items()
+        if member is not image and suffix not in _LABELS
+    ]
+    if label.size > _LARGEST_LABEL:
+        raise BadInputError(f"{file}: the label of '{readable(name)}' has {label.size:,} bytes")
     data = read_exactly(descriptor, label.offset_data, label.size)
     try:
         text = data.decode().strip() if "cls" in group else _label_in(data)
@@ -129,6 +186,17 @@ def _sample(file: Path, descriptor: int, group: dict[str, tarfile.TarInfo]) -> I
         raise BadInputError(f"{file}: the label of '{readable(name)}' is empty")
     digest = hash_of(read_exactly(descriptor, image.offset_data, image.size))
     yield _Sample(name, text, image.offset_data, image.size, digest)
+
+
+def _incomplete(file: Path, group: _Group, image: tarfile.TarInfo | None) -> Iterator[LeftOut]:
+    """What becomes of members that are no sample."""
+    for suffix, member in group.items():
+        reason = f".{suffix}" if suffix else "file{s} without a suffix"
+        if member is image:
+            reason = "sample{s} without a label"
+        elif image is None and suffix in _LABELS:
+            reason = "sample{s} without an image"
+        yield one(reason, f"{file.name}: '{member.name}'")
 
 
 def _label_in(data: bytearray) -> str:

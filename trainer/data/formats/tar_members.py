@@ -1,0 +1,143 @@
+"""The files in a tar archive, up to its end, which is proven: `tarfile` takes a damaged header for the end."""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.data.formats.files import readable
+from trainer.data.left_out import LeftOut, one
+from trainer.errors import BadInputError
+
+_BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
+_MAGIC, _MAGIC_AT = b"ustar", 257
+_MEND = "make the shard again"
+
+
+def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
+    """Yields the regular files of an archive.
+
+    Args:
+        file: The archive.
+        left_out: Takes what isn't yielded, and what lies behind the archive's end.
+
+    Raises:
+        BadInputError: If it is damaged, cut off, or names what can't be read at random.
+        OSError: If it can't be read.
+    """
+    try:
+        with tarfile.open(file, "r:", encoding="utf-8", errors="surrogateescape") as tar:
+            for member in tar:
+                name = readable(os.fsencode(member.name))
+                if member.name.startswith("/") or ".." in member.name.split("/"):
+                    raise BadInputError(f"{file}: '{name}' leads out of the archive; {_MEND}")
+                if member.islnk() or member.issym():
+                    raise BadInputError(
+                        f"{file}: '{name}' is a link; make the shard with --dereference --hard-dereference"
+                    )
+                if reason := _left_out(member):
+                    left_out.append(one(reason, f"{file.name}: '{name}'"))
+                elif member.isfile():
+                    yield member
+            end = tar.offset
+    except tarfile.TarError as error:
+        raise BadInputError(f"{file}: not a readable tar file ({error})") from error
+    left_out += _behind(file, end)
+
+
+def _left_out(member: tarfile.TarInfo) -> str:
+    """Why a member is left out; "" for a file that is taken, and for a folder."""
+    if any(part.startswith(".") and part != "." for part in member.name.split("/")):
+        return "" if member.isdir() else "hidden member{s}"
+    if member.issparse():
+        return "sparse member{s} (tar -S)"
+    return "" if member.isfile() or member.isdir() else "special file{s} (a pipe, a device)"
+
+
+class _Rest(NamedTuple):
+    """What follows the last member.
+
+    Attributes:
+        first: Offset of the first byte that isn't zero; -1 if all are.
+        last: Offset behind the last byte that isn't zero.
+        header: Offset of a member's header; -1 if there is none.
+    """
+
+    first: int = -1
+    last: int = -1
+    header: int = -1
+
+
+def _behind(file: Path, end: int) -> Iterator[LeftOut]:
+    """Looks at what follows the last member: two blocks of zeros, and more of them up to the file's end.
+
+    Raises:
+        BadInputError: If samples may lie in it.
+    """
+    size = file.stat().st_size
+    if end >= size:
+        reason = "end{s} of an archive, which has no mark, as if it were cut off"
+        yield one(reason, f"{file.name}, at byte {size:,}")
+        return
+    rest = _look(file, end)
+    if rest.first < 0:
+        return
+    if rest.first < end + _BLOCK:
+        what = "cut off in a header" if size < end + _BLOCK else "damaged header"
+        raise BadInputError(f"{file}: {what} at byte {end:,}, and more may lie behind it; {_MEND}")
+    if rest.header >= 0:
+        raise BadInputError(
+            f"{file}: ends at byte {end:,}, and goes on with a member at byte {rest.header:,}: two archives in "
+            f"one file, or a damaged one; {_MEND}"
+        )
+    if rest.first < end + 2 * _BLOCK:
+        raise BadInputError(
+            f"{file}: one block of zeros at byte {end:,}, where an end has two: a damaged header; {_MEND}"
+        )
+    found = one("byte{s} behind the end of an archive", f"{file.name}, from byte {rest.first:,}")
+    yield found.model_copy(update={"count": rest.last - rest.first})
+
+
+def _look(file: Path, end: int) -> _Rest:
+    rest, at, before = _Rest(), end, b""
+    with file.open("rb") as stream:
+        stream.seek(end)
+        while chunk := stream.read(_CHUNK):
+            if filled := chunk.rstrip(b"\0"):
+                if rest.first < 0:
+                    first = at + len(chunk) - len(chunk.lstrip(b"\0"))
+                    rest = rest._replace(first=first, header=_old_header(file, end, first))
+                rest = rest._replace(last=at + len(filled))
+                window = before + chunk
+                if rest.header < 0 and (place := _header_in(window)) >= 0:
+                    rest = rest._replace(header=at - len(before) + place)
+            before, at = chunk[-_BLOCK:], at + len(chunk)
+    return rest
+
+
+def _header_in(window: bytes) -> int:
+    """Where a member's header begins, wherever it lies; -1 if none does."""
+    at = window.find(_MAGIC)
+    while at >= 0:
+        begin = at - _MAGIC_AT
+        if begin >= 0 and _is_header(window[begin : begin + _BLOCK]):
+            return begin
+        at = window.find(_MAGIC, at + 1)
+    return -1
+
+
+def _old_header(file: Path, end: int, first: int) -> int:
+    """Offset of the first block that isn't zero, if it is a header, as old archives have them without a magic."""
+    begin = end + (first - end) // _BLOCK * _BLOCK
+    with file.open("rb") as stream:
+        stream.seek(begin)
+        return begin if _is_header(stream.read(_BLOCK)) else -1
+
+
+def _is_header(block: bytes) -> bool:
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except (tarfile.TarError, ValueError):
+        return False
+    return True
