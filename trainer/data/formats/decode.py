@@ -5,6 +5,7 @@ refuse, goes to PIL, whose word is the last: it refuses a file that was cut off.
 """
 
 import io
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from trainer.data.formats.orientation import (
 )
 from trainer.data.formats.quiet import without_lines_of_libraries
 from trainer.data.formats.records import Reading
-from trainer.data.formats.signatures import what_it_is
+from trainer.data.formats.signatures import DAMAGED, what_it_is
 
 # What PIL takes for a decompression bomb; above half of it, it warns.
 LARGEST_IMAGE = 2 * 89_478_485
@@ -44,6 +45,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _OPTIONAL = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # and the feature that PIL is built with for it
 _RGB = tvio.ImageReadMode.RGB
 _DARK = 1 << 12  # what a 16-bit image that uses 12 bits doesn't reach
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it logs, it raises as well
 _ADDRESS = re.compile(r"<([\w.]+)[^<>]* at 0x[0-9a-f]+>")
 
 
@@ -278,10 +280,11 @@ def _reason(data: bytearray, error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     what = what_it_is(data)
-    if what and (isinstance(error, UnidentifiedImageError) or "cut off" not in what):
+    if what and (isinstance(error, UnidentifiedImageError) or DAMAGED not in what):
         return what
     if isinstance(error, UnidentifiedImageError):
         return f"in no format that is known here; it begins with {bytes(data[:8]).hex(' ')}"
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     line = _ADDRESS.sub(r"<\1>", line)
-    return "".join(letter if letter.isprintable() else "?" for letter in line)[:120]
+    line = "".join(letter if letter.isprintable() else "?" for letter in line)[:120]
+    return f"{what.partition(' that')[0]}: {line}" if what else line

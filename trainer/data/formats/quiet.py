@@ -31,7 +31,7 @@ def without_lines_of_libraries() -> Iterator[None]:
     """Lets libjpeg, libpng and libtiff write their warnings nowhere: what they raise says what is wrong.
 
     They print to C's `stderr`, of which Python knows nothing: it is another one meanwhile. Descriptor 2 stays
-    as it is, so that what Python and faulthandler write comes through. 1 us.
+    as it is, so that what Python and faulthandler write comes through. 2 to 5 us.
     """
     global _inside  # noqa: PLW0603
     streams = _streams()

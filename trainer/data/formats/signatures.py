@@ -4,7 +4,7 @@ import codecs
 import re
 
 _CONVERT = "which isn't read; convert it to JPEG or PNG"
-_DAMAGED = "that is cut off or damaged"
+DAMAGED = "that is cut off or damaged"
 # Offset, bytes and name. The first that fits is meant.
 _IMAGES = (
     (0, b"\xff\xd8", "a JPEG"),
@@ -102,7 +102,7 @@ def what_it_is(data: bytes | bytearray) -> str:
     if data.count(data[0]) == len(data):
         return "zeros" if not data[0] else f"{len(data):,} bytes 0x{data[0]:02x} and nothing else"
     brand = bytes(data[8:12]) if data[4:8] == b"ftyp" else b""
-    for table, more in ((_IMAGES, f" {_DAMAGED}"), (_FOREIGN, f", {_CONVERT}"), (_OTHERS, "")):
+    for table, more in ((_IMAGES, f" {DAMAGED}"), (_FOREIGN, f", {_CONVERT}"), (_OTHERS, "")):
         if brand in _BRANDS and table is _FOREIGN:
             return f"{_BRANDS[brand]}, {_CONVERT}"
         for at, magic, name in table:
@@ -114,7 +114,7 @@ def what_it_is(data: bytes | bytearray) -> str:
 
 
 def _text(data: bytes) -> str:
-    if data.startswith(_BOMS):
+    if data.startswith(_BOMS) and data.decode("utf-16", "replace")[:_SHOWN].split("\n")[0].isprintable():
         return "text in UTF-16"
     try:
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(data).strip()
