@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import pipelines
 from benchmarks.against import blamed, chosen, titled
-from benchmarks.photographs import write_photographs
+from benchmarks.photographs import SIZES, write_photographs
 from benchmarks.pipelines import BATCH, SIDE, Epoch
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
@@ -28,6 +28,7 @@ from trainer.observe.conditions import conditions
 
 SHORT_SIDE = 256
 IMAGES = 1024
+_COMPARED = 100  # photographs of another size, for their pixels alone
 _STOCK = "torchvision"
 # Our pipelines, with the most CPU time per image that they may take of the stock one's.
 ORIGINALS, _PACK, _RAW = "trainer", f"trainer, pack {SHORT_SIDE}", f"trainer, raw pack {SHORT_SIDE}"
@@ -85,13 +86,24 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "--against", default="", metavar="LIST", help="torchvision,timm,webdataset: which to measure too"
     )
     bench.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
+    bench.add_argument(
+        "--kilobytes",
+        type=int,
+        choices=SIZES,
+        default=min(SIZES),
+        help=f"size of photographs that are made here, on average (default: {min(SIZES)})",
+    )
     bench.add_argument("--workers", type=int, default=2, metavar="N", help="of each (default: 2)")
     bench.set_defaults(
-        run=lambda options: bench_loader(options.folder, options.against, options.rounds, options.workers)
+        run=lambda options: bench_loader(
+            options.folder, options.against, options.rounds, options.workers, options.kilobytes
+        )
     )
 
 
-def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -> int:
+def bench_loader(
+    folder: Path | None, against: str, rounds: int, workers: int, kilobytes: int = min(SIZES)
+) -> int:
     """Measures, prints tables and judges.
 
     Args:
@@ -99,6 +111,7 @@ def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -
         against: Libraries to measure too, separated by commas.
         rounds: Interleaved rounds of at most 1024 images.
         workers: Loader processes of each pipeline.
+        kilobytes: Size of photographs that are made here.
 
     Returns:
         0 if every target that could be measured is met, else 1.
@@ -112,11 +125,11 @@ def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -
     check_proc()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        images = images_of(folder, work / "images")
+        images = images_of(folder, work / "images", kilobytes)
         print(f"{conditions()}\n{about(folder, images, rounds, workers)}\n", flush=True)
         times = measure_loading(images, work, libraries, rounds, workers)
         print(_table(times), flush=True)
-        checks = _ratios(times.pipelines) + _measure_checks(images)
+        checks = _ratios(times.pipelines) + _measure_checks(images, work / "large")
     print(f"\n{_HEAD_CHECKS}")
     for what, figure, target, unit in checks:
         verdict = "met" if figure <= target else "MISSED"
@@ -177,11 +190,16 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def _measure_checks(images: Path) -> list[Check]:
+def _measure_checks(images: Path, large: Path) -> list[Check]:
+    """Checks on the images that were loaded, and the first of them on larger photographs as well."""
+    write_photographs(large, _COMPARED, SIZES[max(SIZES)])
+    checks = [(images, *check) for check in _CHECKS]
+    what, *rest = _CHECKS[0]
+    checks.insert(1, (large, f"{what}, photographs of {max(SIZES)} kB", *rest))
     with _process() as alone:
         return [
-            (what, alone.submit(measure, images).result(), target, unit)
-            for what, measure, target, unit in _CHECKS
+            (what, alone.submit(measure, folder).result(), target, unit)
+            for folder, what, measure, target, unit in checks
         ]
 
 
@@ -197,10 +215,10 @@ _CHECKS = (
 )
 
 
-def images_of(folder: Path | None, here: Path) -> Path:
+def images_of(folder: Path | None, here: Path, kilobytes: int = min(SIZES)) -> Path:
     """A folder of 1024 images: made, or links to some of the user's."""
     if folder is None:
-        write_photographs(here, IMAGES)
+        write_photographs(here, IMAGES, SIZES[kilobytes])
         return here
     records = in_folder(folder)
     if len(records) < BATCH * 2:

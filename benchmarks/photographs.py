@@ -1,4 +1,4 @@
-"""Photographs for benches and tests: 500 x 375, cut from those that scikit-image and scikit-learn ship."""
+"""Photographs for benches and tests, cut from those that scikit-image and scikit-learn ship."""
 
 import importlib.util
 import random
@@ -22,6 +22,7 @@ _FILES = {
 }
 _FOLDERS = {"skimage": "data", "sklearn": "datasets/images"}
 CLASSES = 10
+SIZES = {50: (500, 375), 110: (800, 600), 400: (2000, 1500)}  # width and height, by kilobytes
 
 
 def originals() -> list[Path]:

@@ -7,5 +7,7 @@ __version__ = "0.1.0"
 ARITHMETIC_CHANGES = {
     2: "BatchNorm's statistics follow each call of a layer; what a forward pass moves beside its gradients "
     "moves once a step; parts in evaluation mode stay so; weights that share memory are averaged as one",
+    3: "a training cut of a JPEG that is decoded at a part of its size is the nearest to the one that was "
+    "drawn, not one to its top left; images of `datasets` are turned as EXIF says",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

@@ -265,7 +265,7 @@ def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Pa
     assert now is not None
     assert now.arithmetic == ARITHMETIC == json.loads((folder / "manifest.json").read_text())["arithmetic"]
     before = now.model_copy(update={"attempts": [now.attempts[0].model_copy(update={"arithmetic": 1})]})
-    with pytest.raises(BadInputError, match=rf"arithmetic: 1, now {ARITHMETIC} \(2: .*--resume force"):
+    with pytest.raises(BadInputError, match=rf"arithmetic: 1, now {ARITHMETIC} \(2: .*; 3: .*--resume force"):
         check_resumable(folder, before, now.config, "cpu", {}, "auto", 1)
     check_resumable(folder, before, now.config, "cpu", {}, "force", 1)
     finished = before.model_copy(update={"status": "finished", "steps": 4})

@@ -238,7 +238,7 @@ def test_a_folder_of_odd_files_loses_only_those_that_are_no_images(tmp_path: Pat
         f"good-{mode}": bytes(encoded(picture(mode), "TIFF"))
         for mode in ("1", "P", "LA", "L", "CMYK", "RGBA")
     }
-    odd["good-deep"] = bytes(encoded(Image.fromarray(np.ones((30, 40), np.uint16)), "PNG"))
+    odd["good-deep"] = bytes(encoded(Image.fromarray(np.full((30, 40), 50_000, np.uint16)), "PNG"))
     frames = [Image.new("RGB", (40, 30), "red")]
     odd["good-moving"] = bytes(encoded(picture(), "GIF", save_all=True, append_images=frames))
     odd |= {f"bad-{name}": bytes(make()) for name, make in BAD.items()}

@@ -39,6 +39,13 @@ def add_parser(commands: Any) -> None:
     pack.add_argument(
         "--raw", action="store_true", help="store pixels: the least work in training, 5 to 10 times the size"
     )
+    pack.add_argument(
+        "--exif-orientation",
+        choices=("apply", "ignore"),
+        default="ignore",
+        help="as data.exif_orientation; the pack remembers it (default: ignore)",
+    )
+    pack.add_argument("--bit-depth", type=int, metavar="N", help="as data.bit_depth: 8 to 16 (default: auto)")
     pack.add_argument("--processes", type=int, metavar="N", help="default: the CPUs of this container")
     pack.set_defaults(run=_pack)
 
@@ -133,12 +140,15 @@ def _tokenize(options: argparse.Namespace) -> int:
 @unwound()
 def _pack(options: argparse.Namespace) -> int:
     from trainer.data.formats.pack import PackSettings, pack
+    from trainer.data.formats.records import Reading
     from trainer.host.limits import read_limits
 
     if options.short_side is not None and not 8 <= options.short_side <= 16384:
         raise BadInputError(f"--short-side {options.short_side}: give 8 to 16384 pixels")
     if not 1 <= options.quality <= 95:
         raise BadInputError(f"--quality {options.quality}: give 1 to 95")
+    if options.bit_depth is not None and not 8 <= options.bit_depth <= 16:
+        raise BadInputError(f"--bit-depth {options.bit_depth}: give 8 to 16")
     processes = options.processes or max(1, int(read_limits().cpus))
     if processes < 1:
         raise BadInputError(f"--processes {options.processes}: give a number from 1 on")
@@ -146,16 +156,35 @@ def _pack(options: argparse.Namespace) -> int:
     for split, source in _parts(options.source):
         target = options.target / split if split else options.target
         records = _open(source)
+        records.reading = Reading(options.exif_orientation == "apply", options.bit_depth or 0)
         try:
             with counted(f"packing {source}", len(records)) as advance:
-                about = pack(records, target, settings, processes, advance)
+                about, unreadable = pack(records, target, settings, processes, advance)
         except OSError as error:
             raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
         size = sum(shard.bytes for shard in about.shards)
         print(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
         _tell_left_out(about.left_out)
+        if len(unreadable):
+            print(f"  {_unreadable(records, unreadable)}")
     print(f"  train on it with --set data.name=pack --set data.path={options.target}")
     return EXIT_DONE
+
+
+def _unreadable(records: Any, samples: Any) -> str:
+    """How many samples of a pack are stored as they were, and why the first is."""
+    from trainer.data.corrupt import Corrupt
+    from trainer.data.formats.decode import whole
+
+    first, reason = int(samples[0]), ""
+    try:
+        whole(records.read(first), records.reading)
+    except Corrupt as error:
+        reason = f" ({error})"
+    return (
+        f"{len(samples):,} of {len(records):,} can't be decoded and are stored as they were; the first: "
+        f"{records.name(first)}{reason}"
+    )
 
 
 def _index(options: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ else:
 
 OnCorrupt = Literal["fail", "skip", "quarantine"]
 Check = Literal["fast", "full", "none"]
+Exif = Literal["auto", "apply", "ignore"]
 _SCHEMES = ("s3", "https", "http")
 
 
@@ -83,6 +84,16 @@ class DataConfig(LoaderConfig):
         "fast",
         description="before ranks start: fast (all files that a folder, a table or COCO's annotations name, "
         "and all shards of tar sets and packs, are there), full (that, and each sample decodes) or none",
+    )
+    exif_orientation: Exif = Field(
+        "auto",
+        description="orientation that a camera wrote into an image's EXIF: apply, ignore, or auto (hf: "
+        "apply, as `datasets` does; a pack: as it was made; else ignore, as torchvision does)",
+    )
+    bit_depth: Annotated[int, Field(ge=8, le=16)] | Literal["auto"] = Field(
+        "auto",
+        description="bits that images of 16 bits use, of which the upper 8 are taken; auto: all 16, and an "
+        "image that uses 12 at most, which would be (nearly) black, counts as corrupt",
     )
     global_batch_size: int = Field(
         64, ge=1, le=1 << 24, description="samples per optimizer step, over all ranks"

@@ -60,6 +60,10 @@ def check_data(how: Check, remote: bool, parts: Sequence[CheckedData]) -> None:
         if records is not None and (line := records.absent()):
             raise BadInputError(line)
     for part in parts:
+        remarks = getattr(getattr(part.dataset, "pictures", None), "remarks", None)
+        if remarks is not None and (line := remarks(how == "full")):
+            warn(f"{part.what} data: {line}")
+    for part in parts:
         if how == "full" and part.dataset.arrays is None and not part.dataset.in_process:
             _decode_all(part)
 

@@ -15,7 +15,8 @@ from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.cifar10 import open_cifar10
 from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.records import Records
+from trainer.data.formats.records import Records, reading_of
+from trainer.data.formats.sharded import ShardedRecords
 from trainer.data.remote.access import join
 from trainer.data.remote.cache import CachedShards, fitting_shards_per_block, open_cached
 from trainer.errors import BadInputError
@@ -157,8 +158,16 @@ def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
     if isinstance(path, str):
         assert config.cache is not None
         folder = Path(_at_home("cache", config.cache)).absolute()
-        return open_cached(join(path, split), folder, _bytes(config.cache_limit))
-    records: Records = named(FORMATS[config.name].opens)(config, path, split)
+        records: Records = open_cached(join(path, split), folder, _bytes(config.cache_limit))
+    else:
+        records = named(FORMATS[config.name].opens)(config, path, split)
+    made = records.reading if isinstance(records, ShardedRecords) else None
+    records.reading = reading_of(config, made)
+    if isinstance(records, ShardedRecords) and records.decoded and records.reading != made:
+        raise BadInputError(
+            f"{path}: its images were decoded when it was packed, with another data.exif_orientation or "
+            "data.bit_depth; leave these at auto, or pack again with --exif-orientation and --bit-depth"
+        )
     return records
 
 

@@ -24,6 +24,7 @@ from trainer.data.formats.boxes import (
     BoxedImages,
     Pictures,
 )
+from trainer.data.formats.records import reading_of
 from trainer.data.loader import Batch
 from trainer.data.sources import check_alike, check_folder
 from trainer.errors import BadInputError
@@ -179,7 +180,7 @@ def _more_pictures(data: DataConfig, split: str | None, seed: int) -> Pictures:
 
     root = at_home(data.path, "data.path")
     check_folder(root)
-    return CocoPictures(root, split or "val", data.on_corrupt)
+    return CocoPictures(root, split or "val", data.on_corrupt, reading_of(data))
 
 
 def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
@@ -212,7 +213,9 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
 
     root = at_home(data.path, "data.path")
     check_folder(root)
-    train, evaluation = (CocoPictures(root, part, data.on_corrupt) for part in ("train", "val"))
+    train, evaluation = (
+        CocoPictures(root, part, data.on_corrupt, reading_of(data)) for part in ("train", "val")
+    )
     if train.categories != evaluation.categories:
         odd = min(set(train.categories.items()) ^ set(evaluation.categories.items()))
         raise BadInputError(

@@ -11,7 +11,7 @@ import torch
 
 from trainer.commands.predict.classes import code_for, read_each, show_rows
 from trainer.commands.predict.grid import Caption, check_picture, fitted, write_grid
-from trainer.commands.predict.images import content, whole
+from trainer.commands.predict.images import content, reading_of_run, whole
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, place
 from trainer.data.loader import Batch
@@ -84,7 +84,9 @@ def as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
     from trainer.data.formats.decode import cut_out
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
-    image: Pixels = cut_out(content(path), whole)[0].permute(1, 2, 0).contiguous().numpy()
+    image: Pixels = (
+        cut_out(content(path), whole, reading=reading_of_run(run))[0].permute(1, 2, 0).contiguous().numpy()
+    )
     if channels == 1:
         image = np.array(Image.fromarray(image).convert("L"))[:, :, None]
     nothing = Picture(image, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_))

@@ -22,6 +22,7 @@ from trainer.commands.predict.grid import check_picture, write_grid
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, central_cut
 from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.records import Reading, reading_of
 from trainer.data.sources import IMAGE, LABEL
 from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun
@@ -62,6 +63,12 @@ def content(path: Path) -> bytearray:
         raise Corrupt(f"can't be read ({error.strerror})") from error
 
 
+def reading_of_run(run: OpenedRun) -> Reading:
+    """How pixels are taken where the run evaluates."""
+    records = getattr(run.task.evaluation_data, "records", None)
+    return getattr(records, "reading", None) or reading_of(run.recipe.data)
+
+
 def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
     """An image file as evaluation would see it: uint8 (height, width, channels).
 
@@ -71,12 +78,12 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
     from trainer.data.formats.decode import cut_out, resize
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
-    data = content(path)
+    data, reading = content(path), reading_of_run(run)
     if channels == 1:
-        return _as_digit(cut_out(data, whole), height, width)
+        return _as_digit(cut_out(data, whole, reading=reading), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
     cut = central_cut if isinstance(run.task.evaluation_data, ImageDataset) else _square
-    pixels = resize(cut_out(data, cut, height), height, width)
+    pixels = resize(cut_out(data, cut, height, reading=reading), height, width)
     return pixels[0].permute(1, 2, 0).contiguous().numpy()
 
 

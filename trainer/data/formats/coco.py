@@ -9,6 +9,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,16 @@ import numpy as np
 
 from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Corrupt
+from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
 from trainer.data.formats.files import Files, Listed
+from trainer.data.formats.orientation import SWAPPED, UPRIGHT
+from trainer.data.formats.records import Reading
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
 
 _YEARS = ("", "2017", "2014")
+_LOOKED_AT, _THREADS = 1000, 16
 _EDGE = 1.0  # pixels that a box may stick out of its image: COCO's own are rounded
 
 
@@ -32,6 +38,7 @@ class CocoPictures:
         root: data.path, with `train/` (or `train2017/`), `val/` and `annotations/instances_train.json`.
         part: "train" or "val".
         on_corrupt: "fail": a box that is wrong is an error; else it is left out.
+        reading: How the pixels are taken.
 
     Raises:
         BadInputError: If a file is missing or says what can't be, with the id of the image.
@@ -40,11 +47,18 @@ class CocoPictures:
     channels = 3
     in_memory = False
 
-    def __init__(self, root: Path, part: str, on_corrupt: OnCorrupt) -> None:
+    def __init__(
+        self,
+        root: Path,
+        part: str,
+        on_corrupt: OnCorrupt,
+        reading: Reading = Reading(),  # noqa: B008  (a tuple)
+    ) -> None:
         """Reads the whole file of instances; `check.check_data` looks whether all images are there."""
         from trainer.data.formats import decode
 
         self._decode = decode.whole
+        self._orientation = partial(decode.orientation, formats=decode.formats())
         file, folder = _places(root, part)
         told = _load(file)
         left_out = list[LeftOut]()
@@ -74,6 +88,7 @@ class CocoPictures:
         self.records = Files(
             folder, names, [0] * len(images), self.classes, Listed(file, "image", list(images))
         )
+        self.records.reading = reading
 
     def __len__(self) -> int:
         return len(self.records)
@@ -83,7 +98,7 @@ class CocoPictures:
         digest = hashlib.sha256(repr(self.categories).encode())
         for array in (self._rows, self._ends, self._sizes):
             digest.update(array.tobytes())
-        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}"
+        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}{self.records.reading}"
 
     def name(self, sample: int) -> str:
         """Path of an image."""
@@ -95,11 +110,13 @@ class CocoPictures:
         Raises:
             Corrupt: If it can't be, or hasn't the size that the annotations say.
         """
-        image = self._decode(self.records.read(sample))[0].permute(1, 2, 0).numpy()
+        data = self.records.read(sample)
+        image = self._decode(data, self.records.reading)[0].permute(1, 2, 0).numpy()
         height, width = self._sizes[sample].tolist()
         if image.shape[:2] != (height, width):
             raise Corrupt(
                 f"has {image.shape[1]} x {image.shape[0]} pixels, and its annotations say {width} x {height}"
+                + self._because_of_exif(data)
             )
         begin = int(self._ends[sample - 1]) if sample else 0
         here = slice(begin, int(self._ends[sample]))
@@ -110,6 +127,46 @@ class CocoPictures:
             label[:, 0].astype(np.int64),
             crowd[:, 0] > 0,
             self._areas[here],
+        )
+
+    def _because_of_exif(self, data: bytearray) -> str:
+        """Whether that the sizes of an image differ may be due to how the camera was held."""
+        if (turn := self._orientation(data)) < SWAPPED:
+            return ""
+        if self.records.reading.upright:
+            return (
+                f", before its EXIF orientation ({turn}) was applied; data.exif_orientation=ignore leaves it"
+            )
+        return f"; its EXIF orientation is {turn}: data.exif_orientation=apply turns it"
+
+    def remarks(self, everything: bool) -> str:
+        """A line on images whose EXIF says that they are to be turned or mirrored, which isn't done; or "".
+
+        Whether boxes were drawn on the stored image or the upright one no size tells where it is a square, or
+        mirrored, or upside down.
+
+        Args:
+            everything: Whether each image is looked at, or 1000 of them.
+        """
+        if self.records.reading.upright:
+            return ""
+        chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
+
+        def turned(sample: int) -> bool:
+            try:
+                return self._orientation(self.records.read(sample)) != UPRIGHT
+            except BadInputError:  # whoever trains on it says so
+                return False
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = [sample for sample, odd in zip(chosen, pool.map(turned, chosen), strict=True) if odd]
+        if not found:
+            return ""
+        looked = "" if len(chosen) == len(self) else f" that were looked at of {len(self):,}"
+        return (
+            f"{len(found):,} of {len(chosen):,} images{looked} are to be turned or mirrored by their EXIF "
+            f"orientation, the first: {self.name(found[0])}; they are taken as they are stored, and so must "
+            "their boxes be: if they were drawn on upright images, set data.exif_orientation=apply"
         )
 
 

@@ -1,32 +1,52 @@
 """The one place where images are decoded: bytes of a file in, uint8 pixels out.
 
-JPEG and ordinary PNG go through torchvision's libjpeg-turbo and libpng, everything else through PIL. Both
-refuse a file that was cut off; neither is asked to guess.
+JPEG and ordinary PNG go through torchvision's libjpeg-turbo and libpng. Everything else, and what these
+refuse, goes to PIL, whose word is the last: it refuses a file that was cut off.
 """
 
 import io
+import logging
+import re
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torchvision import io as tvio
 
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.crop import Box
+from trainer.data.formats.crop import Box, snapped_cut
+from trainer.data.formats.orientation import (
+    UPRIGHT,
+    orientation,
+    orientation_of,
+    stored_box,
+    turned,
+    turned_size,
+)
+from trainer.data.formats.quiet import without_lines_of_libraries
+from trainer.data.formats.records import Reading
+from trainer.data.formats.signatures import DAMAGED, what_it_is
 
-# PIL's own limit against decompression bombs: 89 megapixels.
-LARGEST_IMAGE = 89_478_485
+# What PIL takes for a decompression bomb; above half of it, it warns.
+LARGEST_IMAGE = 2 * 89_478_485
 
 _RESIZE = torch.ops.aten._upsample_bilinear2d_aa
 _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)
+_END = b"\xff\xd9"
 _PNG = b"\x89PNG\r\n\x1a\n"
 # Not all that PIL knows: its plugin for EPS runs Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_OPTIONAL = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # and the feature that PIL is built with for it
 _RGB = tvio.ImageReadMode.RGB
+_DARK = 1 << 12  # what a 16-bit image that uses 12 bits doesn't reach
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it logs, it raises as well
+_ADDRESS = re.compile(r"<([\w.]+)[^<>]* at 0x[0-9a-f]+>")
 
 
 class Header(NamedTuple):
@@ -36,49 +56,51 @@ class Header(NamedTuple):
         kind: "jpeg" or "png" where torchvision decodes it, else "other".
         height: In pixels; 0 for "other", as PIL will say.
         width: Likewise.
+        frame: Offset of a JPEG's frame, which the pixels come after.
     """
 
     kind: str
     height: int
     width: int
+    frame: int = 0
+
+
+_OTHER = Header("other", 0, 0)
 
 
 def look(data: bytes | bytearray) -> Header:
-    """Reads kind and size of an image without decoding it: 3 us.
-
-    Raises:
-        Corrupt: If it is empty, or a JPEG without a frame.
-    """
-    if not data:
-        raise Corrupt("the file is empty")
+    """Reads kind and size of an image without decoding it: 3 us. What it can't make out is "other"."""
     if data.startswith(_PNG) and data[12:16] == b"IHDR":
-        return Header("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"))
+        return _sized("png", data[20:24], data[16:20])
     if not data.startswith(b"\xff\xd8\xff"):
-        return Header("other", 0, 0)
+        return _OTHER
     # https://www.w3.org/Graphics/JPEG/itu-t81.pdf, annex B: a marker, then the length of its segment.
     at, size = 2, len(data)
-    while at + 9 < size:
-        if data[at] != 0xFF:
-            break
+    while at + 9 < size and data[at] == 0xFF:
         marker = data[at + 1]
         if marker == 0xFF:  # fill bytes
             at += 1
         elif marker in _NO_LENGTH:
             at += 2
         elif 0xC0 <= marker <= 0xCF and marker not in _NOT_FRAMES:
-            height, width = (
-                int.from_bytes(data[at + 5 : at + 7], "big"),
-                int.from_bytes(data[at + 7 : at + 9], "big"),
-            )
             known = marker in (*_BASELINE, _PROGRESSIVE) and data[at + 9] in (1, 3)
-            return Header("jpeg" if known else "other", height, width)
+            return _sized("jpeg", data[at + 5 : at + 7], data[at + 7 : at + 9], at) if known else _OTHER
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    raise Corrupt("a JPEG without a frame: cut off, or damaged")
+    return _OTHER
+
+
+def _sized(kind: str, height: bytes | bytearray, width: bytes | bytearray, frame: int = 0) -> Header:
+    high, wide = int.from_bytes(height, "big"), int.from_bytes(width, "big")
+    return Header(kind, high, wide, frame) if high and wide else _OTHER
 
 
 def cut_out(
-    data: bytearray, choose: Callable[[int, int], Box], side: int = 0, scaled: bool = False
+    data: bytearray,
+    choose: Callable[[int, int], Box],
+    side: int = 0,
+    scaled: bool = False,
+    reading: Reading = Reading(),  # noqa: B008  (a tuple)
 ) -> torch.Tensor:
     """Decodes an image and takes a part of it.
 
@@ -87,7 +109,9 @@ def cut_out(
         choose: Gives the part, from height and width.
         side: Of the square that the part will be resized to, in pixels.
         scaled: Whether a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size where the part is at least that
-            much larger than `side` both ways. That is cheaper, and not the same pixels.
+            much larger than `side` both ways. That is cheaper, and not the same pixels; the part is then the
+            nearest that such an image has exactly, see `snapped_cut`.
+        reading: How pixels are taken.
 
     Returns:
         uint8 (1, 3, height, width), channels last in memory; a view.
@@ -95,34 +119,28 @@ def cut_out(
     Raises:
         Corrupt: If it can't be decoded, with the reason.
     """
+    if not data:
+        raise Corrupt("the file is empty")
     header = look(data)
-    if header.kind == "other":
-        return _with_pil(data, choose)
     if header.height * header.width > LARGEST_IMAGE:
-        raise Corrupt(f"{header.width:,} x {header.height:,} pixels are too many")
-    if header.height == 0 or header.width == 0:
-        raise Corrupt("it has no pixels")
-    box = choose(header.height, header.width)
-    if scaled and header.kind == "jpeg" and side and (shrink := _shrink(box, side)) > 1:
-        return _with_pil(data, lambda *_: Box(*(edge // shrink for edge in box)), shrink)
-    try:
-        encoded = torch.frombuffer(data, dtype=torch.uint8)
-        decode = tvio.decode_jpeg if header.kind == "jpeg" else tvio.decode_png
-        image: torch.Tensor = decode(encoded, _RGB)
-    except RuntimeError as error:
-        if "allocat" in str(error):
-            raise MemoryError(str(error)) from error
-        if header.kind == "png":
-            return _with_pil(data, choose)
-        raise Corrupt(_first_line(error)) from error
-    if image.dtype != torch.uint8:
-        image = (image.to(torch.int32) >> 8).to(torch.uint8)
-    return image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
+        raise Corrupt(_too_large(f"{header.width:,} x {header.height:,} pixels are"))
+    with without_lines_of_libraries():
+        if header.kind == "other":
+            image, turn = _with_pil(data, reading)
+            height, width = image.shape[2:]
+            box = stored_box(choose(*turned_size(turn, height, width)), turn, height, width)
+        else:
+            turn = orientation(data) if reading.upright else UPRIGHT
+            _, height, width, _ = header
+            box = stored_box(choose(*turned_size(turn, height, width)), turn, height, width)
+            image, box = _decoded(data, header, box, side if scaled else 0, reading)
+    cut = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
+    return cut if turn == UPRIGHT else turned(cut, turn)
 
 
-def whole(data: bytearray) -> torch.Tensor:
+def whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008
     """Decodes an image; see `cut_out`."""
-    return cut_out(data, lambda height, width: Box(0, 0, height, width))
+    return cut_out(data, lambda height, width: Box(0, 0, height, width), reading=reading)
 
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -133,48 +151,140 @@ def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return resized
 
 
-def _shrink(box: Box, side: int) -> int:
-    most = min(box.height, box.width) // side
-    return max((by for by in (8, 4, 2) if by <= most), default=1)
+def _decoded(
+    data: bytearray, header: Header, box: Box, side: int, reading: Reading
+) -> tuple[torch.Tensor, Box]:
+    """A JPEG or PNG, maybe at a part of its size, and where the box lies in it."""
+    # One that was cut off has no end: it is decoded whole, so that no cut of it passes where another doesn't.
+    if side and header.kind == "jpeg" and data.rfind(_END, header.frame) >= 0:
+        box, shrink = snapped_cut(box, side, header.height, header.width)
+        if shrink > 1 and (small := _smaller(data, shrink)) is not None:
+            return small, Box(*(edge // shrink for edge in box))
+    try:
+        encoded = torch.frombuffer(data, dtype=torch.uint8)
+        decode = tvio.decode_jpeg if header.kind == "jpeg" else tvio.decode_png
+        image: torch.Tensor = decode(encoded, _RGB)
+    except RuntimeError as error:
+        if "allocat" in str(error):
+            raise MemoryError(str(error)) from error
+        return _with_pil(data, reading)[0], box
+    if image.dtype != torch.uint8:
+        image = torch.from_numpy(_eight_bits(image.to(torch.int32).numpy(), reading.bits))
+    return image[None], box
 
 
-def _with_pil(data: bytearray, choose: Callable[[int, int], Box], shrink: int = 1) -> torch.Tensor:
+def _smaller(data: bytearray, shrink: int) -> torch.Tensor | None:
+    """A JPEG at a part of its size; None if it can't be decoded so."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as file:
-                if shrink > 1:
-                    file.draft("RGB", (file.width // shrink, file.height // shrink))
-                pixels = _pixels(file)
+            with Image.open(io.BytesIO(data), formats=("JPEG",)) as file:
+                file.draft("RGB", (file.width // shrink, file.height // shrink))
+                return _of_rows(np.array(file.convert("RGB")))
+    except MemoryError:
+        raise
+    except Exception:  # who decodes it whole says what is wrong
+        return None
+
+
+@cache
+def formats() -> tuple[str, ...]:
+    """What PIL is asked to read, as it is built here."""
+    from PIL import features
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of features that an older one doesn't know
+        return (*_FORMATS, *(name for name, feature in _OPTIONAL.items() if features.check(feature)))
+
+
+def _with_pil(data: bytearray, reading: Reading) -> tuple[torch.Tensor, int]:
+    """The pixels of the first frame, uint8 (1, 3, height, width), and their orientation if that is wanted."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=formats()) as file:
+                pixels = _pixels(file, reading.bits)
+                return _of_rows(pixels), orientation_of(file) if reading.upright else UPRIGHT
     except (MemoryError, Corrupt):
         raise
-    except Image.DecompressionBombWarning as error:
-        raise Corrupt("it has too many pixels") from error
+    except Image.DecompressionBombError as error:
+        raise Corrupt(_too_large("its pixels are")) from error
     except Exception as error:
         # Its plugins raise whatever struct, zlib and their own arithmetic do; the bytes are here already, so
         # it is never an error of reading.
-        raise Corrupt(_first_line(error)) from error
-    box = choose(*pixels.shape[:2])
-    cut = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-    return torch.from_numpy(cut).permute(2, 0, 1)[None]
+        raise Corrupt(f"not a readable image ({_reason(data, error)})") from error
 
 
-def _pixels(file: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _of_rows(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
+    if not pixels.size:
+        raise Corrupt("it has no pixels")
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None]
+
+
+def _pixels(file: Any, bits: int) -> npt.NDArray[np.uint8]:
     """uint8 (height, width, 3), of the first frame."""
-    if file.mode.startswith("I;16"):
-        gray = (np.asarray(file).astype(np.uint16) >> 8).astype(np.uint8)
+    deep = _more_than_eight(file)  # before it is loaded, which forgets it
+    if file.mode.startswith("I;16") or (file.mode == "I" and file.format == "PPM"):
+        gray = _eight_bits(np.asarray(file).astype(np.int32), bits)
         return np.repeat(gray[:, :, None], 3, axis=2)
     if file.mode in ("I", "F"):
-        if file.format != "PPM":
-            raise Corrupt("pixels of 32 bits, whose range nobody knows")
-        gray = (np.asarray(file) >> 8).astype(np.uint8)
-        return np.repeat(gray[:, :, None], 3, axis=2)
-    return np.array(file.convert("RGB"))
+        raise Corrupt("pixels of 32 bits, whose range isn't known; convert it to 8 or 16 bits")
+    pixels = np.array(file.convert("RGB"))
+    if deep and bits < 16 and (bits or pixels.max() < _DARK >> 8):
+        raise Corrupt(
+            "16 bits a channel of which PIL takes the upper 8, so that it would be (nearly) black; convert "
+            "it to PNG, or set data.bit_depth=16 if it is as dark as that"
+            if not bits
+            else "16 bits a channel, of which PIL takes the upper 8 in this format; convert it to PNG"
+        )
+    return pixels
 
 
-def _first_line(error: Exception) -> str:
+def _more_than_eight(file: Any) -> bool:
+    """Whether PIL drops the lower bits of a color image by itself: of TIFF and PPM."""
+    if file.format not in ("TIFF", "PPM") or not file.tile or file.mode not in ("RGB", "RGBA", "CMYK"):
+        return False
+    arguments = file.tile[0][3]
+    parts = arguments if isinstance(arguments, tuple) else (arguments,)
+    return any(
+        ";16" in part if isinstance(part, str) else file.format == "PPM" and part > 255 for part in parts
+    )
+
+
+def _eight_bits(deep: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]:
+    """The upper 8 of the bits that are in use.
+
+    Raises:
+        Corrupt: If nobody said how many are, and hardly anything would be left.
+    """
+    most = int(deep.max(initial=0))
+    if not bits and 0 < most < _DARK:
+        likely = next(width for width in (8, 10, 12) if most < 1 << width)
+        raise Corrupt(
+            f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
+            f"data.bit_depth to the bits in use ({likely}?), or to 16 if it is as dark as that"
+        )
+    return np.minimum(deep >> ((bits or 16) - 8), 255).astype(np.uint8)
+
+
+def _too_large(what: str) -> str:
+    return f"{what} too many: more than {LARGEST_IMAGE:,} aren't read; make it smaller, or cut it into tiles"
+
+
+def _reason(data: bytearray, error: Exception) -> str:
+    """What is wrong with a file, in one line that is the same in every run."""
+    from PIL import UnidentifiedImageError
+
+    what = what_it_is(data)
+    if what and (isinstance(error, UnidentifiedImageError) or DAMAGED not in what):
+        return what
+    if isinstance(error, UnidentifiedImageError):
+        return f"in no format that is known here; it begins with {bytes(data[:8]).hex(' ')}"
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"not a readable image ({line[:120]})"
+    line = _ADDRESS.sub(r"<\1>", line)
+    line = "".join(letter if letter.isprintable() else "?" for letter in line)[:120]
+    return f"{what.partition(' that')[0]}: {line}" if what else line

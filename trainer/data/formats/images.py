@@ -56,10 +56,11 @@ class ImageDataset(RecordsDataset):
         """uint8 (1, 3, size, size)."""
         records, (cut_out, resize) = self.records, self._decode
         if not records.raw:
-            cut = cut_out(records.read(sample), choose, self._size, scaled)
+            cut = cut_out(records.read(sample), choose, self._size, scaled, records.reading)
             return resize(cut, self._size, self._size)
         height, width = records.shape(sample)
         if not height:
+            cut_out(records.read(sample), choose, reading=records.reading)  # it is stored as it was: says why
             raise Corrupt("was not a readable image when it was packed")
         box = choose(height, width)
         # Only the rows of the cut: they lie one after another.

@@ -25,7 +25,7 @@ import torch
 
 from trainer.checkpoint.tensor_file import encode
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.records import Records
+from trainer.data.formats.records import Reading, Records
 from trainer.data.formats.sharded import INDEX, About, Shard, hash_of, write_index
 from trainer.data.shared import Columns, joined
 from trainer.errors import BadInputError
@@ -51,11 +51,29 @@ class PackSettings:
     quality: int = 90
     raw: bool = False
 
+    @property
+    def decodes(self) -> bool:
+        """Whether images are decoded at all."""
+        return self.short_side is not None or self.raw
+
+
+class Packed(NamedTuple):
+    """What was made.
+
+    Attributes:
+        about: Its index.
+        unreadable: Samples that can't be decoded, and are stored as they were; none where nothing is decoded.
+    """
+
+    about: About
+    unreadable: npt.NDArray[np.int64]
+
 
 class _Stored(NamedTuple):
     data: bytes | bytearray
     height: int = 0
     width: int = 0
+    unreadable: bool = False
 
 
 def pack(
@@ -64,7 +82,7 @@ def pack(
     settings: PackSettings,
     processes: int = 1,
     advance: Advance = lambda _: None,
-) -> About:
+) -> Packed:
     """Makes a pack, or goes on with one.
 
     Args:
@@ -85,39 +103,37 @@ def pack(
         raise BadInputError("the source holds pixels already: pack from the images that it was made from")
     work = _prepared(target, records, settings)
     with _locked(work):
-        about = _packed(records, target, settings, processes, advance)
+        packed = _packed(records, target, settings, processes, advance)
         disk.remove(work)
-    return about
+    return packed
 
 
 def _packed(
     records: Records, target: Path, settings: PackSettings, processes: int, advance: Advance
-) -> About:
+) -> Packed:
     size = samples_per_shard(len(records))
     ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
-    imports = [__name__, *(["trainer.data.formats.decode"] if _decodes(settings) else [])]
+    imports = [__name__, *(["trainer.data.formats.decode"] if settings.decodes else [])]
     _work_off(partial(_pack_shard, records, target, settings), ranges, processes, advance, imports)
     shards, columns = [], list[dict[str, npt.NDArray[Any]]]()
     for number in range(len(ranges)):
         shard, part = _finished(target, number)
         shards.append(shard)
         columns.append(part)
-    merged = {
-        name: np.concatenate([part[name] for part in columns])
-        for name in columns[0]
-        if name not in ("name", "name_end")
-    }
+    merged = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
+    unreadable = np.flatnonzero(merged.pop("unreadable"))
     merged |= joined([records.file_name(sample) for sample in range(len(records))])
-    return write_index(
+    about = write_index(
         target,
         shards,
         merged,
         records.classes,
         "pixels" if settings.raw else "files",
         records.fingerprint(),
-        vars(settings),
+        _told(records, settings),
         records.left_out,
     )
+    return Packed(about, unreadable)
 
 
 def samples_per_shard(samples: int) -> int:
@@ -130,7 +146,7 @@ def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
     if (target / INDEX).exists():
         raise BadInputError(f"{target}: there is a pack already; remove it, or choose another folder")
     work = target / UNFINISHED
-    plan = json.dumps({"source": records.fingerprint(), "settings": vars(settings)}).encode()
+    plan = json.dumps({"source": records.fingerprint(), "settings": _told(records, settings)}).encode()
     if not work.exists():
         if target.exists() and any(target.iterdir()):
             raise BadInputError(f"{target}: isn't empty; choose another folder")
@@ -209,9 +225,9 @@ def _pack_shard(records: Records, target: Path, settings: PackSettings, number: 
     name = f"{number:05d}.bin"
     for left in (target / name, part.with_suffix(".tmp")):
         disk.remove(left)
-    rows = list[tuple[int, int, int, int]]()
+    rows = list[tuple[int, int, int, int, bool]]()
     digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows))
-    sizes, hashes, heights, widths = zip(*rows, strict=True)
+    sizes, hashes, heights, widths, unreadable = zip(*rows, strict=True)
     columns = {
         "shard": np.full(len(rows), number, np.int32),
         "offset": np.cumsum(sizes, dtype=np.int64) - np.array(sizes, np.int64),
@@ -219,6 +235,7 @@ def _pack_shard(records: Records, target: Path, settings: PackSettings, number: 
         "label": records.labels[samples.start : samples.stop].copy(),
         "hash": np.array(hashes, np.uint64),
         "sha256": np.frombuffer(bytearray.fromhex(digest), np.uint8),
+        "unreadable": np.array(unreadable, np.uint8),
     }
     if settings.raw:
         columns |= {"height": np.array(heights, np.int32), "width": np.array(widths, np.int32)}
@@ -231,7 +248,7 @@ def _pack_shard(records: Records, target: Path, settings: PackSettings, number: 
 
 def _finished(target: Path, number: int) -> tuple[Shard, dict[str, npt.NDArray[Any]]]:
     columns = Columns.copy((target / UNFINISHED / f"{number:05d}.safetensors").read_bytes())
-    wanted = ("shard", "offset", "bytes", "label", "hash", "height", "width")
+    wanted = ("shard", "offset", "bytes", "label", "hash", "height", "width", "unreadable")
     arrays = {name: columns[name] for name in wanted if name in columns}
     shard = Shard(
         name=f"{number:05d}.bin",
@@ -247,28 +264,29 @@ def _stored_one_by_one(
     records: Records,
     settings: PackSettings,
     samples: Iterable[int],
-    rows: list[tuple[int, int, int, int]],
+    rows: list[tuple[int, int, int, int, bool]],
 ) -> Iterator[bytes]:
-    """The content of a shard; notes size, hash, height and width of each sample."""
+    """The content of a shard; notes size, hash, height, width and "unreadable" of each sample."""
     for sample in samples:
-        stored = _stored(records.read(sample), settings)
-        rows.append((len(stored.data), hash_of(stored.data), stored.height, stored.width))
+        stored = _stored(records.read(sample), settings, records.reading)
+        rows.append((len(stored.data), hash_of(stored.data), *stored[1:]))
         yield bytes(stored.data)
 
 
-def _decodes(settings: PackSettings) -> bool:
-    return settings.short_side is not None or settings.raw
+def _told(records: Records, settings: PackSettings) -> dict[str, Any]:
+    """The settings, and how pixels were taken, for the index."""
+    return {**vars(settings), "reading": records.reading._asdict()}
 
 
-def _stored(data: bytearray, settings: PackSettings) -> _Stored:
-    if not _decodes(settings):
+def _stored(data: bytearray, settings: PackSettings, reading: Reading) -> _Stored:
+    if not settings.decodes:
         return _Stored(data)
     from trainer.data.formats import decode  # here: torchvision takes three seconds
 
     try:
-        image = decode.whole(data)
+        image = decode.whole(data, reading)
     except Corrupt:
-        return _Stored(data)
+        return _Stored(data, unreadable=True)
     height, width = image.shape[2:]
     short = min(height, width)
     if settings.short_side is not None and short > settings.short_side:

@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config.data import OnCorrupt
+from trainer.config.data import DataConfig, OnCorrupt
 from trainer.data.corrupt import Bad, fill_rows
 from trainer.data.dataset import Arrays, Field
 from trainer.data.left_out import LeftOut
@@ -16,6 +17,30 @@ from trainer.rng import Ints
 LABEL = "label"
 
 
+class Reading(NamedTuple):
+    """How the pixels of an image are taken.
+
+    Attributes:
+        upright: Whether the orientation that EXIF says is applied.
+        bits: Of those of a 16-bit image, how many are in use; 0: all, and an image that uses 12 at most is
+            corrupt.
+    """
+
+    upright: bool = False
+    bits: int = 0
+
+    def __str__(self) -> str:
+        """For a fingerprint: begins with a blank; "" for what most data is."""
+        return " upright" * self.upright + (f" {self.bits} of 16 bits" if self.bits else "")
+
+
+def reading_of(config: DataConfig, auto: Reading | None = None) -> Reading:
+    """What data.exif_orientation and data.bit_depth say; `auto` is what they stand for by themselves."""
+    auto = auto or Reading(config.name == "hf")
+    exif, bits = config.exif_orientation, config.bit_depth
+    return Reading(auto.upright if exif == "auto" else exif == "apply", auto.bits if bits == "auto" else bits)
+
+
 class Records(ABC):
     """Samples as they are stored, with what is known of each in columns.
 
@@ -23,10 +48,12 @@ class Records(ABC):
         raw: True where what is stored are pixels: uint8 (height, width, 3).
         classes: Their names.
         left_out: What lies beside the samples and isn't read.
+        reading: How the pixels of their images are taken.
     """
 
     raw = False
     left_out: tuple[LeftOut, ...] = ()
+    reading = Reading()
     classes: Sequence[str]
     _columns: Columns
 
@@ -96,8 +123,8 @@ class RecordsDataset:
         return self.records.left_out
 
     def fingerprint(self) -> str:
-        """That of the records."""
-        return self.records.fingerprint()
+        """That of the records, and how their pixels are taken."""
+        return f"{self.records.fingerprint()}{self.records.reading}"
 
     def _filled(self, samples: Ints, fill: Callable[[int, int], None], out: Arrays) -> list[Bad]:
         """Fills the rows of a batch with samples and their labels; see `fill_rows`."""

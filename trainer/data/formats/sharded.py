@@ -21,7 +21,7 @@ from trainer.checkpoint.tensor_file import encode
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, counted
 from trainer.data.formats.files import fill_exactly, readable
-from trainer.data.formats.records import Records
+from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
@@ -88,10 +88,16 @@ class ShardedRecords(Records):
 
     def __init__(self, about: About, columns: Columns, place: ShardStore) -> None:
         self.about, self.raw = about, about.stored == "pixels"
+        self.reading = _reading(about.settings)  # what it was packed with
         self.classes: Sequence[str] = tuple(about.classes)
         self._columns, self._place = columns, place
         self.left_out = tuple(about.left_out)
         self._files = OrderedDict[int, int]()
+
+    @property
+    def decoded(self) -> bool:
+        """Whether it is a pack of which some images were decoded, and encoded again or stored as pixels."""
+        return self.raw or self.about.settings.get("short_side") is not None
 
     @property
     def sizes(self) -> list[int]:
@@ -180,6 +186,14 @@ class ShardedRecords(Records):
     def __del__(self) -> None:
         for file in getattr(self, "_files", {}).values():
             os.close(file)
+
+
+def _reading(settings: Mapping[str, Any]) -> Reading:
+    match settings.get("reading"):
+        case {"upright": bool(upright), "bits": int(bits)} if bits in (0, *range(8, 17)):
+            return Reading(upright, bits)
+        case _:  # of an older index
+            return Reading()
 
 
 def hash_of(data: bytes | bytearray) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
+from trainer.data.formats.orientation import UPRIGHT
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import ShardedRecords, hash_of
 from trainer.data.left_out import LeftOut
@@ -56,6 +57,7 @@ class Statistics(NamedTuple):
         decode_us: CPU time of reading and decoding one, in microseconds.
         mean: Of each channel over all pixels, on the scale 0 to 1.
         std: Likewise.
+        exif_orientation: Images whose EXIF says that they are to be turned or mirrored.
         unreadable: Names and reasons of those that can't be decoded.
         left_out: What lies beside them and isn't read.
     """
@@ -71,6 +73,7 @@ class Statistics(NamedTuple):
     decode_us: Spread
     mean: list[float]
     std: list[float]
+    exif_orientation: int
     unreadable: list[str]
     left_out: Sequence[LeftOut]
 
@@ -82,17 +85,18 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
         BadInputError: If one can't be read, or none can be decoded.
     """
     rows, unreadable = list[tuple[float, float, float, float]](), list[str]()
-    total, squares, pixels = np.zeros(3), np.zeros(3), 0
+    total, squares, pixels, turned = np.zeros(3), np.zeros(3), 0, 0
     chosen = spread(len(records), LOOKED_AT).tolist()
     for sample in chosen:
         began = time.process_time_ns()
         try:
-            stored, image = _decoded(records, sample)
+            stored, image, orientation = _decoded(records, sample)
         except Corrupt as error:
             unreadable.append(f"{records.name(sample)}: {error}")
             continue
         finally:
             advance(1)
+        turned += orientation != UPRIGHT
         rows.append((stored, image.shape[0], image.shape[1], (time.process_time_ns() - began) / 1e3))
         flat = image.reshape(-1, 3) / 255.0
         total, squares, pixels = total + flat.sum(0), squares + (flat**2).sum(0), pixels + len(flat)
@@ -113,21 +117,24 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
         cost,
         mean.round(4).tolist(),
         np.sqrt(np.maximum(squares / pixels - mean**2, 0)).round(4).tolist(),
+        turned,
         unreadable,
         records.left_out,
     )
 
 
-def _decoded(records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any]]:
+def _decoded(records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any], int]:
+    """Bytes, pixels and orientation of an image."""
     from trainer.data.formats import decode  # here: torchvision takes three seconds
 
     data = records.read(sample)
-    if not records.raw:
-        return len(data), decode.whole(data)[0].permute(1, 2, 0).numpy()
     height, width = records.shape(sample)
-    if not height:
+    if records.raw and height:
+        return len(data), np.frombuffer(data, np.uint8).reshape(height, width, 3), UPRIGHT
+    image = decode.whole(data, records.reading)[0].permute(1, 2, 0).numpy()
+    if records.raw:
         raise Corrupt("was not a readable image when it was packed")
-    return len(data), np.frombuffer(data, np.uint8).reshape(height, width, 3)
+    return len(data), image, decode.orientation(data, decode.formats())
 
 
 def _spread(values: Any) -> Spread:

@@ -1,0 +1,332 @@
+"""Promise: a sample has one verdict and the decoder's pixels, however it is cut, turned or damaged."""
+
+import io
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image, ImageOps, features
+
+from tests.helpers.image_folders import encoded, picture
+from trainer.data.corrupt import Corrupt
+from trainer.data.formats import decode
+from trainer.data.formats.crop import Box, snapped_cut
+from trainer.data.formats.orientation import stored_box, turned, turned_size
+from trainer.data.formats.records import Reading
+from trainer.data.formats.signatures import what_it_is
+
+UPRIGHT = Reading(upright=True)
+
+
+def rows(image: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return image[0].permute(1, 2, 0).numpy()
+
+
+def refused(data: bytes, **options: Any) -> str:
+    with pytest.raises(Corrupt) as raised:
+        decode.whole(bytearray(data), **options)
+    return str(raised.value)
+
+
+def exif(orientation: int) -> bytes:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags.tobytes()
+
+
+def noise(width: int, height: int, grain: int = 8) -> Image.Image:
+    small = np.random.default_rng(0).integers(0, 256, (height // grain, width // grain, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+# Orientation
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> None:
+    data = encoded(picture(size=(41, 30)), "PNG", exif=exif(orientation))
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    assert np.array_equal(rows(decode.whole(data, UPRIGHT)), expected)
+    box = Box(3, 5, 9, 20)
+    cut = rows(decode.cut_out(data, lambda *_: box, reading=UPRIGHT))
+    assert np.array_equal(cut, expected[3:12, 5:25])
+    height, width = expected.shape[:2]
+    assert decode.cut_out(data, lambda *size: Box(0, 0, *size), reading=UPRIGHT).shape[2:] == (height, width)
+    assert rows(decode.whole(data)).shape[:2] == (30, 41), "not by itself"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("JPEG", {}),
+        ("WEBP", {"lossless": True}),
+        ("TIFF", {}),
+        ("JPEG", {"xmp": b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>', "exif": b""}),
+        pytest.param("AVIF", {}, marks=pytest.mark.skipif(not features.check("avif"), reason="no AVIF")),
+    ],
+)
+def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any]) -> None:
+    data = encoded(picture(size=(40, 24)), kind, **({"exif": exif(6)} | options))
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    assert expected.shape == (40, 24, 3)
+    found = rows(decode.whole(data, UPRIGHT))
+    assert np.abs(found.astype(int) - expected).max() <= (2 if kind == "JPEG" else 0)
+    assert decode.orientation(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
+
+
+@pytest.mark.parametrize("tags", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0" + b"\xff" * 40])
+def test_damaged_exif_turns_nothing(tags: bytes) -> None:
+    data = encoded(picture(), "JPEG", exif=tags)
+    assert torch.equal(decode.whole(data, UPRIGHT), decode.whole(data))
+
+
+def test_a_scaled_cut_is_turned_too() -> None:
+    plain = noise(640, 480, grain=80)
+    data = encoded(plain, "JPEG", quality=95, exif=exif(6))
+    box = Box(37, 21, 400, 410)
+    small = decode.cut_out(data, lambda *_: box, 50, scaled=True, reading=UPRIGHT)
+    full = decode.cut_out(data, lambda *_: box, reading=UPRIGHT)
+    assert small.shape[2:] == (50, 51)
+    there, here = (decode.resize(image, 50, 50).float() for image in (full, small))
+    assert (there - here).abs().mean() < 8
+
+
+def test_boxes_go_there_and_back() -> None:
+    image = torch.arange(5 * 7).reshape(1, 1, 5, 7)
+    for orientation in range(1, 9):
+        upright = turned(image, orientation)
+        assert tuple(upright.shape[2:]) == turned_size(orientation, 5, 7)
+        top, left, height, width = box = Box(1, 2, 3, 2)
+        there = stored_box(box, orientation, 5, 7)
+        cut = image[:, :, there.top : there.top + there.height, there.left : there.left + there.width]
+        expected = upright[:, :, top : top + height, left : left + width]
+        assert torch.equal(turned(cut, orientation), expected)
+
+
+# 16 bits
+
+
+def deep(most: int, kind: str, **options: Any) -> bytearray:
+    ramp = np.linspace(0, most, 1200).astype(np.uint16).reshape(30, 40)
+    return encoded(Image.fromarray(ramp), kind, **options)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+@pytest.mark.parametrize(("most", "bits"), [(30, 8), (255, 8), (694, 10), (3071, 12), (4095, 12)])
+def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, bits: int) -> None:
+    data = deep(most, kind)
+    assert f"largest value is {most:,} would be (nearly) black" in (line := refused(data))
+    assert f"({bits}?)" in line
+    found = rows(decode.whole(data, Reading(bits=bits)))[..., 0]
+    ramp = np.linspace(0, most, 1200).astype(np.uint16).reshape(30, 40)
+    assert np.array_equal(found, ramp >> (bits - 8))
+    assert rows(decode.whole(data, Reading(bits=16))).max() == most >> 8, "as it is, if that is wanted"
+
+
+def test_what_is_black_in_truth_and_what_is_too_large_for_its_bits() -> None:
+    assert rows(decode.whole(deep(0, "PNG"))).max() == 0
+    assert rows(decode.whole(deep(60_000, "PNG"), Reading(bits=12))).max() == 255
+
+
+@pytest.mark.parametrize("maximum", [65535, 4095])
+def test_colors_of_sixteen_bits(maximum: int) -> None:
+    """Of a PPM PIL drops the lower bits by itself; by its maximum, which says what they mean."""
+
+    def ppm(most: int) -> bytes:
+        ramp = np.linspace(0, most, 36).astype(">u2")
+        return b"P6 4 3 %d\n" % maximum + ramp.tobytes()
+
+    assert rows(decode.whole(bytearray(ppm(maximum)))).max() == 255
+    assert "nearly) black" in refused(ppm(maximum // 100))
+    assert "convert it to PNG" in refused(ppm(maximum), reading=Reading(bits=12))
+    assert rows(decode.whole(bytearray(ppm(maximum // 100)), Reading(bits=16))).max() <= 3
+
+
+# One verdict, the decoder's
+
+
+def with_junk(data: bytes, where: bytes, junk: bytes) -> bytearray:
+    at = data.index(where)
+    return bytearray(data[:at] + junk + data[at:])
+
+
+@pytest.mark.parametrize("where", [b"\xff\xdb", b"\xff\xc0", b"\xff\xc4", b"\xff\xda"])
+@pytest.mark.parametrize("junk", [b"\0", b"\0\1\2\3\4", bytes(16), b"\xff\xff\xff", b"abc\xff"])
+def test_bytes_before_a_marker_are_skipped_as_pillow_does(where: bytes, junk: bytes) -> None:
+    data = with_junk(encoded(picture(), "JPEG", quality=90), where, junk)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.abs(rows(decode.whole(data)).astype(int) - expected).max() <= 2
+
+
+def verdict(data: bytearray, side: int) -> str:
+    try:
+        decode.cut_out(data, lambda *size: Box(0, 0, *size), side, scaled=True)
+    except Corrupt as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}, {"subsampling": 0}],
+)
+def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any]) -> None:
+    whole = encoded(noise(320, 240), "JPEG", quality=60, **options)
+    whole += b"after its end"
+    ends = [len(whole) - n for n in range(22)] + list(range(len(whole) // 2, len(whole), 977))
+    for end in ends:
+        data = whole[:end]
+        alone = verdict(data, 0)
+        assert [verdict(data, side) for side in (100, 60, 30)] == [alone] * 3, len(whole) - end
+
+
+def test_a_thumbnail_s_end_is_not_the_image_s() -> None:
+    thumbnail = bytes(encoded(picture(), "JPEG"))
+    whole = encoded(noise(320, 240), "JPEG", restart_marker_rows=1, exif=b"Exif\0\0" + thumbnail)
+    for cut in (2, 3, 9):
+        data = whole[:-cut]
+        assert verdict(data, 30) == verdict(data, 0), cut
+
+
+def test_the_cut_of_a_scaled_decode_is_exact() -> None:
+    """Half an image's worth of what is drawn would be seen in the mean."""
+    image = noise(1203, 903)
+    data = encoded(image, "JPEG", quality=95)
+    random = np.random.default_rng(0)
+    for _ in range(12):
+        height, width = int(random.integers(460, 900)), int(random.integers(460, 1200))
+        box = Box(int(random.integers(0, 904 - height)), int(random.integers(0, 1204 - width)), height, width)
+        side = int(random.choice([50, 110, 224]))
+        snapped, by = snapped_cut(box, side, 903, 1203)
+        assert by == max(n for n in (1, 2, 4, 8) if n * side <= min(height, width))
+        assert all(edge % by == 0 for edge in snapped)
+        assert min(snapped[2:]) >= side * by
+        assert snapped.top + snapped.height <= 903
+        assert snapped.left + snapped.width <= 1203
+        middles = (
+            (one.top + one.height / 2, one.left + one.width / 2, one.height, one.width)
+            for one in (box, snapped)
+        )
+        assert max(abs(a - b) for a, b in zip(*middles, strict=True)) <= by
+        cut = decode.cut_out(data, lambda *_, box=box: box, side, scaled=True)
+        file = Image.open(io.BytesIO(data))
+        file.draft("RGB", (1203 // by, 903 // by))
+        top, left, rows_, columns = (edge // by for edge in snapped)
+        small = np.asarray(file.convert("RGB"))[top : top + rows_, left : left + columns]
+        assert np.abs(rows(cut).astype(int) - small).max() <= (0 if by > 1 else 2)
+    assert snapped_cut(Box(5, 7, 300, 301), 224, 903, 1203) == (Box(5, 7, 300, 301), 1)
+
+
+def test_the_middle_of_scaled_cuts_is_that_of_what_was_drawn() -> None:
+    random, apart = np.random.default_rng(1), []
+    for _ in range(2000):
+        height, width = random.integers(800, 1200, 2).tolist()
+        box = Box(*random.integers(100, 600, 2).tolist(), height, width)
+        cut, _ = snapped_cut(box, 100, 2000, 2000)
+        apart.append(
+            (cut.top + cut.height / 2 - box.top - height / 2, cut.left + cut.width / 2 - box.left - width / 2)
+        )
+    assert np.abs(np.mean(apart, 0)).max() < 0.5, "not towards the top left"
+
+
+# Messages
+
+
+WHAT = {
+    "zeros": bytes(5000),
+    "bytes 0xff and nothing else": b"\xff" * 50,
+    "an HTML page": b"\n<!DOCTYPE html><html><head><title>404</title>",
+    "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "a git-annex pointer": b"/annex/objects/SHA256E-s12--ab.jpg\n",
+    "XML": b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+    "SVG, which isn't read": b"<?xml version='1.0'?>\n<svg xmlns='http://www.w3.org/2000/svg'/>",
+    "text that begins with '{": b'{"error": "not found"}',
+    "text that begins with 'id\tx": b"id,x",
+    "text in UTF-16": "\ufeffpath,label".encode("utf-16-le"),
+    "an image as base64 text": b"/9j/4AAQSkZJRgABAQ",
+    "gzip": b"\x1f\x8b\x08\0" + b"abc",
+    "a zip archive": b"PK\3\4" + b"abc",
+    "HEIC, which isn't read": b"\0\0\0\x18ftypheic\0\0\0\0heic" + b"\1" * 50,
+    "JPEG XL, which isn't read": b"\xff\x0a\xfa\x1f",
+    "a Photoshop file": b"8BPS\0\1" + b"\2" * 30,
+    "a TIFF that is cut off or damaged": b"II*\0\x08",
+    "a JPEG that is cut off or damaged": b"\xff\xd8\xff",
+    "macOS's notes": b"\0\5\x16\7\0\2\0\0Mac OS X",
+    "a NumPy array": b"\x93NUMPY\1\0v",
+    "a video (MP4)": b"\0\0\0\x18ftypisom",
+    "it begins with 01 80 02": b"\1\x80\2\x81\3\x82" * 9,
+}
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_a_message_says_what_a_file_is(what: str) -> None:
+    data = WHAT[what]
+    if what.startswith("text that begins with 'id"):
+        what, data = "text that begins with 'id x'", b"id\tx"
+    if what.startswith("bytes 0xff"):
+        what = "50 bytes 0xff and nothing else"
+    line = refused(data)
+    assert what in line
+    assert line == refused(data)
+    assert "0x7" not in line
+    assert "\n" not in line
+    assert len(line) < 200
+
+
+def test_what_is_read_is_not_said_to_be_foreign() -> None:
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
+        data = encoded(picture(), kind)
+        for end in (12, 40, len(data) // 2):
+            line = refused(data[:end])
+            assert "isn't read" not in line, kind
+            assert " at 0x" not in line, kind
+        assert "that is cut off or damaged" in what_it_is(data), kind
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
+def test_what_pillow_can_read_is_read(kind: str) -> None:
+    if not features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind]):
+        pytest.skip(f"this PIL doesn't read {kind}")
+    data = encoded(picture(), kind)
+    assert np.array_equal(rows(decode.whole(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])
+def test_what_pillow_is_built_without_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(picture(), kind)
+    monkeypatch.setattr(decode, "formats", lambda: decode._FORMATS)
+    assert {"AVIF": "AVIF, which isn't read", "JPEG2000": "a JPEG 2000"}[kind] in refused(data)
+
+
+def test_a_hundred_megapixels_are_read_and_two_hundred_are_named() -> None:
+    line = refused(b"P5 20000 10000 255\n")
+    assert "more than 178,956,970 aren't read" in line
+    assert "make it smaller" in line
+
+
+def noisy_files() -> list[bytearray]:
+    """Of which libjpeg, libpng and libtiff each say something."""
+    jpeg = encoded(picture(size=(80, 60)), "JPEG")
+    png = encoded(noise(80, 64), "PNG")
+    png[90] ^= 1
+    tiff = encoded(picture(size=(80, 60)), "TIFF", compression="tiff_lzw")
+    tiff[40:70] = bytes(30)
+    return [bytearray(jpeg[:-2] + b"abcde" + jpeg[-2:]), png, tiff]
+
+
+def test_libraries_write_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    for data in noisy_files():
+        try:
+            decode.whole(data)
+        except Corrupt as error:
+            assert "\n" not in str(error)
+    os.write(2, b"ours\n")
+    assert capfd.readouterr().err == "ours\n"
+    torch.ops.image.decode_jpeg  # noqa: B018  (torchvision's, which writes if asked without us)
+    from torchvision import io as tvio
+
+    tvio.decode_jpeg(torch.frombuffer(noisy_files()[0], dtype=torch.uint8))
+    assert "extraneous" in capfd.readouterr().err, "else this test would see nothing"

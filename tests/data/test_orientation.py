@@ -1,0 +1,191 @@
+"""Promise: photographs are turned as data.exif_orientation says, alike wherever their pixels are taken."""
+
+import io
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageOps
+
+from tests.data.test_arrow import FEATURES, write as write_arrow
+from trainer.cli import main
+from trainer.commands.predict.images import as_evaluated
+from trainer.config.data import DataConfig
+from trainer.data.check import CheckedData, check_data
+from trainer.data.corrupt import Corrupt
+from trainer.data.formats.boxes import BoxedImages
+from trainer.data.formats.coco import CocoPictures
+from trainer.data.formats.files import in_folder
+from trainer.data.formats.pack import PackSettings, pack
+from trainer.data.formats.records import Reading, reading_of
+from trainer.data.formats.stats import statistics
+from trainer.data.sources import load_images
+from trainer.errors import BadInputError
+
+UPRIGHT = Reading(upright=True)
+SIDE = 32
+
+
+def photograph(number: int) -> bytes:
+    """Orientation 1 to 8 in turn; losslessly, so that pixels can be compared."""
+    ramp = np.add.outer(np.arange(40) * 3, np.arange(64) * 2).astype(np.uint8)
+    image, tags, file = (
+        Image.fromarray(np.stack([ramp, ramp // 2, 255 - ramp], 2)),
+        Image.Exif(),
+        io.BytesIO(),
+    )
+    tags[0x0112] = number % 8 + 1
+    image.save(file, "PNG", exif=tags.tobytes())
+    return file.getvalue()
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> Path:
+    for part in ("train", "val"):
+        for number in range(16):
+            file = tmp_path / "set" / part / str(number % 2) / f"{number:02d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(photograph(number))
+    return tmp_path / "set"
+
+
+def evaluated(**data: Any) -> tuple[npt.NDArray[np.uint8], str]:
+    dataset = load_images(DataConfig(image_size=SIDE, **data), 0).evaluation
+    out = {name: np.zeros((len(dataset), *f.shape), f.dtype) for name, f in dataset.fields.items()}
+    dataset.read(np.arange(len(dataset)), None, out)
+    return out["image"], dataset.fingerprint()
+
+
+def packed(folder: Path, target: Path, reading: Reading, settings: PackSettings) -> Path:
+    for part in ("train", "val"):
+        records = in_folder(folder / part)
+        records.reading = reading
+        pack(records, target / part, settings)
+    return target
+
+
+def test_the_key_is_followed_by_each_format_and_is_in_the_fingerprint(
+    photographs: Path, tmp_path: Path
+) -> None:
+    stored, mark = evaluated(name="folder", path=photographs)
+    upright, other = evaluated(name="folder", path=photographs, exif_orientation="apply")
+    assert mark == in_folder(photographs / "val").fingerprint() == other.removesuffix(" upright") != other
+    same = [number for number in range(16) if np.array_equal(stored[number], upright[number])]
+    records = in_folder(photographs / "val")
+    assert [photograph(0) == records.read(number) for number in same] == [True] * 2, "orientation 1"
+    cases = (
+        ("copied", UPRIGHT, PackSettings(), upright),
+        ("pixels", UPRIGHT, PackSettings(raw=True), upright),
+        ("pixels as stored", Reading(), PackSettings(raw=True), stored),
+        ("small ones are kept as they are", UPRIGHT, PackSettings(40), upright),
+    )
+    for name, reading, settings, expected in cases:
+        path = packed(photographs, tmp_path / name, reading, settings)
+        assert np.array_equal(evaluated(name="pack", path=path)[0], expected), name
+    assert np.array_equal(
+        evaluated(name="pack", path=tmp_path / "copied", exif_orientation="ignore")[0], stored
+    )
+    for name, key in (("pixels", "ignore"), ("pixels as stored", "apply")):
+        with pytest.raises(BadInputError, match="decoded when it was packed"):
+            evaluated(name="pack", path=tmp_path / name, exif_orientation=key)
+
+
+def test_hugging_face_s_images_are_turned_unless_they_are_not_to_be(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    rows = {
+        "image": [{"bytes": photograph(number), "path": None} for number in range(8)],
+        "label": [number % 2 for number in range(8)],
+    }
+    for part in ("train", "test"):
+        write_arrow(tmp_path / part, rows, FEATURES, files=1)
+    found, _ = evaluated(name="hf", path=tmp_path)
+    plain, _ = evaluated(name="hf", path=tmp_path, exif_orientation="ignore")
+    side = round(40 * 0.875)
+    for number in range(8):  # what `datasets` gives: PIL's exif_transpose
+        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(photograph(number))))
+        left, top = (upright.width - side) // 2, (upright.height - side) // 2
+        cut = upright.crop((left, top, left + side, top + side))
+        expected = np.asarray(cut.resize((SIDE, SIDE), Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(found[number] - expected).max() <= 1, number
+        assert np.array_equal(found[number], plain[number]) is (number == 0)
+
+
+def test_a_file_is_predicted_as_it_was_evaluated(photographs: Path) -> None:
+    for key in ("apply", "ignore"):
+        data = DataConfig(name="folder", path=photographs, image_size=SIDE, exif_orientation=key)
+        found, _ = evaluated(name="folder", path=photographs, exif_orientation=key)
+        dataset = load_images(data, 0).evaluation
+        run: Any = SimpleNamespace(task=SimpleNamespace(evaluation_data=dataset), recipe=None)
+        records = in_folder(photographs / "val")
+        for number in range(8):
+            file = Path(os.fsdecode(records.path(number)))
+            assert np.array_equal(as_evaluated(file, run), found[number]), (key, number)
+
+
+def test_what_auto_stands_for() -> None:
+    hf, folder = (DataConfig(name=name, path=Path("x")) for name in ("hf", "folder"))
+    assert (reading_of(hf), reading_of(folder)) == (UPRIGHT, Reading())
+    assert reading_of(folder, Reading(True, 12)) == Reading(True, 12), "as it was packed"
+    said = DataConfig(name="hf", path=Path("x"), exif_orientation="ignore", bit_depth=10)
+    assert reading_of(said, Reading(True, 12)) == Reading(False, 10)
+    assert (str(Reading()), str(Reading(True, 12))) == ("", " upright 12 of 16 bits")
+
+
+def test_stats_and_pack_count(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert statistics(in_folder(photographs / "val")).exif_orientation == 14
+    (photographs / "val" / "0" / "00.png").write_bytes(b"<html>404</html>")
+    assert main(["data", "stats", str(photographs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["val"]["exif_orientation"] == 14
+    arguments = ["--raw", "--exif-orientation", "apply", "--processes", "1"]
+    assert main(["data", "pack", str(photographs), str(tmp_path / "p"), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 16 can't be decoded and are stored as they were; the first: " in out
+    assert "(an HTML page)" in out
+    with pytest.raises(BadInputError, match="an HTML page"):
+        evaluated(name="pack", path=tmp_path / "p")
+
+
+def coco(root: Path, size: tuple[int, int], orientation: int) -> None:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    for part in ("train", "val"):
+        (root / part).mkdir(parents=True)
+        Image.new("RGB", (40, 30)).save(root / part / "a.jpg", exif=tags.tobytes())
+        what = {
+            "images": [{"id": 1, "file_name": "a.jpg", "width": size[0], "height": size[1]}],
+            "categories": [{"id": 1, "name": "thing"}],
+            "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [2, 3, 10, 12]}],
+        }
+        (root / "annotations").mkdir(exist_ok=True)
+        (root / "annotations" / f"instances_{part}.json").write_text(json.dumps(what))
+
+
+def test_coco_says_when_exif_is_why_sizes_differ(tmp_path: Path) -> None:
+    coco(tmp_path, (30, 40), 6)
+    with pytest.raises(
+        Corrupt, match=r"say 30 x 40; its EXIF orientation is 6: data\.exif_orientation=apply"
+    ):
+        CocoPictures(tmp_path, "val", "fail").read(0)
+    assert CocoPictures(tmp_path, "val", "fail", UPRIGHT).read(0).image.shape == (40, 30, 3)
+    coco(tmp_path / "stored", (40, 30), 6)
+    with pytest.raises(Corrupt, match=r"before its EXIF orientation \(6\) was applied.*=ignore leaves it"):
+        CocoPictures(tmp_path / "stored", "val", "fail", UPRIGHT).read(0)
+
+
+@pytest.mark.parametrize(("orientation", "warned"), [(1, False), (2, True), (3, True), (4, True), (6, True)])
+def test_boxes_of_turned_images_are_warned_of(
+    orientation: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coco(tmp_path, (40, 30), orientation)
+    for reading, expected in ((Reading(), warned), (UPRIGHT, False)):
+        pictures = CocoPictures(tmp_path, "train", "fail", reading)
+        check_data("fast", False, [CheckedData("training", BoxedImages(pictures, 64, 5, None), 0)])
+        line = capsys.readouterr().err
+        assert ("1 of 1 images are to be turned or mirrored by their EXIF" in line) is expected
+        assert ("a.jpg; they are taken as they are stored" in line) is expected
+    assert CocoPictures(tmp_path, "train", "fail").fingerprint() + " upright" == pictures.fingerprint()
