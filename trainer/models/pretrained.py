@@ -36,6 +36,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # As torch.hub reads it: the first digits of the file's SHA-256, in its name.
 _PUBLISHED_HASH = re.compile(r"[-_]([0-9a-f]{8,})\.pth$")
+# Before, weights_only runs what a pickle says (CVE-2025-32434).
+_READS_PICKLES = (2, 6)
 # Names in torchvision's files of densenets are older than its models, which rename them when they load one.
 _OLD_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|conv))\.([12]\..*)")
 
@@ -185,6 +187,12 @@ def _torchvision_url(name: str) -> tuple[str | None, list[str]]:
 
 
 def _fetch_converted(source: str, url: str, to: Path) -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _READS_PICKLES:
+        raise BadInputError(
+            f"model.pretrained={source}: torch {torch.__version__} can't read its pickle safely "
+            "(CVE-2025-32434); convert it with torch 2.6 or newer and give that file: "
+            "model.pretrained=FILE.safetensors, or take a hub:ORG/NAME@REVISION"
+        )
     published = _PUBLISHED_HASH.search(url)
     if published is None:
         raise BadInputError(f"model.pretrained={source}: {url} says no hash in its name; give a file")
