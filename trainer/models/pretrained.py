@@ -24,7 +24,7 @@ import torch
 from trainer.config.data import at_home
 from trainer.config.model import HUB, TORCHVISION, ModelConfig
 from trainer.config.suggest import nearest
-from trainer.data.remote.access import DiskError, NotThereError, Sink, fetch, join
+from trainer.data.remote.access import DiskError, NotThereError, Sink, WrongContentError, fetch, join
 from trainer.errors import BadInputError
 from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
 from trainer.host.here import from_here
@@ -38,6 +38,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PUBLISHED_HASH = re.compile(r"[-_]([0-9a-f]{8,})\.pth$")
 # Before, weights_only runs what a pickle says (CVE-2025-32434).
 _READS_PICKLES = (2, 6)
+_LARGEST = 8 << 30  # torchvision's own have 2.5 GB at most
 # Names in torchvision's files of densenets are older than its models, which rename them when they load one.
 _OLD_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|conv))\.([12]\..*)")
 
@@ -201,7 +202,7 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
     try:
         file = os.open(pickled, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            sink = Sink(file)
+            sink = Sink(file, most=_LARGEST)
             fetch(url, sink, at_once=True)
             os.ftruncate(file, sink.done)  # of a longer try before
         finally:
@@ -219,6 +220,11 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
             raise
         raise BadInputError(
             f"model.pretrained={source} isn't in {to.parent} yet, and can't be fetched: {error}"
+        ) from error
+    except WrongContentError as error:
+        raise BadInputError(
+            f"model.pretrained={source}: {url} is more than {_LARGEST >> 30} GiB, and none of torchvision's "
+            "is; mend model.mirror"
         ) from error
     except DiskError as error:
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from error
