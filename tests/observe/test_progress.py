@@ -211,11 +211,11 @@ def test_who_asks_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
         with contextlib.suppress(ConnectionError):
             assert answered(config.metrics_port, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (1 << 16)) == b""
         monkeypatch.setattr(progress, "_CLIENT_S", 0.2)
-        with socket.create_connection(("127.0.0.1", config.metrics_port), timeout=60) as connection:
-            with pytest.raises(ConnectionError):
-                while True:
-                    connection.sendall(b"G")
-                    time.sleep(0.02)
+        address = ("127.0.0.1", config.metrics_port)
+        with socket.create_connection(address, timeout=60) as connection, pytest.raises(ConnectionError):
+            while True:
+                connection.sendall(b"G")
+                time.sleep(0.02)
 
 
 def test_many_connections_have_few_threads_and_an_honest_one_is_answered(

@@ -191,8 +191,8 @@ def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> l
     for option, value in options.items():
         if value is not None and not _DIRECTIVE.fullmatch(value):
             raise BadInputError(
-                f"--{option.replace('job-name', 'name').replace('output', 'runs')} {value!r}: quotes, \\, blanks, # "
-                "and control characters can't stand in a line of #SBATCH; give it without"
+                f"--{option.replace('job-name', 'name').replace('output', 'runs')} {value!r}: quotes, \\, "
+                "blanks, # and control characters can't stand in a line of #SBATCH; give it without"
             )
     lines = [f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None]
     return [*lines, *(f"#SBATCH {flag}" for flag in flags)]

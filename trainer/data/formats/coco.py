@@ -4,7 +4,6 @@ See https://cocodataset.org/#format-data.
 """
 
 import hashlib
-import json
 import math
 import os
 from collections import Counter
@@ -19,8 +18,10 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats.boxes import Picture
 from trainer.data.formats.files import Files, Listed
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 
 _YEARS = ("", "2017", "2014")
+_LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
 _EDGE = 1.0  # pixels that a box may stick out of its image: COCO's own are rounded
 
 
@@ -116,7 +117,7 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
 def _load(file: Path) -> Mapping[str, Any]:
     try:
         # The outlines of things are most of such a file, and nobody here reads them.
-        told = json.loads(file.read_bytes(), object_hook=_without_outlines)
+        told = strict_json.parse_quickly(file.read_bytes(), _LARGEST, object_hook=_without_outlines)
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

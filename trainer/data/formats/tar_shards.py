@@ -5,7 +5,6 @@ A sample is what shares a name up to its first dot: `0001.jpg` with `0001.cls` (
 """
 
 import hashlib
-import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from trainer.data.formats.files import IMAGES, numbered, printable, read_exactly
 from trainer.data.formats.sharded import About, Shard, hash_of, write_index
 from trainer.data.shared import joined
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 
 _CHUNK = 1 << 20
 _LARGEST_LABEL = 1 << 20
@@ -132,7 +132,7 @@ def _sample(file: Path, descriptor: int, group: dict[str, tarfile.TarInfo]) -> I
 
 
 def _label_in(data: bytearray) -> str:
-    label = json.loads(data)["label"]
+    label = strict_json.parse(bytes(data))["label"]
     if isinstance(label, bool) or not isinstance(label, str | int):
         raise TypeError("neither text nor a whole number")
     return str(label)

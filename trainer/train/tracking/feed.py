@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.redact import redact
+from trainer.host import strict_json
 from trainer.host.files import open_own, own_folder
 from trainer.launch.signals import blocked
 from trainer.launch.worker import requested
@@ -153,7 +154,7 @@ def tracked(
         say(f"  {name:<12} {where}")
         manifest["trackers"][name] = id_
         with contextlib.suppress(OSError, ValueError):  # by the file: it may say already how the run ended
-            facts = json.loads((folder / MANIFEST).read_text())
+            facts = strict_json.parse_quickly((folder / MANIFEST).read_bytes())
             write_json(folder / MANIFEST, {**facts, "trackers": manifest["trackers"]})
 
     try:
@@ -164,7 +165,7 @@ def tracked(
                 warn(f"{name}: can't be started ({error.strerror}); its rows are lost, the training goes on")
         yield feeds
         with contextlib.suppress(OSError, ValueError):
-            status = json.loads((folder / MANIFEST).read_text())["status"]
+            status = strict_json.parse_quickly((folder / MANIFEST).read_bytes())["status"]
     except BaseException as error:
         status = status_of(error)
         raise
