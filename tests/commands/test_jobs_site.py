@@ -565,3 +565,25 @@ def test_lists_with_keys_are_those_of_kubernetes() -> None:
     assert keys["containers"] == keys["env"] == keys["volumes"] == keys["imagePullSecrets"] == "name"
     assert keys["volumeMounts"] == "mountPath"
     assert not {"tolerations", "args", "envFrom", "rules"} & set(keys)
+
+
+@pytest.mark.parametrize("option", ["account", "partition", "qos"])
+@pytest.mark.parametrize(
+    "value",
+    ["a\n#SBATCH --uid=0", "a\r#SBATCH --uid=0", "a --uid=0", "a\x0bb", "a\x1b[2J", "a\u2028b", "a'b", "#"],
+)
+def test_no_value_adds_a_directive(option: str, value: str) -> None:
+    with pytest.raises(BadInputError, match=f"^--{option} .* can't stand in a line of #SBATCH") as raised:
+        slurm.render(job("compose"), Site(**{option: value}))
+    assert "\n" not in str(raised.value) and "\x1b" not in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["runs", "a\x1bb", "comment=a\n#SBATCH --uid=0", "mail-user=a\u2028b"])
+def test_paths_and_further_options_add_none_either(where: str) -> None:
+    spec, site = job("compose"), Site()
+    if "=" in where:
+        site = Site(sbatch_arg=(where,))
+    else:
+        spec = spec.model_copy(update={"runs": f"/x\x0b/{where}"})
+    with pytest.raises(BadInputError, match=r"^--(runs|sbatch-arg) "):
+        slurm.render(spec, site)

@@ -323,3 +323,112 @@ def test_an_index_that_is_wrong_at_the_server_is_told(web: Web, tmp_path: Path) 
     with pytest.raises(BadInputError, match=f"^{web.url}/pack: .*the index is damaged"):
         open_cached(f"{web.url}/pack", tmp_path / "cache", None)
     assert list((tmp_path / "cache").glob("*.index")) == []
+
+
+# What others wrote to the cache, and servers without an end.
+
+
+def broken(path: Path, how: str) -> None:
+    """Makes a file of the cache another one of the same size; or something else of that name."""
+    data = path.read_bytes()
+    if how == "in place":
+        with path.open("r+b") as file:
+            file.seek(len(data) // 2)
+            file.write(bytes([data[len(data) // 2] ^ 1]))
+        return
+    path.unlink()
+    if how == "zeros":
+        path.write_bytes(bytes(len(data)))
+    elif how == "holes":
+        path.touch()
+        os.truncate(path, len(data))
+    elif how == "longer":
+        path.write_bytes(data + b"!")
+    elif how == "fifo":
+        os.mkfifo(path)
+
+
+@pytest.mark.parametrize("how", ["in place", "zeros", "holes", "longer", "fifo"])
+def test_a_piece_that_others_changed_is_named_and_fetched_again(
+    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    place, path = Cached(f"{web.url}/data", tmp_path, None), place_of(tmp_path, "one")
+    assert read(place, "one") == content("one")
+    broken(path, how)
+    for _ in range(2):  # once is enough
+        assert read(place, "one") == content("one") == path.read_bytes()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trainer: data.cache: {path} ") and line.endswith(": it is fetched again")
+    assert web.app.asked == {"/data/one": 2}
+
+
+def test_a_piece_that_is_a_link_is_told(web: Web, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(content("one"))
+    place_of(tmp_path, "one").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInputError, match=f"data.cache={tmp_path}: can't be used"):
+        Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
+
+
+def test_without_a_network_a_changed_piece_is_no_piece(
+    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, None)
+    read(place, "one")
+    broken(place_of(tmp_path, "one"), "in place")
+    web.close()
+    with pytest.raises(BadInputError, match="/data/one: can't be reached"):
+        place.open(shard("one"))
+    assert "was changed (its SHA-256 isn't what the index says)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("pack")
+@pytest.mark.parametrize("name", [INDEX, COLUMNS])
+def test_an_index_that_others_changed_is_named_and_fetched_again(
+    web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """A class of another name would make a whole index, too: it is the server's that counts."""
+    folder = tmp_path / "cache"
+    expected = open_cached(f"{web.url}/pack", folder, None)
+    (file,) = folder.glob(f"*/{name}")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"a"', b'"z"') if name == INDEX else data[:-1] + bytes([data[-1] ^ 1]))
+    again = open_cached(f"{web.url}/pack", folder, None)
+    assert (again.classes, again.fingerprint()) == (expected.classes, expected.fingerprint())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line and line.endswith("fetched again")
+
+
+@pytest.mark.usefixtures("pack")
+def test_an_index_without_an_end_is_refused(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.host.strict_json.LARGEST", 1 << 10)
+    web.files[f"pack/{INDEX}"] = b" " * ((1 << 10) + 1)
+    with pytest.raises(BadInputError, match=f"/{INDEX}: more than 1024B came, which no index has"):
+        open_cached(f"{web.url}/pack", tmp_path / "cache", None)
+    monkeypatch.setattr("trainer.host.strict_json.LARGEST", 1 << 24)
+    monkeypatch.setattr(cache, "_MOST_COLUMNS", 10)
+    web.files |= files_below(tmp_path)
+    with pytest.raises(BadInputError, match=f"/{COLUMNS}: more than 10B came"):
+        open_cached(f"{web.url}/pack", tmp_path / "cache", None)
+    assert list((tmp_path / "cache").rglob("*.part")) == []
+
+
+@pytest.mark.parametrize(
+    "where", ["file:///etc/passwd", "/data/one", "ftp://host/x", "http://[::x", "data:,x"]
+)
+def test_a_redirect_that_is_refused_is_not_tried_again(web: Web, tmp_path: Path, where: str) -> None:
+    asked = list[str]()
+
+    def lead(environ: Any, start: Any) -> list[bytes]:
+        asked.append(environ["PATH_INFO"])
+        start("302 Found", [("Location", where)])
+        return []
+
+    web.app._app = lead
+    with pytest.raises(
+        BadInputError, match="/data/one: its server leads elsewhere, where nothing is fetched"
+    ):
+        Cached(f"{web.url}/data", tmp_path, None).open(shard("one"))
+    assert len(asked) == (10 if where == "/data/one" else 1)  # a circle is followed ten times
+    assert list(tmp_path.glob("*.shard*")) == []

@@ -472,3 +472,42 @@ def test_a_mirror_may_hold_no_secret() -> None:
     with pytest.raises(ValueError, match="user or password") as caught:
         ModelConfig(mirror="https://me:hush@host/models")
     assert "hush" not in str(caught.value).partition("[type=")[0]
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "2.5.1+cu124", "2.4.0a0+git1", "1.13.1"])
+def test_a_torch_whose_weights_only_runs_code_reads_no_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    web = serve(monkeypatch, tmp_path, *pickled({"a": torch.zeros(2)}))
+    with monkeypatch.context() as old:
+        old.setattr(torch, "__version__", version)
+        with pytest.raises(BadInputError, match=r"CVE-2025-32434.*model\.pretrained=FILE\.safetensors"):
+            find_weights(of_torchvision(web))
+        assert web.app.asked.total() == 0
+    assert find_weights(of_torchvision(web)) is not None
+    with monkeypatch.context() as old:  # what a newer torch converted is no pickle any more
+        old.setattr(torch, "__version__", version)
+        assert find_weights(of_torchvision(web)) is not None
+    web.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host/models",
+        "HTTP://host/models",
+        "http://10.0.0.1/x",
+        "http://127.0.0.1.evil.example/x",
+        "http://localhost/x",
+        "http://0.0.0.0/x",
+        "http://[::ffff:10.0.0.1]/x",
+    ],
+)
+def test_a_mirror_that_others_can_change_on_the_way_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"model\.mirror: what comes by http"):
+        ModelConfig(mirror=url)
+
+
+def test_a_mirror_by_https_or_of_this_host_is_taken() -> None:
+    for url in ("https://host/models", "s3://bucket/models", "http://127.0.0.1:8080/x", "http://[::1]:80/x"):
+        assert ModelConfig(mirror=url).mirror == url

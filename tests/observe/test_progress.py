@@ -6,6 +6,8 @@ import json
 import math
 import re
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,8 +20,10 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.ports import free_port
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import before_each_step_ends
+from tests.helpers.waiting import until
 from trainer.config.training import LogConfig
 from trainer.errors import BadInputError
+from trainer.observe import progress
 from trainer.observe.progress import CONTENT_TYPE, Progress, check_metrics_port, served
 
 ABOUT = {"run": "a", "run_id": "0f"}
@@ -165,6 +169,66 @@ def test_the_page_is_served_on_this_host_alone_and_nothing_else_is() -> None:
             socket.create_connection(("127.0.0.2", config.metrics_port), timeout=60)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", config.metrics_port), timeout=60)
+
+
+def answered(port: int, request: bytes) -> bytes:
+    """All that the server says to this, until it closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:{port}", 200),
+        ("localhost:{port}", 200),
+        ("LOCALHOST.", 200),
+        ("[::1]:{port}", 200),
+        ("10.1.2.3", 200),
+        (socket.gethostname(), 200),
+        (f"{socket.gethostname()}.cluster.example:80", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example:{port}", 421),
+        ("localhost.evil.example", 421),
+        ("evil.example@127.0.0.1", 421),
+        ("localhost\r\nHost: evil.example", 421),
+        ("", 421),
+    ],
+)
+def test_a_name_of_somebody_elses_is_not_answered(host: str, status: int) -> None:
+    config = LogConfig(metrics_port=free_port())
+    with served(config, lambda: "page\n"):
+        head = f"GET /metrics HTTP/1.1\r\nHost: {host.format(port=config.metrics_port)}\r\n\r\n"
+        said = answered(config.metrics_port, head.encode())
+    assert said.startswith(f"HTTP/1.0 {status} ".encode()) and (b"page\n" in said) == (status == 200)
+
+
+def test_who_asks_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes, and by time although a byte comes now and then."""
+    config = LogConfig(metrics_port=free_port())
+    with served(config, lambda: "page\n"):
+        with contextlib.suppress(ConnectionError):
+            assert answered(config.metrics_port, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (1 << 16)) == b""
+        monkeypatch.setattr(progress, "_CLIENT_S", 0.2)
+        address = ("127.0.0.1", config.metrics_port)
+        with socket.create_connection(address, timeout=60) as connection, pytest.raises(ConnectionError):
+            while True:
+                connection.sendall(b"G")
+                time.sleep(0.02)
+
+
+def test_many_connections_have_few_threads_and_an_honest_one_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "_CLIENT_S", 300.0)
+    config, before = LogConfig(metrics_port=free_port()), threading.active_count()
+    with served(config, lambda: "page\n"), contextlib.ExitStack() as stack:
+        for _ in range(60):
+            address = ("127.0.0.1", config.metrics_port)
+            stack.enter_context(socket.create_connection(address, timeout=60)).sendall(b"G")
+        assert answered(config.metrics_port, b"GET /metrics HTTP/1.0\r\n\r\n").endswith(b"page\n")
+        until(lambda: threading.active_count() - before <= 1 + progress._CONNECTIONS)
 
 
 def test_a_port_that_is_taken_is_refused_or_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -24,6 +25,16 @@ def _as_source(value: Any) -> Any:
     if not isinstance(value, str) or value.startswith(("hub:", "torchvision:")):
         return value
     return Path(value)
+
+
+def _check_private(url: str) -> None:
+    """Refuses http:// to another host: eight digits of a hash don't stop who sits in between."""
+    parts = urlsplit(url)
+    if parts.scheme == "http" and not re.fullmatch(r"127(\.\d{1,3}){3}|::1", parts.hostname or ""):
+        raise ValueError(
+            "what comes by http:// may be changed on its way, and is unpickled here; give an https:// "
+            "or s3:// address (http:// only of this host, as http://127.0.0.1:PORT)"
+        )
 
 
 class LoraConfig(Section):
@@ -102,6 +113,7 @@ class ModelConfig(Section):
         if self.mirror is not None:
             try:
                 check_url(self.mirror)
+                _check_private(self.mirror)
             except ValueError as error:
                 raise ValueError(f"model.mirror: {error}") from None
         return self

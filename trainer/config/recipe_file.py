@@ -50,9 +50,11 @@ def read_recipe(name: str) -> dict[str, Any]:
             "file, or a .py file with a task)"
         )
     try:
-        if path.stat().st_size > _FILE_BYTES:
+        with path.open("rb") as file:  # a pipe and a device have a size of 0
+            data = file.read(_FILE_BYTES + 1)
+        if len(data) > _FILE_BYTES:
             raise BadInputError(f"{path}: larger than 1 MiB, so not a recipe")
-        text = path.read_text("utf-8")
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:

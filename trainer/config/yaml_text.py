@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -12,8 +12,27 @@ from trainer.errors import BadInputError
 _NODES = 10_000
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2, and keys that are words and stand there once.
+class _Bounded(yaml.SafeLoader):
+    """PyYAML's safe loader without merge keys, which copy what they refer to: forty lines fill any memory."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Leaves a mapping as it is; `!!merge` as a tag that somebody wrote is refused.
+
+        Raises:
+            BadInputError: In that case.
+        """
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise BadInputError(f"line {key.start_mark.line + 1}: no merge keys; write the values out")
+
+
+class _Loader(_Bounded):
+    """That with the scalars of YAML 1.2, and keys that are words and stand there once.
 
     In PyYAML's YAML 1.1 `1e-3` is a string, `010` is 8, `1:30` is 90 and `on` is true.
     """
@@ -54,6 +73,11 @@ def parse_yaml(text: str, source: str) -> Any:
         BadInputError: If it isn't YAML or grows beyond 10,000 values.
     """
     return _parsed(source, lambda: yaml.load(text, _Loader))
+
+
+def parse_dumped(text: str, source: str) -> Any:
+    """The same of what PyYAML's dumper wrote, with the scalars that it means: those of YAML 1.1."""
+    return _parsed(source, lambda: yaml.load(text, _Bounded))
 
 
 def parse_documents(text: str, source: str) -> list[Any]:
@@ -108,7 +132,7 @@ def in_yaml(value: Any) -> str:
 
 def _expanded(value: Any, known: dict[int, int], above: tuple[int, ...]) -> int:
     """Values in a tree that shares parts, each part counted as often as it is referred to."""
-    if not isinstance(value, dict | list):
+    if not isinstance(value, dict | list | tuple):  # tuples of !!omap and !!pairs
         return 1
     if id(value) in above:
         raise BadInputError("an alias that contains itself; write the values out")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from trainer.config.data import OnCorrupt
 from trainer.config.redact import redact
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 from trainer.host.files import open_own
 from trainer.rng import Ints, Purpose, key
 
@@ -150,6 +151,6 @@ class Quarantine:
 def _samples_in(text: bytes, what: str) -> Iterator[int]:
     for line in text.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
-            entry = json.loads(line)
+            entry = strict_json.parse(line)
             if entry["data"] == what:
                 yield int(entry["sample"])

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from trainer.host.names import from_files_alone
+
 
 def store_client(purpose: str, seconds: float) -> Any:
     """A client of its own: that of the process group has a lock, and may wait for long.
@@ -18,7 +20,8 @@ def store_client(purpose: str, seconds: float) -> Any:
         seconds: How long it waits for an answer.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    with from_files_alone(address):
+        store = TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
     return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

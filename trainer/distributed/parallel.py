@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.training import ParallelConfig
 from trainer.errors import BadInputError
+from trainer.host.names import from_files_alone
 from trainer.launch.worker import hold
 from trainer.observe.phases import communicating, enter_phase
 from trainer.observe.text import listed
@@ -63,7 +64,8 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     if size == 1:
         yield World(rank, size, local, device, None, local_size=here)
         return
-    with nullcontext() if kind == "cuda" else silenced(sys.stdout):
+    address = os.environ.get("MASTER_ADDR", "")
+    with from_files_alone(address), nullcontext() if kind == "cuda" else silenced(sys.stdout):
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_s),

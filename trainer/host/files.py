@@ -316,6 +316,19 @@ def open_regular(path: Path) -> int:
     return file
 
 
+def read_bounded(path: Path, most: int = 16 << 20) -> bytes:
+    """Reads a file that a person names, which may be a pipe, up to so many bytes.
+
+    Raises:
+        OSError: If it can't be read, or has more: a device may have no end.
+    """
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"more than {most >> 20} MiB", str(path))
+    return data
+
+
 def own_folder(path: Path) -> Path:
     """Makes a folder, if there is none; its parent must exist.
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.host.files import write_whole
+from trainer.host.names import from_files_alone
 from trainer.launch import as_launcher
 from trainer.launch.folder import read_launch, write_launch
 from trainer.launch.store import listen, store_on
@@ -47,7 +48,8 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
             listening = listen(request.master_addr)
             request.master_port = listening.getsockname()[1]
             store = store_on(listening, request.master_addr)
-        run.run(request)
+        with from_files_alone(request.master_addr):
+            run.run(request)
     except ChildFailedError as failed:
         exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     except BaseException:

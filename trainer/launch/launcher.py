@@ -42,6 +42,7 @@ from trainer.launch.signals import SignalReceiver, blocked
 from trainer.launch.termination import leave_message
 from trainer.observe.console import Level, logs_as_json, tell, verbosity
 
+HERE = "127.0.0.1"  # where the ranks of one host meet
 # torchrun's dynamic rendezvous (c10d) unpickles what anybody wrote to a store that listens on all interfaces;
 # the agents of a static one exchange JSON.
 STATIC = "--rdzv-backend=static"
@@ -104,7 +105,7 @@ def launch(
         0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; on failure the cause is on stderr.
     """
     if local.ranks > 1:
-        local = local._replace(environment={**gloo_interface("127.0.0.1"), **local.environment})
+        local = local._replace(environment={**gloo_interface(HERE), **local.environment})
     with nullcontext(receiver) if receiver else SignalReceiver() as signals:
         for attempt in range(1, max_restarts + 2):
             group = WorkerGroup(signals, range(local.ranks), local.ranks, grace_seconds)
@@ -123,23 +124,8 @@ def launch(
 
 def _alone() -> list[str]:
     # Port 0: the agent takes a free one of this host's own address.
-    options = ["--nnodes=1", STATIC, f"--master-addr={_here()}", "--master-port=0"]
-    return [*options, f"--rdzv-id=trainer-{os.getpid()}", f"--local-addr={_here()}"]
-
-
-def _here() -> str:
-    """What this host calls itself without asking a name service.
-
-    torch asks one for the name of 127.0.0.1, which it writes as an IPv6 address that no hosts file has; where
-    none answers that takes ten seconds at each connection. `localhost` is ::1 first, which has a name; where
-    there is no IPv6 it is 127.0.0.1 again, if the hosts file says so.
-    """
-    try:
-        lines = [line.partition("#")[0].split() for line in Path("/etc/hosts").read_text().splitlines()]
-    except (OSError, UnicodeDecodeError):
-        lines = []
-    known = any(line[:1] == ["127.0.0.1"] and "localhost" in line for line in lines)
-    return "localhost" if known else "127.0.0.1"
+    options = ["--nnodes=1", STATIC, f"--master-addr={HERE}", "--master-port=0"]
+    return [*options, f"--rdzv-id=trainer-{os.getpid()}", f"--local-addr={HERE}"]
 
 
 def say(text: str, level: Level = "info") -> None:
@@ -212,7 +198,7 @@ class WorkerGroup:
                 variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
                 words = [module, folder]
             elif local.fork and self.rendezvous is None:
-                words = ["trainer.launch.forked_agent", folder, module, str(self.world), _here()]
+                words = ["trainer.launch.forked_agent", folder, module, str(self.world), HERE]
             else:
                 base = [f"--nproc-per-node={len(self.ranks)}", "--max-restarts=0", f"--log-dir={folder}"]
                 words = ["trainer.launch.agent", folder, module, *base, *joining]

@@ -6,6 +6,8 @@ By itself torch's TCPStore listens on all interfaces, whatever address it is giv
 import socket
 from typing import Any
 
+from trainer.host.names import from_files_alone
+
 
 def listen(address: str) -> socket.socket:
     """A socket at a free port of what the address stands for first, as who connects to it tries it first."""
@@ -27,7 +29,8 @@ def store_on(listening: socket.socket, address: str) -> Any:
         "multi_tenant": True,
         "master_listen_fd": file,
     }
-    try:
-        return TCPStore(address, port, **how)
-    except NotImplementedError:  # by libuv torch 2.5 opens its port itself
-        return TCPStore(address, port, use_libuv=False, **how)
+    with from_files_alone(address):
+        try:
+            return TCPStore(address, port, **how)
+        except NotImplementedError:  # by libuv torch 2.5 opens its port itself
+            return TCPStore(address, port, use_libuv=False, **how)

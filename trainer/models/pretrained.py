@@ -24,7 +24,7 @@ import torch
 from trainer.config.data import at_home
 from trainer.config.model import HUB, TORCHVISION, ModelConfig
 from trainer.config.suggest import nearest
-from trainer.data.remote.access import DiskError, NotThereError, Sink, fetch, join
+from trainer.data.remote.access import DiskError, NotThereError, Sink, WrongContentError, fetch, join
 from trainer.errors import BadInputError
 from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
 from trainer.host.here import from_here
@@ -36,6 +36,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # As torch.hub reads it: the first digits of the file's SHA-256, in its name.
 _PUBLISHED_HASH = re.compile(r"[-_]([0-9a-f]{8,})\.pth$")
+# Before, weights_only runs what a pickle says (CVE-2025-32434).
+_READS_PICKLES = (2, 6)
+_LARGEST = 8 << 30  # torchvision's own have 2.5 GB at most
 # Names in torchvision's files of densenets are older than its models, which rename them when they load one.
 _OLD_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|conv))\.([12]\..*)")
 
@@ -185,6 +188,12 @@ def _torchvision_url(name: str) -> tuple[str | None, list[str]]:
 
 
 def _fetch_converted(source: str, url: str, to: Path) -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _READS_PICKLES:
+        raise BadInputError(
+            f"model.pretrained={source}: torch {torch.__version__} can't read its pickle safely "
+            "(CVE-2025-32434); convert it with torch 2.6 or newer and give that file: "
+            "model.pretrained=FILE.safetensors, or take a hub:ORG/NAME@REVISION"
+        )
     published = _PUBLISHED_HASH.search(url)
     if published is None:
         raise BadInputError(f"model.pretrained={source}: {url} says no hash in its name; give a file")
@@ -193,7 +202,7 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
     try:
         file = os.open(pickled, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            sink = Sink(file)
+            sink = Sink(file, most=_LARGEST)
             fetch(url, sink, at_once=True)
             os.ftruncate(file, sink.done)  # of a longer try before
         finally:
@@ -211,6 +220,11 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
             raise
         raise BadInputError(
             f"model.pretrained={source} isn't in {to.parent} yet, and can't be fetched: {error}"
+        ) from error
+    except WrongContentError as error:
+        raise BadInputError(
+            f"model.pretrained={source}: {url} is more than {_LARGEST >> 30} GiB, and none of torchvision's "
+            "is; mend model.mirror"
         ) from error
     except DiskError as error:
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from error

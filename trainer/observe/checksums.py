@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.host.strict_json import parse_quickly
 from trainer.rng import Purpose, key, keys
 
 # int64 values in a row: of a large tensor each row is hashed to one value first.
@@ -197,7 +198,7 @@ def last_names(file: Path) -> list[str]:
                 # Parsing each row, with a fingerprint of each tensor, would take seconds and its memory.
                 if b'"names"' in line and line.endswith(b"\n"):
                     with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-                        row = json.loads(line)
+                        row = parse_quickly(line)
                         if row["kind"] == "names":
                             names = [str(name) for name in row["tensors"]]
     return names
@@ -216,7 +217,7 @@ def rows_as_text(file: Path) -> Iterator[Any]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line, parse_float=str, parse_int=str)
+                yield parse_quickly(line, parse_float=str, parse_int=str)
             except (ValueError, RecursionError):
                 yield None
 

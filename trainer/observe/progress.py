@@ -5,6 +5,8 @@ By the standard library's server and a dozen lines: prometheus-client is in no s
 
 import contextlib
 import http.server
+import io
+import ipaddress
 import math
 import re
 import socket
@@ -12,6 +14,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from trainer.config.redact import redact_text
 from trainer.config.training import LogConfig
@@ -21,7 +24,9 @@ from trainer.observe.text import seconds_left
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "trainer_"
-_CLIENT_S = 5.0  # for a request
+_CLIENT_S = 5.0  # for a request as a whole
+_CONNECTIONS = 16  # at once, a thread each
+_REQUEST_BYTES = 8 << 10
 _POLL_S = 0.1  # as long the end of a run may wait for the server's
 
 _Samples = Sequence[tuple[Mapping[str, str], float]]
@@ -147,11 +152,67 @@ def _number(value: float) -> str:
 class _Server(socketserver.ThreadingTCPServer):
     # Not http.server's own, which asks a name service for the host's name: that may take ten seconds.
     allow_reuse_address = True
+    request_queue_size = 64
     daemon_threads = True
     block_on_close = False
 
+    def __init__(self, *given: Any) -> None:
+        self._under_way = list[socket.socket]()
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Gives a connection a thread; of too many the oldest ends, so that Prometheus is answered."""
+        self._under_way.append(request)
+        if len(self._under_way) > _CONNECTIONS:
+            with contextlib.suppress(OSError):
+                self._under_way.pop(0).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection; its thread is about to."""
+        with contextlib.suppress(ValueError):
+            self._under_way.remove(request)
+        super().shutdown_request(request)
+
     def handle_error(self, *_: object) -> None:
         """A client that went away is nobody's business."""
+
+
+def _head_of_request(connection: socket.socket) -> bytes:
+    """A request up to its blank line, with bounds on its bytes and on its time as a whole; else nothing."""
+    data, end = b"", time.monotonic() + _CLIENT_S
+    while b"\r\n\r\n" not in data and b"\n\n" not in data:
+        left = end - time.monotonic()
+        if left <= 0 or len(data) > _REQUEST_BYTES:
+            return b""
+        connection.settimeout(left)
+        try:
+            piece = connection.recv(_REQUEST_BYTES)
+        except OSError:
+            return b""
+        if not piece:
+            return b""
+        data += piece
+    connection.settimeout(_CLIENT_S)
+    return data
+
+
+def is_asked(host: str | None, listens: str) -> bool:
+    """Whether a request's Host header means this host.
+
+    A name of somebody else's that resolves to this address is how a web page would read it (DNS rebinding).
+
+    Args:
+        host: The header; None where there is none, as no browser sends.
+        listens: log.metrics_host.
+    """
+    if host is None:
+        return True
+    name = re.sub(r":\d*$", "", host.strip()).lower().rstrip(".")
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name.removeprefix("[").removesuffix("]")))
+    own = socket.gethostname().lower()
+    return name in ("localhost", listens.lower()) or name.partition(".")[0] == own.partition(".")[0]
 
 
 def check_metrics_port(config: LogConfig) -> None:
@@ -183,8 +244,17 @@ def served(config: LogConfig, page: Callable[[], str]) -> Iterator[None]:
         timeout = _CLIENT_S
         server_version, sys_version = "trainer", ""
 
+        def setup(self) -> None:
+            """Reads the request here: a byte now and then would put off the end of `timeout` for ever."""
+            super().setup()
+            self.rfile = io.BytesIO(_head_of_request(self.connection))  # type: ignore[assignment]
+
         def do_GET(self) -> None:
             """The page, or 404."""
+            hosts = self.headers.get_all("Host", [None])
+            if len(hosts) > 1 or not is_asked(hosts[0], config.metrics_host):
+                self.send_error(421, explain="Ask by this host's own name or address.")
+                return
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404, explain="It is at /metrics.")
                 return

@@ -26,6 +26,7 @@ from trainer.commands.bench.link_limit import address_towards, interface_speed, 
 from trainer.commands.bench.links import STREAM_SECONDS, Link, called, calling, listening
 from trainer.commands.bench.preflight_verdict import Host, Pair, better, faults, joined, rounds_of
 from trainer.host.interfaces import addresses
+from trainer.host.names import from_files_alone
 
 _SPARE_SECONDS = 2.0  # for what is neither a message nor waiting for one
 _LOOK_SECONDS = 0.02
@@ -90,7 +91,8 @@ def _store(place: RankPlace, seconds: float) -> Any:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     wait = timedelta(seconds=seconds)
-    store = TCPStore(place.master, place.port, None, place.holds_store, wait, wait_for_workers=False)
+    with from_files_alone(place.master):
+        store = TCPStore(place.master, place.port, None, place.holds_store, wait, wait_for_workers=False)
     return PrefixStore("preflight", store)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from trainer.commands.submit.spec import OBJECT, ODD_NAME, Place, Site
 from trainer.config.redact import is_secret, redact_text
 from trainer.errors import BadInputError
+from trainer.host.files import read_bounded
 
 CLUSTERS = ("kubernetes", "kubeflow")
 DSTACK = "keep it in dstack's secrets, and put NAME: ${{ secrets.NAME }} below env of what --dry-run prints"
@@ -72,7 +73,7 @@ def _file(word: str) -> Path:
 
 def _names(path: Path, word: str) -> list[str]:
     try:
-        mode, lines = path.stat().st_mode, path.read_bytes().decode("utf-8").split("\n")
+        mode, lines = path.stat().st_mode, read_bounded(path).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not a text in UTF-8"
         raise BadInputError(f"--env-from {word}: can't be read ({why})") from error

@@ -18,6 +18,7 @@ from trainer.commands.submit.spec import OPTIONS, JobSpec, Place, Site, pinned
 from trainer.commands.submit.submit import check_here, submit
 from trainer.config.recipe_file import provisional, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.files import read_bounded
 
 _LOCAL = ("docker", "compose")
 _NO_RDMA = {"dstack": "its fleets decide that"}
@@ -144,7 +145,7 @@ def _text(recipe: str) -> str | None:
     if path.suffix not in _RECIPE_FILES or (recipe.startswith(INSIDE) and not path.exists()):
         return None
     read_recipe(recipe)  # says what is wrong with it
-    return path.read_text("utf-8")
+    return read_bounded(path).decode()
 
 
 def _model(model: type[Any], fields: dict[str, Any]) -> Any:

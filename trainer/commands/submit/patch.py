@@ -12,6 +12,7 @@ from trainer.commands.submit.spec import Site
 from trainer.config.redact import is_secret, redact_words
 from trainer.config.yaml_text import parse_documents
 from trainer.errors import BadInputError
+from trainer.host.files import read_bounded
 
 Document = dict[str, Any]
 
@@ -73,7 +74,7 @@ def _has(documents: Sequence[Document], kind: str) -> bool:
 
 def _read(path: Path) -> list[Document]:
     try:
-        documents = parse_documents(path.read_text("utf-8"), f"--patch {path}")
+        documents = parse_documents(read_bounded(path).decode(), f"--patch {path}")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not a text in UTF-8"
         raise BadInputError(f"--patch {path}: can't be read ({why})") from error

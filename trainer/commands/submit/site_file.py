@@ -13,6 +13,7 @@ from trainer.config.redact import redact
 from trainer.config.section import Section, validated
 from trainer.config.yaml_text import in_yaml, parse_yaml
 from trainer.errors import BadInputError
+from trainer.host.files import read_bounded
 
 
 def _absolute(where: str) -> str:
@@ -138,7 +139,7 @@ def _default_path() -> Path | None:
 
 def _read(path: Path) -> SiteFile:
     try:
-        values = parse_yaml(path.read_text("utf-8"), str(path))
+        values = parse_yaml(read_bounded(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not a text in UTF-8"
         raise BadInputError(f"--site {path}: can't be read ({why})") from error

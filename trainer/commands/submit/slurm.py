@@ -20,7 +20,9 @@ from trainer.launch.nodes import EXIT_CODE
 
 LOGS = ".jobs"
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_VALUE = re.compile(r"""[^\\"'\x00-\x1f]*""")
+# A line break begins another directive, and a blank another option; Unicode's breaks end lines, too.
+_DIRECTIVE = re.compile(r"""[^\\"'#\s\x00-\x1f\x7f-\x9f\u2028\u2029]*""")
+_VALUE = re.compile(r"""[^\\"'\x00-\x1f\x7f-\x9f\u2028\u2029]*""")
 # Options of sbatch that the script has, or can't have, and what to give instead.
 _OURS = {
     **{"job-name": "give --name", "partition": "give --partition", "account": "give --account"},
@@ -186,7 +188,13 @@ def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> l
     }
     flags = ["--requeue", *(["--no-kill"] if spec.min_nnodes is not None else [])]
     flags += _given(site)
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    for option, value in options.items():
+        if value is not None and not _DIRECTIVE.fullmatch(value):
+            raise BadInputError(
+                f"--{option.replace('job-name', 'name').replace('output', 'runs')} {value!r}: quotes, \\, "
+                "blanks, # and control characters can't stand in a line of #SBATCH; give it without"
+            )
+    lines = [f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None]
     return [*lines, *(f"#SBATCH {flag}" for flag in flags)]
 
 

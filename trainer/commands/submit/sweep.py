@@ -10,6 +10,7 @@ from trainer.commands.submit.spec import JobSpec, pinned
 from trainer.commands.submit.submit import job_folder
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
+from trainer.host.files import read_bounded
 
 _MOST = 1000
 
@@ -46,7 +47,7 @@ def points(path: Path) -> list[dict[str, Any]]:
         BadInputError: If the file is no sweep.
     """
     try:
-        values = parse_yaml(path.read_text("utf-8"), str(path))
+        values = parse_yaml(read_bounded(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not a text in UTF-8"
         raise BadInputError(f"--sweep {path}: can't be read ({why})") from error

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.commands.verify.recorded import Recorded, kept_attempts, trained_by
 from trainer.config.section import hash_of
+from trainer.config.yaml_text import parse_dumped
+from trainer.errors import BadInputError
+from trainer.host.files import read_bounded
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
 from trainer.train.manifest import Attempt
@@ -28,8 +29,8 @@ def _of_manifest(run: Recorded) -> Iterator[str]:
             "it was changed after the run"
         )
     try:
-        config = yaml.safe_load((run.path / "config.yaml").read_bytes())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        config = parse_dumped(read_bounded(run.path / "config.yaml").decode(), "config.yaml")
+    except (OSError, ValueError, BadInputError):
         config = None
     if config != manifest.config:
         problem = "can't be read" if config is None else "isn't the config in manifest.json"

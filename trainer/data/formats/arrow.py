@@ -5,7 +5,6 @@ files and Arrow's stream format say.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from trainer.data.formats.records import Records
 from trainer.data.formats.text import Text, joined
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 
 TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
@@ -221,7 +221,7 @@ def split_text(folder: Path, column: str) -> Text:
 
 def _json(file: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(file.read_text("utf-8"))
+        values = strict_json.parse_quickly(file.read_bytes())
     except OSError as error:
         raise BadInputError(
             f"{file}: can't be read ({error.strerror}); data.path is a folder that "

@@ -4,7 +4,6 @@ See https://cocodataset.org/#format-data.
 """
 
 import hashlib
-import json
 import math
 import os
 from collections import Counter
@@ -25,9 +24,11 @@ from trainer.data.formats.orientation import SWAPPED, UPRIGHT
 from trainer.data.formats.records import Reading
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 
 _YEARS = ("", "2017", "2014")
 _LOOKED_AT, _THREADS = 1000, 16
+_LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
 _EDGE = 1.0  # pixels that a box may stick out of its image: COCO's own are rounded
 
 
@@ -187,7 +188,7 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
 def _load(file: Path) -> Mapping[str, Any]:
     try:
         # The outlines of things are most of such a file, and nobody here reads them.
-        told = json.loads(file.read_bytes(), object_pairs_hook=_without_outlines)
+        told = strict_json.parse_quickly(file.read_bytes(), _LARGEST, object_pairs_hook=_without_outlines)
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,6 @@ shards is counted. See https://github.com/webdataset/webdataset.
 """
 
 import hashlib
-import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from trainer.data.formats.tar_members import members
 from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
 from trainer.data.shared import joined
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 
 _CHUNK = 1 << 20
 _LARGEST_LABEL = 1 << 20
@@ -200,7 +200,7 @@ def _incomplete(file: Path, group: _Group, image: tarfile.TarInfo | None) -> Ite
 
 
 def _label_in(data: bytearray) -> str:
-    label = json.loads(data)["label"]
+    label = strict_json.parse(bytes(data))["label"]
     if isinstance(label, bool) or not isinstance(label, str | int):
         raise TypeError("neither text nor a whole number")
     return str(label)

@@ -49,10 +49,12 @@ class Sink(io.RawIOBase):
     Args:
         file: Descriptor; what lies there is overwritten from the beginning.
         size: Bytes that there should be; None if nobody knows.
+        most: Bytes that it may be at most, where nobody knows.
     """
 
-    def __init__(self, file: int, size: int | None = None) -> None:
+    def __init__(self, file: int, size: int | None = None, most: int | None = None) -> None:
         self._file, self.size = file, size
+        self.most = most if size is None else size
         self.restart()
 
     def restart(self) -> None:
@@ -67,7 +69,7 @@ class Sink(io.RawIOBase):
             WrongContentError: If there are too many.
         """
         rest = memoryview(data)
-        if self.size is not None and self.done + len(rest) > self.size:
+        if self.most is not None and self.done + len(rest) > self.most:
             raise WrongContentError
         self._digest.update(rest)
         while rest:
@@ -118,7 +120,7 @@ async def _fetch(url: str, sink: Sink, at_once: bool = False) -> None:
         if not url.startswith("s3:"):
             await _tried(url, _seconds(sink.size), lambda: _whole(files, url, sink), at_once)
         elif sink.size is None:
-            sink.write(await _tried(url, _seconds(None), lambda: files._cat_file(url), at_once))
+            sink.write(await _tried(url, _seconds(None), lambda: _small(files, url, sink.most), at_once))
         else:
             await _in_parts(files, url, sink, sink.size)
     finally:
@@ -182,6 +184,17 @@ async def _in_parts(files: Any, url: str, sink: Sink, size: int) -> None:
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
+
+
+async def _small(files: Any, url: str, most: int | None) -> bytes:
+    """All of an object, and one byte more than it may have at most."""
+    try:
+        data: bytes = await files._cat_file(url, **({} if most is None else {"start": 0, "end": most + 1}))
+    except Exception as error:
+        if _answer(error)[0] != 416:
+            raise
+        data = await files._cat_file(url)  # an empty object has no ranges
+    return data
 
 
 async def _part(files: Any, url: str, start: int, end: int) -> bytes:
@@ -248,6 +261,13 @@ def _is_unconnected(error: BaseException) -> bool:
     return isinstance(error, kinds | exceptions.EndpointConnectionError | exceptions.ConnectTimeoutError)
 
 
+def _refused_redirects() -> Any:
+    """What a server that leads nowhere, in a circle or to something else than http makes of a request."""
+    import aiohttp
+
+    return aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects
+
+
 def _may_pass(error: BaseException, status: int | None) -> bool:
     import aiohttp
     from botocore import exceptions
@@ -256,7 +276,7 @@ def _may_pass(error: BaseException, status: int | None) -> bool:
         return True
     if status is not None:
         return status in (408, 425, 429) or (status >= 500 and status != 501)
-    if isinstance(error, aiohttp.InvalidURL | aiohttp.ClientSSLError | exceptions.SSLError):
+    if isinstance(error, _refused_redirects() | aiohttp.ClientSSLError | exceptions.SSLError):
         return False
     return isinstance(error, exceptions.HTTPClientError) or not isinstance(error, exceptions.BotoCoreError)
 
@@ -271,6 +291,8 @@ def _what(error: BaseException, status: int | None, code: str) -> str:
     if status is not None:
         reason = _STATUS.get(status, code if code != str(status) else "")
         return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
+    if isinstance(error, _refused_redirects()):
+        return f"its server leads elsewhere, where nothing is fetched ({type(error).__name__})"
     return f"can't be reached ({type(error).__name__})"
 
 

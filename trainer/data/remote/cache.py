@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,11 +28,14 @@ from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, ShardedRe
 from trainer.data.remote.access import DiskError, Sink, WrongContentError, fetch, join
 from trainer.data.shared import anonymous_file
 from trainer.errors import BadInputError
-from trainer.host import files as disk
+from trainer.host import files as disk, strict_json
+from trainer.observe.console import warn
 
 _OURS = re.compile(r"[0-9a-f]{64}\.shard(\.part)?")
 _LOCK = "trainer-cache.lock"
 _PATIENCE = 0.05
+# A hundred million samples have some 10 GB of columns.
+_MOST_COLUMNS = 16 << 30
 
 
 class Cached:
@@ -58,7 +62,8 @@ class Cached:
             self._download(shard, file)
 
         with _told(self.folder):
-            return _made_once(self.folder / f"{shard.sha256}.shard", shard.bytes, make, self.folder / _LOCK)
+            path, wanted = self.folder / f"{shard.sha256}.shard", _Wanted(shard.bytes, shard.sha256)
+            return _made_once(path, wanted, make, self.folder / _LOCK)
 
     def __str__(self) -> str:
         return self.url
@@ -135,22 +140,31 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _made_once(path: Path, size: int | None, make: Callable[[int], None], lock: Path) -> int:
+class _Wanted(NamedTuple):
+    """What a file in the cache must be to be taken: its bytes, and their SHA-256; None: not known."""
+
+    bytes: int | None = None
+    sha256: str | None = None
+
+
+def _made_once(path: Path, wanted: _Wanted, make: Callable[[int], None], lock: Path) -> int:
     """Descriptor of a file that is made by one process, whoever comes first; the others wait for it.
 
-    The lock is on the unfinished file itself and ends with the process that holds it.
+    One that is there is hashed: others may have written to it, or the disk is failing. The lock is on the
+    unfinished file itself and ends with the process that holds it.
     """
     part = path.with_name(path.name + ".part")
-    while (file := _opened(path, size)) is None:
+    while (file := _opened(path, wanted)) is None:
         file = disk.open_own(part, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            mine = _is_at(file, part)  # else it was finished or removed while this waited
-            if mine and _opened_and_closed(path, size):
+            if _is_at(file, part):  # else it was finished or removed while this waited
+                if (made := _opened(path, wanted, tell=True)) is None:
+                    _finish(file, part, path, make, lock)
+                    return file
                 part.unlink()
-            elif mine:
-                _finish(file, part, path, make, lock)
-                return file
+                os.close(file)
+                return made
         except BaseException:
             os.close(file)
             raise
@@ -171,29 +185,48 @@ def _finish(file: int, part: Path, path: Path, make: Callable[[int], None], lock
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _opened(path: Path, size: int | None) -> int | None:
-    """A file that is there with the size it should have; marked as used now."""
+def _opened(path: Path, wanted: _Wanted, tell: bool = False) -> int | None:
+    """A file that is there, is what it should be, and is marked as used now; says what is wrong with one."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # O_NONBLOCK: a FIFO that somebody put there must not hold up the start.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    if size is not None and os.fstat(file).st_size != size:
+    try:
+        odd = _oddity(file, wanted)
+        if odd and tell:
+            warn(f"data.cache: {readable(os.fsencode(path))} {odd}: it is fetched again")
+        if not odd:
+            with contextlib.suppress(OSError):  # somebody else's, or a read-only folder
+                _touch(file)
+            return file
+    except BaseException:
         os.close(file)
-        return None
-    with contextlib.suppress(OSError):  # somebody else's, or a read-only folder
-        _touch(file)
-    return file
+        raise
+    os.close(file)
+    return None
+
+
+def _oddity(file: int, wanted: _Wanted) -> str:
+    """What an open file is instead of what it should be; nothing if it is that."""
+    facts = os.fstat(file)
+    if not stat.S_ISREG(facts.st_mode):
+        return "isn't a regular file"
+    if wanted.bytes is not None and facts.st_size != wanted.bytes:
+        return f"has {facts.st_size:,} bytes and not {wanted.bytes:,}"
+    if wanted.sha256 is not None:
+        try:
+            found = disk.read_hashed(file, facts.st_size, None, lambda _: None)
+        except ValueError as error:
+            return str(error)
+        if found != wanted.sha256:
+            return "was changed (its SHA-256 isn't what the index says)"
+    return ""
 
 
 def _touch(file: int) -> None:
     now = time.time_ns()  # finer than the kernel's own clock for this
     os.utime(file, ns=(now, now))
-
-
-def _opened_and_closed(path: Path, size: int | None) -> bool:
-    if (file := _opened(path, size)) is not None:
-        os.close(file)
-    return file is not None
 
 
 def _is_at(file: int, path: Path) -> bool:
@@ -268,33 +301,43 @@ def open_cached(url: str, folder: Path, limit: int | None) -> CachedShards:
                 disk.remove(index)
                 if last:
                     raise BadInputError(f"{url}: {error}") from error
+                warn(f"data.cache: {error}: it is fetched again")
     return CachedShards(about, columns, Cached(url, folder, limit))
 
 
 def _index(url: str, folder: Path) -> Path:
     """The folder with the two files of an index, each fetched if it isn't there."""
     about = _bytes_of(join(url, INDEX))
-    index = folder / f"{hashlib.sha256(about).hexdigest()}.index"
-    index.mkdir(exist_ok=True)
+    digest = hashlib.sha256(about).hexdigest()
+    index = disk.own_folder(folder / f"{digest}.index")
 
     def columns(file: int) -> None:
-        sink = Sink(file)
-        fetch(join(url, COLUMNS), sink)
-        os.ftruncate(file, sink.done)
+        os.ftruncate(file, _fetched(join(url, COLUMNS), file, _MOST_COLUMNS))
 
-    os.close(_made_once(index / INDEX, len(about), lambda file: _write(file, about), folder / _LOCK))
-    os.close(_made_once(index / COLUMNS, None, columns, folder / _LOCK))
+    wanted = _Wanted(len(about), digest)
+    os.close(_made_once(index / INDEX, wanted, lambda file: _write(file, about), folder / _LOCK))
+    os.close(_made_once(index / COLUMNS, _Wanted(), columns, folder / _LOCK))
     return index
 
 
 def _bytes_of(url: str) -> bytes:
     file = anonymous_file()
     try:
-        sink = Sink(file)
-        fetch(url, sink)
-        return disk.read_at(file, 0, sink.done)
+        return disk.read_at(file, 0, _fetched(url, file, strict_json.LARGEST))
     finally:
         os.close(file)
+
+
+def _fetched(url: str, file: int, most: int) -> int:
+    """Fetches what nobody has said the size of; returns that."""
+    sink = Sink(file, most=most)
+    try:
+        fetch(url, sink)
+    except WrongContentError as error:
+        raise BadInputError(
+            f"{url}: more than {size_text(most)} came, which no index has; check the address and the server"
+        ) from error
+    return sink.done
 
 
 def _write(file: int, data: bytes) -> None:

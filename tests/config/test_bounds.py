@@ -1,0 +1,129 @@
+"""Promise: no file that somebody sends fills memory, hangs or shows a traceback by how it is parsed."""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+import trainer
+from trainer.commands.submit.site_file import _read as read_site
+from trainer.commands.submit.sweep import points
+from trainer.config.recipe_file import read_recipe
+from trainer.config.yaml_text import parse_dumped, parse_yaml
+from trainer.errors import BadInputError
+from trainer.host import strict_json
+from trainer.host.files import read_bounded
+
+# Who may call a parser itself, and why.
+_OWN_WORDS = {
+    "host/strict_json.py": "the bounded parser",
+    "host/stamp.py": "a file of the environment that the package is installed in",
+    "commands/doctor/stacks.py": "a file of the package",
+    "launch/as_launcher.py": "the launch's own folder, for its user alone, before anything can be imported",
+    "launch/folder.py": "the launch's own folder",
+    "launch/exit_record.py": "the launch's own folder",
+    "launch/nodes/wire.py": "lines of other launchers, of at most 4 MiB; refused if they are no JSON",
+    "checkpoint/background.py": "words of this run's ranks",
+    "distributed/watchdog.py": "words of this run's ranks",
+    "distributed/flight_recorder.py": "torch's own text in this process",
+    "train/measured.py": "words of this run's ranks",
+    "train/model_of_run.py": "what this process has just made",
+    "tasks/trial.py": "what this process has just made",
+    "train/tracking/as_tracker.py": "its parent's words, by a pipe",
+    "train/tracking/feed.py": "a tracker's words, by a pipe, in lines of bounded length",
+    "train/tracking/process.py": "its parent's words, by a pipe",
+    "train/tune/lr_range.py": "a temporary folder, for its user alone",
+    "train/tune/job.py": "a temporary folder, for its user alone",
+    "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
+    "commands/bench/comm.py": "a temporary folder, for its user alone",
+    "commands/bench/preflight.py": "words of this job's ranks",
+}
+_PARSERS = (
+    "json.load",
+    "json.loads",
+    "pickle.load",
+    "pickle.loads",
+    "marshal.loads",
+    "torch.load",
+    "eval",
+    "exec",
+)
+
+
+def test_only_bounded_parsers_see_files() -> None:
+    found = dict[str, set[str]]()
+    root = Path(trainer.__file__).parent
+    for file in root.rglob("*.py"):
+        text = file.read_text()
+        if not any(word in text for word in ("load", "eval(", "exec(")):
+            continue
+        for call in ast.walk(ast.parse(text)):
+            if isinstance(call, ast.Call):
+                name = ast.unparse(call.func)
+                if name in _PARSERS or (name.startswith("yaml.") and "load" in name):
+                    found.setdefault(file.relative_to(root).as_posix(), set()).add(name)
+    assert found.pop("config/yaml_text.py") == {"yaml.load", "yaml.load_all"}
+    assert found.pop("models/pretrained.py") == {"torch.load"}  # see test_pretrained.py
+    assert {file for file, names in found.items() if names == {"json.loads"}} == set(found) == set(_OWN_WORDS)
+
+
+def _bomb(line: str) -> str:
+    return "\n".join(["a0: &a0 {x: 1, y: 2}", *(line.format(n, n - 1) for n in range(1, 40))])
+
+
+BOMBS = {
+    "aliases": _bomb("a{0}: &a{0} [*a{1}, *a{1}]"),
+    "merge keys": _bomb("a{0}: &a{0}\n  <<: [*a{1}, *a{1}]"),
+    "merge keys by their tag": _bomb("a{0}: &a{0}\n  !!merge x: [*a{1}, *a{1}]"),
+    "pairs": _bomb("a{0}: &a{0} !!pairs [x: *a{1}, y: *a{1}]"),
+    "an ordered mapping": _bomb("a{0}: &a{0} !!omap [x: *a{1}, y: *a{1}]"),
+    "depth": "[" * 10_000,
+    "depth by lines": "\n".join(f"{' ' * n}a:" for n in range(3000)),
+    "digits": f"x: {'9' * 10_000}",
+    "itself": "a: &a [*a]",
+    "an object": "x: !!python/object/apply:os.system [id]",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_yaml_has_bounds(name: str) -> None:
+    for parse in (parse_yaml, parse_dumped):
+        with pytest.raises(BadInputError, match=r"^recipe: ") as raised:
+            parse(BOMBS[name], "recipe")
+        assert "\n" not in str(raised.value)
+
+
+def test_what_a_dumper_wrote_is_read_as_it_meant() -> None:
+    assert parse_dumped("a: 1e5\nb: 1.0e-05\nc: 'on'\nd: true\n", "x") == {
+        **{"a": "1e5", "b": 1e-05, "c": "on", "d": True},
+    }
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b"9" * 10_000, b'{"a":' * 50_000, b"\xff", b"[1, 2", b""])
+def test_json_has_bounds(data: bytes) -> None:
+    for parse in (strict_json.parse, strict_json.parse_quickly):
+        with pytest.raises(ValueError):
+            parse(data)
+    with pytest.raises(ValueError, match="larger than"):
+        strict_json.parse_quickly(b" " * 11, most=10)
+
+
+@pytest.mark.parametrize("read", [read_site, points, lambda path: read_recipe(str(path))])
+def test_files_that_are_named_have_an_end(tmp_path: Path, read: object) -> None:
+    path = tmp_path / "x.yaml"
+    path.symlink_to("/dev/zero")
+    with pytest.raises(BadInputError, match=r"more than 16 MiB|larger than 1 MiB"):
+        read(path)  # type: ignore[operator]
+    path.unlink()
+    path.write_text(BOMBS["merge keys"])
+    with pytest.raises(BadInputError):
+        read(path)  # type: ignore[operator]
+
+
+def test_a_pipe_that_a_person_names_is_read() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"slurm: {partition: gpu}\n")
+    os.close(writes)
+    assert read_bounded(Path(f"/dev/fd/{reads}")) == b"slurm: {partition: gpu}\n"
+    os.close(reads)
