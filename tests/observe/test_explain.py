@@ -1,6 +1,8 @@
 """Promise: a run explains itself: a verdict at its end, memory at each epoch, costs, who held the memory."""
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
 from trainer.observe.advice import Advisor
-from trainer.observe.diagnosis import Facts, diagnose, merge
+from trainer.observe.diagnosis import Facts, diagnose, explained, merge
+from trainer.observe.log import Logged
 from trainer.observe.memory import memory_source
 from trainer.observe.phases import PHASES
 from trainer.tasks.classification import Classification
@@ -32,13 +35,47 @@ def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None
     assert parts == pytest.approx(end["time/wall"])
     assert end["time/evaluation"] > 0
     assert end["cost/money"] == pytest.approx(end["time/wall"])
-    assert end["cost/per_thousand_samples"] == pytest.approx(1000 / end["samples_per_s"])
+    trained = end["step"] * small().data.global_batch_size
+    assert end["cost/per_thousand_samples"] == pytest.approx(1000 * end["cost/money"] / trained)
     memory = [(row["step"], row["at"]) for row in rows if row["kind"] == "memory"]
     assert memory == [(0, "start"), (8, "end"), (8, "start"), (16, "end")]
     assert all(row["memory/rss_bytes"] > 1 << 24 for row in rows if row["kind"] == "memory")
     trained = [row for row in rows if row["kind"] == "train"]
     assert verdict["text"].partition(":")[0] in (folder / "report.html").read_text().lower()
     assert all(row["flops_per_s"] > 0 for row in trained[1:])
+
+
+def test_what_a_run_cost_is_what_all_of_its_attempts_did(tmp_path: Path) -> None:
+    """A second costs 1: the end says what the rows of three attempts took, and one cost a sample."""
+    folder, recipe = tmp_path / "run", small(log={"price_per_hour": 3600.0, "every": 1})
+    assert attempt(folder, recipe, stop_at=5).code == 75
+    assert attempt(folder, recipe, stop_at=11).code == 75
+    assert attempt(folder, recipe).code == 0
+    rows = read_rows(folder, ())
+    told = [row for row in rows if row["kind"] == "train" and "time/wall" in row]
+    walls, last = ([row["time/wall"] for row in told if row["step"] > step] for step in (0, 11))
+    (end,) = [row for row in rows if row["kind"] == "end"]
+    assert sum(walls) > sum(last)
+    assert end["time/wall"] >= sum(walls) - 1e-6
+    assert end["cost/money"] == pytest.approx(end["time/wall"])
+    trained = end["step"] * recipe.data.global_batch_size
+    assert end["cost/per_thousand_samples"] == pytest.approx(1000 * end["cost/money"] / trained)
+
+
+def test_the_verdict_of_a_run_is_on_all_of_its_attempts() -> None:
+    """Nine tenths of a run were held up; its last attempt wasn't."""
+    slow = {"kind": "train", "step": 9, "samples_per_s": 1.0, "time/wall": 90.0, "time/gc": 60.0}
+    quick = {**slow, "step": 10, "time/wall": 10.0, "time/gc": 0.0, "time/forward": 10.0}
+    alone = Advisor(FACTS, None, lambda _: None)
+    alone(quick)
+    verdict = alone.conclude(10, {})
+    assert verdict is not None and verdict.cause == "none"
+    kept = json.loads(json.dumps(explained([slow, {**slow, "loss": math.nan}])))
+    advisor = Advisor(FACTS, None, lambda _: None, logged=Logged(9, 1.0, 1, [kept]))
+    advisor(quick)
+    verdict = advisor.conclude(10, {})
+    assert verdict is not None and verdict.cause == "gc"
+    assert advisor.totals(1)["time/wall"] == 190
 
 
 def test_a_run_that_goes_on_says_each_thing_once(tmp_path: Path) -> None:

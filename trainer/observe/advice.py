@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.host.processes import queued_ns
-from trainer.observe.diagnosis import Facts, Metrics, Verdict, diagnose, diagnose_run, merge
+from trainer.observe.diagnosis import Facts, Verdict, diagnose, diagnose_run, merge
 from trainer.observe.flops import Count
 from trainer.observe.leak import Trends
-from trainer.observe.log import Row, Sink
+from trainer.observe.log import Logged, Row, Sink
 
 _MOST_ROWS = 1000
 
@@ -27,24 +27,28 @@ class Advisor:
         tell: Sink,
         price_per_hour: float = 0.0,
         trends: Trends | None = None,
+        logged: Logged | None = None,
     ) -> None:
-        """Begins without an opinion."""
+        """Begins without an opinion; goes on with the rows of earlier attempts, if `logged` has them."""
         self._begun = False
         self._price, self._trends = price_per_hour, trends or Trends()
         self._facts, self._count, self._tell = facts, count, tell
-        self._rows: list[Metrics] = []
+        self._rows = (logged or Logged()).rows
         self._before: list[str] = []
 
     def __call__(self, row: Row) -> None:
         """A row; the first, which begins with imports and compiling, says nothing."""
-        if row["kind"] != "train" or "samples_per_s" not in row:
+        if row["kind"] != "train":
+            return
+        if "time/wall" in row:
+            self._rows.append(row)
+        if "samples_per_s" not in row:
             return
         self._begun = True
         if "time/wall" not in row:
             return
-        self._rows.append(row)
         if len(self._rows) > _MOST_ROWS:
-            self._rows = [merge(self._rows)]
+            self._rows[:] = [merge(self._rows)]
         self._trends(row)
         if self._facts.profiled:
             return
@@ -58,7 +62,7 @@ class Advisor:
         self._before = [told, verdict.cause]
 
     def conclude(self, step: int, rest: Row) -> Verdict | None:
-        """The verdict on the whole attempt, with the time after its last row; None if nothing was timed."""
+        """The verdict on all attempts, with the time after the last row; None if nothing was timed."""
         if not self._begun:
             return None
         self._rows.append(rest)
@@ -69,13 +73,13 @@ class Advisor:
         self._tell(_row(verdict, step, final=True))
         return verdict
 
-    def totals(self, samples_per_s: float) -> dict[str, float]:
-        """Of the attempt: seconds in each phase, joules, its cost, and that of a thousand samples."""
+    def totals(self, samples: int) -> dict[str, float]:
+        """Of the run: seconds in each phase, joules, its cost, and that of a thousand of its samples."""
         merged = merge(self._rows)
         totals = {k: float(v) for k, v in merged.items() if k.startswith(("time/", "energy/"))}
         if self._price and totals:
             totals["cost/money"] = totals["time/wall"] / 3600 * self._price
-            totals["cost/per_thousand_samples"] = 1000 / samples_per_s / 3600 * self._price
+            totals["cost/per_thousand_samples"] = 1000 * totals["cost/money"] / max(samples, 1)
         return totals
 
     def _known(self) -> Facts:

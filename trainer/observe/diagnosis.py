@@ -5,6 +5,7 @@ first. Of the others the one that costs most is named. Shares are of the wall's 
 without compiling.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -338,6 +339,14 @@ def merge(rows: list[Metrics]) -> dict[str, float | int | str]:
             weights = sum(weight for _, weight in values) or 1.0
             merged[name] = sum(float(value) * weight for value, weight in values) / weights
     return merged
+
+
+def explained(rows: list[Metrics]) -> dict[str, float | int | str]:
+    """What of many rows a verdict and the totals of a run need, as one; {} of none."""
+    merged = merge(rows)
+    known = ("time/", "energy/", "cpu/", "gpu/", "loader/", "memory/retries", "slow_")
+    kept = {name: value for name, value in merged.items() if name.startswith(known)}
+    return {n: value for n, value in kept.items() if isinstance(value, str) or math.isfinite(value)}
 
 
 def _slowest(rows: list[Metrics]) -> dict[str, float | int]:

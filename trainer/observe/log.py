@@ -7,7 +7,7 @@ A sink is a function that takes a row: a flat mapping with `kind` ("train", "eva
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -71,11 +71,14 @@ class Logged:
         step: Steps done at the last row of metrics.
         seconds: Time of the steps that were timed.
         samples: Samples in them.
+        rows: Of metrics, with where the time went; by the `Advisor`, on rank 0. Those of earlier attempts are
+            merged into one.
     """
 
     step: int = 0
     seconds: float = 0.0
     samples: int = 0
+    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,8 @@ def _add_advisor(
     if recipe.log.tracemalloc:
         growth = Growth()
         stack.callback(growth.close)
-    advisor = Advisor(facts, sources.count, logger.emit, recipe.log.price_per_hour, Trends(growth))
+    price, logged = recipe.log.price_per_hour, run.state.logged
+    advisor = Advisor(facts, sources.count, logger.emit, price, Trends(growth), logged)
     logger.sinks.append(advisor)
     return advisor
 

@@ -25,7 +25,8 @@ from trainer.models.batchnorm import StepStatistics
 from trainer.models.layers import LayerStatistics
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import Precision
-from trainer.observe.log import Logged
+from trainer.observe.diagnosis import explained
+from trainer.observe.log import Logged, Row
 from trainer.observe.sinks import finite
 from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import LRScheduler
@@ -196,6 +197,7 @@ def numbers_of(state: TrainState, losses: list[Any]) -> dict[str, Any]:
         "losses": [[*map(_word, one)] if isinstance(one, list) else _word(one) for one in losses],
         "seconds": state.logged.seconds,
         "samples": state.logged.samples,
+        "explained": explained(state.logged.rows),
         "metrics": finite(state.metrics),
         "best": list(state.best) if state.best else None,
         "no_better": state.no_better,
@@ -229,7 +231,7 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
     load_tensors(state, step, own_tensors(state, saved), known.own)
     losses = [run.reduction.own_loss([float(loss) for loss in each]) for each in zip(*rows, strict=True)]
     state.loss.copy_(torch.tensor(losses, dtype=torch.float64).view(state.loss.shape))
-    state.step, state.logged = step, Logged(known.row, known.seconds, known.samples)
+    state.step, state.logged = step, Logged(known.row, known.seconds, known.samples, _rows_of(known))
     state.metrics = {n: math.nan if metric is None else metric for n, metric in known.metrics.items()}
     state.best, state.no_better, state.history = known.best, known.no_better, known.history
     if state.average is not None:
@@ -331,12 +333,17 @@ class _Numbers(BaseModel):
     losses: list[_Loss | list[_Loss]] = Field(min_length=1)
     seconds: float = Field(ge=0)
     samples: int = Field(ge=0, lt=1 << 63)
+    explained: dict[str, float | int | str] = {}
     metrics: dict[str, float | None]
     best: Annotated[tuple[float, int], Field(strict=False)] | None
     no_better: int = Field(0, ge=0)
     history: list[float] = []
     averaged_before: int = Field(0, ge=0, lt=1 << 53)
     own: Any = None
+
+
+def _rows_of(known: _Numbers) -> list[Row]:
+    return [known.explained] if known.explained else []
 
 
 def _read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:

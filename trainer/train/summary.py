@@ -17,7 +17,7 @@ from trainer.host.here import shown
 from trainer.observe.advice import Advisor
 from trainer.observe.console import ProgressBar, warn
 from trainer.observe.diagnosis import Verdict
-from trainer.observe.log import MetricLogger
+from trainer.observe.log import Logged, MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
 from trainer.train.evaluate import in_set, out_of_patience
@@ -61,7 +61,8 @@ def finish(
     speed = logged.samples / max(logged.seconds, 1e-9)
     summary = {**metrics, "samples_per_s": speed, "seconds": logged.seconds}
     verdict = advisor.conclude(run.state.step, logger.rest()) if advisor else None
-    totals = advisor.totals(speed) if advisor else {}
+    trained = run.state.step * run.plan.global_batch_size
+    totals = advisor.totals(trained) if advisor else {}
     logger.emit({"kind": "end", "step": run.state.step, **summary, **totals})
     decisive = [in_set(run.recipe.evaluation.decides, name) for name in dict.fromkeys(("loss", metric))]
     odd = [name for name, value in metrics.items() if not math.isfinite(value)]
@@ -97,13 +98,20 @@ def finish(
         f"\n  {metric:<12} {metrics[metric]:.4f}\n"
         f"{_others(run)}"
         f"{_early(run)}"
-        f"  throughput   {speed:,.0f} samples/s ({logged.seconds:.1f} s of training)\n"
+        f"{_throughput(logged)}"
         f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
         f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
-        f"{again} (--help-config shows every key)"
+        f"{again}{'' if run.recipe.task == 'own' else ' (--help-config shows every key)'}"
     )
+
+
+def _throughput(logged: Logged) -> str:
+    if not logged.seconds:  # a run of one step
+        return ""
+    speed = logged.samples / logged.seconds
+    return f"  throughput   {speed:,.0f} samples/s ({logged.seconds:.1f} s of training)\n"
 
 
 def _others(run: Run) -> str:

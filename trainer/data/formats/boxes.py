@@ -178,6 +178,7 @@ class BoxedImages:
             for name, rows in ((BOXES, made.boxes), (LABEL, made.label), (CROWD, made.crowd)):
                 out[name][row, :count], out[name][row, count:] = rows, np.zeros((), rows.dtype)
             if self._augment is None:
+                assert made.area is not None
                 out[AREA][row, :count], out[AREA][row, count:] = made.area, 0
             out[COUNT][row] = count
 
@@ -339,8 +340,8 @@ def _with_areas(picture: Picture) -> Picture:
 def _pixel(image: Pixels, out: Pixels) -> float:
     """Pixels of an image for each one of `out` that `place` shows it in, whole."""
     factor = min(there / side for there, side in zip(out.shape[:2], image.shape[:2], strict=True))
-    rows, columns = (
-        _along(side, there, factor, 0.0).size
-        for side, there in zip(image.shape[:2], out.shape[:2], strict=True)
-    )
-    return image.shape[0] * image.shape[1] / (rows * columns)
+    shown = 1
+    for side, there in zip(image.shape[:2], out.shape[:2], strict=True):
+        shown *= _along(side, there, factor, 0.0).size
+    height, width = image.shape[:2]
+    return float(height * width / shown)
