@@ -1,4 +1,4 @@
-"""Promise: an optimizer, schedule, metric, model, tracker or command is a file and a row, as CONTRIBUTING says."""
+"""Promise: an optimizer, schedule, metric, model, tracker, command is a file and a row, as CONTRIBUTING says."""
 
 import json
 import re
