@@ -1,4 +1,4 @@
-"""Promise: an optimizer, schedule, metric, model, tracker, command is a file and a row, as CONTRIBUTING says."""
+"""Promise: optimizer, schedule, metric, model, tracker, command: each is a file and a row, by CONTRIBUTING.md."""
 
 import json
 import re
