@@ -1,4 +1,4 @@
-"""Promise: optimizer, schedule, metric, model, tracker, command: each is a file and a row, by CONTRIBUTING.md."""
+"""Promise: an optimizer, metric, model, tracker, command is one file and one row, by CONTRIBUTING.md."""
 
 import json
 import re
