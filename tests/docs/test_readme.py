@@ -132,6 +132,24 @@ def test_the_weights_are_loaded_as_the_document_says(
     assert all(torch.equal(state[name], tensor) for name, tensor in names["weights"].items())
 
 
+def test_every_key_of_a_row_in_the_document_is_in_the_code() -> None:
+    """As a text of its own, or as the family before a slash."""
+    rows = RUN_FOLDER.partition("\n| key |")[2].partition("\n\n")[0].splitlines()[2:]
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    texts = {
+        text
+        for file in (ROOT / "trainer").rglob("*.py")
+        for text in re.findall(r"[\"']([a-z_0-9]+/?)[^\"'\n]*[\"']", file.read_text())
+    }
+    assert len(names) > 30
+    lost = [
+        name
+        for name in names
+        if {(one := re.sub(r"/(\*|…|NAME/…)$", "/", name)), one.rstrip("/")}.isdisjoint(texts)
+    ]
+    assert not lost
+
+
 def test_every_key_of_a_row_is_in_the_document(digits_run: Path) -> None:
     table = [line.split(" | ") for line in RUN_FOLDER.splitlines() if line.startswith("| `")]
     told = {

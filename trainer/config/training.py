@@ -13,7 +13,8 @@ from trainer.config.section import Section
 from trainer.config.suggest import nearest
 
 if TYPE_CHECKING:
-    OptimizerName = ScheduleName = str
+    OptimizerName = str
+    ScheduleName = str
 else:
     OptimizerName, ScheduleName = Literal[tuple(OPTIMIZERS)], Literal[tuple(SCHEDULES)]
 
