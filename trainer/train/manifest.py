@@ -22,7 +22,7 @@ from trainer.host.nvml import driver_version
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
 from trainer.train.resume import differences, extends, other_arithmetic, other_data
-from trainer.train.run import left_out_of
+from trainer.train.run import described_data
 from trainer.train.run_folder import FORMAT, Attempt, BegunFrom, Manifest, Pretrained
 from trainer.train.state import Run
 from trainer.version import ARITHMETIC, __version__
@@ -93,7 +93,7 @@ def make_manifest(
         "versions": _versions(world.device),
         "arithmetic": attempts[0].arithmetic,
         "device": _device(world.device),
-        "data": {**run.task.describe(), "left_out": _left_out(run)},
+        "data": described_data(run.task),
         "fingerprint": dict(fingerprint),
         "pretrained": pretrained.model_dump() if pretrained else None,
         "host": platform.node(),
@@ -113,11 +113,6 @@ def make_manifest(
         "out_of_patience": 0,
         "status": "running",
     }
-
-
-def _left_out(run: Run) -> dict[str, Any]:
-    """What isn't read of each data set: reason, count and the first of each."""
-    return {name: [one.model_dump() for one in found] for name, found in left_out_of(run.task).items()}
 
 
 def file_hash(file: Path) -> str:
