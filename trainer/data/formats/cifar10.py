@@ -52,9 +52,7 @@ def odd_sizes(folder: Path) -> tuple[str, ...]:
     if not odd:
         return ()
     more = f", and {len(odd) - 1} more of 6 files have others, too" if len(odd) > 1 else ""
-    return (
-        f"{odd[0]} holds {sizes[odd[0]]:,} images, and CIFAR-10's {_IMAGES:,}{more}: a part of it, or cut off?",
-    )
+    return (f"{odd[0]} holds {sizes[odd[0]]:,} images, and CIFAR-10's {_IMAGES:,}{more}: a part, or cut?",)
 
 
 def _read(files: list[Path]) -> ArrayDataset:

@@ -128,7 +128,7 @@ def _header_in(window: bytes) -> int:
 
 
 def _old_header(file: Path, end: int, first: int) -> int:
-    """Offset of the first block that isn't zero, if it is a header: old archives have them without a magic."""
+    """Offset of the first block that isn't zero, if it is a header: old ones have no magic."""
     begin = end + (first - end) // _BLOCK * _BLOCK
     with file.open("rb") as stream:
         stream.seek(begin)

@@ -40,8 +40,8 @@ def check_tokens_alone(path: Path, file: int, size: int) -> None:
     tail = read_at(file, max(0, size - _TAIL), min(size, _TAIL))
     if size > _TAIL and not any(tail):
         raise BadInputError(
-            f"{path}: its last {_TAIL:,} bytes are zeros, as where writing was cut off (np.memmap fills a file "
-            "with them before tokens are written): write it again, or cut them off"
+            f"{path}: its last {_TAIL:,} bytes are zeros, as where writing was cut off (np.memmap fills a "
+            "file with them before tokens are written): write it again, or cut them off"
         )
 
 
