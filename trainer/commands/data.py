@@ -125,15 +125,16 @@ def _open(source: Path) -> Any:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from trainer.data.formats.tokenize import tokenize
+    from trainer.data.formats.tokenize import hidden_files, tokenize
 
-    told = tokenize(
+    about = tokenize(
         options.source, options.target, options.tokenizer, options.end, options.files, options.force
     )
     print(
-        f"{options.target}: {told.tokens:,} tokens ({told.dtype}) of {told.documents:,} files, "
-        f"vocabulary {told.vocabulary:,}"
+        f"{options.target}: {about.tokens:,} tokens ({about.dtype}) of {about.documents:,} files, "
+        f"vocabulary {about.vocabulary:,}"
     )
+    _tell_left_out(hidden_files(options.source, options.files))
     return EXIT_DONE
 
 

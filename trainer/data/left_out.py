@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_SHOWN = 12  # reasons, on a line
 _ENDINGS = {"{s}": ("", "s"), "{es}": ("", "es"), "{y}": ("y", "ies")}
 
 
@@ -55,7 +56,12 @@ def tally(found: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
 
 def told(found: Sequence[LeftOut]) -> str:
     """One line on all of it, such as "left out: 12 .heic (a/1.heic)"; "" if nothing is left out."""
-    return f"left out: {', '.join(map(str, found))}" if found else ""
+    if not found:
+        return ""
+    shown = found if len(found) <= _SHOWN else sorted(found, key=lambda one: -one.count)[:_SHOWN]
+    rest = sum(one.count for one in found) - sum(one.count for one in shown)
+    more = f" and {rest:,} of {len(found) - _SHOWN:,} other kinds" if rest else ""
+    return f"left out: {', '.join(map(str, shown))}{more}"
 
 
 def told_of_sets(sets: Mapping[str, Sequence[LeftOut]]) -> list[str]:

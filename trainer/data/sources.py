@@ -12,11 +12,12 @@ from trainer.config.formats import FORMATS
 from trainer.config.registry import named
 from trainer.config.sizes import parse_size
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.formats.cifar10 import open_cifar10
+from trainer.data.formats.cifar10 import odd_sizes, open_cifar10
 from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.records import Records, reading_of
 from trainer.data.formats.sharded import ShardedRecords
+from trainer.data.left_out import told
 from trainer.data.remote.access import join
 from trainer.data.remote.cache import CachedShards, fitting_shards_per_block, open_cached
 from trainer.errors import BadInputError
@@ -237,6 +238,7 @@ def common_classes(
         raise BadInputError(
             f"{path}: class '{longer[empty[0]]}'{more} has no samples in train, and "
             f"{measured[empty].sum():,} in val; add some to learn from, or remove it"
+            f"{'; ' if train.left_out else ''}{told(train.left_out)}"
         )
     return longer
 
@@ -246,8 +248,8 @@ def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> 
     notes = list[str]()
     if len(classes) == 1:
         notes.append(
-            f"there is one class only ('{classes[0]}'), so that loss and accuracy say nothing; is data.path one "
-            "folder too high or too low?"
+            f"there is one class only ('{classes[0]}'), so that loss and accuracy say nothing; is data.path "
+            "one folder too high or too low?"
         )
     empty = np.setdiff1d(train.labels, evaluation.labels)
     if empty.size:
@@ -304,7 +306,7 @@ def _cifar10(path: Path) -> ImageData:
     train, evaluation, classes = open_cifar10(path)
     # Of the training images.
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    return ImageData(train, evaluation, classes, channels=3, mean=mean, std=std)
+    return ImageData(train, evaluation, classes, channels=3, mean=mean, std=std, notes=odd_sizes(path))
 
 
 def _synthetic(config: DataConfig, seed: int) -> ImageData:

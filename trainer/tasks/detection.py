@@ -167,8 +167,8 @@ def _check_boxes(pictures: Pictures, config: DetectionConfig, data: DataConfig) 
         boxes = getattr(pictures, "boxes", 0)
         if one.reason == WRONG_BOX and one.count > (budget := data.corrupt_samples(boxes)):
             raise BadInputError(
-                f"{one.count:,} of {boxes:,} boxes can't be meant, and data.corrupt_budget allows {budget:,}; the "
-                f"first: {one.first}; mend them or raise the budget"
+                f"{one.count:,} of {boxes:,} boxes can't be meant, and data.corrupt_budget allows {budget:,}"
+                f"; the first: {one.first}; mend them or raise the budget"
             )
 
 

@@ -159,6 +159,7 @@ def build(
             *words_for(task, optimizer),
         ),
         losses=losses,
+        quarantines={"training": in_training, **dict(zip(measured, found_bad, strict=True))},
         evaluation_sets=tuple(
             EvaluationSet(name, loaded, part.share)
             for name, loaded, part in zip(more_sets(task), others, held[1:], strict=True)

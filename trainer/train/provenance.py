@@ -23,7 +23,7 @@ from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
 from trainer.train.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
 from trainer.train.resume import differences, extends, other_arithmetic, other_data
-from trainer.train.run import left_out_of
+from trainer.train.run import described_data
 from trainer.train.state import Run
 from trainer.version import ARITHMETIC, __version__
 
@@ -90,7 +90,7 @@ def make_manifest(
         versions=_versions(world.device),
         first_arithmetic=attempts[0].arithmetic,
         device=_device(world.device),
-        data={**run.task.describe(), "left_out": _left_out(run)},
+        data=described_data(run.task),
         fingerprint=dict(fingerprint),
         pretrained=pretrained,
         host=platform.node(),
@@ -108,11 +108,6 @@ def make_manifest(
         weights={},
         status="running",
     )
-
-
-def _left_out(run: Run) -> dict[str, Any]:
-    """What isn't read of each data set: reason, count and the first of each."""
-    return {name: [one.model_dump() for one in found] for name, found in left_out_of(run.task).items()}
 
 
 def file_hash(file: Path) -> str:

@@ -95,6 +95,12 @@ def left_out_of(task: Task) -> dict[str, Sequence[LeftOut]]:
     return {name: found for name, data in sets.items() if (found := getattr(data, "left_out", ()))}
 
 
+def described_data(task: Task) -> dict[str, Any]:
+    """What a manifest says of the data: its meaning for the model, and what isn't read of it."""
+    left_out = {name: [one.model_dump() for one in found] for name, found in left_out_of(task).items()}
+    return {**task.describe(), "left_out": left_out}
+
+
 def _order(dataset: Dataset, shards_per_block: int) -> str:
     buckets = getattr(dataset, "buckets", ())
     if buckets:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from trainer.config.recipe import Recipe
+from trainer.data.corrupt import Quarantine
 from trainer.data.joined import EvaluationLoader
 from trainer.data.loader import Loader
 from trainer.data.sampling.plan import Plan, Share
@@ -122,6 +123,7 @@ class Run:
         compiled: Whether torch.compile is in use.
         losses: Names of the task's losses where it has several, whose sum is trained.
         notes: Lines for the user.
+        quarantines: Of each data set: samples that were replaced.
         plan: Order of the samples.
         steps: Of the run.
         max_grad_norm: Largest gradient norm; 0: no clipping.
@@ -151,6 +153,7 @@ class Run:
     notes: tuple[str, ...]
     losses: tuple[str, ...] = ()
     evaluation_sets: tuple[EvaluationSet, ...] = ()
+    quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     # Looked up in every step, so not through three others.
     plan: Plan = field(init=False)
     steps: int = field(init=False)

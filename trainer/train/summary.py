@@ -23,6 +23,7 @@ from trainer.observe.sinks import finite
 from trainer.train.evaluate import in_set, out_of_patience
 from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.recording import save_weights
+from trainer.train.replaced import replaced_line
 from trainer.train.report.write import NAME, leave_report
 from trainer.train.state import Run, TrainState, whole_model
 
@@ -98,6 +99,7 @@ def finish(
         f"\n  {metric:<12} {metrics[metric]:.4f}\n"
         f"{_others(run)}"
         f"{_early(run)}"
+        f"{replaced_line(metrics, run.recipe.data)}"
         f"{_throughput(logged)}"
         f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"

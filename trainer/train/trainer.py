@@ -41,6 +41,7 @@ from trainer.train.loop import train
 from trainer.train.manifest import Manifest, read_stored
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
 from trainer.train.prepare import memory_to_come, room_of_gpu, saved_by_sharding, too_much
+from trainer.train.replaced import gather_replaced
 from trainer.train.report.write import leave_report
 from trainer.train.request import Request
 from trainer.train.restore import load_checkpoint, newest_checkpoint, resume_notes
@@ -161,6 +162,7 @@ def _attempt(
             return EXIT_REQUEUE
         out.checkpoints.close()
         gathered = gather_weights(run)
+        run.state.metrics |= gather_replaced(run)
         if out.manifest is not None and out.progress_bar is not None:
             if out.profile is not None:
                 out.progress_bar.say(out.profile.close())

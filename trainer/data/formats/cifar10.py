@@ -13,6 +13,7 @@ from trainer.errors import BadInputError
 _TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _TEST = ("test_batch.bin",)
 _SIDE, _CLASSES = 32, 10
+_IMAGES = 10_000  # of each file
 _RECORD = 1 + 3 * _SIDE * _SIDE
 
 
@@ -29,14 +30,29 @@ def open_cifar10(folder: Path) -> tuple[ArrayDataset, ArrayDataset, tuple[str, .
     Raises:
         BadInputError: If a file is missing, torn or holds a label that is no class.
     """
-    inner = folder / "cifar-10-batches-bin"
-    folder = inner if inner.is_dir() else folder
+    folder = _inner(folder)
     if not (folder / _TRAIN[0]).exists() and (folder / "data_batch_1").exists():
         raise BadInputError(
             f"{folder}: is CIFAR-10's Python version, which is pickled; get the binary version"
         )
     train, test = (_read([folder / name for name in names]) for names in (_TRAIN, _TEST))
     return train, test, _names(folder / "batches.meta.txt")
+
+
+def _inner(folder: Path) -> Path:
+    inner = folder / "cifar-10-batches-bin"
+    return inner if inner.is_dir() else folder
+
+
+def odd_sizes(folder: Path) -> tuple[str, ...]:
+    """A line on files of whole images, of which there are fewer or more than CIFAR-10 has."""
+    folder = _inner(folder)
+    sizes = {name: (folder / name).stat().st_size // _RECORD for name in (*_TRAIN, *_TEST)}
+    odd = [name for name, images in sizes.items() if images != _IMAGES]
+    if not odd:
+        return ()
+    more = f", and {len(odd) - 1} more of 6 files have others, too" if len(odd) > 1 else ""
+    return (f"{odd[0]} holds {sizes[odd[0]]:,} images, and CIFAR-10's {_IMAGES:,}{more}: a part, or cut?",)
 
 
 def _read(files: list[Path]) -> ArrayDataset:
@@ -56,6 +72,8 @@ def _read(files: list[Path]) -> ArrayDataset:
             raise BadInputError(
                 f"{file}: image {wrong[0]} has label {table[wrong[0], 0]}, and there are {_CLASSES} classes"
             )
+        if not table[-1].any():
+            raise BadInputError(f"{file}: its last image is zeros, as where a copy was cut off; get it again")
         parts.append(table)
     table = np.concatenate(parts)
     planes = table[:, 1:].reshape(-1, 3, _SIDE, _SIDE)

@@ -74,6 +74,8 @@ class CocoPictures:
             left_out += [
                 one("image{s} without a box", f"{file.name}: {images[number][0]}") for number in sorted(bare)
             ]
+            crowds = [file_of[0] for n, file_of in images.items() for box in found[n] if box[5]]
+            left_out += [one("box{es} around a crowd", f"{file.name}: {name}") for name in crowds]
             images = {number: image for number, image in images.items() if number not in bare}
             _no_empty_class(file, self.categories, [row for number in images for row in found[number]])
         self.left_out = tally(left_out)

@@ -1,4 +1,4 @@
-"""The files in a tar archive, up to its end, which is proven: `tarfile` takes a damaged header for the end."""
+"""The files in a tar archive up to its end, which is proven: `tarfile` takes a damaged header for it."""
 
 import os
 import tarfile
@@ -88,8 +88,8 @@ def _behind(file: Path, end: int) -> Iterator[LeftOut]:
         raise BadInputError(f"{file}: {what} at byte {end:,}, and more may lie behind it; {_MEND}")
     if rest.header >= 0:
         raise BadInputError(
-            f"{file}: ends at byte {end:,}, and goes on with a member at byte {rest.header:,}: two archives in "
-            f"one file, or a damaged one; {_MEND}"
+            f"{file}: ends at byte {end:,}, and goes on with a member at byte {rest.header:,}: two archives "
+            f"in one file, or a damaged one; {_MEND}"
         )
     if rest.first < end + 2 * _BLOCK:
         raise BadInputError(
@@ -128,7 +128,7 @@ def _header_in(window: bytes) -> int:
 
 
 def _old_header(file: Path, end: int, first: int) -> int:
-    """Offset of the first block that isn't zero, if it is a header, as old archives have them without a magic."""
+    """Offset of the first block that isn't zero, if it is a header: old ones have no magic."""
     begin = end + (first - end) // _BLOCK * _BLOCK
     with file.open("rb") as stream:
         stream.seek(begin)

@@ -1,8 +1,8 @@
 """Tar shards in WebDataset's layout, indexed once and then read at random.
 
 A sample is what shares a name up to its first dot: `0001.jpg` with `0001.cls` (a label as text) or
-`0001.json` (with a key "label"; the former is taken where both are there). Whatever else lies in or beside the
-shards is counted. See https://github.com/webdataset/webdataset.
+`0001.json` (with a key "label"; the former is taken where both are there). Whatever else lies in or beside
+the shards is counted. See https://github.com/webdataset/webdataset.
 """
 
 import hashlib
@@ -154,8 +154,8 @@ def _image(file: Path, group: _Group, chosen: str) -> tarfile.TarInfo | None:
     if len(images) > 1:
         first, second = (readable(os.fsencode(member.name)) for member in images[:2])
         raise BadInputError(
-            f"{file}: '{first}' and '{second}' are two images of one sample; choose by its suffix: trainer data "
-            f"index --image {second.rpartition('/')[2].partition('.')[2]}"
+            f"{file}: '{first}' and '{second}' are two images of one sample; choose by its suffix: trainer "
+            f"data index --image {second.rpartition('/')[2].partition('.')[2]}"
         )
     return images[0] if images else None
 

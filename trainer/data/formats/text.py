@@ -67,6 +67,10 @@ def character_text(path: Path, known: str | None = None) -> tuple[Text, Text]:
         raise BadInputError(f"{path}: can't be read ({error.strerror}); give a text file") from error
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not UTF-8 (byte {error.start}); convert it (iconv -t UTF-8)") from error
+    if (zero := text.find("\0")) >= 0:
+        raise BadInputError(
+            f"{path}: holds zeros from character {zero:,} on: it is torn, or no text in UTF-8"
+        )
     characters = "".join(sorted(set(text))) if known is None else known
     if odd := sorted(set(text) - set(characters)):
         raise BadInputError(f"{path}: holds {odd[0]!r}, which is none of the model's characters")

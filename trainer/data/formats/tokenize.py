@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Literal
 
 from trainer.data.formats.encoders import encoded, read_tokenizer
 from trainer.data.formats.tokens import TokenFile, about_path
+from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import rename, sync_folder
@@ -98,13 +99,24 @@ def list_files(source: Path, pattern: str) -> Sequence[Path]:
         found = [file for file in source.glob(pattern) if not file.is_dir()]
     except (ValueError, NotImplementedError) as error:
         raise BadInputError(f"--files {pattern}: {error}; give a pattern such as '**/*.txt'") from error
-    shown = [f for f in found if not any(part.startswith(".") for part in f.relative_to(source).parts)]
+    shown = [file for file in found if not _is_hidden(file, source)]
     if not shown:
         raise BadInputError(f"{source}: no files that match {pattern}; choose others with --files")
     for file in shown:
         if not file.is_file():
             raise BadInputError(f"{file}: isn't a file, or is a link to nothing; leave it out with --files")
     return sorted(shown, key=os.fsencode)
+
+
+def hidden_files(source: Path, pattern: str) -> tuple[LeftOut, ...]:
+    """What `list_files` leaves out."""
+    found = sorted(file for file in source.glob(pattern) if not file.is_dir()) if source.is_dir() else []
+    hidden = [file.relative_to(source) for file in found if _is_hidden(file, source)]
+    return tally(one("hidden file{s}", str(file)) for file in hidden)
+
+
+def _is_hidden(file: Path, source: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(source).parts)
 
 
 def _chunks(file: Path, source: Path, read: Any, advance: Advance) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
 
 from trainer.data.dataset import NUM_ITEMS, Arrays, Field, spread
 from trainer.data.formats.files import fill_exactly, open_regular
+from trainer.data.formats.token_header import check_tokens_alone
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import read_at, read_hashed
@@ -90,6 +91,11 @@ class TokenDataset:
                 f"{path}: {facts.st_size} bytes, but {about_path(path).name} says {about.tokens} tokens of "
                 f"{about.dtype}: it is torn, or the two don't belong together; tokenize again"
             )
+        if about is None:
+            try:
+                check_tokens_alone(path, self._file, facts.st_size)
+            except OSError as error:
+                raise self._unreadable(error) from error
         if rest:
             raise BadInputError(
                 f"{path}: {facts.st_size} bytes are no whole number of {self._dtype} tokens; "

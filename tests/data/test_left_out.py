@@ -1,0 +1,374 @@
+"""Promise: what of a data set isn't read is counted, by reason and with the first name, where people look."""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.image_folders import encoded, picture
+from trainer.cli import main
+from trainer.config.data import DataConfig
+from trainer.data.formats.coco import CocoPictures
+from trainer.data.formats.files import in_folder
+from trainer.data.formats.pack import PackSettings, pack
+from trainer.data.formats.sharded import in_shards
+from trainer.data.formats.tar_shards import index_shards
+from trainer.data.formats.tokens import TokenDataset
+from trainer.data.left_out import one, tally, told
+from trainer.data.sources import load_images
+from trainer.errors import BadInputError
+from trainer.tasks.detection import Detection
+
+JPEG = bytes(encoded(picture(), "JPEG"))
+
+
+def told_of(found: Any) -> str:
+    return told(tuple(found.left_out))
+
+
+def test_the_line() -> None:
+    assert told(()) == ""
+    found = tally(
+        [one(".heic", "a/1.heic"), one("box{es}", "x"), one(".heic", "a/2.heic"), one("categor{y}", "y")]
+    )
+    assert told(found) == "left out: 2 .heic (a/1.heic), 1 box (x), 1 category (y)"
+    assert told(tally([*found, *found])).endswith("4 .heic (a/1.heic), 2 boxes (x), 2 categories (y)")
+    assert told((one(".a\nb", b"\xff\n\x07"),)) == "left out: 1 .a\\nb (\\xff\\n\\x07)", "one line, printable"
+    assert told(tally(one(f".{n}", "x") for n in range(999))).endswith(" and 987 of 987 other kinds")
+
+
+def class_folder(root: Path, names: list[str | bytes]) -> Path:
+    (root / "a").mkdir(parents=True)
+    for name in names:
+        path = os.path.join(os.fsencode(root / "a"), os.fsencode(name))  # noqa: PTH118
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+        Path(os.fsdecode(path)).write_bytes(JPEG)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "samples", "line"),
+    [
+        (["0.jpg", "0.jfif", "1.JPE", "2.avif", "3.jp2"], 5, ""),
+        (["0.jpg", "1.heic", "2.HEIC", "3.tga"], 1, "left out: 2 .heic (a/1.heic), 1 .tga (a/3.tga)"),
+        (["0.jpg", "._0.jpg", ".DS_Store"], 1, "left out: 2 hidden files (a/.DS_Store)"),
+        (["0.jpg", ".ipynb_checkpoints/0.jpg"], 1, "left out: 1 hidden folder (a/.ipynb_checkpoints)"),
+        (["0.jpg", "README"], 1, "left out: 1 file without a suffix (a/README)"),
+        (["0.jpg", "below/1.jpg.part"], 1, "left out: 1 .part (a/below/1.jpg.part)"),
+        (["0.jpg", b"\xff.x"], 1, "left out: 1 .x (a/\\xff.x)"),
+        (["0.jpg", "../x.png"], 1, "left out: 1 file beside the class folders (x.png)"),
+        (["0.jpg", "../.hidden/x.png"], 1, "left out: 1 hidden folder (.hidden)"),
+    ],
+)
+def test_files_of_a_folder(names: list[str | bytes], samples: int, line: str, tmp_path: Path) -> None:
+    found = in_folder(class_folder(tmp_path, names))
+    assert (len(found), told_of(found)) == (samples, line)
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "../../.."])
+def test_a_link_to_where_it_lies_counts_nothing_twice(target: str, tmp_path: Path) -> None:
+    root = class_folder(tmp_path / "x" / "train", ["0.jpg"])
+    class_folder(tmp_path / "x" / "val", ["0.jpg"])
+    (root / "a" / "loop").symlink_to(target)
+    found = in_folder(root)
+    line = "left out: 1 link to a folder that it lies in (a/loop)"
+    # What a link outside leads back to is left out where it does.
+    assert told_of(found).startswith(line) or told_of(found).count("link") == 1
+    assert len(found) == 1 if target in (".", "..") else found.file_name(0) == b"a/0.jpg"
+
+
+def test_a_class_of_other_files_says_which(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        class_folder(tmp_path / part, ["0.jpg"])
+        (tmp_path / part / "b").mkdir()
+    (tmp_path / "train" / "b" / "0.heic").write_bytes(JPEG)
+    (tmp_path / "val" / "b" / "0.jpg").write_bytes(JPEG)
+    with pytest.raises(
+        BadInputError, match=r"class 'b' has no samples in train.*left out: 1 \.heic \(b/0\.heic\)"
+    ):
+        load_images(DataConfig(name="folder", path=tmp_path), 0)
+
+
+def test_one_class_and_one_that_is_not_measured(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        class_folder(tmp_path / part, ["0.jpg"])
+    (note,) = load_images(DataConfig(name="folder", path=tmp_path), 0).notes
+    assert "one class only ('a')" in note
+    (tmp_path / "train" / "b").mkdir()
+    (tmp_path / "train" / "b" / "0.jpg").write_bytes(JPEG)
+    with pytest.raises(BadInputError, match=r"class 'b' is in train only.*an empty folder will do"):
+        load_images(DataConfig(name="folder", path=tmp_path), 0)
+    (tmp_path / "val" / "b").mkdir()
+    (note,) = load_images(DataConfig(name="folder", path=tmp_path), 0).notes
+    assert "class 'b' has no samples in val" in note
+
+
+def archive(*members: tuple[str, bytes], format: int = tarfile.PAX_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
+        for name, data in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def sample(name: str) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
+    return (f"{name}.jpg", JPEG), (f"{name}.cls", b"0")
+
+
+def indexed(folder: Path, data: bytes, image: str = "") -> str:
+    """How many samples an index has, and what is left out; or the error."""
+    (folder / "0.tar").write_bytes(data)
+    try:
+        about = index_shards(folder, image=image)
+    except BadInputError as error:
+        return str(error).removeprefix(f"{folder}/")
+    return f"{about.samples} {told_of(in_shards(folder))}".strip()
+
+
+A, B = sample("a"), sample("b")
+BOTH = archive(*A, *B)
+SECOND = BOTH.index(b"b.jpg")  # where the header of the second sample begins
+LAST = BOTH.index(b"b.cls")
+END = LAST + 1024
+MARK = "which has no mark, as if it were cut off (0.tar, at byte"
+
+
+def with_bytes(at: int, data: bytes, of: bytes = BOTH) -> bytes:
+    return of[:at] + data + of[at + len(data) :]
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (BOTH, "2"),
+        (BOTH[: END + 512], "2"),
+        (BOTH + bytes(5000), "2"),
+        (BOTH[:END], f"2 left out: 1 end of an archive, {MARK} {END:,})"),
+        (BOTH[:SECOND], f"1 left out: 1 end of an archive, {MARK} {SECOND:,})"),
+        (BOTH[:LAST], f"1 left out: 1 end of an archive, {MARK} {LAST:,}), 1 sample without a label"),
+        (BOTH[: SECOND + 100], f"cut off in a header at byte {SECOND:,}"),
+        (BOTH[: LAST + 600], "not a readable tar file (unexpected end of data)"),
+        (with_bytes(SECOND, b"B"), f"damaged header at byte {SECOND:,}"),
+        (with_bytes(SECOND + 124, b"7"), f"damaged header at byte {SECOND:,}"),
+        (with_bytes(SECOND + 148, b"7"), f"damaged header at byte {SECOND:,}"),
+        (
+            with_bytes(SECOND, bytes(512)),
+            f"ends at byte {SECOND:,}, and goes on with a member at byte {LAST:,}",
+        ),
+        (with_bytes(SECOND, bytes(1024)), f"ends at byte {SECOND:,}, and goes on"),
+        (with_bytes(LAST, bytes(512)), f"one block of zeros at byte {LAST:,}, where an end has two"),
+        (BOTH[:SECOND] + BOTH[SECOND + 7 :], f"damaged header at byte {SECOND:,}"),
+        (
+            BOTH + archive(*sample("c")),
+            f"ends at byte {END:,}, and goes on with a member at byte {len(BOTH):,}",
+        ),
+        (BOTH[:-9] + archive(*sample("c")), "and goes on with a member"),
+        (BOTH + b"\n", f"2 left out: 1 byte behind the end of an archive (0.tar, from byte {len(BOTH):,})"),
+        (BOTH + bytes(3) + b"abc" + bytes(9), "2 left out: 3 bytes behind the end of an archive"),
+        (archive(*A, format=tarfile.GNU_FORMAT) + archive(*B, format=tarfile.USTAR_FORMAT), "goes on with"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_the_end_of_an_archive_is_proven(data: bytes, told: str, tmp_path: Path) -> None:
+    found = indexed(tmp_path, data)
+    assert found == told if told == "2" else told in found, found
+
+
+def test_an_old_archive_behind_another(tmp_path: Path) -> None:
+    # As tar wrote them before 1988: no magic, so that only the checksum says that it is a header.
+    old = bytearray(archive(*sample("c"), format=tarfile.USTAR_FORMAT))
+    old[257:265] = bytes(8)
+    old[148:156] = b" " * 8
+    old[148:156] = b"%06o\0 " % sum(old[:512])
+    assert "goes on with a member" in indexed(tmp_path, BOTH + bytes(old[:1024]))
+
+
+@pytest.mark.parametrize(
+    ("members", "image", "told"),
+    [
+        (
+            [("._a.jpg", b"x"), A[0], ("._a.cls", b"x"), A[1]],
+            "",
+            "1 left out: 2 hidden members (0.tar: '._a.jpg')",
+        ),
+        ([("./a.jpg", JPEG), ("./a.cls", b"0")], "", "1"),
+        ([("a.jfif", JPEG), A[1]], "", "1"),
+        (
+            [*A, ("b.heic", b"x"), B[1]],
+            "",
+            "1 left out: 1 .heic (0.tar: 'b.heic'), 1 sample without an image",
+        ),
+        ([*A, B[0]], "", "1 left out: 1 sample without a label (0.tar: 'b.jpg')"),
+        (
+            [*A, ("a.txt", b"x"), ("__worker__.json", b"{}")],
+            "",
+            "1 left out: 1 .txt (0.tar: 'a.txt'), 1 sample ",
+        ),
+        ([*A, *A], "", "'a.jpg' and 'a.jpg' are one name"),
+        ([A[0], ("a.JPG", JPEG), A[1]], "", "'a.jpg' and 'a.JPG' are one name"),
+        ([*A, *B, *A], "", "'a.jpg' lies apart from the rest of its sample, or is there twice"),
+        ([A[0], B[0], A[1], B[1]], "", "'a.cls' lies apart"),
+        ([*A, *B, ("a.npy", b"x")], "", "2 left out: 1 .npy (0.tar: 'a.npy')"),
+        (
+            [A[0], ("a.png", JPEG), A[1]],
+            "",
+            "'a.jpg' and 'a.png' are two images of one sample; choose by its suffix",
+        ),
+        ([A[0], ("a.png", JPEG), A[1]], "jpg", "1 left out: 1 .png (0.tar: 'a.png')"),
+        ([A[0], ("a.png", JPEG), A[1]], ".PNG", "1 left out: 1 .jpg (0.tar: 'a.jpg')"),
+        ([("a.left.jpg", JPEG), ("a.right.jpg", JPEG), A[1]], "left.jpg", "1 left out: 1 .right.jpg"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_members_of_shards(members: list[tuple[str, bytes]], image: str, told: str, tmp_path: Path) -> None:
+    assert told in indexed(tmp_path, archive(*members), image)
+
+
+def test_what_lies_beside_shards_and_who_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "left out: 1 hidden file (._0.tar), 1 compressed shard (1.tgz), 1 folder beside the shards (more), "
+    )
+    for part in ("train", "val"):
+        folder = tmp_path / "d" / part
+        (folder / "more").mkdir(parents=True)
+        for name in ("1.tgz", "._0.tar", "x.txt"):
+            (folder / name).write_bytes(b"x")
+        (folder / "0.TAR").write_bytes(BOTH)
+    assert main(["data", "index", str(tmp_path / "d")]) == 0
+    assert capsys.readouterr().out.count(line) == 2
+    assert main(["data", "index", str(tmp_path / "d")]) == 0, (
+        "again: its own index is nothing that lies beside"
+    )
+    assert capsys.readouterr().out.count("1 .txt (x.txt)\n") == 2
+    assert main(["data", "stats", str(tmp_path / "d")]) == 0
+    assert f"train: {line}" in capsys.readouterr().out
+    assert main(["data", "stats", "--json", str(tmp_path / "d")]) == 0
+    assert json.loads(capsys.readouterr().out)["val"]["left_out"][0]["first"] == "._0.tar"
+    pack(in_shards(tmp_path / "d" / "train"), tmp_path / "p", PackSettings())
+    assert told_of(in_shards(tmp_path / "p")).startswith(line)
+
+
+def coco(root: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> Path:
+    """Two images of each part; of their six boxes two have no area."""
+    (root / "annotations").mkdir(parents=True)
+    for part in ("train", "val"):
+        (root / part).mkdir()
+        for name in "xy":
+            Image.new("RGB", (40, 30)).save(root / part / f"{name}.jpg")
+        told: dict[str, Any] = {
+            "categories": [{"id": 1, "name": "cat", "supercategory": "animal"}],
+            "images": [{"id": n, "file_name": f"{'xy'[n]}.jpg", "width": 40, "height": 30} for n in (0, 1)],
+            "annotations": [
+                {"id": n, "image_id": n % 2, "category_id": 1, "iscrowd": 0, "bbox": [1, 1, 9 * (n > 1), 9]}
+                for n in range(6)
+            ],
+        }
+        change(told)
+        (root / "annotations" / f"instances_{part}.json").write_text(json.dumps(told))
+    return root
+
+
+def detection(root: Path, on_corrupt: str, budget: float) -> Detection:
+    from trainer.config.recipe import Recipe
+
+    data = {"name": "coco", "path": root, "on_corrupt": on_corrupt, "corrupt_budget": budget}
+    recipe = Recipe.model_validate({"task": "detection", "epochs": 1, "data": data})
+    return Detection(recipe.data, recipe.model, recipe.detection, 0)
+
+
+@pytest.mark.parametrize("on_corrupt", ["skip", "quarantine"])
+def test_boxes_that_are_left_out_are_counted(on_corrupt: str, tmp_path: Path) -> None:
+    coco(tmp_path)
+    with pytest.raises(
+        BadInputError, match=r"2 of 6 boxes can't be meant, .*allows 1; the first: instances_train"
+    ):
+        detection(tmp_path, on_corrupt, 0.1)
+    task = detection(tmp_path, on_corrupt, 0.3)
+    for part, data in (("train", task.train_data), ("val", task.evaluation_data)):
+        where = rf"instances_{part}.json: annotation 0 of image 0: [1, 1, 0, 9] has no area"
+        assert told_of(data) == f"left out: 2 boxes that can't be meant ({where})"
+
+
+def no_box_of_y(told: dict[str, Any]) -> None:
+    told["annotations"] = [
+        {**a, "id": n} for n, a in enumerate(told["annotations"]) if a["image_id"] == 0 and a["id"]
+    ]
+
+
+def crowded(told: dict[str, Any]) -> None:  # as CVAT exports masks
+    told["annotations"] = told["annotations"][2:]
+    told["annotations"][0]["iscrowd"] = 1
+
+
+def of_roboflow(told: dict[str, Any]) -> None:
+    told["annotations"] = told["annotations"][2:]
+    told["categories"].insert(0, {"id": 0, "name": "things", "supercategory": "none"})
+    told["categories"][1]["supercategory"] = "things"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (no_box_of_y, "left out: 1 image without a box (instances_train.json: y.jpg)"),
+        (crowded, "left out: 1 box around a crowd (instances_train.json: x.jpg)"),
+        (of_roboflow, "left out: 1 supercategory without a box (instances_train.json: 'things')"),
+    ],
+)
+def test_what_training_on_coco_leaves_out(
+    change: Callable[[dict[str, Any]], object], line: str, tmp_path: Path
+) -> None:
+    found = CocoPictures(coco(tmp_path, change), "train", "fail")
+    assert (told_of(found), found.classes) == (line, ("cat",))
+
+
+def test_a_list_that_is_there_twice(tmp_path: Path) -> None:
+    file = coco(tmp_path) / "annotations" / "instances_train.json"
+    file.write_text(file.read_text()[:-1] + ', "annotations": []}')
+    with pytest.raises(BadInputError, match=r"not readable JSON .'annotations' is there twice"):
+        CocoPictures(tmp_path, "train", "skip")
+
+
+LLM_C = np.array([20240520, 1, 5000, *[0] * 253], "<i4").tobytes()
+
+
+def saved(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+TOKENS = np.arange(50_000, dtype=np.uint16).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (TOKENS, ""),
+        (bytes(60_000) + TOKENS, ""),
+        (TOKENS + bytes(2000), ""),
+        (saved(np.arange(500, dtype=np.uint16)), "is a NumPy array"),
+        (LLM_C + TOKENS[:10_000], "is a token file of llm.c with a header of 1,024 bytes"),
+        ("To be, or not to be. Da, äh, ist die Frage.\n".encode() * 100, "is text, no tokens"),
+        (b"\x1f\x8b\x08\0" + TOKENS, "is gzip"),
+        (b"PK\3\4" + TOKENS, "is a zip archive"),
+        (TOKENS + bytes(70_000), "its last 65,536 bytes are zeros"),
+        (TOKENS + b"\0", "no whole number of uint16 tokens"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_would_be_taken_for_tokens(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.bin").write_bytes(data)
+    if not message:
+        assert len(TokenDataset(tmp_path / "t.bin", 8, "uint16")) == (len(data) // 2 - 1) // 8
+        return
+    with pytest.raises(BadInputError, match=message):
+        TokenDataset(tmp_path / "t.bin", 8, "uint16")

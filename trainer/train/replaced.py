@@ -1,0 +1,37 @@
+"""How many samples of a run others stood in for, told at its end."""
+
+import torch.distributed as dist
+
+from trainer.config.data import DataConfig
+from trainer.train.state import Run
+
+_PREFIX = "replaced/"
+
+
+def gather_replaced(run: Run) -> dict[str, float]:
+    """Corrupt samples of each data set in which there were any, over all ranks; collective.
+
+    With data.on_corrupt=quarantine over all attempts, too: the run folder's file has them.
+    """
+    if run.recipe.data.on_corrupt == "fail":
+        return {}
+    found = {what: quarantine.samples for what, quarantine in run.quarantines.items()}
+    everywhere = [found]
+    if run.world.group is not None:
+        everywhere = [{} for _ in range(run.world.size)]
+        dist.all_gather_object(everywhere, found, group=run.world.control or run.world.group)
+    counts = {what: len(set().union(*(rank[what] for rank in everywhere))) for what in found}
+    return {f"{_PREFIX}{what}": float(count) for what, count in counts.items() if count}
+
+
+def replaced_line(metrics: dict[str, float], data: DataConfig) -> str:
+    """A line for the console; "" if none was replaced."""
+    counts = [
+        f"{count:,.0f} {name.removeprefix(_PREFIX)}"
+        for name, count in metrics.items()
+        if name.startswith(_PREFIX)
+    ]
+    if not counts:
+        return ""
+    named = "; quarantine.jsonl names them" if data.on_corrupt == "quarantine" else ""
+    return f"  replaced     {', '.join(counts)} samples, which can't be decoded{named}\n"
