@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image, ImageOps, features
+from torchvision import io as tvio
 
 from tests.helpers.image_folders import encoded, picture
 from trainer.data.corrupt import Corrupt
@@ -183,12 +184,21 @@ def test_a_cut_off_jpeg_has_one_verdict_whatever_the_crop(options: dict[str, Any
         assert [verdict(data, side) for side in (100, 60, 30)] == [alone] * 3, len(whole) - end
 
 
-def test_a_thumbnail_s_end_is_not_the_image_s() -> None:
-    thumbnail = bytes(encoded(picture(), "JPEG"))
-    whole = encoded(noise(320, 240), "JPEG", restart_marker_rows=1, exif=b"Exif\0\0" + thumbnail)
-    for cut in (2, 3, 9):
-        data = whole[:-cut]
-        assert verdict(data, 30) == verdict(data, 0), cut
+def test_a_jpeg_that_torchvision_refuses_is_pillow_s() -> None:
+    """Without its last bytes, of which no row needs any: PIL reads it, at every size."""
+    data = encoded(noise(320, 240), "JPEG", restart_marker_rows=1)[:-2]
+    with pytest.raises(RuntimeError, match="incomplete"):
+        tvio.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(rows(decode.whole(data)), expected)
+    assert {verdict(data, side) for side in (0, 100, 60, 30)} == {""}
+
+
+def test_a_size_that_the_decoder_does_not_give_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(picture(size=(40, 30)), "PNG")
+    expected = rows(decode.whole(data))
+    monkeypatch.setattr(decode, "look", lambda _: decode.Header("png", 60, 80))
+    assert np.array_equal(rows(decode.whole(data)), expected)
 
 
 def test_the_cut_of_a_scaled_decode_is_exact() -> None:
@@ -325,8 +335,5 @@ def test_libraries_write_nothing_to_the_terminal(capfd: pytest.CaptureFixture[st
             assert "\n" not in str(error)
     os.write(2, b"ours\n")
     assert capfd.readouterr().err == "ours\n"
-    torch.ops.image.decode_jpeg  # noqa: B018  (torchvision's, which writes if asked without us)
-    from torchvision import io as tvio
-
     tvio.decode_jpeg(torch.frombuffer(noisy_files()[0], dtype=torch.uint8))
     assert "extraneous" in capfd.readouterr().err, "else this test would see nothing"

@@ -38,7 +38,6 @@ _RESIZE = torch.ops.aten._upsample_bilinear2d_aa
 _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)
-_END = b"\xff\xd9"
 _PNG = b"\x89PNG\r\n\x1a\n"
 # Not all that PIL knows: its plugin for EPS runs Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -56,13 +55,11 @@ class Header(NamedTuple):
         kind: "jpeg" or "png" where torchvision decodes it, else "other".
         height: In pixels; 0 for "other", as PIL will say.
         width: Likewise.
-        frame: Offset of a JPEG's frame, which the pixels come after.
     """
 
     kind: str
     height: int
     width: int
-    frame: int = 0
 
 
 _OTHER = Header("other", 0, 0)
@@ -84,15 +81,15 @@ def look(data: bytes | bytearray) -> Header:
             at += 2
         elif 0xC0 <= marker <= 0xCF and marker not in _NOT_FRAMES:
             known = marker in (*_BASELINE, _PROGRESSIVE) and data[at + 9] in (1, 3)
-            return _sized("jpeg", data[at + 5 : at + 7], data[at + 7 : at + 9], at) if known else _OTHER
+            return _sized("jpeg", data[at + 5 : at + 7], data[at + 7 : at + 9]) if known else _OTHER
         else:
             at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return _OTHER
 
 
-def _sized(kind: str, height: bytes | bytearray, width: bytes | bytearray, frame: int = 0) -> Header:
+def _sized(kind: str, height: bytes | bytearray, width: bytes | bytearray) -> Header:
     high, wide = int.from_bytes(height, "big"), int.from_bytes(width, "big")
-    return Header(kind, high, wide, frame) if high and wide else _OTHER
+    return Header(kind, high, wide) if high and wide else _OTHER
 
 
 def cut_out(
@@ -125,15 +122,10 @@ def cut_out(
     if header.height * header.width > LARGEST_IMAGE:
         raise Corrupt(_too_large(f"{header.width:,} x {header.height:,} pixels are"))
     with without_lines_of_libraries():
-        if header.kind == "other":
-            image, turn = _with_pil(data, reading)
-            height, width = image.shape[2:]
-            box = stored_box(choose(*turned_size(turn, height, width)), turn, height, width)
-        else:
-            turn = orientation(data) if reading.upright else UPRIGHT
-            _, height, width, _ = header
-            box = stored_box(choose(*turned_size(turn, height, width)), turn, height, width)
-            image, box = _decoded(data, header, box, side if scaled else 0, reading)
+        found = None
+        if header.kind != "other":
+            found = _decoded(data, header, choose, side if scaled else 0, reading)
+        image, box, turn = found or _with_pil(data, choose, reading)
     cut = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
     return cut if turn == UPRIGHT else turned(cut, turn)
 
@@ -151,36 +143,50 @@ def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return resized
 
 
+class _Decoded(NamedTuple):
+    """An image, uint8 (1, 3, height, width), where the part that is wanted lies in it, and orientation."""
+
+    image: torch.Tensor
+    box: Box
+    turn: int
+
+
 def _decoded(
-    data: bytearray, header: Header, box: Box, side: int, reading: Reading
-) -> tuple[torch.Tensor, Box]:
-    """A JPEG or PNG, maybe at a part of its size, and where the box lies in it."""
-    # One that was cut off has no end: it is decoded whole, so that no cut of it passes where another doesn't.
-    if side and header.kind == "jpeg" and data.rfind(_END, header.frame) >= 0:
-        box, shrink = snapped_cut(box, side, header.height, header.width)
-        if shrink > 1 and (small := _smaller(data, shrink)) is not None:
-            return small, Box(*(edge // shrink for edge in box))
+    data: bytearray, header: Header, choose: Callable[[int, int], Box], side: int, reading: Reading
+) -> _Decoded | None:
+    """A JPEG or PNG, maybe at a part of its size; None if it is refused, or isn't what its header says."""
+    turn = orientation(data) if reading.upright else UPRIGHT
+    kind, height, width = header
+    box = stored_box(choose(*turned_size(turn, height, width)), turn, height, width)
+    if side and kind == "jpeg":
+        cut, shrink = snapped_cut(box, side, height, width)
+        if shrink > 1 and (small := _smaller(data, header, shrink)) is not None:
+            return _Decoded(small, Box(*(edge // shrink for edge in cut)), turn)
     try:
         encoded = torch.frombuffer(data, dtype=torch.uint8)
-        decode = tvio.decode_jpeg if header.kind == "jpeg" else tvio.decode_png
+        decode = tvio.decode_jpeg if kind == "jpeg" else tvio.decode_png
         image: torch.Tensor = decode(encoded, _RGB)
     except RuntimeError as error:
         if "allocat" in str(error):
             raise MemoryError(str(error)) from error
-        return _with_pil(data, reading)[0], box
+        return None
+    if image.shape[1:] != (height, width):
+        return None
     if image.dtype != torch.uint8:
         image = torch.from_numpy(_eight_bits(image.to(torch.int32).numpy(), reading.bits))
-    return image[None], box
+    return _Decoded(image[None], box, turn)
 
 
-def _smaller(data: bytearray, shrink: int) -> torch.Tensor | None:
-    """A JPEG at a part of its size; None if it can't be decoded so."""
+def _smaller(data: bytearray, header: Header, shrink: int) -> torch.Tensor | None:
+    """A JPEG at a part of its size; None if it can't be decoded so, or isn't what its header says."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=("JPEG",)) as file:
+                if file.size != (header.width, header.height):
+                    return None
                 file.draft("RGB", (file.width // shrink, file.height // shrink))
                 return _of_rows(np.array(file.convert("RGB")))
     except MemoryError:
@@ -199,16 +205,16 @@ def formats() -> tuple[str, ...]:
         return (*_FORMATS, *(name for name, feature in _OPTIONAL.items() if features.check(feature)))
 
 
-def _with_pil(data: bytearray, reading: Reading) -> tuple[torch.Tensor, int]:
-    """The pixels of the first frame, uint8 (1, 3, height, width), and their orientation if that is wanted."""
+def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Reading) -> _Decoded:
+    """The first frame of whatever PIL reads."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=formats()) as file:
-                pixels = _pixels(file, reading.bits)
-                return _of_rows(pixels), orientation_of(file) if reading.upright else UPRIGHT
+                image = _of_rows(_pixels(file, reading.bits))
+                turn = orientation_of(file) if reading.upright else UPRIGHT
     except (MemoryError, Corrupt):
         raise
     except Image.DecompressionBombError as error:
@@ -217,6 +223,8 @@ def _with_pil(data: bytearray, reading: Reading) -> tuple[torch.Tensor, int]:
         # Its plugins raise whatever struct, zlib and their own arithmetic do; the bytes are here already, so
         # it is never an error of reading.
         raise Corrupt(f"not a readable image ({_reason(data, error)})") from error
+    height, width = image.shape[2:]
+    return _Decoded(image, stored_box(choose(*turned_size(turn, height, width)), turn, height, width), turn)
 
 
 def _of_rows(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
