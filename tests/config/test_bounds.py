@@ -31,7 +31,6 @@ _OWN_WORDS = {
     "train/model_of_run.py": "what this process has just made",
     "tasks/trial.py": "what this process has just made",
     "train/tracking/as_tracker.py": "its parent's words, by a pipe",
-    "train/tracking/feed.py": "a tracker's words, by a pipe, in lines of bounded length",
     "train/tracking/process.py": "its parent's words, by a pipe",
     "train/tune/lr_range.py": "a temporary folder, for its user alone",
     "train/tune/job.py": "a temporary folder, for its user alone",

@@ -19,6 +19,7 @@ from trainer.observe.console import ProgressBar, warn
 from trainer.train.request import typed
 
 SECRET = "hunter2hunter2"
+TOKEN = f"hf_{SECRET}{'aB3' * 10}"  # as the hub's are: it holds the word that is looked for
 # Fails at the end, when all else has been written; a rank imports it at its start.
 FAULT = f"""
 import os
@@ -26,7 +27,10 @@ if "RANK" in os.environ:
     from trainer.train import trainer
     def finish(*_):
         api_key = "{SECRET}"
-        raise RuntimeError(f"can't push to https://me:{{api_key}}@host/x with {{dict(api_key=api_key)}}")
+        shapes = [dict(api_key=api_key), dict(credentials=dict(id=[api_key])), dict(DB_PASS=api_key.encode())]
+        lines = f"Cookie: session={{api_key}}\\nAuthorization: token {{api_key}}\\npassword: one {{api_key}}"
+        lines += f"\\nsecrets:\\n  - {{api_key}}\\ncurl -u me:{{api_key}} https://host\\nuse {TOKEN}"
+        raise RuntimeError(f"can't push to https://me:{{api_key}}@host/x with {{shapes}}\\n{{lines}}")
     trainer.finish = finish
 """
 
@@ -47,7 +51,8 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     (here / "code" / "sitecustomize.py").write_text(FAULT)
     settings = ["data.name=folder", f"data.path={data}", "data.image_size=8", "data.workers=0", "epochs=1"]
     settings += ["data.on_corrupt=quarantine", "data.corrupt_budget=0.5", "model.width=4", "max_steps=2"]
-    settings += [f"about=AWS_SECRET_ACCESS_KEY={SECRET}", "log.to=[jsonl, csv, tensorboard]"]
+    about = f"AWS_SECRET_ACCESS_KEY={SECRET} {TOKEN} AccountKey={SECRET}== curl -u me:{SECRET} h"
+    settings += [f"about={about}", "log.to=[jsonl, csv, tensorboard]"]
     settings += ["log.every=1", "checkpoint.every=1", "parallel.threads=1", "data.global_batch_size=8"]
     settings += ["data.micro_batch_size=8", "data.eval_batch_size=8"]
     words = [word for one in settings for word in ("--set", one)]
@@ -65,7 +70,7 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     assert leaks(here) == []
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["config"]["data"]["path"].endswith("data?X-Amz-Signature=***")
-    assert "--set 'about=AWS_SECRET_ACCESS_KEY=***'" in manifest["command"]
+    assert "--set 'about=AWS_SECRET_ACCESS_KEY=*** *** AccountKey=*** curl -u *** h'" in manifest["command"]
     assert "https://***@host/x" in manifest["reason"]
     assert "X-Amz-Signature=***" in (run / "quarantine.jsonl").read_text()
     assert {"config.yaml", "checksums.jsonl", "metrics.jsonl", "tensorboard"} <= {

@@ -1,5 +1,6 @@
 """Promise: a tracker gets every row once, costs the training nothing, and can't end it."""
 
+import contextlib
 import http.server
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -31,7 +33,7 @@ from trainer.config.section import validated
 from trainer.config.training import LogConfig
 from trainer.errors import EXIT_REQUEUE, BadInputError
 from trainer.train.run import check_request, make_task
-from trainer.train.tracking import feed
+from trainer.train.tracking import feed, process
 from trainer.train.tracking.tracker import check_reachable, metrics_of
 
 SECRET = "hunter2hunter2"
@@ -404,3 +406,33 @@ def test_an_address_with_a_password_is_asked_without_it_and_never_shown() -> Non
     with pytest.raises(BadInputError) as refused:
         check_reachable(["mlflow"], {"MLFLOW_TRACKING_URI": "http://me:hunter2@127.0.0.1:x"})
     assert "hunter2" not in redact_text(str(refused.value))
+
+
+def test_what_a_library_prints_goes_to_the_log_without_its_secrets(tmp_path: Path) -> None:
+    """Also what it writes past Python, and the traceback of an error that ends it."""
+    pid = os.fork()
+    if pid == 0:
+        file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(file, 2)
+        with contextlib.suppress(SystemExit), process._redacted_log():
+            os.write(2, b"POST failed: Authorization: Basic hunter2hunter2==\n")
+            print("api_key=hunter2hunter2", flush=True)
+            raise RuntimeError("https://me:hunter2hunter2@host/x")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    log = (tmp_path / "log").read_text()
+    assert "hunter2" not in log
+    assert log.startswith("POST failed: Authorization: ***\napi_key=***\nTraceback")
+    assert "RuntimeError: https://***@host/x" in log
+
+
+def test_an_error_of_a_tracker_is_cut_after_its_secrets_went() -> None:
+    told = list[dict[str, Any]]()
+    inbox = SimpleNamespace(closing=SimpleNamespace(wait=lambda _: True))
+
+    def fail() -> None:
+        raise RuntimeError(f"https://{'u' * 200}:hunter2hunter2{'x' * 200}@host/x")
+
+    with pytest.raises(process._Given):
+        process._tried(fail, inbox, lambda **words: told.append(words))  # type: ignore[arg-type]
+    assert "hunter2" not in str(told) and "***@host" in str(told)

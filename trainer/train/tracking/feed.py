@@ -89,7 +89,7 @@ class Feed:
         *lines, self._heard = self._heard.split(b"\n")
         for line in lines:
             try:
-                message = dict(json.loads(line))
+                message = dict(strict_json.parse_quickly(line))
             except (ValueError, TypeError):  # what code of others printed before the process took its output
                 continue
             self._done += message.get("done", 0)

@@ -9,19 +9,24 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
+from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED
-from trainer.host.files import write_whole
+from trainer.host import strict_json
+from trainer.host.files import read_bounded, write_whole
 from trainer.launch.worker import die_with_parent
 from trainer.train.tracking.tracker import tracker_class
 
 T = TypeVar("T")
 _ROWS = 1000  # that wait here; further ones wait at the rank
 _BATCH = 200  # rows at a time
+_LINE = 1 << 16  # bytes of a log's
+_LAST_LINES_S = 0.5
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries to send a batch
 
 
@@ -72,7 +77,7 @@ class _Sent:
         self.id, self.rows, self._left_out = "", 0, 0
         self._steps: dict[str, int] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            told = json.loads(file.read_text())
+            told = strict_json.parse_quickly(read_bounded(file))
             self.id, self.rows, self._steps = str(told["id"]), int(told["rows"]), dict(told["steps"])
             self._left_out = int(told.get("left_out", 0))
         self._before = dict(self._steps)
@@ -115,8 +120,39 @@ def main(name: str, about: Mapping[str, Any], parent: int) -> None:
     """
     die_with_parent(parent)
     told = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to the log
+    with _redacted_log():
+        _send(name, about, told)
+    os._exit(EXIT_DONE)  # nothing that a library left may keep it
 
+
+@contextlib.contextmanager
+def _redacted_log() -> Iterator[None]:
+    """Within it what this process and libraries print goes to the log, which is standard error, by lines."""
+    log, (reads, writes) = os.dup(2), os.pipe()
+
+    def copy() -> None:
+        with os.fdopen(reads, "rb") as printed, contextlib.suppress(OSError):
+            for line in iter(lambda: printed.readline(_LINE), b""):
+                os.write(log, redact_text(line.decode("utf-8", "replace")).encode())
+
+    copies = threading.Thread(target=copy, daemon=True)
+    copies.start()
+    for file in (1, 2):
+        os.dup2(writes, file)
+    os.close(writes)
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(EXIT_FAILED) from None
+    finally:
+        sys.stdout.flush()
+        for file in (1, 2):
+            os.dup2(log, file)
+        copies.join(_LAST_LINES_S)  # what a library started may hold it open
+
+
+def _send(name: str, about: Mapping[str, Any], told: TextIO) -> None:
     def tell(**message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
             told.write(json.dumps(message) + "\n")
@@ -139,7 +175,6 @@ def main(name: str, about: Mapping[str, Any], parent: int) -> None:
                 tell(done=len(rows))
         _tried(lambda: tracker.close(inbox.status), inbox, tell)
     tell(closed=True)
-    os._exit(EXIT_DONE)  # nothing that a library left may keep it
 
 
 def _tried(call: Callable[[], T], inbox: _Inbox, tell: Callable[..., None], last: bool = True) -> T:
@@ -155,7 +190,8 @@ def _tried(call: Callable[[], T], inbox: _Inbox, tell: Callable[..., None], last
         try:
             return call()
         except (Exception, SystemExit) as error:
-            tell(problem=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            # Before the cut, which could hide what shows a secret.
+            tell(problem=redact_text(" ".join(f"{type(error).__name__}: {error}".split()))[:300])
         if (last and number >= len(_WAITS)) or inbox.closing.wait(_WAITS[min(number, len(_WAITS) - 1)]):
             break
     raise _Given
