@@ -15,7 +15,7 @@ _NODES = 10_000
 class _Bounded(yaml.SafeLoader):
     """PyYAML's safe loader without merge keys, which copy what they refer to: forty lines fill any memory."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

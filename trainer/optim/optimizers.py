@@ -147,7 +147,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
         for (weight_decay, factor, _), params in groups.items()
     ]
     split = getattr(named(OPTIMIZERS[config.name].opens), "split", None)
-    return alike_groups if split is None else split(alike_groups, model)  # type: ignore[no-any-return]
+    return alike_groups if split is None else split(alike_groups, model)
 
 
 def moments_kept(config: OptimConfig, model: nn.Module) -> dict[int, float]:

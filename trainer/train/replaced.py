@@ -1,8 +1,7 @@
 """How many samples of a run others stood in for, told at its end."""
 
-import torch.distributed as dist
-
 from trainer.config.data import DataConfig
+from trainer.distributed.parallel import words_of_ranks
 from trainer.train.state import Run
 
 _PREFIX = "replaced/"
@@ -15,12 +14,10 @@ def gather_replaced(run: Run) -> dict[str, float]:
     """
     if run.recipe.data.on_corrupt == "fail":
         return {}
-    found = {what: quarantine.samples for what, quarantine in run.quarantines.items()}
-    everywhere = [found]
-    if run.world.group is not None:
-        everywhere = [{} for _ in range(run.world.size)]
-        dist.all_gather_object(everywhere, found, group=run.world.control or run.world.group)
-    counts = {what: len(set().union(*(rank[what] for rank in everywhere))) for what in found}
+    counts = {}
+    for what, quarantine in run.quarantines.items():
+        words = words_of_ranks(" ".join(map(str, sorted(quarantine.samples))), run.world)
+        counts[what] = len(set(" ".join(words).split()))
     return {f"{_PREFIX}{what}": float(count) for what, count in counts.items() if count}
 
 

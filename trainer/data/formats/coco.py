@@ -20,7 +20,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
 from trainer.data.formats.files import Files, Listed
-from trainer.data.formats.orientation import SWAPPED, UPRIGHT
+from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
@@ -59,7 +59,7 @@ class CocoPictures:
         from trainer.data.formats import decode
 
         self._decode = decode.whole
-        self._orientation = partial(decode.orientation, formats=decode.formats())
+        self._orientation = partial(orientation, formats=decode.formats())
         file, folder = _places(root, part)
         told = _load(file)
         left_out = list[LeftOut]()

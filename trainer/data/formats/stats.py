@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
-from trainer.data.formats.orientation import UPRIGHT
+from trainer.data.formats.orientation import UPRIGHT, orientation
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import ShardedRecords, hash_of
 from trainer.data.left_out import LeftOut
@@ -134,7 +134,7 @@ def _decoded(records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any], 
     image = decode.whole(data, records.reading)[0].permute(1, 2, 0).numpy()
     if records.raw:
         raise Corrupt("was not a readable image when it was packed")
-    return len(data), image, decode.orientation(data, decode.formats())
+    return len(data), image, orientation(data, decode.formats())
 
 
 def _spread(values: Any) -> Spread:

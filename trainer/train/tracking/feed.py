@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.redact import redact
+from trainer.host import strict_json
 from trainer.host.files import open_own, own_folder
 from trainer.launch.signals import blocked
 from trainer.launch.worker import requested
