@@ -1,6 +1,7 @@
 """Starting from somebody's weights: safetensors only, and every difference named."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,27 @@ from trainer.models.names import matching
 
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
 _SHOWN = 5
+_COMPILED = "_orig_mod."  # torch.compile's, before the names of what it wraps
+# The weights alone of what people save: Lightning's and timm's checkpoints are dicts around them.
+_CONVERT = (
+    "import torch, safetensors.torch as s; "
+    "d = torch.load({given!r}, map_location='cpu', weights_only=True); "
+    "d = next((d[k] for k in ('state_dict', 'model_state_dict', 'model') if isinstance(d.get(k), dict)), d); "
+    "d = {{n: t.clone().contiguous() for n, t in d.items() if isinstance(t, torch.Tensor)}}; "
+    "s.save_file(d, {made!r})"
+)
 
 
-def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> int:
+def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> str:
     """Copies weights from a file into a model, in place; into one on the meta device, only checks them.
 
     Args:
         model: Takes the weights, converted to its dtypes and memory format.
-        file: A safetensors file whose names are those of the model's state_dict.
+        file: A safetensors file whose names are those of the model's state_dict, or these behind one prefix.
         reinit: Patterns of names that are not read: they keep their initialization.
 
     Returns:
-        Number of tensors that were taken over.
+        How many tensors were taken over, and behind which prefix, for people.
 
     Raises:
         BadInputError: If the file isn't safetensors, or names or shapes differ where `reinit` doesn't allow.
@@ -36,7 +46,8 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> int:
     state = model.state_dict(keep_vars=True)
     try:
         with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            given, note = _unwrapped(list(opened.keys()), state, file)
+            slices = {name: opened.get_slice(there) for name, there in given.items()}
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             modules = [name for name, _ in model.named_modules() if name]
             matching([*state, *shapes, *modules], reinit, "model.reinit")
@@ -46,15 +57,46 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> int:
                 _check_format(name, state[name], slices[name].get_dtype(), file)
             for name in names if next(model.parameters()).device.type != "meta" else ():
                 with torch.no_grad():
-                    state[name].copy_(_finite(opened.get_tensor(name), name, file))
+                    state[name].copy_(_finite(opened.get_tensor(given[name]), name, file))
             for group in sharing({name: state[name] for name in names}):
-                _check_agreement(file, group, [opened.get_tensor(name) for name in group], state)
+                _check_agreement(file, group, [opened.get_tensor(given[name]) for name in group], state)
     except OSError as error:
         reason = error.strerror or str(error)
         raise BadInputError(f"model.pretrained: can't read {file} ({reason}); give another file") from error
     except SafetensorError as error:
         raise BadInputError(f"model.pretrained: {file} is not a safetensors file. {_remedy(file)}") from error
-    return len(names)
+    return f"{len(names)} tensors{note}"
+
+
+def _unwrapped(names: Sequence[str], wanted: Collection[str], file: Path) -> tuple[dict[str, str], str]:
+    """The names of a file as the model's, and a note for people if they aren't the same.
+
+    Whatever wraps a model puts its own name before each: Lightning's module `model.`, DDP `module.`,
+    torch.compile `_orig_mod.`, anywhere. What isn't behind the prefix (losses, metrics) is left out.
+
+    Raises:
+        BadInputError: If the file holds the model behind two prefixes alike.
+    """
+    plain = {name: name for name in names}
+    found = Counter[str]()
+    for name in names:
+        parts = name.replace(_COMPILED, "").split(".")
+        for depth in range(len(parts)):
+            if ".".join(parts[depth:]) in wanted:
+                found["".join(f"{part}." for part in parts[:depth])] += 1
+    (prefix, most), *others = found.most_common() or [("", 0)]
+    if found[""] == most or 2 * most < len(wanted):
+        compiled = {name.replace(_COMPILED, ""): name for name in names}
+        return (compiled, f", without {_COMPILED}") if compiled.keys() != plain.keys() else (plain, "")
+    if rivals := [other for other, count in others if count == most]:
+        raise BadInputError(
+            f"model.pretrained: {file} holds the model behind {prefix!r} and behind {rivals[0]!r}; save one "
+            "of the two alone"
+        )
+    given = {name.replace(_COMPILED, ""): name for name in names}
+    given = {name.removeprefix(prefix): there for name, there in given.items() if name.startswith(prefix)}
+    rest = len(names) - len(given)
+    return given, f" behind {prefix!r}" + (f"; {rest} others of the file are left out" if rest else "")
 
 
 def _check_agreement(
@@ -161,7 +203,6 @@ def _remedy(file: Path) -> str:
     if file.suffix in _PICKLED:
         return (
             "A pickle can run code when it is read, so it never is here. If you trust it, convert it once "
-            'elsewhere: python -c "import torch, safetensors.torch as s; s.save_file(torch.load('
-            f"'{file.name}', weights_only=True), '{file.stem}.safetensors')\""
+            f'elsewhere: python -c "{_CONVERT.format(given=file.name, made=f"{file.stem}.safetensors")}"'
         )
     return "Save the state_dict with safetensors.torch.save_file"
