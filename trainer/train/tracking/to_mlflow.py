@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.here import shown
-from trainer.train.resume import flat
+from trainer.train.differences import flat
 from trainer.train.tracking.tracker import metrics_of
 
 _RUN_ID = "trainer.run_id"
