@@ -36,10 +36,11 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.processes import children
 from trainer.train.build import build
+from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint
+from trainer.train.decision import check_resumable
+from trainer.train.differences import differences
 from trainer.train.manifest import read_stored, update_manifest
 from trainer.train.provenance import make_manifest
-from trainer.train.restore import load_checkpoint, newest_checkpoint
-from trainer.train.resume import check_resumable, differences
 from trainer.train.run import make_task
 from trainer.train.run_folder import newest_run, write_json
 from trainer.train.state import numbers_of, tensors_of

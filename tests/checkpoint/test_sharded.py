@@ -31,9 +31,9 @@ from trainer.distributed.parallel import World
 from trainer.host import files
 from trainer.train import trainer
 from trainer.train.build import build
+from trainer.train.checkpoint_choice import newest_checkpoint
 from trainer.train.model_of_run import open_run
 from trainer.train.request import Request
-from trainer.train.restore import newest_checkpoint
 from trainer.train.run import make_task
 from trainer.train.state import load_state, tensors_of
 

@@ -24,7 +24,7 @@ from trainer.data.formats.documents import StreamDataset
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.train.build import build
-from trainer.train.restore import load_checkpoint
+from trainer.train.checkpoint_choice import load_checkpoint
 from trainer.train.run import make_task
 from trainer.train.state import numbers_of, tensors_of
 from trainer.train.step import train_step

@@ -22,7 +22,7 @@ from trainer.host.allocator import VARIABLES
 from trainer.host.limits import Limits
 from trainer.launch.launcher import LocalRanks
 from trainer.train.manifest import Manifest
-from trainer.train.resume import Mode
+from trainer.train.options import Mode
 
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

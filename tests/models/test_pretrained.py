@@ -30,8 +30,8 @@ from trainer.errors import BadInputError
 from trainer.models import pretrained
 from trainer.models.images import build_model
 from trainer.models.pretrained import find_weights
-from trainer.train.pretrained import resolve_pretrained
 from trainer.train.recording import save_weights
+from trainer.train.starting_weights import resolve_pretrained
 
 OLD, NEW = "1" * 40, "2" * 40
 SOURCE = "hub:org/name@main"

@@ -24,7 +24,7 @@ from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
 from trainer.errors import BadInputError
 from trainer.tasks.example import Spirals
-from trainer.train.resume import differences
+from trainer.train.differences import differences
 
 WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"
 

@@ -24,7 +24,7 @@ from trainer.checkpoint.folder import read
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.train import trainer
-from trainer.train.resume import parse_source
+from trainer.train.options import parse_source
 from trainer.train.run_folder import KEPT
 from trainer.train.state import numbers_of, tensors_of
 

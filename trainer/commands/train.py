@@ -4,14 +4,18 @@ import argparse
 import os
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.observe.console import log_as_json, set_verbosity
+
+if TYPE_CHECKING:
+    from trainer.train.options import TrainOptions
 
 _MODES = ("auto", "newest", "force", "never")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -182,7 +186,7 @@ def _train(options: argparse.Namespace) -> int:
             options.set = with_tuned(options.tuned, options.set)
             from trainer.train.start import train_without_launcher
 
-            worker.code = train_without_launcher(options)
+            worker.code = train_without_launcher(_typed(options))
         return worker.exit_code
     from trainer.launch.signals import end_on_signal
     from trainer.train.run_folder import has_checkpoint
@@ -197,7 +201,13 @@ def _train(options: argparse.Namespace) -> int:
 
     if fresh:
         compute_alone()
-    return start(options, *given)
+    return start(_typed(options), *given)
+
+
+def _typed(options: argparse.Namespace) -> "TrainOptions":
+    from trainer.train.options import TrainOptions
+
+    return TrainOptions(**{field.name: getattr(options, field.name) for field in fields(TrainOptions)})
 
 
 def name_folder(options: argparse.Namespace) -> None:
@@ -249,8 +259,9 @@ def _run_named(word: str, flag: str) -> Path:
 
 def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
     """Reads what --from names; where no recipe is given, takes that of the run to resume or to begin from."""
+    from trainer.train.differences import own_config
     from trainer.train.manifest import read_run
-    from trainer.train.resume import own_config, parse_source
+    from trainer.train.options import parse_source
 
     if options.begin_from is not None:
         source = parse_source(options.begin_from)

@@ -26,16 +26,16 @@ from trainer.observe.console import warn
 from trainer.observe.rows import FILES, OWN
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.begin import keep_beginning
+from trainer.train.decision import Finished, From, decide
 from trainer.train.hooks import HookError, find_hooks
 from trainer.train.manifest import read_stored
-from trainer.train.pretrained import resolve_pretrained
+from trainer.train.options import Mode, parse_source
 from trainer.train.process_state import process_state_kept
 from trainer.train.request import Request
-from trainer.train.resume import Mode, parse_source
-from trainer.train.run import check_files, check_request, make_task
-from trainer.train.run_folder import RUNS, claim_folder, new_folder, read_rows, remove_unused, warn_of_loss
-from trainer.train.start_checks import begun, check_outside, check_stored, threads_line
+from trainer.train.run import check_request, make_task
+from trainer.train.run_folder import RUNS, claim_folder, new_folder, read_rows, remove_unused
+from trainer.train.start_checks import Start, check_start, places, threads_line
+from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 from trainer.train.trainer import train_rank
 
 
@@ -127,21 +127,17 @@ def _fit(
     find_hooks(recipe.hooks, hooks)
     if source is not None:
         source = source._replace(run=from_here(source.run))
-    begun_from = begun(source, recipe, opened, wanted, stored)
-    over = None
-    if wanted is not None and stored is not None:
-        over = check_stored(wanted, stored, recipe, opened, pretrained, resume)
-    else:
-        check_outside(recipe)
-    if over is None:
-        check_files(recipe, opened)
-    first = os.environ.get("RANK", "0") == "0"  # a script of torchrun's may call it on each rank
+    decision = decide(recipe, wanted, opened, pretrained=pretrained, resume=resume, source=source)
+    begun_from = decision.checkpoint if isinstance(decision, From) else None
+    here = places(os.environ)  # a script of torchrun's may call it on each rank
+    first = "job" in here
+    if not isinstance(decision, Finished):
+        check_start(Start(recipe, opened, wanted or runs, decision), here)
     made = wanted is None
     if wanted is None:
         folder = new_folder(runs, name, recipe)
     else:
         folder, made = wanted, stored is None and first and claim_folder(wanted)
-    warn_of_loss(folder)
     try:
         if begun_from is not None and first:
             keep_beginning(folder, begun_from)

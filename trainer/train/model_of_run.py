@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up, read, stored_in
+from trainer.checkpoint.folder import Damaged, Unreadable, look_up, read, stored_in
 from trainer.checkpoint.store import listing, newest_good
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
@@ -29,10 +29,11 @@ from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode
 from trainer.rng import Ints
 from trainer.tasks import Task
+from trainer.train.checkpoint_choice import chosen_checkpoint
+from trainer.train.differences import FREE, own_config
 from trainer.train.manifest import Manifest, RunFolder, read_run
 from trainer.train.prepare import shapes_only
 from trainer.train.provenance import file_hash
-from trainer.train.resume import FREE, own_config
 from trainer.train.run import make_task, more_sets
 from trainer.train.run_folder import MANIFEST
 
@@ -234,10 +235,15 @@ def _checkpointed(
     """A checkpoint's weights and buffers, the average (maybe empty), and its name."""
     if which not in (None, "best", "last") and not (str(which).isascii() and str(which).isdigit()):
         raise BadInputError(f"--checkpoint {which}: give best, last or a step")
+    path = None
     try:
-        found, skipped = newest_good(folder / FOLDER)
-        if found is not None and which not in (None, "last"):
-            found = _at_step(folder, _step_of(folder, found, str(which)))
+        if which in (None, "last"):
+            found, skipped = newest_good(folder / FOLDER)
+        else:
+            path = chosen_checkpoint(folder, str(which), f"--checkpoint {which}")[1]
+            found, skipped = read(path), []
+    except Damaged as damage:
+        raise BadInputError(f"{path}: {damage}; give another step") from damage
     except (OSError, Unreadable) as error:
         raise BadInputError(f"{folder / FOLDER}: can't be read ({error}); mend that") from error
     if found is None:
@@ -249,28 +255,6 @@ def _checkpointed(
     kind = "ema" if averaged and "ema" in found.tensors else "model"
     source = f"{FOLDER}/{found.path.name}/{kind}.safetensors"
     return found.tensors["model"], found.tensors["ema"] if kind == "ema" else {}, source
-
-
-def _step_of(folder: Path, newest: Checkpoint, which: str) -> int:
-    """The step of the checkpoint that is asked for."""
-    if which == "best":
-        best = newest.state.get("best")
-        if best is None:
-            raise BadInputError(f"{folder}: no evaluation was made before the newest checkpoint; use last")
-        return int(best[1])
-    return int(which)
-
-
-def _at_step(folder: Path, step: int) -> Checkpoint:
-    there = listing(folder / FOLDER)
-    for entry in there:
-        if entry.step == step:
-            try:
-                return read(entry.path)
-            except Damaged as damage:
-                raise BadInputError(f"{entry.path}: {damage}; give another step") from damage
-    steps = ", ".join(str(entry.step) for entry in there)
-    raise BadInputError(f"{folder}: no checkpoint of step {step}; there are those of step {steps}")
 
 
 def inputs_of(run: OpenedRun, batch: Batch) -> tuple[torch.Tensor, ...]:

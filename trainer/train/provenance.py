@@ -21,8 +21,8 @@ from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
+from trainer.train.differences import differences, extends, other_arithmetic, other_data
 from trainer.train.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
-from trainer.train.resume import differences, extends, other_arithmetic, other_data
 from trainer.train.run import described_data
 from trainer.train.state import Run
 from trainer.version import ARITHMETIC, __version__

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_words
-from trainer.config.section import validated
 from trainer.observe.profile import Kind
 from trainer.train.manifest import BegunFrom, Pretrained
-from trainer.train.resume import Mode
+from trainer.train.options import Mode
 
 
 def typed(argv: Sequence[str]) -> str:
@@ -50,19 +51,10 @@ class Request:
 
 def as_json(request: Request) -> dict[str, Any]:
     """A request for the ranks of a launch."""
-    return {
-        **vars(request),
-        "folder": str(request.folder),
-        "recipe": request.recipe.model_dump(mode="json"),
-        "begun_from": request.begun_from and request.begun_from.model_dump(),
-        "pretrained": request.pretrained.model_dump() if request.pretrained else None,
-    }
+    values: dict[str, Any] = TypeAdapter(Request).dump_python(request, mode="json")
+    return values
 
 
 def from_json(values: Mapping[str, Any]) -> Request:
     """What `as_json` made of a request."""
-    recipe = validated(Recipe, values["recipe"], values["name"])
-    begun = values["begun_from"] and BegunFrom(**values["begun_from"])
-    pretrained = values["pretrained"] and Pretrained(**values["pretrained"])
-    made = {"folder": Path(values["folder"]), "recipe": recipe, "begun_from": begun, "pretrained": pretrained}
-    return Request(**{**values, **made})
+    return TypeAdapter(Request).validate_python(values)

@@ -1,6 +1,5 @@
 """The start of a run: checks and resolves the whole request once, then starts the ranks."""
 
-import argparse
 import math
 import os
 from pathlib import Path
@@ -18,14 +17,13 @@ from trainer.launch.launcher import launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
 from trainer.observe.console import detail, say, warn
-from trainer.tasks import Checked, Task
-from trainer.train.begin import keep_beginning
+from trainer.tasks import Task
+from trainer.train.decision import Decision, Finished, From, Resume, decide
 from trainer.train.local_ranks import plan_local_ranks
-from trainer.train.manifest import Manifest, read_stored
-from trainer.train.pretrained import resolve_pretrained
+from trainer.train.manifest import Manifest, Pretrained, read_stored
+from trainer.train.options import TrainOptions
 from trainer.train.request import Request, as_json
-from trainer.train.resume import StartingPoint
-from trainer.train.run import check_files, check_request, device_kind, make_task
+from trainer.train.run import check_request, device_kind, make_task
 from trainer.train.run_folder import (
     RUNS,
     check_inside,
@@ -33,9 +31,9 @@ from trainer.train.run_folder import (
     new_folder,
     newest_run,
     remove_unused,
-    warn_of_loss,
 )
-from trainer.train.start_checks import begun, check_outside, check_stored, threads_line
+from trainer.train.start_checks import Place, Start, check_start, places, threads_line
+from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 from trainer.train.trainer import train_rank
 from trainer.train.tune.auto import chosen_setting, for_ranks, stored_setting
 from trainer.train.tune.job import Interrupted, Job
@@ -46,7 +44,7 @@ _RANK = "trainer.train.rank"
 _OUR_SINKS = {"jsonl", "csv", "tensorboard"}
 
 
-def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int | None = None) -> int:
+def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None = None) -> int:
     """Starts the ranks that `trainer train` was asked for; returns the exit code.
 
     Args:
@@ -80,21 +78,18 @@ def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int |
     with folder_kept():
         task = make_task(recipe)
         _check_batch(recipe, task, local.ranks, nodes, fresh)
-        wanted, source = _absolute(options, wanted)
-        begun_from = begun(source, recipe, task, wanted, stored)
-        over = None
-        if wanted is not None and stored is not None:
-            over = check_stored(wanted, stored, recipe, task, pretrained, options.resume)
-        if over is not None:
-            say(over[0])
-            return over[1]
-        check_files(recipe, task)
-    begins = stored is None and not (nodes and nodes.number)
-    if begins:
-        check_outside(recipe)
+        wanted = wanted and from_here(wanted)
+        decision = _decided(options, recipe, wanted, task, pretrained)
+        if isinstance(decision, Finished):
+            say(decision.line)
+            return decision.code
+        first = not (nodes and nodes.number)
+        here: set[Place] = {"job", "host"} if first else {"host"}
+        check_start(Start(recipe, task, wanted or RUNS, decision), here)
+    begins = first and not isinstance(decision, Resume)
+    begun_from = decision.checkpoint if isinstance(decision, From) else None
     folder, made = _folder(options.recipe, recipe, wanted, begins)
     check_inside(folder)
-    warn_of_loss(wanted or RUNS)
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
     request = as_json(
         Request(
@@ -148,7 +143,7 @@ def compute_alone() -> None:
     torch.set_num_threads(1)
 
 
-def train_without_launcher(options: argparse.Namespace) -> int:
+def train_without_launcher(options: TrainOptions) -> int:
     """Does the part of a rank that torchrun or Slurm started; what the ranks make of it, they compare."""
     _check_options(options, None)
     recipe, auto = provisional(options.recipe, options.set, options.values)
@@ -160,10 +155,14 @@ def train_without_launcher(options: argparse.Namespace) -> int:
     recipe, pretrained, _ = resolve_pretrained(
         recipe, _stored(options), _wanted(options), options.resume, options.source
     )
-    stored = read_stored(folder)
+    here = places(os.environ) if not _restarted() else set()
+    if "job" in here and (line := threads_line(recipe, read_stored(folder), options.resume)):
+        warn(line)
     task = make_task(recipe)
-    _, source = _absolute(options, folder)
-    begun_from = begun(source, recipe, task, folder, stored)
+    decision = _decided(options, recipe, folder, task, pretrained)
+    if not isinstance(decision, Finished):
+        check_start(Start(recipe, task, folder, decision), here)
+    begun_from = decision.checkpoint if isinstance(decision, From) else None
     if begun_from is not None and os.environ["RANK"] == "0":
         keep_beginning(folder, begun_from)
     request = Request(
@@ -176,44 +175,27 @@ def train_without_launcher(options: argparse.Namespace) -> int:
         begun_from=begun_from,
         pretrained=pretrained,
     )
-    if not _restarted():
-        _check_once(request, task, stored)
     return train_rank(request, task)
 
 
-def _check_once(request: Request, task: Task, stored: Manifest | None) -> None:
-    """What the launcher checks, where there is none: the data on each host, all else on rank 0."""
-    recipe, folder, over = request.recipe, request.folder, None
-    if os.environ["RANK"] == "0":
-        if line := threads_line(recipe, stored, request.resume):
-            warn(line)
-        if isinstance(task, Checked):
-            task.check()
-        if stored is None:
-            check_outside(recipe)
-        else:
-            over = check_stored(folder, stored, recipe, task, request.pretrained, request.resume)
-        warn_of_loss(folder)
-    if over is None and os.environ.get("LOCAL_RANK", "0") == "0":
-        check_files(recipe, task)
+def _decided(
+    options: TrainOptions, recipe: Recipe, folder: Path | None, task: Task, pretrained: Pretrained | None
+) -> Decision:
+    """As `decide`, wherever the code of a task has gone meanwhile."""
+    source = options.source and options.source._replace(run=from_here(options.source.run))
+    return decide(recipe, folder, task, pretrained=pretrained, resume=options.resume, source=source)
 
 
 def _restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _absolute(options: argparse.Namespace, wanted: Path | None) -> tuple[Path | None, StartingPoint | None]:
-    """The run folder and what --from names, wherever the code of a task has gone meanwhile."""
-    source = options.source and options.source._replace(run=from_here(options.source.run))
-    return wanted and from_here(wanted), source
-
-
-def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> None:
+def _check_tuned(options: TrainOptions, recipe: Recipe, ranks: int) -> None:
     if options.tuned is not None:
         check_tuned(read_tuned(options.tuned), options.tuned, recipe, ranks, device_kind(recipe))
 
 
-def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
+def _check_options(options: TrainOptions, nodes: Nodes | None) -> None:
     if options.max_restarts < 0:
         raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
     for name, seconds in (("grace", options.grace), ("join-timeout", options.join_timeout)):
@@ -277,19 +259,19 @@ def _same(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _wanted(options: argparse.Namespace) -> Path | None:
+def _wanted(options: TrainOptions) -> Path | None:
     """The run folder that was asked for, if any."""
     folder: Path | None = options.out
     return folder or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
 
 
-def _stored(options: argparse.Namespace) -> Manifest | None:
+def _stored(options: TrainOptions) -> Manifest | None:
     """What lies in it."""
     wanted = _wanted(options)
     return None if wanted is None else read_stored(wanted)
 
 
-def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
+def _folder_of_rank(options: TrainOptions, recipe: Recipe) -> Path:
     """--out, or one for torchrun's run."""
     restarted = _restarted()
     if options.out is not None:

@@ -1,34 +1,47 @@
-"""What a start of a run looks at, once, by the launcher, by ranks that have none, or by `fit`.
+"""Checks before a run starts, and where each runs: one list for the launcher, ranks without one, and `fit`.
 
-| check | launcher | ranks without one | `fit` |
-|---|---|---|---|
-| `threads_line` | yes | rank 0 | yes |
-| `CustomTask.check` | in `check_request` | rank 0 | in `check_request` |
-| `begun`: what `--from` names | yes | each rank | yes |
-| `check_stored`: may it go on, is it over, is its schedule | yes | rank 0 | yes |
-| `check_files`: is the data there | each node | first rank of each node | yes |
-| `check_outside`, of a run that begins | node 0 | rank 0 | yes |
-| `claim_folder`, the same | node 0 | rank 0 | yes |
-| `warn_of_loss`: does the folder outlive the container | yes | rank 0 | yes |
+`CHECKS` run once it is decided how a run starts (`trainer.train.decision`). Where a rank runs them,
+`places` says; a launcher is one on each host, and on node 0 the one of the job, too; `fit` is both. Ranks
+without a launcher look at their first start: a restart by torchrun goes on with what was found good.
+Besides them:
 
-Ranks without a launcher look at their first start: a restart by torchrun goes on with what was found good.
-What each rank checks for itself is in `trainer.train.trainer`.
+| check | where |
+|---|---|
+| flags, `--tuned`, `threads_line` | before the data is opened: launcher, first process of a job, `fit` |
+| `check_request`: what would fail on every rank | launcher, `fit`; each rank with the number of all ranks |
+| `decide`: another run, `--from`, finished | launcher, `fit`; each rank, under the lock of rank 0 |
+| `claim_folder`, of a run that begins | node 0's launcher, rank 0, `fit` |
+| `check_inside`, `lock` | rank 0 |
 """
 
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from trainer.config.recipe import Recipe
-from trainer.host.here import shown
 from trainer.host.limits import read_limits
+from trainer.launch.worker import current
 from trainer.observe.progress import check_metrics_port
-from trainer.tasks import Task
-from trainer.train.begin import find_beginning
+from trainer.tasks import Checked, Task
+from trainer.train.decision import Decision, Resume
 from trainer.train.local_ranks import check_threads
-from trainer.train.manifest import BegunFrom, Manifest, Pretrained
-from trainer.train.resume import Mode, StartingPoint, check_beginning, check_resumable, ended
-from trainer.train.run import data_of, device_kind, make_plan
+from trainer.train.manifest import Manifest
+from trainer.train.options import Mode
+from trainer.train.run import check_files, make_plan
+from trainer.train.run_folder import warn_of_loss
 from trainer.train.tracking.tracker import check_reachable
 from trainer.train.updates import check_end
+
+Place = Literal["job", "host"]  # one process of all; one on each host
+
+
+class Start(NamedTuple):
+    """What the checks look at; the folder is that of all runs, if the run's own isn't made yet."""
+
+    recipe: Recipe
+    task: Task
+    folder: Path
+    decision: Decision
 
 
 def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
@@ -45,41 +58,54 @@ def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
     return check_threads(count, read_limits(), known=mode == "force" or count == begun_with)
 
 
-def begun(
-    source: StartingPoint | None, recipe: Recipe, task: Task, wanted: Path | None, stored: Manifest | None
-) -> BegunFrom | None:
-    """What --from names, for a new run; one that is there already has kept what it began from."""
-    if source is None:
-        return None
-    if wanted is not None and stored is not None:
-        check_beginning(wanted, stored, source)
-        return None
-    return find_beginning(source, recipe, task)
+def _own_check(start: Start) -> None:
+    if current() is not None and isinstance(start.task, Checked):  # else `check_request` does it
+        start.task.check()
 
 
-def check_stored(
-    folder: Path, stored: Manifest, recipe: Recipe, task: Task, pretrained: Pretrained | None, mode: Mode
-) -> tuple[str, int] | None:
-    """Makes sure that a folder's run may be gone on with.
+def _schedule(start: Start) -> None:
+    """A schedule of the task's own doesn't end before a run that goes on."""
+    if isinstance(start.decision, Resume):
+        steps = make_plan(start.recipe, start.task).steps
+        check_end(start.folder, start.decision.stored, start.task, steps)
 
-    Returns:
-        What to say of one that is over, and the exit code; None if there is something to train.
+
+def _files(start: Start) -> None:
+    check_files(start.recipe, start.task)
+
+
+def _outside(start: Start) -> None:
+    """Trackers answer, and the port of metrics is free, for a run that begins."""
+    if not isinstance(start.decision, Resume):
+        check_reachable(start.recipe.log.to)
+        check_metrics_port(start.recipe.log)
+
+
+def _loss(start: Start) -> None:
+    warn_of_loss(start.folder)
+
+
+CHECKS: tuple[tuple[Place, Callable[[Start], None]], ...] = (
+    ("job", _own_check),
+    ("job", _schedule),
+    ("host", _files),
+    ("job", _outside),
+    ("job", _loss),
+)
+
+
+def places(variables: Mapping[str, str]) -> set[Place]:
+    """Where a rank runs the checks."""
+    found: dict[Place, str] = {"job": "RANK", "host": "LOCAL_RANK"}
+    return {place for place, name in found.items() if variables.get(name, "0") == "0"}
+
+
+def check_start(start: Start, here: Set[Place]) -> None:
+    """Looks at what is to be looked at here.
 
     Raises:
-        BadInputError: If it is another run, or its own schedule ends before the new end.
+        BadInputError: What is wrong, and the remedy.
     """
-    config, steps = recipe.model_dump(mode="json"), make_plan(recipe, task).steps
-    check_resumable(folder, stored, config, device_kind(recipe), data_of(task, pretrained), mode, steps)
-    if (over := ended(shown(folder), stored, config, mode, steps)) is None:
-        check_end(folder, stored, task, steps)
-    return over
-
-
-def check_outside(recipe: Recipe) -> None:
-    """Makes sure of what a run that begins needs outside of this process: trackers, and the port of metrics.
-
-    Raises:
-        BadInputError: If one doesn't answer, or is taken.
-    """
-    check_reachable(recipe.log.to)
-    check_metrics_port(recipe.log)
+    for place, check in CHECKS:
+        if place in here:
+            check(start)

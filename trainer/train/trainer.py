@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from typing_extensions import assert_never
 
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
@@ -33,21 +34,22 @@ from trainer.tasks import Task
 from trainer.train.allocator import set_up_allocator
 from trainer.train.anomalies import anomalies_before, left_out, read_anomalies
 from trainer.train.anomaly import AnomalyDetector, Finding
-from trainer.train.begin import begin_from
 from trainer.train.build import build
+from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.checkpoints import Checkpoints
+from trainer.train.decision import Finished, From, New, Resume, decide
 from trainer.train.loading import choose_loading
 from trainer.train.loop import train
 from trainer.train.manifest import Manifest, read_stored
+from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
 from trainer.train.prepare import memory_to_come, room_of_gpu, saved_by_sharding, too_much
 from trainer.train.replaced import gather_replaced
 from trainer.train.report.write import leave_report
 from trainer.train.request import Request
-from trainer.train.restore import load_checkpoint, newest_checkpoint, resume_notes
-from trainer.train.resume import Mode, check_resumable, ended
 from trainer.train.run import check_request, data_of, device_kind, make_plan, make_task
 from trainer.train.run_folder import check_inside, lock
+from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_weights
 
@@ -80,27 +82,38 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
 
 def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> int:
     recipe, folder = request.recipe, request.folder
-    # Before the ranks meet, and so before rank 0 writes the manifest anew.
-    stored = read_stored(folder)
     kind, task = device_kind(recipe), task or make_task(recipe)
     data = data_of(task, request.pretrained)
     detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
-    if stored is not None:
-        config, steps = recipe.model_dump(mode="json"), make_plan(recipe, task).steps
-        check_resumable(folder, stored, config, kind, data, request.resume, steps)
-        if over := ended(folder, stored, config, request.resume, steps):
+    # Of what is there before the ranks meet, and so before rank 0 writes the manifest anew.
+    decision = decide(
+        recipe,
+        folder,
+        task,
+        pretrained=request.pretrained,
+        resume=request.resume,
+        source=request.begun_from,
+    )
+    match decision:
+        case Finished(line, code):
             if _is_first():
-                say(over[0])
-            return over[1]
+                say(line)
+            return code
+        case Resume():
+            stored: Manifest | None = decision.stored
+        case New() | From():
+            stored = None
+        case _:
+            assert_never(decision)
     if kind == "cuda":
         set_up_allocator(recipe.memory.allocator, os.environ)
     with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watchdog:
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
-        while (code := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:
+        while (done := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:
             PHASE_TIMER.step = 0  # it may take as long as the first time
             enter_phase("start")
             stored = read_stored(folder)
-        return code
+        return done
 
 
 def _attempt(

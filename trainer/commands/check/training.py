@@ -30,11 +30,11 @@ from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.anomalies import AnomalyLog
 from trainer.train.build import build
+from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.evaluate import next_evaluation
 from trainer.train.loop import train
 from trainer.train.outputs import Outputs
-from trainer.train.restore import load_checkpoint, newest_checkpoint
 from trainer.train.run import make_task
 from trainer.train.state import Run, gather_tensors, tensors_of
 from trainer.train.step import take_metrics

@@ -24,7 +24,7 @@ from trainer.host.reading import kind_of, within
 if TYPE_CHECKING:
     from trainer.config.recipe import Recipe
 
-_RUNS = Path("runs")  # as in trainer.train.resume, which imports torch
+_RUNS = Path("runs")  # as in trainer.host.latest
 _NVML_SECONDS = 4.0
 
 CHECKS: tuple[tuple[str, Callable[[MachineFacts], CheckResult]], ...] = (

@@ -21,12 +21,13 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
 from trainer.train.anomalies import write_anomalies
+from trainer.train.differences import FREE, flat, other_arithmetic
 from trainer.train.manifest import update_manifest
-from trainer.train.pretrained import resolve_pretrained
-from trainer.train.resume import FREE, flat, other_arithmetic
+from trainer.train.options import TrainOptions
 from trainer.train.run import data_of, make_task
 from trainer.train.run_folder import KEPT, MANIFEST
 from trainer.train.start import start
+from trainer.train.starting_weights import resolve_pretrained
 
 # What a replay may take from elsewhere: where things lie, and how they come.
 _SUMS = ("parallel.strategy", "parallel.shard")  # another one adds in another order
@@ -110,28 +111,18 @@ def replay(
         ends = part.until == steps
         # Where one part ends there is a checkpoint for the next, also if the run was to end there.
         settings = [] if ends else [f"checkpoint.every={part.until}"]
-        request = argparse.Namespace(
+        options = TrainOptions(
             recipe=str(recipe),
             set=[*part.settings, f"parallel.threads={part.threads}", f"log.every={part.every}", *settings],
             out=folder,
             resume="force",  # another number of threads is another configuration
-            max_restarts=0,
-            grace=25.0,
             gpus=(gpus or str(part.ranks)) if cuda else None,
             nproc_per_node=None if cuda else part.ranks,
             stop_after=None if ends else part.until,
-            profile=None,
-            tuned=None,
-            source=None,
-            values=None,
             nnodes="1",  # all of its ranks here, however many nodes it had
-            node_rank=None,
-            master_addr=None,
-            master_port=None,
-            join_timeout=600.0,
         )
         with _progress() as output:
-            code = start(request, *provisional(request.recipe, request.set), output)
+            code = start(options, *provisional(options.recipe, options.set), output)
         done = code == EXIT_DONE if ends else (folder / FOLDER / step_name(part.until)).exists()
         if code not in (EXIT_DONE, EXIT_REQUEUE):
             return code

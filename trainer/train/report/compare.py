@@ -7,13 +7,13 @@ from trainer.observe.charts.axis import Kind as Scale
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import thinned
 from trainer.observe.text import DASH, escaped, plain
+from trainer.train.differences import flat
 from trainer.train.report.figures import Figure, joined, kinds, last_step, metrics, status, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar
 from trainer.train.report.read import RecordedRun
 from trainer.train.report.record import gpus_of, hash_of, verdict
 from trainer.train.report.sections import scale_of, title_of
-from trainer.train.resume import flat
 
 _POINTS = 1600  # of a chart, over all runs
 _DIFFERENCES = 200

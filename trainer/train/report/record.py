@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.observe.text import DASH, count, escaped, number, plain, scaled, share, size
+from trainer.train.differences import flat
 from trainer.train.report.figures import energy, is_number, kinds, money, money_per_thousand, status
 from trainer.train.report.parts import section, table
 from trainer.train.report.read import RecordedRun, Some
-from trainer.train.resume import flat
 
 _ATTEMPTS = 20
 _KEYS = 400

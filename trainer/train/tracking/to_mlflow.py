@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.errors import BadInputError
 from trainer.host.here import shown
-from trainer.train.resume import flat
+from trainer.train.differences import flat
 from trainer.train.tracking.tracker import metrics_of, silent
 
 _RUN_ID = "trainer.run_id"

@@ -15,7 +15,7 @@ from trainer.config.section import Section, validated
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
 from trainer.host.files import written_whole
-from trainer.train.resume import FREE, flat
+from trainer.train.differences import FREE, flat
 
 _BYTES = 1 << 20
 _SHOWN = 3

@@ -1,19 +1,19 @@
-"""How an attempt begins: from the newest good checkpoint of its run folder, or from the start."""
+"""Which checkpoint of a run is meant, the newest good one, the best or that of a step; and its loading."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up
-from trainer.checkpoint.store import names_of, newest_good, remove_leftovers
+from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up, read_state
+from trainer.checkpoint.store import listing, names_of, newest_good, remove_leftovers
 from trainer.distributed.parallel import World, words_of_ranks
 from trainer.errors import BadInputError
 from trainer.host.affinity import binding_note
 from trainer.launch.worker import cpu_shares
 from trainer.optim.own import HostSchedule
 from trainer.train.manifest import Manifest
-from trainer.train.resume import Mode
+from trainer.train.options import Mode
 from trainer.train.state import Run, load_state
 from trainer.train.updates import refuse_later_end
 
@@ -95,6 +95,45 @@ def _newest_together(
         else:
             return found, skipped
     return None, skipped
+
+
+def chosen_checkpoint(run: Path, which: str, word: str) -> tuple[int, Path]:
+    """The checkpoint of a run that "last", "best" or a step means, and its step; it isn't verified yet.
+
+    Args:
+        word: By what it was asked for, for messages.
+
+    Raises:
+        BadInputError: If there is none.
+    """
+    folder = run / FOLDER
+    try:
+        entries = listing(folder)
+    except OSError as error:
+        raise BadInputError(f"{word}: {folder} can't be read ({error.strerror}); mend that") from error
+    if not entries:
+        raise BadInputError(f"{word}: {run} holds no checkpoint; train it with checkpoint.every above 0")
+    if which == "last":
+        return entries[0].step, entries[0].path
+    steps = ", ".join(str(entry.step) for entry in entries)
+    step, what = which, f"no checkpoint of step {which}"
+    if which == "best":
+        try:
+            best = read_state(entries[0].path).get("best")
+        except (Damaged, Unreadable) as error:
+            raise BadInputError(
+                f"{word}: {entries[0].path.name}, which says what was best: {error}; give one of step {steps}"
+            ) from error
+        if not best:
+            raise BadInputError(f"{word}: nothing was evaluated before its newest checkpoint; take the last")
+        step, what = (
+            str(best[1]),
+            f"the best one, of step {best[1]}, wasn't kept (checkpoint.best=true keeps it)",
+        )
+    found = next(((entry.step, entry.path) for entry in entries if entry.step == int(step)), None)
+    if found is None:
+        raise BadInputError(f"{word}: {what}; there are those of step {steps}")
+    return found
 
 
 def load_checkpoint(

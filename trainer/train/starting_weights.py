@@ -1,13 +1,18 @@
-"""A new run that begins from a checkpoint of another: `--from RUN`.
+"""The weights that a run begins with: another run's checkpoint (`--from`), or what `model.pretrained` names.
 
-Taken are the weights and buffers, their average, and the optimizer's state with the loss scale, where they
-have a place. Steps, epochs, the order of the data and the schedule begin anew. The run folder keeps the
-checkpoint (by hard links, where it can): the other run isn't needed again.
+Of a checkpoint are taken the weights and buffers, their average, and the optimizer's state with the loss
+scale, where they have a place; steps, epochs, the order of the data and the schedule begin anew. The run
+folder keeps it (by hard links, where it can): the other run isn't needed again.
+
+What `model.pretrained` names is found and hashed once, before any rank starts, and the same when a run is
+resumed. A run that goes on from a checkpoint, its own or that of `--from`, takes all weights from there: what
+it once started from isn't asked for any more, and may be gone.
 """
 
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +38,15 @@ from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.host.here import shown
 from trainer.models.finetune import fine_tune
+from trainer.models.pretrained import find_weights
+from trainer.models.weights import regular
 from trainer.tasks import Task
-from trainer.train.manifest import BegunFrom, RunFolder, read_run
+from trainer.train.checkpoint_choice import chosen_checkpoint
+from trainer.train.differences import differences, other_data
+from trainer.train.manifest import BegunFrom, Manifest, Pretrained, read_run
+from trainer.train.options import Mode, StartingPoint
 from trainer.train.prepare import shapes_only
-from trainer.train.resume import StartingPoint, differences, other_data
+from trainer.train.provenance import file_hash
 from trainer.train.run import WEIGHTS, data_of
 from trainer.train.run_folder import KEPT
 from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
@@ -55,7 +65,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
         run = read_run(source.run)
     except BadInputError as error:
         raise BadInputError(f"{word}: {error}") from error
-    step, path = _chosen(run, source)
+    step, path = chosen_checkpoint(source.run, source.which, word)
     path = path.absolute()  # the code of a task, below, may go to another folder
     try:
         verify(path)
@@ -92,40 +102,6 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
             *(line for line in other_data(run.manifest, data_of(task)) if not line.startswith(WEIGHTS)),
         ],
     )
-
-
-def _chosen(run: RunFolder, source: StartingPoint) -> tuple[int, Path]:
-    """The checkpoint that is meant, and its step; whether it is sound, nobody has looked."""
-    word, folder = f"--from {source.word}", source.run / FOLDER
-    try:
-        entries = listing(folder)
-    except OSError as error:
-        raise BadInputError(f"{word}: {folder} can't be read ({error.strerror}); mend that") from error
-    if not entries:
-        raise BadInputError(f"{word}: {run.path} holds no checkpoint; train it with checkpoint.every above 0")
-    if source.which == "last":
-        return entries[0].step, entries[0].path
-    steps = ", ".join(str(entry.step) for entry in entries)
-    step, what = source.which, f"no checkpoint of step {source.which}"
-    if source.which == "best":
-        try:
-            best = read_state(entries[0].path).get("best")
-        except (Damaged, Unreadable) as error:
-            raise BadInputError(
-                f"{word}: {entries[0].path.name}, which says what was best: {error}; give RUN@STEP: {steps}"
-            ) from error
-        if not best:
-            raise BadInputError(
-                f"{word}: nothing was evaluated before its newest checkpoint; give {run.path}"
-            )
-        step, what = (
-            str(best[1]),
-            f"the best one, of step {best[1]}, wasn't kept (checkpoint.best=true keeps it)",
-        )
-    found = next(((entry.step, entry.path) for entry in entries if entry.step == int(step)), None)
-    if found is None:
-        raise BadInputError(f"{word}: {what}; there are those of step {steps}")
-    return found
 
 
 def _first_difference(path: Path, model: nn.Module) -> str:
@@ -253,3 +229,109 @@ def _told_of_optimizer(
     )
     scale = ["the loss scale"] if any(key.startswith("scaler/") for key in fitted) else []
     return ["the optimizer's state" if here == there else some, *scale]
+
+
+# --- model.pretrained ---
+
+
+def begins_fresh(folder: Path | None, stored: Manifest | None, mode: Mode) -> bool:
+    """Whether an attempt takes the weights that it starts from, and not a checkpoint's.
+
+    Args:
+        folder: The run folder.
+        stored: What earlier attempts left there.
+    """
+    if folder is None or stored is None:
+        return True
+    # The first two begin nothing, or from a checkpoint alone; the third has that of another run.
+    over = stored.status == "finished" or (stored.status == "diverged" and mode != "force")
+    if over or stored.begun_from is not None:
+        return False
+    try:
+        entries = listing(folder / FOLDER)
+    except OSError:  # which ends the attempt, in words of its own
+        return False
+    # Where none can be trusted only `force` begins again.
+    return not entries or (mode == "force" and not any(_good(entry.path, stored) for entry in entries))
+
+
+def _good(checkpoint: Path, stored: Manifest) -> bool:
+    try:
+        verify(checkpoint)
+        return stored.foreign(read_state(checkpoint)) is None
+    except Unreadable:  # as above
+        return True
+    except Damaged:
+        return False
+
+
+def resolve_pretrained(
+    recipe: Recipe,
+    stored: Manifest | None,
+    folder: Path | None = None,
+    mode: Mode = "auto",
+    source: StartingPoint | None = None,
+) -> tuple[Recipe, Pretrained | None, bool]:
+    """Finds what a recipe starts from, and fetches it if it isn't here; not where a checkpoint is taken.
+
+    Args:
+        recipe: As it was given.
+        stored: What earlier attempts left: a resumed run keeps the commit that it began with, wherever the
+            branch that was named is now.
+        folder: Where they left it.
+        source: The other run that a new one begins from.
+
+    Returns:
+        The recipe, naming a commit in place of a branch; what the file is, or None; and whether ranks are to
+        read it.
+
+    Raises:
+        BadInputError: If it can't be had, or is another file than was published.
+    """
+    fresh, known = begins_fresh(folder, stored, mode), stored
+    if stored is None and source is not None:
+        fresh = False
+        with suppress(BadInputError):  # said in the words of --from
+            known = read_run(source.run).manifest
+    if recipe.model.pretrained is None:
+        return recipe, None, fresh
+    if not fresh and known is not None and (before := known.pretrained) is not None:
+        exact = known.config.get("model", {}).get("pretrained")
+        asked = recipe.model.pretrained
+        if str(asked) in (before.source, exact):
+            if isinstance(asked, Path):
+                with suppress(BadInputError, OSError):  # it may be gone; if it is another file, that is said
+                    now = file_hash(regular(asked))
+                    before = before.model_copy(update={"sha256": now})
+                return recipe, before, fresh
+            model = recipe.model.model_copy(update={"pretrained": exact})
+            return recipe.model_copy(update={"model": model}), before, fresh
+    return *_found(recipe, stored), fresh
+
+
+def _found(recipe: Recipe, stored: Manifest | None) -> tuple[Recipe, Pretrained]:
+    model, before = recipe.model, stored.pretrained if stored is not None else None
+    asked = str(model.pretrained)
+    if before is not None and before.source == asked and asked.startswith("hub:"):
+        model = model.model_copy(update={"pretrained": f"{asked.rpartition('@')[0]}@{before.revision}"})
+    found = find_weights(model)
+    assert found is not None
+    file = regular(found.file)
+    try:
+        sha256 = file_hash(file)
+    except OSError as error:
+        raise BadInputError(
+            f"model.pretrained: can't read {file} ({error.strerror}); give another file, "
+            "hub:ORG/NAME@REVISION or torchvision:WEIGHTS"
+        ) from error
+    if found.sha256 not in (None, sha256):
+        raise BadInputError(
+            f"model.pretrained={asked}: {file.resolve()} isn't what was fetched and checked (another "
+            "SHA-256): remove it, and it is fetched again"
+        )
+    model = model.model_copy(update={"pretrained": found.exact})
+    # A run that is resumed without its recipe asks for the commit: it goes on to say whose branch that was.
+    same = before is not None and found.revision is not None and found.revision == before.revision
+    source = before.source if before is not None and same else asked
+    what = Pretrained(source=source, revision=found.revision, sha256=sha256)
+    return recipe.model_copy(update={"model": model}), what

@@ -1,0 +1,73 @@
+"""Promise: whoever starts a run decides by one function, and each check runs where the list says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.manifests import least_manifest
+from tests.helpers.toys import make_recipe
+from trainer.config.section import config_hash
+from trainer.errors import BadInputError
+from trainer.train import start_checks
+from trainer.train.decision import Finished, From, New, Resume, decide
+from trainer.train.manifest import BegunFrom, Manifest, update_manifest
+from trainer.train.run import data_of, make_plan, make_task
+from trainer.train.start_checks import Start, check_start, places
+
+RECIPE = make_recipe()
+TASK = make_task(RECIPE)
+SOURCE = BegunFrom(folder="runs/a", run_id="2", step=3, hash="0", differs=[])
+
+
+def decided(folder: Path | None, resume: Any = "auto", source: Any = None) -> Any:
+    return decide(RECIPE, folder, TASK, pretrained=None, resume=resume, source=source)
+
+
+def stored(folder: Path, status: str) -> Path:
+    config, steps = RECIPE.model_dump(mode="json"), make_plan(RECIPE, TASK).steps
+    more = {"fingerprint": data_of(TASK), "config_hash": config_hash(RECIPE), "steps": steps}
+    update_manifest(folder, Manifest.model_validate(least_manifest(config=config, status=status, **more)))
+    return folder
+
+
+def test_where_there_is_no_run_one_begins(tmp_path: Path) -> None:
+    for folder in (None, tmp_path, tmp_path / "none"):
+        assert decided(folder) == New()
+        assert decided(folder, source=SOURCE) == From(SOURCE)
+
+
+@pytest.mark.parametrize("status", ["running", "stopped", "failed"])
+def test_a_run_that_is_not_through_goes_on(tmp_path: Path, status: str) -> None:
+    found = decided(stored(tmp_path, status), source=SOURCE)
+    assert isinstance(found, Resume) and found.stored.status == status
+    with pytest.raises(BadInputError, match="holds a run already"):
+        decided(tmp_path, "never")
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("diverged", 1)])
+def test_a_run_that_is_through_is_told_with_its_code(tmp_path: Path, status: str, code: int) -> None:
+    found = decided(stored(tmp_path, status))
+    assert isinstance(found, Finished) and found.code == code and f"{status} already" in found.line
+    assert isinstance(decided(tmp_path, "force"), Finished if status == "finished" else Resume)
+
+
+@pytest.mark.parametrize(
+    ("variables", "here"),
+    [
+        ({}, {"job", "host"}),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, {"job", "host"}),
+        ({"RANK": "4", "LOCAL_RANK": "0"}, {"host"}),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, set()),
+    ],
+)
+def test_each_check_runs_where_the_list_says(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], here: set[Any]
+) -> None:
+    ran: list[str] = []
+    named = [(place, lambda _, name=check.__name__: ran.append(name)) for place, check in start_checks.CHECKS]
+    monkeypatch.setattr(start_checks, "CHECKS", named)
+    assert places(variables) == here
+    check_start(Start(RECIPE, TASK, Path("run"), New()), here)
+    once, host = ["_own_check", "_schedule", "_outside", "_loss"], ["_files"]
+    assert sorted(ran) == sorted(once * ("job" in here) + host * ("host" in here))
