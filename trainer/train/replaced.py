@@ -3,9 +3,8 @@
 import torch.distributed as dist
 
 from trainer.config.data import DataConfig
+from trainer.train.report.record import REPLACED
 from trainer.train.state import Run
-
-_PREFIX = "replaced/"
 
 
 def gather_replaced(run: Run) -> dict[str, float]:
@@ -21,15 +20,15 @@ def gather_replaced(run: Run) -> dict[str, float]:
         everywhere = [{} for _ in range(run.world.size)]
         dist.all_gather_object(everywhere, found, group=run.world.control or run.world.group)
     counts = {what: len(set().union(*(rank[what] for rank in everywhere))) for what in found}
-    return {f"{_PREFIX}{what}": float(count) for what, count in counts.items() if count}
+    return {f"{REPLACED}{what}": float(count) for what, count in counts.items() if count}
 
 
 def replaced_line(metrics: dict[str, float], data: DataConfig) -> str:
     """A line for the console; "" if none was replaced."""
     counts = [
-        f"{count:,.0f} {name.removeprefix(_PREFIX)}"
+        f"{count:,.0f} {name.removeprefix(REPLACED)}"
         for name, count in metrics.items()
-        if name.startswith(_PREFIX)
+        if name.startswith(REPLACED)
     ]
     if not counts:
         return ""
