@@ -252,5 +252,6 @@ def _no_empty_class(file: Path, categories: Mapping[int, str], rows: Sequence[tu
         if index not in there:
             crowds = " but around crowds (iscrowd=1, as CVAT marks masks)" if index in of_crowds else ""
             raise BadInputError(
-                f"{file}: category {number} ('{name}') has no box to learn from{crowds}; add some, or leave it out"
+                f"{file}: category {number} ('{name}') has no box to learn from{crowds}; add some, or leave "
+                "it out"
             )
