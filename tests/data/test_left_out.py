@@ -372,3 +372,13 @@ def test_what_would_be_taken_for_tokens(data: bytes, message: str, tmp_path: Pat
         return
     with pytest.raises(BadInputError, match=message):
         TokenDataset(tmp_path / "t.bin", 8, "uint16")
+
+
+def only_crowds(told: dict[str, Any]) -> None:
+    for one_box in told["annotations"]:
+        one_box |= {"bbox": [1, 1, 9, 9], "iscrowd": 1}
+
+
+def test_a_class_of_crowds_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"category 1 \('cat'\) has no box .* but around crowds"):
+        CocoPictures(coco(tmp_path, only_crowds), "train", "fail")

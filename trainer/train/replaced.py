@@ -1,10 +1,12 @@
 """How many samples of a run others stood in for, told at its end."""
 
-from trainer.config.data import DataConfig
-from trainer.distributed.parallel import words_of_ranks
-from trainer.train.state import Run
+from collections.abc import Mapping
 
-_PREFIX = "replaced/"
+from trainer.config.data import DataConfig
+from trainer.data.corrupt import Quarantine
+from trainer.distributed.parallel import World, words_of_ranks
+from trainer.train.report.record import REPLACED
+from trainer.train.state import Run
 
 
 def gather_replaced(run: Run) -> dict[str, float]:
@@ -14,19 +16,24 @@ def gather_replaced(run: Run) -> dict[str, float]:
     """
     if run.recipe.data.on_corrupt == "fail":
         return {}
+    return count_replaced(run.quarantines, run.world)
+
+
+def count_replaced(quarantines: Mapping[str, Quarantine], world: World) -> dict[str, float]:
+    """See `gather_replaced`; collective."""
     counts = {}
-    for what, quarantine in run.quarantines.items():
-        words = words_of_ranks(" ".join(map(str, sorted(quarantine.samples))), run.world)
+    for what, quarantine in quarantines.items():
+        words = words_of_ranks(" ".join(map(str, sorted(quarantine.samples))), world)
         counts[what] = len(set(" ".join(words).split()))
-    return {f"{_PREFIX}{what}": float(count) for what, count in counts.items() if count}
+    return {f"{REPLACED}{what}": float(count) for what, count in counts.items() if count}
 
 
-def replaced_line(metrics: dict[str, float], data: DataConfig) -> str:
+def replaced_line(metrics: Mapping[str, float], data: DataConfig) -> str:
     """A line for the console; "" if none was replaced."""
     counts = [
-        f"{count:,.0f} {name.removeprefix(_PREFIX)}"
+        f"{count:,.0f} {name.removeprefix(REPLACED)}"
         for name, count in metrics.items()
-        if name.startswith(_PREFIX)
+        if name.startswith(REPLACED)
     ]
     if not counts:
         return ""

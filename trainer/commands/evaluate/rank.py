@@ -29,6 +29,7 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
     from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
     from trainer.train.build import set_determinism
     from trainer.train.evaluate import evaluate
+    from trainer.train.replaced import count_replaced
 
     recipe = opened.recipe
     torch.set_num_threads(opened.manifest.attempts[-1].threads)
@@ -53,6 +54,8 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
         "weights": opened.weights,
         "set": recipe.evaluation.decides,
         "samples": len(data),
+        "left_out": [one.model_dump() for one in getattr(data, "left_out", ())],
+        "replaced": int(sum(count_replaced({"evaluation": quarantine}, world).values())),
         "metrics": metrics,
         "classes": list(getattr(task, "classes", ())),
         **task.details,

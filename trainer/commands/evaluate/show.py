@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config.training import MAIN_SET
+from trainer.data.left_out import LeftOut, told as line_of
 from trainer.observe.text import escaped
 
 _MOST_CLASSES = 40  # in a table; the JSON has all of them
@@ -30,6 +31,10 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
     of = "" if told["set"] == MAIN_SET else f" of {told['set']}"
     yield f"{told['run']}: {told['weights']} on {told['samples']:,} samples{of}"
     yield "  " + "  ".join(f"{name} {value:.4f}" for name, value in told["metrics"].items())
+    if told.get("left_out"):
+        yield f"  {line_of([LeftOut(**one) for one in told['left_out']])}"
+    if told.get("replaced"):
+        yield f"  replaced: {told['replaced']:,} samples, which can't be decoded"
     if "coco" in told:
         yield _table(("figure", "value"), [(name, _figure(value)) for name, value in told["coco"].items()])
     if "confusion" in told:

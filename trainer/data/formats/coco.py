@@ -77,7 +77,7 @@ class CocoPictures:
             crowds = [file_of[0] for n, file_of in images.items() for box in found[n] if box[5]]
             left_out += [one("box{es} around a crowd", f"{file.name}: {name}") for name in crowds]
             images = {number: image for number, image in images.items() if number not in bare}
-            _no_empty_class(file, self.categories, [row for number in images for row in found[number]])
+            _no_empty_class(file, self.categories, [row for each in found.values() for row in each])
         self.left_out = tally(left_out)
         if not images:
             raise BadInputError(f"{file}: holds no images{' with boxes' if part == 'train' else ''}")
@@ -321,9 +321,11 @@ def _wrong(box: Any, height: int, width: int) -> str:
 
 
 def _no_empty_class(file: Path, categories: Mapping[int, str], rows: Sequence[tuple[float, ...]]) -> None:
-    there = {int(row[4]) for row in rows if not row[5]}
+    there, of_crowds = ({int(row[4]) for row in rows if bool(row[5]) is crowd} for crowd in (False, True))
     for index, (number, name) in enumerate(categories.items()):
         if index not in there:
+            crowds = " but around crowds (iscrowd=1, as CVAT marks masks)" if index in of_crowds else ""
             raise BadInputError(
-                f"{file}: category {number} ('{name}') has no box to learn from; add some, or leave it out"
+                f"{file}: category {number} ('{name}') has no box to learn from{crowds}; add some, or leave "
+                "it out"
             )

@@ -10,6 +10,8 @@ from trainer.train.report.figures import energy, is_number, kinds, money, money_
 from trainer.train.report.parts import section, table
 from trainer.train.report.read import RecordedRun, Some
 
+REPLACED = "replaced/"  # in a summary, before the name of a data set
+
 _ATTEMPTS = 20
 _KEYS = 400
 _VERDICTS = 6
@@ -99,10 +101,19 @@ def what(run: RecordedRun) -> str:
         ("Time", f"{_moment(m.get('started'))} to {_moment(m.get('ended'))}"),
         ("Restarts", _attempts(m)),
         ("Began from", _beginning(m)),
-        ("Notes", "<br>".join(escaped(note, 400) for note in _list(m.get("notes"))[:20])),
+        ("Replaced", _replaced(m)),
+        ("Notes", "<br>".join(escaped(note, 1200) for note in _list(m.get("notes"))[:20])),
     ]
     rows = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in pairs if text)
     return section("What was run", f'<dl class="facts">{rows}</dl>')
+
+
+def _replaced(manifest: Mapping[str, Any]) -> str:
+    """How many samples can't be decoded, and others stood in for; nothing if none."""
+    counts = [(name, each) for name, each in _items(manifest.get("summary")) if name.startswith(REPLACED)]
+    return ", ".join(
+        f"{escaped(each, 20)} {escaped(name.removeprefix(REPLACED), 80)} samples" for name, each in counts
+    )
 
 
 def _beginning(manifest: Mapping[str, Any]) -> str:
