@@ -21,7 +21,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import Picture
 from trainer.data.formats.files import Files, Listed
-from trainer.data.formats.orientation import SWAPPED, UPRIGHT
+from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
 from trainer.errors import BadInputError
 
@@ -57,7 +57,7 @@ class CocoPictures:
         from trainer.data.formats import decode
 
         self._decode = decode.whole
-        self._orientation = partial(decode.orientation, formats=decode.formats())
+        self._orientation = partial(orientation, formats=decode.formats())
         file, folder = _places(root, part)
         told = _load(file)
         self.categories = _categories(file, told)

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
-from trainer.data.formats.orientation import UPRIGHT
+from trainer.data.formats.orientation import UPRIGHT, orientation
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import ShardedRecords, hash_of
 from trainer.errors import BadInputError
@@ -87,13 +87,13 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
     for sample in chosen:
         began = time.process_time_ns()
         try:
-            stored, image, orientation = _decoded(records, sample)
+            stored, image, turn = _decoded(records, sample)
         except Corrupt as error:
             unreadable.append(f"{records.name(sample)}: {error}")
             continue
         finally:
             advance(1)
-        turned += orientation != UPRIGHT
+        turned += turn != UPRIGHT
         rows.append((stored, image.shape[0], image.shape[1], (time.process_time_ns() - began) / 1e3))
         flat = image.reshape(-1, 3) / 255.0
         total, squares, pixels = total + flat.sum(0), squares + (flat**2).sum(0), pixels + len(flat)
@@ -130,7 +130,7 @@ def _decoded(records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any], 
     image = decode.whole(data, records.reading)[0].permute(1, 2, 0).numpy()
     if records.raw:
         raise Corrupt("was not a readable image when it was packed")
-    return len(data), image, decode.orientation(data, decode.formats())
+    return len(data), image, orientation(data, decode.formats())
 
 
 def _spread(values: Any) -> Spread:
