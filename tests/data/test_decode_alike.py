@@ -15,7 +15,12 @@ from tests.helpers.image_folders import encoded, picture
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box, snapped_cut
-from trainer.data.formats.orientation import stored_box, turned, turned_size
+from trainer.data.formats.orientation import (
+    orientation as orientation_of_file,
+    stored_box,
+    turned,
+    turned_size,
+)
 from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import what_it_is
 
@@ -26,7 +31,7 @@ def rows(image: torch.Tensor) -> npt.NDArray[np.uint8]:
     return image[0].permute(1, 2, 0).numpy()
 
 
-def refused(data: bytes, **options: Any) -> str:
+def refused(data: bytes | bytearray, **options: Any) -> str:
     with pytest.raises(Corrupt) as raised:
         decode.whole(bytearray(data), **options)
     return str(raised.value)
@@ -75,7 +80,7 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
     assert expected.shape == (40, 24, 3)
     found = rows(decode.whole(data, UPRIGHT))
     assert np.abs(found.astype(int) - expected).max() <= (2 if kind == "JPEG" else 0)
-    assert decode.orientation(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
+    assert orientation_of_file(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
 
 
 @pytest.mark.parametrize("tags", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0" + b"\xff" * 40])
@@ -149,7 +154,7 @@ def test_colors_of_sixteen_bits(maximum: int) -> None:
 # One verdict, the decoder's
 
 
-def with_junk(data: bytes, where: bytes, junk: bytes) -> bytearray:
+def with_junk(data: bytearray, where: bytes, junk: bytes) -> bytearray:
     at = data.index(where)
     return bytearray(data[:at] + junk + data[at:])
 
@@ -197,7 +202,7 @@ def test_a_jpeg_that_torchvision_refuses_is_pillow_s() -> None:
 def test_a_size_that_the_decoder_does_not_give_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(picture(size=(40, 30)), "PNG")
     expected = rows(decode.whole(data))
-    monkeypatch.setattr(decode, "look", lambda _: decode.Header("png", 60, 80))
+    monkeypatch.setattr(decode, "look", lambda _: decode.Header("png", 20, 30))
     assert np.array_equal(rows(decode.whole(data)), expected)
 
 
@@ -234,7 +239,8 @@ def test_the_middle_of_scaled_cuts_is_that_of_what_was_drawn() -> None:
     random, apart = np.random.default_rng(1), []
     for _ in range(2000):
         height, width = random.integers(800, 1200, 2).tolist()
-        box = Box(*random.integers(100, 600, 2).tolist(), height, width)
+        top, left = random.integers(100, 600, 2).tolist()
+        box = Box(top, left, height, width)
         cut, _ = snapped_cut(box, 100, 2000, 2000)
         apart.append(
             (cut.top + cut.height / 2 - box.top - height / 2, cut.left + cut.width / 2 - box.left - width / 2)

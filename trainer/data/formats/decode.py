@@ -276,8 +276,8 @@ def _eight_bits(deep: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]
             f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
             f"data.bit_depth to the bits in use ({likely}?), or to 16 if it is as dark as that"
         )
-    levels: npt.NDArray[np.uint8] = np.minimum(deep >> ((bits or 16) - 8), 255).astype(np.uint8)
-    return levels
+    shifted: npt.NDArray[np.uint8] = np.minimum(deep >> ((bits or 16) - 8), 255).astype(np.uint8)
+    return shifted
 
 
 def _too_large(what: str) -> str:

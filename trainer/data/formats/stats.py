@@ -90,13 +90,13 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
     for sample in chosen:
         began = time.process_time_ns()
         try:
-            stored, image, orientation = _decoded(records, sample)
+            stored, image, turn = _decoded(records, sample)
         except Corrupt as error:
             unreadable.append(f"{records.name(sample)}: {error}")
             continue
         finally:
             advance(1)
-        turned += orientation != UPRIGHT
+        turned += turn != UPRIGHT
         rows.append((stored, image.shape[0], image.shape[1], (time.process_time_ns() - began) / 1e3))
         flat = image.reshape(-1, 3) / 255.0
         total, squares, pixels = total + flat.sum(0), squares + (flat**2).sum(0), pixels + len(flat)
