@@ -183,9 +183,9 @@ def redact_words(words: Sequence[str]) -> list[str]:
         name, equals, _ = word.lstrip("-").partition("=")
         if equals and is_secret(name):
             word = word.partition("=")[0] + f"={REDACTED}"  # noqa: PLW2901
-        elif (before.startswith("-") and is_secret(before.lstrip("-"))) or _USER.fullmatch(
-            f"{before} {word}"
-        ):
+        elif before.startswith("-") and is_secret(before.lstrip("-")):
+            word = REDACTED  # noqa: PLW2901
+        elif _USER.fullmatch(f"{before} {word}"):
             word = REDACTED  # noqa: PLW2901
         cleaned.append(redact_text(word))
     return cleaned
