@@ -414,6 +414,8 @@ def test_what_a_library_prints_goes_to_the_log_without_its_secrets(tmp_path: Pat
     if pid == 0:
         file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, 2)
+        # Not pytest's, which lead elsewhere.
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
         with contextlib.suppress(SystemExit), process._redacted_log():
             os.write(2, b"POST failed: Authorization: Basic hunter2hunter2==\n")
             print("api_key=hunter2hunter2", flush=True)

@@ -180,12 +180,12 @@ def redact_words(words: Sequence[str]) -> list[str]:
     """The words of a command line: also a value that is a word of its own, or that holds blanks."""
     cleaned = list[str]()
     for before, word in zip(["", *words], words, strict=False):
+        if _USER.fullmatch(f"{before} {word}"):
+            word = REDACTED  # noqa: PLW2901
         name, equals, _ = word.lstrip("-").partition("=")
         if equals and is_secret(name):
             word = word.partition("=")[0] + f"={REDACTED}"  # noqa: PLW2901
-        elif (before.startswith("-") and is_secret(before.lstrip("-"))) or _USER.fullmatch(
-            f"{before} {word}"
-        ):
+        elif before.startswith("-") and is_secret(before.lstrip("-")):
             word = REDACTED  # noqa: PLW2901
         cleaned.append(redact_text(word))
     return cleaned

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -14,11 +14,6 @@ _NODES = 10_000
 
 class _Bounded(yaml.SafeLoader):
     """PyYAML's safe loader without merge keys, which copy what they refer to: forty lines fill any memory."""
-
-    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":merge")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Leaves a mapping as it is; `!!merge` as a tag that somebody wrote is refused.
@@ -49,6 +44,10 @@ class _Loader(_Bounded):
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 
+_Bounded.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|", ["~", "n", ""]),
