@@ -22,7 +22,7 @@ from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
 from trainer.errors import BadInputError
 from trainer.observe.sinks import keep_rows
-from trainer.train.recording import check_space
+from trainer.train.memory import check_space
 from trainer.train.run import make_task
 from trainer.train.run_folder import (
     claim_folder,
