@@ -23,7 +23,7 @@ from trainer.checkpoint import store
 from trainer.errors import BadInputError
 from trainer.observe.sinks import keep_rows
 from trainer.train.manifest import read_stored
-from trainer.train.recording import check_space
+from trainer.train.memory import check_space
 from trainer.train.run import make_task
 from trainer.train.run_folder import claim_folder, lock, newest_run, remove_unused
 

@@ -16,7 +16,7 @@ from trainer.cli import main
 from trainer.commands.verify import replay as module
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe
-from trainer.train.anomalies import read_anomalies
+from trainer.train.anomaly import read_anomalies
 
 Capsys = pytest.CaptureFixture[str]
 

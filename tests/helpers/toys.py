@@ -15,7 +15,7 @@ from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums
 from trainer.observe.log import MetricLogger, Sink, Sources
 from trainer.train import loop
-from trainer.train.anomalies import AnomalyLog
+from trainer.train.anomaly import AnomalyLog
 from trainer.train.build import build
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.outputs import Outputs

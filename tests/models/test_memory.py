@@ -21,14 +21,15 @@ from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.observe.flops import Count
-from trainer.train.model_table import describe_model, top_parts
-from trainer.train.prepare import (
-    blank_batch,
+from trainer.train.memory import (
+    describe_model,
     memory_to_come,
     room_of_gpu,
     saved_by_sharding,
     too_much,
+    top_parts,
 )
+from trainer.train.prepare import blank_batch
 from trainer.train.run import make_task
 from trainer.train.step import train_step
 

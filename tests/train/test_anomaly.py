@@ -30,9 +30,15 @@ from trainer.config.training import AnomalyConfig
 from trainer.errors import BadInputError
 from trainer.launch.worker import Worker
 from trainer.tasks.classification import Classification
-from trainer.train import anomalies
-from trainer.train.anomalies import anomalies_before, left_out, read_anomalies
-from trainer.train.anomaly import Finding, judge, median_and_deviation
+from trainer.train.anomaly import (
+    AnomalyLog,
+    Finding,
+    anomalies_before,
+    judge,
+    left_out,
+    median_and_deviation,
+    read_anomalies,
+)
 from trainer.train.request import Request
 from trainer.train.run import make_plan, make_task
 from trainer.train.trainer import train_rank
@@ -253,7 +259,7 @@ def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
 
     def install() -> None:
         poison([6], "gradient")()
-        replace(anomalies.AnomalyLog, "_add", full)
+        replace(AnomalyLog, "_add", full)
 
     done = attempt(tmp_path / "run", watched(nonfinite=policy), before=install)
     assert done.code == code and "Traceback" not in done.said

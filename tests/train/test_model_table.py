@@ -11,7 +11,7 @@ from tests.helpers.toys import LENGTH, TokenTask, make_recipe
 from trainer.models.parts import parts
 from trainer.observe.console import ProgressBar, aligned
 from trainer.observe.flops import Count
-from trainer.train.model_table import ROWS, describe_model, show_model
+from trainer.train.memory import ROWS, describe_model, show_model
 from trainer.train.operations import count_operations
 
 CPU = torch.device("cpu")

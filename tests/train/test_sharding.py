@@ -23,8 +23,7 @@ from trainer.models.compiling import missing_for_compiling
 from trainer.observe.flops import Count
 from trainer.train.build import build
 from trainer.train.evaluate import evaluate
-from trainer.train.model_table import describe_model, top_parts
-from trainer.train.prepare import memory_to_come
+from trainer.train.memory import describe_model, memory_to_come, top_parts
 from trainer.train.run import make_task
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step

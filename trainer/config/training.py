@@ -301,6 +301,11 @@ class AnomalyConfig(Section):
     spike_history: int = Field(100, ge=10, le=10_000, description="how many earlier losses that median is of")
     most: int = Field(20, ge=1, description="anomalies of a run, after which it stops in any case")
 
+    @property
+    def skips_updates(self) -> bool:
+        """Whether an update isn't made whose loss or gradients aren't finite."""
+        return self.nonfinite == "skip"
+
 
 class HooksConfig(Section):
     """Somebody's own code that is called while a run trains; none of it changes what is learned."""

@@ -1,22 +1,33 @@
-"""Anomaly detection: losses and gradients that aren't finite, losses that leap; found without stopping.
+"""Anomalies: losses and gradients that aren't finite, losses that leap; found while training, written down.
 
 The device keeps loss and gradient norm of the last steps; they are read late, together, and always before a
 checkpoint: so that no checkpoint lies behind an anomaly that nobody knows of yet. Every rank reads the
-same numbers after the same step, and so does the same.
+same numbers after the same step, and so does the same. The run folder has a line of JSON for each anomaly.
 """
 
+import json
 import math
+import os
 import statistics
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
 from trainer.config.training import AnomalyConfig
+from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import sum_over_ranks
+from trainer.errors import BadInputError, DivergedError
+from trainer.host import strict_json
+from trainer.host.files import open_regular, written_whole
+from trainer.observe.console import warn
 
+_NAME = "anomalies.jsonl"
 _MOST_STEPS = 100  # that are looked at together
 _NORMAL = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 _LEAST_DEVIATION = 0.01  # of the median: a loss that hardly varies has no spikes of a hundredth
@@ -182,3 +193,158 @@ def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     median = statistics.median(values)
     deviation = _NORMAL * statistics.median(abs(value - median) for value in values)
     return median, max(deviation, _LEAST_DEVIATION * abs(median))
+
+
+def read_anomalies(folder: Path) -> list[dict[str, Any]]:
+    """The anomalies of a run, in their order; a last line that was cut off by a kill doesn't count.
+
+    Raises:
+        BadInputError: If the file can't be read as such.
+    """
+    try:
+        with os.fdopen(open_regular(folder / _NAME), "rb") as file:
+            *lines, _ = file.read().split(b"\n")
+        anomalies = [strict_json.parse(line) for line in lines]
+        for anomaly in anomalies:
+            if not (type(anomaly["step"]) is int and anomaly["step"] >= 1):
+                raise ValueError("a step is odd")
+            if not (anomaly["kind"] in ("nonfinite", "spike") and isinstance(anomaly["policy"], str)):
+                raise ValueError("a kind or policy is odd")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(
+            f"{folder / _NAME}: can't be read as a list of anomalies ({error}); it decides which steps are "
+            "left out: bring it back, or give another --out"
+        ) from error
+    return anomalies
+
+
+def rolled_back(anomalies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that a run was rolled back for."""
+    return [anomaly for anomaly in anomalies if anomaly["policy"] == "rollback"]
+
+
+def left_out(anomalies: list[dict[str, Any]]) -> set[int]:
+    """Numbers, from 0, of the steps that are not trained: those that a run was rolled back for."""
+    return {anomaly["step"] - 1 for anomaly in rolled_back(anomalies)}
+
+
+def first_stop(anomalies: list[dict[str, Any]]) -> int | None:
+    """Where the first anomaly stands that stopped the run; None: none did."""
+    return next((place for place, anomaly in enumerate(anomalies) if anomaly["policy"] == "stop"), None)
+
+
+def ending_at(config: dict[str, Any], anomaly: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run that ends at an anomaly, should it come again, and says where that began."""
+    policies = {**config.get("anomaly", {}), "most": 1 << 30}
+    if policies.get(anomaly["kind"]) != "skip":
+        policies[anomaly["kind"]] = "stop"
+    # The modules can be watched only where they run one by one.
+    eager = config.get("compile", {}).get("mode", "none") == "none"
+    precision = {**config.get("precision", {}), "debug": eager and anomaly["kind"] == "nonfinite"}
+    return {**config, "anomaly": policies, "precision": precision}
+
+
+def anomalies_before(anomalies: list[dict[str, Any]], step: int, plan: Plan) -> list[dict[str, Any]]:
+    """Those that hold for a run that goes on after so many steps, by this plan.
+
+    What was skipped later, or stopped it, would happen again; a rollback is not undone, unless other samples
+    are in its step now.
+    """
+
+    def comes_again(anomaly: dict[str, Any]) -> bool:
+        if anomaly["policy"] != "rollback" or anomaly["step"] > plan.steps:
+            return False
+        return anomaly.get("samples") in (None, _samples(plan, anomaly["step"] - 1)[1])
+
+    return [one for one in anomalies if one["step"] <= step or comes_again(one)]
+
+
+def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
+    """Epochs and samples of a step."""
+    epoch, sample, weight = plan.read(np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches))
+    return np.unique(epoch[weight > 0]).tolist(), sample[weight > 0].tolist()
+
+
+def write_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
+    """Replaces the list of anomalies by one with new numbers; for good when it returns.
+
+    Raises:
+        OSError: If it can't be written.
+    """
+    path = folder / _NAME
+    text = "".join(f"{json.dumps({**one, 'number': number})}\n" for number, one in enumerate(anomalies, 1))
+    if text != (path.read_text() if path.exists() else ""):
+        with written_whole(path) as beside:
+            beside.write_text(text)
+
+
+@dataclass(frozen=True)
+class AnomalyLog:
+    """Writes down what anomaly detection finds.
+
+    Attributes:
+        folder: The run folder; None on ranks that write nothing.
+        plan: Knows the samples of a step.
+    """
+
+    folder: Path | None
+    plan: Plan
+
+    def ending(self, found: Sequence[Finding]) -> Finding | None:
+        """The one that ends the attempt, or None; steps whose update was not made are written down."""
+        for finding in found:
+            if finding.ends:
+                return finding
+            if self.folder is None:
+                continue
+            try:
+                where = f"(anomaly {self._add(finding, self.folder)} in {_NAME})"
+            except OSError as error:  # the training is worth more than its record
+                where = f"({_NAME} can't be written: {error.strerror})"
+            warn(f"{finding}; its update was not made {where}")
+        return None
+
+    def ends(self, finding: Finding, config: AnomalyConfig) -> DivergedError | None:
+        """Of a step that ends the attempt; returns why the run ends, None if it is to be rolled back."""
+        try:
+            if self.folder is not None:
+                self._add(finding, self.folder)
+        except OSError as error:
+            return DivergedError(f"{finding}; {_NAME} can't be written ({error.strerror})")
+        if finding.policy == "rollback":
+            if self.folder is not None:
+                warn(f"{finding}; back to the checkpoint before it, and on without its samples")
+            return None
+        if finding.one_too_many:
+            return DivergedError(f"{finding}; it is anomaly {config.most}: anomaly.most={config.most}")
+        return DivergedError(
+            f"{finding}; lower optim.lr, set optim.max_grad_norm or anomaly.{finding.kind}=rollback, and go "
+            f"on by --resume force; {_NAME} in the run folder has the samples"
+        )
+
+    def _add(self, finding: Finding, folder: Path) -> int:
+        """Returns the anomaly's number."""
+        epochs, samples = _samples(self.plan, finding.step)
+        anomaly = {
+            "number": 0,
+            "step": finding.step + 1,
+            "kind": finding.kind,
+            "policy": finding.policy,
+            "loss": _json(finding.loss),
+            "grad_norm": _json(finding.grad_norm),
+            "median": finding.median,
+            "deviation": finding.deviation,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "epochs": epochs,
+            "samples": samples,
+        }
+        anomalies = [*read_anomalies(folder), anomaly]
+        write_anomalies(folder, anomalies)
+        return len(anomalies)
+
+
+def _json(number: float) -> float | str:
+    """A number; JSON has no word for one that isn't finite."""
+    return number if math.isfinite(number) else str(number)

@@ -87,7 +87,7 @@ def build(
     layers = None
     if recipe.log.layers_every and world.rank == 0:
         layers = LayerStatistics(model, recipe.log.layers_every, device)
-    skips, sharing = recipe.anomaly.nonfinite == "skip", None if rows is None else rows.group
+    skips, sharing = recipe.anomaly.skips_updates, None if rows is None else rows.group
     precision = make_precision(recipe.precision, device, skips, sharing)
     statistics = StepStatistics(model, None if in_tree else world.group, found)
     # A graph that is replayed again before its gradients are used would overwrite them.

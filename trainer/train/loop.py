@@ -101,7 +101,10 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
             save = stop or asked.save or checkpoints.due(done) or (best and recipe.checkpoint.best)
 
         # At the end, and before each checkpoint: none lies behind an anomaly that nobody knows of.
-        if finding := _anomaly(detector, out, done, now=last or save):
+        found = [] if detector is None else detector.look(done, now=last or save)
+        if found and (finding := out.anomalies.ending(found)):
+            logger.stage(done)
+            logger.deliver()
             return Ending("anomaly", finding=finding)
         if save:
             enter_phase("checkpoint")
@@ -127,19 +130,6 @@ def _evaluate(run: Run, logger: MetricLogger) -> bool:
     step = run.state.step
     logger.emit({"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics})
     return best
-
-
-def _anomaly(detector: AnomalyDetector | None, out: Outputs, done: int, now: bool) -> Finding | None:
-    """The anomaly that ends this attempt, or None; steps whose update was skipped are written down."""
-    if detector is None:
-        return None
-    for finding in detector.look(done, now):
-        if finding.ends:
-            out.logger.stage(done)
-            out.logger.deliver()
-            return finding
-        out.anomalies.skipped(finding)
-    return None
 
 
 def _tell_memory(run: Run, logger: MetricLogger, at: str, more: dict[str, float] | None = None) -> None:

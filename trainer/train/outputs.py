@@ -32,15 +32,14 @@ from trainer.observe.memory import memory_source, start_history
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Profile
 from trainer.observe.progress import Progress, served
-from trainer.train.anomalies import AnomalyLog, write_anomalies
+from trainer.train.anomaly import AnomalyLog, write_anomalies
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
 from trainer.train.manifest import Manifest, update_manifest
-from trainer.train.model_table import describe_model, show_model, top_parts
+from trainer.train.memory import check_space, could_be_sharded, describe_model, show_model, top_parts
 from trainer.train.operations import count_operations
-from trainer.train.prepare import could_be_sharded
 from trainer.train.provenance import make_manifest
-from trainer.train.recording import check_space, open_folder, other_ranks_checksums, writable
+from trainer.train.recording import open_folder, other_ranks_checksums, writable
 from trainer.train.request import Request
 from trainer.train.state import Run
 from trainer.train.step import take_metrics

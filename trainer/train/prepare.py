@@ -1,14 +1,11 @@
 """A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
 
-import contextlib
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -17,11 +14,9 @@ from trainer.config.sizes import GIB, MIB
 from trainer.data.loader import Batch
 from trainer.distributed.overlap import names_of, sharing
 from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
-from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
-from trainer.host.memory_room import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
-from trainer.models.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
+from trainer.models.activations import ModelCost, cheapest, measure, seconds_of_step
 from trainer.models.compiling import (
     compile_blocks,
     compile_model,
@@ -35,15 +30,12 @@ from trainer.models.modes import begin_training
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
-from trainer.models.precision import autocast, fp32_modules, gathered_in, keep_in_fp32
+from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
 from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.models.weights import load_initial
-from trainer.optim.optimizers import bytes_of_moments
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
-from trainer.train.rank_memory import rank_memory
-from trainer.train.updates import brings_optimizer
 
 _NAMES = 5
 
@@ -144,127 +136,6 @@ def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batc
     uniforms = task.train_data.uniforms + task.uniforms
     uniform = torch.zeros(micro_batch_size, uniforms, device=device) if uniforms else None
     return Batch(fields, None, uniform, micro_batch_size)
-
-
-def memory_to_come(
-    recipe: Recipe, task: Task, model: nn.Module, world: World, spare: float = 0
-) -> dict[str, int]:
-    """Bytes of memory that a rank will want in its first step, by what for: an upper bound.
-
-    Activations are counted with shapes alone, in the precision of the weights; not where the model needs
-    values, where it or its task is the user's own, nor where they are computed again, nor where they fit into
-    `spare` bytes by far: counting makes torch import its compiler, a second of CPU. Of a GPU they aren't.
-    """
-    learned = sum(p.nbytes for p in weights(model).values() if p.requires_grad)
-    own_optimizer = brings_optimizer(task)
-    sharded = is_sharded(recipe.parallel, world)
-    copies = 1 + (world.group is not None and not sharded)  # with DDP's buckets
-    state = copies * learned + (0 if own_optimizer else bytes_of_moments(recipe.optim, model, own=True))
-    activations = 0
-    own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
-    numbers = recipe.data.micro_batch_size * sum(math.prod(f.shape) for f in task.train_data.fields.values())
-    # A layer makes no more of a number than it has weights; those kept are 50 to 100,000 times fewer.
-    most = 4 * numbers * sum(p.numel() for p in model.parameters())
-    counted = world.device.type == "cpu" and recipe.memory.checkpointing == "none"
-    if not own and most + state >= spare and counted:
-        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
-            meta = torch.device("meta")
-            with meta:
-                shapes = task.model()
-                begin_training(shapes)
-            kept = KeptBytes(shapes.parameters())
-            with kept.counting():
-                task.loss(shapes, blank_batch(task, recipe.data.micro_batch_size, meta))
-            activations = kept.bytes_without()
-    what = "gradients (the state of the task's own optimizer comes on top)"
-    return {
-        "activations": activations,
-        **({"gathered parameters and gradients": _gathered(recipe, model, world)} if sharded else {}),
-        what if own_optimizer else "gradients and optimizer state": state,
-    }
-
-
-def _gathered(recipe: Recipe, model: nn.Module, world: World) -> int:
-    """Bytes of whole parameters and gradients that a rank of a sharded run holds while it computes."""
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
-    rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
-    accumulates = recipe.data.global_batch_size > recipe.data.micro_batch_size * world.size
-    low = gathered_in(recipe.precision, model, world.device) is not None
-    ranks = recipe.parallel.shard or world.size
-    needs = rank_memory(sizes, rest, ranks, 0, accumulates=accumulates, low=low)
-    return needs.gathered + needs.gradients - needs.kept  # the rows of weights and gradients are as many
-
-
-def could_be_sharded(recipe: Recipe, task: Task, ranks: int) -> bool:
-    """Whether a run of several ranks holds the same model on each of them, and needn't."""
-    if recipe.parallel.strategy != "ddp" or ranks == 1 or brings_optimizer(task):
-        return False
-    values = recipe.model_dump()
-    values["parallel"] |= {"strategy": "fsdp"}
-    try:
-        Recipe.model_validate(values)
-    except ValidationError:
-        return False
-    # By the number: to look, as check_sharding does, takes an import of seconds.
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
-
-
-def saved_by_sharding(recipe: Recipe, task: Task, model: nn.Module, world: World) -> int:
-    """Bytes that a rank of a DDP run would hold less at most with parallel.strategy=fsdp; 0: nothing."""
-    if not could_be_sharded(recipe, task, world.size):
-        return 0
-    whole = sum(p.nbytes for p in model.parameters())
-    learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    averages = int(recipe.ema.decay > 0 and not recipe.ema.on_cpu)
-    kept = whole + averages * learned + bytes_of_moments(recipe.optim, model)
-    ddp = kept + 2 * learned  # with DDP's buckets
-    rows = (kept + learned) / world.size
-    return max(0, int(ddp - rows) - _gathered(recipe, model, world))
-
-
-def room_of_gpu(device: torch.device) -> Room:
-    """A GPU's memory; what torch keeps for the next tensor counts as free."""
-    free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Room(total, total - free - kept, f"GPU {device.index}")
-
-
-def too_much(
-    room: Room, ranks: int, needs: Mapping[str, int], saved: int = 0, shared_by: int = 0, gpu: bool = False
-) -> str:
-    """A line about memory that won't be enough, or nothing.
-
-    Args:
-        room: The container's memory, or a GPU's, once the ranks have their models.
-        ranks: How many use it.
-        needs: Bytes that each of them will want besides, by what for.
-        saved: From `saved_by_sharding`.
-        shared_by: Ranks that would share the model then.
-        gpu: Whether it is a GPU's.
-    """
-    if ranks * sum(needs.values()) <= room.spare_bytes:
-        return ""
-    fitting = saved and ranks * (sum(needs.values()) - saved) <= room.spare_bytes
-    shared = (
-        f", or share weights, gradients and moments among the {shared_by} ranks by parallel.strategy=fsdp, "
-        f"which takes {saved / 1e9:.2f} GB less on each and would be enough"
-        if fitting
-        else ""
-    )
-    parts = ", ".join(f"{size / 1e9:.2f} GB of {what}" for what, size in needs.items() if size)
-    each = f" for each of {ranks} ranks" if ranks > 1 else ""
-    full = (
-        "and activations on top; when it is full, the step ends with an error: lower "
-        "data.micro_batch_size, or set memory.checkpointing=blocks, which spares activations alone"
-        if gpu
-        else "when it is full, the kernel kills a process: lower data.micro_batch_size, data.workers or "
-        "data.prefetch, or start fewer ranks"
-    )
-    return (
-        f"memory may not be enough: of {room.limit_bytes / 1e9:.2f} GB ({room.source}) "
-        f"{room.others_bytes / 1e9:.2f} GB are in use, and{each} come up to {parts}{', ' if gpu else '; '}"
-        f"{full}{shared}"
-    )
 
 
 class _Uninitialized(TorchFunctionMode):

@@ -11,7 +11,6 @@ import torch
 import yaml
 from torch import nn
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
@@ -29,7 +28,6 @@ from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows, opened_to_add
 from trainer.observe.text import listed
-from trainer.optim.optimizers import bytes_of_moments
 from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.state import Run
 
@@ -205,31 +203,3 @@ def save_weights(model: nn.Module, path: Path, whole: Mapping[str, torch.Tensor]
     with written_whole(path) as beside:
         beside.unlink()  # it makes a new one
         return write_file(beside, encode(plain_state(model, whole)))
-
-
-def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: bool = False) -> None:
-    """Makes sure that checkpoints and final weights will fit on the disk.
-
-    What earlier attempts left of them counts as free: it is replaced. The state of a task's own optimizer
-    isn't counted: nobody knows it yet.
-
-    Raises:
-        BadInputError: If they won't.
-    """
-    more = " and the state of the task's own optimizer" * own_optimizer
-    kept = recipe.checkpoint.keep + recipe.checkpoint.best + 1
-    whole = sum(tensor.nbytes for tensor in model.state_dict().values())
-    average = sum(p.nbytes for p in model.parameters() if p.requires_grad) if recipe.ema.decay else 0
-    state = 0 if own_optimizer else bytes_of_moments(recipe.optim, model)
-    final = whole * (2 if recipe.ema.decay else 1)
-    ours = [*(folder / FOLDER).rglob("*"), *folder.glob("*.safetensors")]
-    taken = sum(path.lstat().st_size for path in ours if path.is_file())
-    wanted, free = (
-        final + kept * (whole + average + state) + (4 << 20),
-        shutil.disk_usage(folder).free + taken,
-    )
-    if free < wanted:
-        raise BadInputError(
-            f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB{more}; "
-            "give another --out"
-        )

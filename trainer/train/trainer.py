@@ -24,16 +24,13 @@ from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
 from trainer.host.affinity import unpin_main_thread, within
 from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
-from trainer.host.memory_room import read_room
 from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, current, requested
 from trainer.observe.console import detail, say, warn
-from trainer.observe.memory import tells_figures
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.tasks import Task
 from trainer.train.allocator import set_up_allocator
-from trainer.train.anomalies import anomalies_before, left_out, read_anomalies
-from trainer.train.anomaly import AnomalyDetector, Finding
+from trainer.train.anomaly import AnomalyDetector, Finding, anomalies_before, left_out, read_anomalies
 from trainer.train.build import build
 from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.checkpoints import Checkpoints
@@ -41,9 +38,9 @@ from trainer.train.decision import Finished, From, New, Resume, decide
 from trainer.train.loading import choose_loading
 from trainer.train.loop import train
 from trainer.train.manifest import Manifest, read_stored
+from trainer.train.memory import memory_warning
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
-from trainer.train.prepare import memory_to_come, room_of_gpu, saved_by_sharding, too_much
 from trainer.train.replaced import gather_replaced
 from trainer.train.report.write import leave_report
 from trainer.train.request import Request
@@ -189,15 +186,8 @@ def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run
     loading = choose_loading(recipe, task, _limits(), world.local_size)
     setting = loading.setting
     run = build(recipe, task, world, setting.workers, request.folder, setting.prefetch, fresh)
-    gpu = world.device.type == "cuda"
-    if world.local_rank == 0 and (not gpu or tells_figures()):
-        room, sharing = (room_of_gpu(world.device), 1) if gpu else (read_room(), world.local_size)
-        needs = memory_to_come(recipe, task, run.state.model, world, room.spare_bytes / sharing)
-        if loading.bytes and not gpu:
-            needs["loading"] = loading.bytes
-        saved = saved_by_sharding(recipe, task, run.state.model, world)
-        if line := too_much(room, sharing, needs, saved, world.size, gpu):
-            warn(line)
+    if line := memory_warning(recipe, task, run.state.model, world, loading.bytes):
+        warn(line)
     return run, [loading.line] if loading.line else []
 
 

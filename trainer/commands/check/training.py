@@ -28,7 +28,7 @@ from trainer.observe.console import warn
 from trainer.observe.log import MetricLogger
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.anomalies import AnomalyLog
+from trainer.train.anomaly import AnomalyLog
 from trainer.train.build import build
 from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint
 from trainer.train.checkpoints import Checkpoints

@@ -3,7 +3,6 @@
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import Damaged, Unreadable, read
@@ -13,7 +12,7 @@ from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_c
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.files import copy_folder
 from trainer.observe.console import say
-from trainer.train.anomalies import read_anomalies
+from trainer.train.anomaly import ending_at, read_anomalies, rolled_back
 
 _COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samples")
 
@@ -27,10 +26,10 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         raise BadInputError(f"--anomaly {options.anomaly}: {there} in {run.path}")
     wanted = anomalies[options.anomaly - 1]
     step = int(wanted["step"])
-    config = _config(run, wanted, options.set)
+    config = ending_at(replay_config(run, options.set), wanted)
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
-        refused = [one for one in anomalies[: options.anomaly - 1] if one["policy"] == "rollback"]
+        refused = rolled_back(anomalies[: options.anomaly - 1])
         begin(run, folder, refused)
         start = _checkpoint_before(run, folder, step)
         steps = f"step {step}" if step == start + 1 else f"steps {start + 1} to {step}"
@@ -53,19 +52,6 @@ def verify_anomaly(options: argparse.Namespace) -> int:
     numbers = f"loss ({wanted['loss']}) and gradient norm ({wanted['grad_norm']})"
     say(f"{number}: came again, with the same samples, {numbers}")
     return EXIT_DONE
-
-
-def _config(run: Recorded, wanted: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """That of the run, but it ends at the anomaly, and says where it began."""
-    config = replay_config(run, settings)
-    anomaly = dict(config.get("anomaly", {}))
-    if anomaly.get(wanted["kind"]) != "skip":
-        anomaly[wanted["kind"]] = "stop"
-    anomaly["most"] = 1 << 30
-    # The modules can be watched only where they run one by one.
-    eager = config.get("compile", {}).get("mode", "none") == "none"
-    precision = {**config.get("precision", {}), "debug": eager and wanted["kind"] == "nonfinite"}
-    return {**config, "anomaly": anomaly, "precision": precision}
 
 
 def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:

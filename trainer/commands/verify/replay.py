@@ -20,7 +20,7 @@ from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
-from trainer.train.anomalies import write_anomalies
+from trainer.train.anomaly import write_anomalies
 from trainer.train.differences import FREE, flat, other_arithmetic
 from trainer.train.manifest import update_manifest
 from trainer.train.options import TrainOptions

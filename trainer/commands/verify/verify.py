@@ -13,7 +13,7 @@ from trainer.commands.verify.verdict import differences_here, different, differi
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import first_difference, read_checksums
 from trainer.observe.console import say
-from trainer.train.anomalies import read_anomalies
+from trainer.train.anomaly import first_stop, read_anomalies, rolled_back
 from trainer.train.manifest import read_run
 
 
@@ -26,10 +26,9 @@ def verify(options: argparse.Namespace) -> int:
     until = last_step(run, options.steps)
     config = replay_config(run, options.set)
     parts = parts_of(run, until, ranks_wanted(options))
-    refused = [one for one in anomalies if one["policy"] == "rollback"]
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
-        begin(run, folder, refused)
+        begin(run, folder, rolled_back(anomalies))
         say(f"{run.path}: training steps 1 to {until} of {run.manifest.steps} again, in {temporary}")
         code = replay(config, parts, run.manifest.steps, folder, options.gpus)
         if code != EXIT_DONE:
@@ -56,13 +55,14 @@ def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
     Raises:
         BadInputError: If there are no others.
     """
-    for number, anomaly in enumerate(anomalies, 1):
-        if anomaly["policy"] == "stop":
-            rows = [row for row in run.rows if row.step < anomaly["step"]]
-            if not rows:
-                raise BadInputError(
-                    f"{run.path}: nothing was recorded before the step {anomaly['step']} that stopped "
-                    f"it; look at that with --anomaly {number}"
-                )
-            return replace(run, rows=rows)
-    return run
+    stop = first_stop(anomalies)
+    if stop is None:
+        return run
+    step = anomalies[stop]["step"]
+    rows = [row for row in run.rows if row.step < step]
+    if not rows:
+        raise BadInputError(
+            f"{run.path}: nothing was recorded before the step {step} that stopped it; look at that with "
+            f"--anomaly {stop + 1}"
+        )
+    return replace(run, rows=rows)
