@@ -268,7 +268,7 @@ def describe_model(
         each rank, with the average of the weights if it lies on the device. Activations aren't among them.
     """
     held, samples = parameters_of(model, list(shown)), recipe.data.global_batch_size
-    moments: Mapping[int, int] = {} if own_optimizer else moments_kept(recipe.optim, model)
+    moments: Mapping[int, float] = {} if own_optimizer else moments_kept(recipe.optim, model)
     averages = _averages(recipe)
     rows: list[dict[str, Any]] = []
     for part in shown:
@@ -285,7 +285,7 @@ def describe_model(
                 "trainable": sum(p.numel() for p in trained),
                 "flops": flops if counted.per_sample else None,
                 "bytes": sum(map(_here, own))
-                + sum(_here(p) * (1 + averages + moments.get(id(p), 0)) for p in trained),
+                + sum(round(_here(p) * (1 + averages + moments.get(id(p), 0))) for p in trained),
             }
         )
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trainable", "bytes")}
