@@ -26,7 +26,7 @@ from trainer.commands.doctor.needs import make_needs, read_for_needs
 from trainer.commands.doctor.software import read_software
 from trainer.config.formats import FORMATS
 from trainer.config.recipe_file import recipe_names
-from trainer.data.fit import Sizes, by_rule, bytes_needed
+from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits, read_limits
 from trainer.host.reading import within
 from trainer.observe.text import rough_size

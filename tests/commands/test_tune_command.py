@@ -22,7 +22,7 @@ from tests.helpers.waiting import until
 from trainer.cli import main
 from trainer.commands.tune import tune as command
 from trainer.config.recipe_file import load_recipe
-from trainer.data.fit import Loading
+from trainer.data.workers import Loading
 from trainer.launch import worker
 from trainer.train import start
 from trainer.train.request import Request

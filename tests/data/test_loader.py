@@ -22,13 +22,12 @@ from tests.helpers.few_pictures import make_folder
 from tests.helpers.toys import make_recipe
 from tests.helpers.waiting import until
 from trainer.config.data import DataConfig, LoaderConfig
-from trainer.data import work
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.crop import central_cut, random_cut
 from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import load_images
-from trainer.data.workers import begin_worker
+from trainer.data.workers import begin_worker, now, work_since
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host import processes
@@ -368,8 +367,8 @@ class Timed(Numbers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_workers_do_with_their_time_is_told(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks()
-    monkeypatch.setattr(work, "time", clocks)
-    monkeypatch.setattr(work, "queued_ns", clocks.queued_ns)
+    monkeypatch.setattr("trainer.data.workers.time", clocks)
+    monkeypatch.setattr("trainer.data.workers.queued_ns", clocks.queued_ns)
     loader = RingLoader(source(Timed(clocks)), CPU, workers, FORK)
     for _ in loader(range(5)):
         pass
@@ -386,10 +385,10 @@ def test_what_workers_do_with_their_time_is_told(workers: int, monkeypatch: pyte
 
 
 def test_the_clocks_are_those_of_the_thread() -> None:
-    began, end = work.now(), time.thread_time_ns() + 5_000_000
+    began, end = now(), time.thread_time_ns() + 5_000_000
     while time.thread_time_ns() < end:
         pass
-    done = work.work_since(began, 1)
+    done = work_since(began, 1)
     # An interrupt between the readings of the two clocks is in one of them.
     assert done.wall + 1_000_000 >= done.cpu >= 5_000_000 and done.queued >= 0
     pid = os.fork()

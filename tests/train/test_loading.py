@@ -8,7 +8,15 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.few_pictures import recipe_of, write_pictures
 from trainer.config.recipe import Recipe
-from trainer.data.fit import Loading, Sizes, by_rule, bytes_needed, estimate, memory_budget, prefetch_by_size
+from trainer.data.workers import (
+    Loading,
+    Sizes,
+    by_rule,
+    bytes_needed,
+    estimate,
+    memory_budget,
+    prefetch_by_size,
+)
 from trainer.errors import BadInputError
 from trainer.host.limits import Limits
 from trainer.launch.launcher import LocalRanks

@@ -13,6 +13,7 @@ from trainer.config.data import LoaderConfig
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.dataset import Arrays, Dataset, Field
 from trainer.data.loader import Batch, Loader, RingLoader, Source, is_resident, make_loader
+from trainer.data.workers import workers_of
 from trainer.rng import Float32, Ints
 
 
@@ -138,12 +139,10 @@ def make_loaders(
     Returns:
         One for each of them.
     """
-    own = cpu_workers if config.workers == "auto" else config.workers
     joined = [
         number
         for number, source in enumerate(sources)
-        if own and not is_resident(config, source.dataset)
-        if config.workers != "auto" or not source.dataset.in_process
+        if workers_of(config, source.dataset, cpu_workers) and not is_resident(config, source.dataset)
     ]
     # Those that lie in the ring as the first one does; any other is read by the rank itself.
     layouts = [_layout(source.dataset) for source in sources]
@@ -156,12 +155,13 @@ def make_loaders(
         ends = tuple(accumulate(len(source.share.batches()) for source in some))
         source = JoinedSource(data, largest.share, sources=some, ends=ends)
         quarantine = JoinedQuarantine([quarantines[number] for number in joined], data)
-        whole = RingLoader(source, device, own, config, quarantine)
+        workers = workers_of(config, some[0].dataset, cpu_workers)
+        whole = RingLoader(source, device, workers, config, quarantine)
         parts = {number: PartLoader(whole, source, part) for part, number in enumerate(joined)}
     here = config.model_copy(update={"workers": 0})
     return [
         parts.get(number)
-        or make_loader(source, device, config if number in joined else here, own, quarantines[number])
+        or make_loader(source, device, config if number in joined else here, cpu_workers, quarantines[number])
         for number, source in enumerate(sources)
     ]
 

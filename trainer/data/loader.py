@@ -22,17 +22,22 @@ from trainer.config.data import LoaderConfig
 from trainer.data import dataset as data
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
-from trainer.data.fit import SPARE_SLOTS, prefetch_by_size, sizes_of
 from trainer.data.ring import Ring
 from trainer.data.sampling.plan import Share
-from trainer.data.work import NO_WORK, Work, now, work_since
 from trainer.data.workers import (
+    NO_WORK,
+    SPARE_SLOTS,
     CurrentBatches,
+    Work,
     begin_worker,
     check_known_there,
     end_by_kill,
+    now,
+    prefetch_of,
     start_method,
     unsendable,
+    work_since,
+    workers_of,
 )
 from trainer.errors import BadInputError, OwnCodeError
 from trainer.rng import Ints, uniforms
@@ -261,9 +266,7 @@ class RingLoader:
             fields[_UNIFORM] = data.Field((plan.micro_batch_size, source.uniforms), np.dtype(np.float32))
         self._source = source
         self._device = device
-        prefetch = config.prefetch
-        if prefetch == "auto":
-            prefetch = prefetch_by_size(sizes_of(source.dataset, plan.micro_batch_size))
+        prefetch = prefetch_of(config, source.dataset, plan.micro_batch_size)
         slots = workers * prefetch + SPARE_SLOTS
         self._ring = Ring(fields, slots, inherited=workers == 0 or method == "fork")
         self._quarantine = quarantine or Quarantine("training", len(source.dataset))
@@ -366,9 +369,7 @@ def make_loader(
     """
     if is_resident(config, source.dataset):
         return ResidentLoader(source, device)
-    workers = config.workers
-    if workers == "auto":
-        workers = 0 if source.dataset.in_process else cpu_workers
+    workers = workers_of(config, source.dataset, cpu_workers)
     return RingLoader(source, device, workers, config, quarantine)
 
 

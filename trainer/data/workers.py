@@ -1,25 +1,162 @@
-"""How loader workers are started, and what they must not do."""
+"""Loader workers: how many and how far ahead, how they are started, what their time goes into."""
 
 import ast
 import ctypes
 import gc
 import io
+import math
 import os
 import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from trainer.config.beside import MAIN
+from trainer.config.data import LoaderConfig
 from trainer.data.dataset import Dataset
-from trainer.data.shared import Columns
 from trainer.errors import BadInputError
+from trainer.host.limits import Limits, workers_per_rank
+from trainer.host.processes import queued_ns
+from trainer.observe.text import megabytes
 
 _PR_SET_PDEATHSIG = 1
+Given = int | Literal["auto"]
+
+# A sample of tokens, audio or a small picture; an image (224 x 224 has 150 kB, 512 x 512 has 786 kB); video.
+_SMALL_BYTES = 32 << 10
+_VIDEO_BYTES = 2 << 20
+_LARGE_BATCH_BYTES = 16 << 20
+# Of the container's memory, for what loads: the rest is for weights, activations and the page cache.
+_SHARE_OF_MEMORY = 0.25
+# What a loader process adds to the PSS of all, decoding included: 31 to 49 MiB were seen where it is forked,
+# 380 where it is started anew and so imports torch (photographs; torch 2.9.1, see docs/results/tune.md).
+_FORKED_BYTES = 48 << 20
+_STARTED_BYTES = 384 << 20
+# The batch in use and the one that is being copied, besides those that workers prepare.
+SPARE_SLOTS = 2
+_EVALUATION_WORKERS = 2
+
+
+class Loading(NamedTuple):
+    """How batches are made ready: loader processes of a rank, and batches that each prepares ahead."""
+
+    workers: int
+    prefetch: int
+
+    def __str__(self) -> str:
+        """In words."""
+        if not self.workers:
+            return "no workers"
+        return f"{self.workers} worker{'s' * (self.workers > 1)} x prefetch {self.prefetch}"
+
+
+class Sizes(NamedTuple):
+    """Bytes of what is loaded: a sample, a micro-batch, a batch of the evaluation."""
+
+    sample: int
+    batch: int
+    eval_batch_size: int = 0
+
+
+def sizes_of(dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0) -> Sizes:
+    """Sizes of a data set's batches, as they lie in the ring."""
+    sample = sum(math.prod(field.shape) * field.dtype.itemsize for field in dataset.fields.values())
+    return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size)
+
+
+def prefetch_by_size(sizes: Sizes) -> int:
+    """Batches for each worker to prepare ahead: many of what is small, few of what is large.
+
+    4 for samples below 32 KiB (tokens, sounds, small pictures); for images, below 2 MiB, 3 while a
+    micro-batch is below 16 MiB and else 2; 1 for larger samples (video): one batch is much already.
+    """
+    if sizes.sample < _SMALL_BYTES:
+        return 4
+    if sizes.sample < _VIDEO_BYTES:
+        return 3 if sizes.batch < _LARGE_BATCH_BYTES else 2
+    return 1
+
+
+def prefetch_of(config: LoaderConfig, dataset: Dataset, micro_batch_size: int) -> int:
+    """What a loader that is made with this configuration prepares ahead for each worker."""
+    if config.prefetch == "auto":
+        return prefetch_by_size(sizes_of(dataset, micro_batch_size))
+    return config.prefetch
+
+
+def workers_of(config: LoaderConfig, dataset: Dataset, cpu_workers: int) -> int:
+    """How many load a data set that isn't resident; `cpu_workers` is what `auto` stands for here."""
+    if config.workers == "auto":
+        return 0 if dataset.in_process else cpu_workers
+    return config.workers
+
+
+def bytes_needed(setting: Loading, sizes: Sizes, forked: bool = True) -> int:
+    """Memory of a rank's loaders: both rings with their spare slots, and the processes."""
+    measuring = min(setting.workers, _EVALUATION_WORKERS)
+    rings = sum(
+        (workers * setting.prefetch + SPARE_SLOTS) * size
+        for workers, size in ((setting.workers, sizes.batch), (measuring, sizes.eval_batch_size))
+    )
+    return rings + (setting.workers + measuring) * (_FORKED_BYTES if forked else _STARTED_BYTES)
+
+
+def memory_budget(limits: Limits, ranks: int) -> float:
+    """Bytes that the loaders of one rank may take: its part of a quarter of the container's memory."""
+    return limits.memory_bytes * _SHARE_OF_MEMORY / ranks if limits.memory_bytes else math.inf
+
+
+def fits(setting: Loading, sizes: Sizes, limits: Limits, ranks: int, forked: bool = True) -> bool:
+    """Whether a rank may load so: within the memory budget, its share of the CPUs, and the limit of pids."""
+    room = bytes_needed(setting, sizes, forked) <= memory_budget(limits, ranks)
+    return room and setting.workers <= workers_per_rank(limits, ranks, quarters=4)
+
+
+def by_rule(
+    workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks: int, forked: bool = True
+) -> Loading:
+    """What `auto` stands for without measuring; a number that was given stays.
+
+    Workers from 75 % of the rank's share of the CPUs, prefetch by the size of a sample; where both together
+    would take more than the memory budget, less prefetch, down to 1, and then fewer workers.
+
+    Args:
+        workers: As configured.
+        prefetch: As configured.
+        sizes: Of what is loaded.
+        limits: What the ranks share.
+        ranks: In this container.
+        forked: Whether workers are forked, which is cheaper.
+    """
+    chosen = Loading(
+        workers_per_rank(limits, ranks) if workers == "auto" else workers,
+        prefetch_by_size(sizes) if prefetch == "auto" else prefetch,
+    )
+    budget = memory_budget(limits, ranks)
+    while bytes_needed(chosen, sizes, forked) > budget:
+        if prefetch == "auto" and chosen.prefetch > 1:
+            chosen = chosen._replace(prefetch=chosen.prefetch - 1)
+        elif workers == "auto" and chosen.workers:
+            chosen = chosen._replace(workers=chosen.workers - 1)
+        else:
+            break
+    return chosen
+
+
+def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int, forked: bool = True) -> str:
+    """What a setting takes, for people: "3 workers x prefetch 3 x 9.6 MB = 87 MB, …"."""
+    whole, budget = bytes_needed(setting, sizes, forked), memory_budget(limits, ranks)
+    of = "" if budget == math.inf else f" of the {megabytes(budget)} that they may take"
+    text = f"{setting}"
+    if setting.workers:
+        ahead = setting.workers * setting.prefetch * sizes.batch
+        text += f" x {megabytes(sizes.batch)} = {megabytes(ahead)}"
+    return f"{text}; with spare slots, evaluation and processes {megabytes(whole)}{of}"
 
 
 def start_method(configured: str) -> str:
@@ -91,6 +228,8 @@ class _PickleTrial(pickle.Pickler):
     """Passes over what only a starting process can send."""
 
     def persistent_id(self, value: Any) -> str | None:
+        from trainer.data.shared import Columns  # which imports torch; `trainer doctor` asks this file, too
+
         return "shared" if isinstance(value, Columns) else None
 
 
@@ -134,3 +273,54 @@ def end_by_kill(workers: Iterable[BaseProcess]) -> None:
     """Lets torch and multiprocessing end these by SIGKILL: they ignore the SIGTERM that both would send."""
     for worker in workers:
         worker._popen.terminate = worker._popen.kill  # type: ignore[attr-defined]
+
+
+class Work(NamedTuple):
+    """Nanoseconds of filling batches, in one or many workers.
+
+    The kernel counts computing and waiting for a CPU for each thread: CLOCK_THREAD_CPUTIME_ID, and in
+    /proc/thread-self/schedstat (https://docs.kernel.org/scheduler/sched-stats.html). For the rest it was
+    blocked, by a disk or a network.
+
+    Attributes:
+        wall: In all.
+        cpu: Computing: decoding, cropping, copying.
+        queued: Ready to run, without a CPU.
+        samples: How many were filled.
+    """
+
+    wall: int
+    cpu: int
+    queued: int
+    samples: int
+
+    def plus(self, other: "Work") -> "Work":
+        """Both together."""
+        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def metrics(self, workers: int) -> dict[str, float]:
+        """Shares of the time, for a row of metrics; empty if nothing was filled."""
+        if not self.samples or not self.wall:
+            return {}
+        cpu, queued = (min(1.0, part / self.wall) for part in (self.cpu, self.queued))
+        return {
+            "loader/workers": workers,
+            "loader/cpu": cpu,
+            "loader/starved": queued,
+            "loader/blocked": max(0.0, 1.0 - cpu - queued),
+            "loader/seconds_per_sample": self.wall / 1e9 / self.samples,
+        }
+
+
+NO_WORK = Work(0, 0, 0, 0)
+
+
+def now() -> Work:
+    """The clocks of this thread."""
+    return Work(time.perf_counter_ns(), time.thread_time_ns(), queued_ns(), 0)
+
+
+def work_since(began: Work, samples: int) -> Work:
+    """What was done since `now` was called in the same thread."""
+    wall, cpu, queued, _ = now()
+    return Work(wall - began.wall, cpu - began.cpu, queued - began.queued, samples)

@@ -1,13 +1,22 @@
-"""How many workers load for a rank, and how far ahead: as configured, or by rule (`trainer.data.fit`)."""
+"""How many workers load for a rank, and how far ahead: as configured, or by rule (`trainer.data.workers`)."""
 
 import multiprocessing
 from typing import NamedTuple
 
 from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
-from trainer.data.fit import Loading, Sizes, by_rule, bytes_needed, estimate, fits, sizes_of
 from trainer.data.loader import is_resident
-from trainer.data.workers import start_method
+from trainer.data.workers import (
+    Loading,
+    Sizes,
+    by_rule,
+    bytes_needed,
+    estimate,
+    fits,
+    sizes_of,
+    start_method,
+    workers_of,
+)
 from trainer.errors import BadInputError
 from trainer.host.limits import Limits, workers_per_rank
 from trainer.tasks import Task
@@ -78,10 +87,7 @@ def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> l
 
 def _loads(config: LoaderConfig, task: Task) -> bool:
     """Whether workers could load: not what lies in memory or is read where it is used."""
-    dataset = task.train_data
-    if is_resident(config, dataset) or config.workers == 0:
-        return False
-    return config.workers != "auto" or not dataset.in_process
+    return not is_resident(config, task.train_data) and workers_of(config, task.train_data, 1) > 0
 
 
 def _sizes(recipe: Recipe, task: Task) -> Sizes:

@@ -8,7 +8,7 @@ from trainer.commands.doctor.facts import Gpus, RecipeNeeds
 from trainer.config.formats import FORMATS
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import provisional
-from trainer.data.fit import Sizes, by_rule, bytes_needed
+from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits
 
 _USUAL_BATCH = 64

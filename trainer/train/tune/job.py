@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import MIB
-from trainer.data.fit import Loading
+from trainer.data.workers import Loading
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
 from trainer.host.memory_room import MemoryGuard, Room, read_room
 from trainer.launch.launcher import LocalRanks, launch

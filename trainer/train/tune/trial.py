@@ -16,9 +16,9 @@ import torch
 import trainer.train.trainer  # noqa: F401  (a run has its modules in memory, too)
 from trainer.checkpoint.background import stage
 from trainer.config.recipe import Recipe
-from trainer.data.fit import Loading
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import evaluation_share
+from trainer.data.workers import Loading
 from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
 from trainer.host.affinity import unpin_main_thread, within
