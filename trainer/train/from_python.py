@@ -44,6 +44,7 @@ from trainer.train.run_folder import (
 )
 from trainer.train.start_checks import begun, check_outside, check_stored, threads_line
 from trainer.train.trainer import train_rank
+from trainer.train.trust import check_recipe
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe,
     """Name, configuration and task of what `fit` was given."""
     if isinstance(task, str | Path):
         recipe = load_recipe(str(task), words)
+        check_recipe(str(task), recipe, words)
         return Path(task).stem, recipe, make_task(recipe)
     own = task() if isinstance(task, type) else task
     name = type(own).__name__

@@ -24,6 +24,7 @@ from trainer.launch.nodes.discover import job_of
 from trainer.train.resume import differences, extends, other_arithmetic, other_data
 from trainer.train.run_folder import FORMAT, Attempt, BegunFrom, Manifest, Pretrained
 from trainer.train.state import Run
+from trainer.train.trust import marked
 from trainer.version import ARITHMETIC, __version__
 
 
@@ -72,10 +73,11 @@ def make_manifest(
         job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]
+    run_id = stored.run_id if stored else uuid.uuid4().hex
     return {
         "format": FORMAT,
         "recipe": name,
-        "run_id": stored.run_id if stored else uuid.uuid4().hex,
+        "run_id": run_id,
         "from": begun_from and begun_from.model_dump(),
         "config": config,
         "config_hash": config_hash(recipe),
@@ -107,6 +109,7 @@ def make_manifest(
         "gradient_accumulation_steps": run.gradient_accumulation_steps,
         "notes": notes,
         "trackers": dict(stored.trackers) if stored else {},
+        "trust": marked(recipe, run_id, stored.trust if stored else {}),
         "weights": {},
         "anomalies": 0,
         "out_of_patience": 0,

@@ -34,15 +34,17 @@ from trainer.train.prepare import shapes_only
 from trainer.train.resume import FREE, own_config
 from trainer.train.run import make_task, more_sets
 from trainer.train.run_folder import MANIFEST, RunFolder, read_run
+from trainer.train.trust import check_run
 
 # Where data lies and how it comes; all else is the run's.
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "evaluation.sets."))]
+_ELSEWHERE = [*(key for key in FREE if key.startswith(("data.", "evaluation.sets."))), "task"]
 # Of `Task.describe`: what gives a model's inputs and outputs their meaning.
 _MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
 # What only training needs: hooks that drop branches would be exported, weights come from the run.
 _NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
     *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
+    "hooks.enabled=false",
     *("model.freeze=[]", "model.lora={rank: 0, targets: []}"),
 )
 
@@ -73,6 +75,7 @@ def open_run(
     checkpoint: str | None = None,
     weights: str | None = None,
     on: str = MAIN_SET,
+    trust: bool = False,
 ) -> OpenedRun:
     """Opens a run that is finished, or stopped with a checkpoint.
 
@@ -81,12 +84,13 @@ def open_run(
         checkpoint: Whose weights: "best", "last" or a step; None: the final ones, or the newest checkpoint's.
         weights: Which of the final ones, such as "model.safetensors"; None: those that were evaluated.
         on: The evaluation set that is the task's evaluation data, of those that the run has.
+        trust: Whether a stranger's code may run, see `trainer.train.trust`.
 
     Raises:
         BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.
     """
     run = read_run(folder)
-    recipe = _with_set(_recipe_of(run, settings), on)
+    recipe = _with_set(_recipe_of(run, settings, trust), on)
     known = run.manifest.fingerprint.get("task")
     if known and known != source_hash(Path(recipe.task)):  # before it is run
         raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
@@ -102,7 +106,9 @@ def open_run(
     return OpenedRun(folder, run.facts, recipe, task, model, source)
 
 
-def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolder, str, dict[str, Any]]:
+def stored_weights(
+    folder: Path, settings: Sequence[str] = (), trust: bool = False
+) -> tuple[RunFolder, str, dict[str, Any]]:
     """The weights that `open_run` gives its model, unread: by name what is read when it is sliced.
 
     Hashes are compared before, so every file is read once, in pieces.
@@ -114,7 +120,7 @@ def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolde
         BadInputError: As `open_run`; or if they are to be merged with others first.
     """
     run = read_run(folder)
-    recipe = _recipe_of(run, settings)
+    recipe = _recipe_of(run, settings, trust)
     name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
     if (digest := run.manifest.weights.get(name)) is not None:
         try:
@@ -176,16 +182,19 @@ def _check_described(run: RunFolder, task: Task) -> None:
             )
 
 
-def _recipe_of(run: RunFolder, settings: Sequence[str]) -> Recipe:
+def _recipe_of(run: RunFolder, settings: Sequence[str], trust: bool) -> Recipe:
+    own = str(run.manifest.config.get("task")).endswith(".py")
     for setting in settings:
         key = setting.partition("=")[0].strip()
-        if not any(fnmatchcase(key, elsewhere) for elsewhere in _ELSEWHERE):
+        if not any(fnmatchcase(key, elsewhere) for elsewhere in _ELSEWHERE) or (key == "task" and not own):
             raise BadInputError(
                 f"--set {setting}: the model is the run's as it was trained; only what says where the data "
                 "lies can be set, such as data.path"
             )
     config = own_config(run, [*settings, *_NOT_NOW])
-    return validated(Recipe, config, str(run.path / MANIFEST))
+    recipe = validated(Recipe, config, str(run.path / MANIFEST))
+    check_run(run.path, recipe, settings, trust)
+    return recipe
 
 
 def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str | None) -> str:

@@ -146,6 +146,7 @@ class Manifest(BaseModel):
         out_of_patience: Evaluations in a row that were no better than the best, where these ended it; else 0.
         begun_from: Where it began, if that was another run's checkpoint (`from` in the file).
         trackers: Ids of its runs at trackers, by their names in `log.to`.
+        trust: Its own code and whose it is, see `trainer.train.trust`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -165,6 +166,7 @@ class Manifest(BaseModel):
     out_of_patience: int = Field(0, ge=0)
     begun_from: BegunFrom | None = Field(None, alias="from")
     trackers: dict[str, str] = Field(default_factory=dict)
+    trust: dict[str, list[str]] = Field(default_factory=dict)
 
     @property
     def arithmetic(self) -> int:

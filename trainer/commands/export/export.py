@@ -94,7 +94,7 @@ def export(options: argparse.Namespace) -> int:
     target = _target(options)
     if options.streamed:
         return _export_streamed(target, options)
-    run = open_run(options.folder, options.set)
+    run = open_run(options.folder, options.set, trust=options.trust)
     subject = _subject(run, options)
     beside = _beside(target)
     try:
@@ -120,7 +120,7 @@ def export(options: argparse.Namespace) -> int:
 
 def _export_streamed(target: Path, options: argparse.Namespace) -> int:
     """Writes the weights with the memory of one tensor: no model is built, so none is computed with."""
-    run, source, tensors = stored_weights(options.folder, options.set)
+    run, source, tensors = stored_weights(options.folder, options.set, options.trust)
     beside = _beside(target)
     try:
         with staged() as say:

@@ -27,7 +27,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         raise BadInputError(f"--anomaly {options.anomaly}: {there} in {run.path}")
     wanted = anomalies[options.anomaly - 1]
     step = int(wanted["step"])
-    config = _config(run, wanted, options.set)
+    config = _config(run, wanted, options)
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         refused = [one for one in anomalies[: options.anomaly - 1] if one["policy"] == "rollback"]
@@ -55,9 +55,9 @@ def verify_anomaly(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _config(run: Recorded, wanted: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+def _config(run: Recorded, wanted: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """That of the run, but it ends at the anomaly, and says where it began."""
-    config = replay_config(run, settings)
+    config = replay_config(run, options.set, options.trust)
     anomaly = dict(config.get("anomaly", {}))
     if anomaly.get(wanted["kind"]) != "skip":
         anomaly[wanted["kind"]] = "stop"
