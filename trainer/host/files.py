@@ -316,6 +316,19 @@ def open_regular(path: Path) -> int:
     return file
 
 
+def hash_regular(path: Path) -> str:
+    """SHA-256 of a regular file, hexadecimal.
+
+    Raises:
+        OSError: If it can't be read, or is something else.
+    """
+    digest = hashlib.sha256()
+    with os.fdopen(open_regular(path), "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def own_folder(path: Path) -> Path:
     """Makes a folder, if there is none; its parent must exist.
 

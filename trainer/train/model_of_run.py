@@ -27,8 +27,10 @@ from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode
+from trainer.observe.console import warn
 from trainer.rng import Ints
 from trainer.tasks import Task
+from trainer.train.altered import altered_config
 from trainer.train.manifest import file_hash
 from trainer.train.prepare import shapes_only
 from trainer.train.resume import FREE, own_config
@@ -90,6 +92,8 @@ def open_run(
         BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.
     """
     run = read_run(folder)
+    for line in altered_config(run.facts):
+        warn(f"{folder}: {line}")
     recipe = _with_set(_recipe_of(run, settings, trust), on)
     known = run.manifest.fingerprint.get("task")
     if known and known != source_hash(Path(recipe.task)):  # before it is run
@@ -120,6 +124,8 @@ def stored_weights(
         BadInputError: As `open_run`; or if they are to be merged with others first.
     """
     run = read_run(folder)
+    for line in altered_config(run.facts):
+        warn(f"{folder}: {line}")
     recipe = _recipe_of(run, settings, trust)
     name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
     if (digest := run.manifest.weights.get(name)) is not None:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from trainer.host.files import (
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES
+from trainer.train.altered import hashes_of_rows
 
 FORMAT = 4  # of a run folder: the names in its manifest and rows, and of the files that hold these
 _LOCK = ".lock"
@@ -147,6 +149,7 @@ class Manifest(BaseModel):
         begun_from: Where it began, if that was another run's checkpoint (`from` in the file).
         trackers: Ids of its runs at trackers, by their names in `log.to`.
         trust: Its own code and whose it is, see `trainer.train.trust`.
+        rows: Hashes of its files of rows, when the newest attempt ended.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -167,6 +170,7 @@ class Manifest(BaseModel):
     begun_from: BegunFrom | None = Field(None, alias="from")
     trackers: dict[str, str] = Field(default_factory=dict)
     trust: dict[str, list[str]] = Field(default_factory=dict)
+    rows: dict[str, str] = Field(default_factory=dict)
 
     @property
     def arithmetic(self) -> int:
@@ -332,8 +336,45 @@ def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 
 def set_status(folder: Path, manifest: Mapping[str, Any], status: str, reason: str) -> None:
     """Says in the manifest how the run stands; if the disk is full, say, what happened matters more."""
-    with contextlib.suppress(OSError):
+    try:
         write_json(folder / MANIFEST, {**manifest, **outcome(folder), "status": status, "reason": reason})
+    except OSError as error:
+        status_in_place(folder, status, error)
+
+
+def status_in_place(folder: Path, status: str, why: OSError) -> None:
+    """Overwrites the status in a manifest where no new file can be written: a full disk takes these bytes.
+
+    The reader must not take the run for one that goes on.
+    """
+    before = b'\n  "status": "running"'
+    after = f'\n  "status": "{"stopped" if status == "stopped" else "failed"}"'.encode().ljust(len(before))
+    try:
+        file = open_own(folder / MANIFEST, os.O_RDWR)
+        try:
+            place = os.pread(file, strict_json.LARGEST, 0).rfind(before)
+            if place >= 0:
+                os.pwrite(file, after, place)
+        finally:
+            os.close(file)
+    except OSError:
+        warn(f"{folder / MANIFEST} can't be written ({why.strerror}): it says that the run is running still")
+
+
+def is_abandoned(folder: Path, facts: Mapping[str, Any]) -> bool:
+    """Whether a run whose status is running has ended without a word: no process holds its lock.
+
+    Never true for a run of this process: to close the file would give up its lock.
+    """
+    if facts.get("status") != "running" or facts.get("pid") == os.getpid():
+        return False
+    try:
+        with os.fdopen(open_regular(folder / _LOCK), "rb") as file:
+            asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_ = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except OSError:  # no lock, or a file system without locks: it can't be told
+        return False
+    return bool(kind == fcntl.F_UNLCK)
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -342,7 +383,8 @@ def outcome(folder: Path) -> dict[str, Any]:
         anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
     except OSError:
         anomalies = 0
-    return {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "anomalies": anomalies}
+    ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"ended": ended, "anomalies": anomalies, "rows": hashes_of_rows(folder)}
 
 
 def write_json(path: Path, value: Any) -> None:

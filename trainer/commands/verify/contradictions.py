@@ -7,26 +7,26 @@ from typing import Any
 
 import yaml
 
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.store import listing
 from trainer.commands.verify.recorded import Recorded, kept_attempts, trained_by
-from trainer.config.section import hash_of
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
+from trainer.train.altered import altered_config, altered_rows
 from trainer.train.manifest import file_hash
 from trainer.train.run_folder import Attempt
 
 
 def contradictions(run: Recorded) -> list[str]:
     """What a run folder lacks of what it should hold, or says in two ways; as lines."""
-    return [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run)]
+    said = [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run), *_of_checkpoints(run)]
+    more = altered_rows(run.path, run.facts)  # what the above doesn't see: memory, layers, verdicts
+    return [*said, *(line for line in more if not any(line.split()[0] in one for one in said))]
 
 
 def _of_manifest(run: Recorded) -> Iterator[str]:
     manifest, facts = run.manifest, run.facts
-    if (digest := hash_of(manifest.config)) != manifest.config_hash:
-        yield (
-            f"manifest.json: the hash of its config is {digest[:8]} and was {manifest.config_hash[:8]}: "
-            "it was changed after the run"
-        )
+    yield from altered_config(facts)
     try:
         config = yaml.safe_load((run.path / "config.yaml").read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -61,6 +61,15 @@ def _of_weights(run: Recorded) -> Iterator[str]:
             yield f"{file} is missing"
         elif file_hash(file) != digest:
             yield f"{file} isn't the file that the run wrote"
+
+
+def _of_checkpoints(run: Recorded) -> Iterator[str]:
+    try:
+        for entry in listing(run.path / FOLDER, verify=True):
+            if entry.problem is not None:
+                yield f"{FOLDER}/{entry.path.name}: {entry.problem}"
+    except OSError as error:
+        yield f"{FOLDER} can't be read ({error.strerror})"
 
 
 def _of_trace(run: Recorded) -> Iterator[str]:

@@ -14,7 +14,7 @@ from trainer.config.redact import redact
 from trainer.host import strict_json
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.rows import FILES
-from trainer.train.run_folder import read_facts
+from trainer.train.run_folder import is_abandoned, read_facts
 
 _POINTS = 400
 _LAYER_POINTS = 100  # each has hundreds of figures
@@ -129,6 +129,8 @@ def read_run(folder: Path) -> RecordedRun:
         BadInputError: If there is no manifest in it that can be read.
     """
     manifest = redact(read_facts(folder))
+    if is_abandoned(folder, manifest):
+        manifest["status"] = "ended without saying so"
     run = RecordedRun(folder, folder.resolve().name or str(folder), manifest)
     _read_rows(run)
     for line in _lines(folder / "anomalies.jsonl"):
