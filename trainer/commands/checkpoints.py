@@ -14,6 +14,7 @@ from trainer.checkpoint import FOLDER
 from trainer.config.sizes import MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
+from trainer.host.files import read_inside
 from trainer.host.latest import run_path
 from trainer.observe.text import age
 
@@ -52,7 +53,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
     folder = run / FOLDER
     # Without a manifest that can be read, the checkpoints are what is left of the run: they are shown.
     with contextlib.suppress(OSError, ValueError):
-        check_format(run, strict_json.parse((run / "manifest.json").read_bytes()))
+        check_format(run, strict_json.parse(read_inside(run / "manifest.json", strict_json.LARGEST)))
     try:
         if not folder.is_dir() and not (run / "manifest.json").is_file():
             raise BadInputError(f"{run}: not a run folder (it holds no manifest.json and no checkpoints)")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.host.files import lines_inside
 from trainer.rng import Purpose, key, keys
 
 # int64 values in a row: of a large tensor each row is hashed to one value first.
@@ -192,14 +193,13 @@ def last_names(file: Path) -> list[str]:
     """
     names = list[str]()
     if file.exists():
-        with file.open("rb") as lines:
-            for line in lines:
-                # Parsing each row, with a fingerprint of each tensor, would take seconds and its memory.
-                if b'"names"' in line and line.endswith(b"\n"):
-                    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-                        row = json.loads(line)
-                        if row["kind"] == "names":
-                            names = [str(name) for name in row["tensors"]]
+        for line in lines_inside(file):
+            # Parsing each row, with a fingerprint of each tensor, would take seconds and its memory.
+            if b'"names"' in line and line.endswith(b"\n"):
+                with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+                    row = json.loads(line)
+                    if row["kind"] == "names":
+                        names = [str(name) for name in row["tensors"]]
     return names
 
 
@@ -211,14 +211,13 @@ def rows_as_text(file: Path) -> Iterator[Any]:
     Raises:
         OSError: If it can't be read.
     """
-    with file.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line, parse_float=str, parse_int=str)
-            except (ValueError, RecursionError):
-                yield None
+    for line in lines_inside(file):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            yield json.loads(line, parse_float=str, parse_int=str)
+        except (ValueError, RecursionError):
+            yield None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from trainer.config.training import AnomalyConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError, DivergedError
 from trainer.host import strict_json
-from trainer.host.files import open_regular, written_whole
+from trainer.host.files import lines_inside, written_whole
 from trainer.observe.console import warn
 from trainer.train.anomaly import Finding
 
@@ -28,8 +27,7 @@ def read_anomalies(folder: Path) -> list[dict[str, Any]]:
         BadInputError: If the file can't be read as such.
     """
     try:
-        with os.fdopen(open_regular(folder / _NAME), "rb") as file:
-            *lines, _ = file.read().split(b"\n")
+        lines = [line for line in lines_inside(folder / _NAME) if line.endswith(b"\n")]
         anomalies = [strict_json.parse(line) for line in lines]
         for anomaly in anomalies:
             if not (type(anomaly["step"]) is int and anomaly["step"] >= 1):

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up, read, stored_in
+from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up, odd_weights, read, stored_in
 from trainer.checkpoint.store import listing, newest_good
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
@@ -129,12 +129,14 @@ def stored_weights(
     recipe = _recipe_of(run, settings, trust)
     name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
     if (digest := run.manifest.weights.get(name)) is not None:
+        if (problem := odd_weights(folder / name)) is not None:
+            raise BadInputError(f"{folder / name}: can't be read ({problem}); bring it back")
         try:
             if file_hash(folder / name) != digest:
                 raise BadInputError(
                     f"{folder / name}: isn't what the run wrote (another hash); bring it back"
                 )
-            return run, name, {**stored_in(folder, name)}
+            return run, name, {**stored_in(folder.resolve(), name)}
         except (OSError, Damaged, Unreadable) as error:
             raise BadInputError(f"{folder / name}: can't be read ({error}); bring it back") from error
     if run.manifest.config.get("model", {}).get("lora", {}).get("rank"):
@@ -232,6 +234,8 @@ def _lora_scale(run: RunFolder) -> float:
 
 
 def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
+    if (problem := odd_weights(file)) is not None:
+        raise BadInputError(f"{file}: can't be read ({problem}); bring it back")
     try:
         if file_hash(file) != digest:
             raise BadInputError(f"{file}: isn't what the run wrote (another hash); bring that back")

@@ -31,9 +31,11 @@ from trainer.host.disks import read_mount
 from trainer.host.files import (
     check_writable,
     is_unfinished,
+    lines_inside,
     oddity,
+    open_inside,
     open_own,
-    open_regular,
+    read_inside,
     written_whole,
 )
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
@@ -218,8 +220,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            facts = strict_json.parse(file.read(strict_json.LARGEST + 1))
+        facts = strict_json.parse(read_inside(path, strict_json.LARGEST))
         if not isinstance(facts, dict):
             raise ValueError("not a JSON object")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -300,7 +301,7 @@ def _is_of(manifest: Path, recipe: str) -> bool:
     if manifest.parent.is_symlink():
         return False
     try:
-        return Path(strict_json.parse(manifest.read_bytes())["recipe"]).stem == recipe
+        return Path(strict_json.parse(read_inside(manifest, strict_json.LARGEST))["recipe"]).stem == recipe
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -320,11 +321,8 @@ def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     A line that can't be read is left out: a kill cuts off a last one.
     """
     for kind in kinds or FILES:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            os.fdopen(open_regular(folder / FILES[kind]), "rb") as file,
-        ):
-            for line in file:
+        with contextlib.suppress(FileNotFoundError):
+            for line in lines_inside(folder / FILES[kind]):
                 with contextlib.suppress(ValueError):
                     row = strict_json.parse(line)
                     if isinstance(row, dict):
@@ -369,7 +367,7 @@ def is_abandoned(folder: Path, facts: Mapping[str, Any]) -> bool:
     if facts.get("status") != "running" or facts.get("pid") == os.getpid():
         return False
     try:
-        with os.fdopen(open_regular(folder / _LOCK), "rb") as file:
+        with os.fdopen(open_inside(folder / _LOCK), "rb") as file:
             asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind, *_ = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
     except OSError:  # no lock, or a file system without locks: it can't be told
@@ -380,7 +378,7 @@ def is_abandoned(folder: Path, facts: Mapping[str, Any]) -> bool:
 def outcome(folder: Path) -> dict[str, Any]:
     """What the manifest says when an attempt is over: when, and the number of anomalies."""
     try:
-        anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
+        anomalies = sum(1 for _ in lines_inside(folder / "anomalies.jsonl"))
     except OSError:
         anomalies = 0
     ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -26,7 +26,7 @@ from trainer.config.tasks import TASKS
 from trainer.config.training import is_place
 from trainer.errors import BadInputError
 from trainer.host import strict_json
-from trainer.host.files import open_regular
+from trainer.host.files import open_regular, read_inside
 from trainer.host.here import from_here
 from trainer.host.latest import MANIFEST
 from trainer.observe.console import warn
@@ -178,8 +178,7 @@ def _is_run(folder: Path) -> bool:
 
 def _facts(folder: Path) -> Mapping[str, Any]:
     try:
-        with os.fdopen(open_regular(folder / MANIFEST), "rb") as file:
-            facts = strict_json.parse(file.read(strict_json.LARGEST + 1))
+        facts = strict_json.parse(read_inside(folder / MANIFEST, strict_json.LARGEST))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

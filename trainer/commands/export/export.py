@@ -17,7 +17,7 @@ from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
-from trainer.host.files import oddity, write_file
+from trainer.host.files import oddity, read_inside, write_file
 from trainer.host.here import shown
 from trainer.launch.signals import unwound
 from trainer.models.export.error import LIMITS, relative_error
@@ -198,7 +198,7 @@ def _target(options: argparse.Namespace) -> Path:
 def _others(target: Path) -> list[str]:
     """What lies in a folder that isn't of an export of ours."""
     try:
-        about = strict_json.parse((target / _ABOUT).read_bytes())
+        about = strict_json.parse(read_inside(target / _ABOUT, strict_json.LARGEST))
         ours = {_ABOUT, *about["sha256"]}
     except (OSError, ValueError, TypeError, KeyError):
         return [_ABOUT]

@@ -1,5 +1,6 @@
 """What a run folder says in two ways, or lacks of what it should hold."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import yaml
 
 from trainer.checkpoint import FOLDER
+from trainer.checkpoint.folder import odd_weights
 from trainer.checkpoint.store import listing
 from trainer.commands.verify.recorded import Recorded, kept_attempts, trained_by
+from trainer.host.files import read_inside
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
 from trainer.train.altered import altered_config, altered_rows
@@ -28,7 +31,7 @@ def _of_manifest(run: Recorded) -> Iterator[str]:
     manifest, facts = run.manifest, run.facts
     yield from altered_config(facts)
     try:
-        config = yaml.safe_load((run.path / "config.yaml").read_bytes())
+        config = yaml.safe_load(read_inside(run.path / "config.yaml", 16 << 20))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         config = None
     if config != manifest.config:
@@ -57,8 +60,10 @@ def _of_weights(run: Recorded) -> Iterator[str]:
         file, digest = run.path / name, manifest.weights.get(name)
         if not digest:
             yield f"manifest.json: the hash of {name} is missing"
-        elif not file.is_file():
+        elif not os.path.lexists(file):
             yield f"{file} is missing"
+        elif (problem := odd_weights(file)) is not None:
+            yield f"{file} can't be read ({problem})"
         elif file_hash(file) != digest:
             yield f"{file} isn't the file that the run wrote"
 
