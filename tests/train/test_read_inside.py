@@ -6,7 +6,8 @@ import resource
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ def _limited() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
 
 
-def _walk(whole: Path, root: Path, kind: Callable[[Path], None]) -> None:
+def _walk(whole: Path, root: Path, chosen: Iterable[tuple[str, Callable[[Path], None]]]) -> None:
     shutil.copytree(whole, root / "outside")
-    for name in _names(whole):
+    for name, kind in chosen:
         run = root / "run"
         run.mkdir()
         for one in whole.iterdir():
@@ -108,7 +109,7 @@ def _walk(whole: Path, root: Path, kind: Callable[[Path], None]) -> None:
             (run / name).unlink(missing_ok=True)
         kind(run / name)
         for command, does in _commands(run, name).items():
-            (root / "now").write_text(f"{command}, {name}")
+            (root / "now").write_text(f"{command}, {name}, {kind.__name__}")
             signal.alarm(_SECONDS)
             try:
                 does()
@@ -118,15 +119,17 @@ def _walk(whole: Path, root: Path, kind: Callable[[Path], None]) -> None:
         shutil.rmtree(run)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_name_in_a_run_folder_holds_a_command_up(
-    whole: Path, tmp_path: Path, kind: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize(
+    "kinds", ["in turn", *(pytest.param(n, marks=pytest.mark.slow) for n in range(len(KINDS)))]
+)
+def test_no_name_in_a_run_folder_holds_a_command_up(whole: Path, tmp_path: Path, kinds: Any) -> None:
+    names = _names(whole)
+    chosen = zip(names, cycle(KINDS) if kinds == "in turn" else cycle([KINDS[kinds]]), strict=False)
     if (child := os.fork()) == 0:
         code = 1
         try:
             _limited()
-            _walk(whole, tmp_path, kind)
+            _walk(whole, tmp_path, chosen)
             code = 0
         except BaseException as error:
             (tmp_path / "now").open("a").write(f": {type(error).__name__}: {error}")
@@ -180,20 +183,9 @@ def test_what_is_read_has_a_bound(tmp_path: Path) -> None:
 def test_a_run_folder_that_is_a_link_is_read(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run").symlink_to(whole)
-    export = [
-        "export",
-        str(tmp_path / "run"),
-        "--to",
-        "safetensors",
-        "--streamed",
-        "--out",
-        str(tmp_path / "x"),
-    ]
-    for words in (
-        ["evaluate", str(tmp_path / "run"), "--json"],
-        ["checkpoints", str(tmp_path / "run")],
-        export,
-    ):
+    run = tmp_path / "run"
+    run.symlink_to(whole)
+    export = ["export", str(run), "--to", "safetensors", "--streamed", "--out", str(tmp_path / "x")]
+    for words in (["evaluate", str(run), "--json"], ["checkpoints", str(run)], export):
         assert cli.main(words) == 0, capsys.readouterr()
     assert json.loads((tmp_path / "x" / "model.json").read_text())["weights"] == "ema.safetensors"
