@@ -237,8 +237,10 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
     found = list[tuple[int, int, float, Path]]()
+    if oddity(folder, folder=True):
+        return []
     try:
-        for path in () if oddity(folder, folder=True) else folder.iterdir():
+        for path in folder.iterdir():
             if (match := _CHECKPOINT.fullmatch(path.name)) and not oddity(path, folder=True):
                 stats = [file.stat() for file in path.iterdir() if file.is_file()]
                 found.append((int(match[1]), sum(one.st_size for one in stats), path.stat().st_mtime, path))
