@@ -33,6 +33,14 @@ settings.register_profile("many", max_examples=200, **_QUIET)
 settings.load_profile("few")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A configuration folder of the tests' own, for the key that marks runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
+        yield
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which may be left out
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     # One more than cores, for the time that tests wait for processes of their own; the slow ones wait more,

@@ -335,13 +335,13 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     for step in (1, 2, 1200):
         save(folder, step)
     flip(folder / "step-00001200" / "model.safetensors", -1, 3)
-    assert main(["checkpoints", str(tmp_path)]) == 0
+    assert main(["checkpoints", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "age", "size", "verified"]
     assert lines[1].split()[0] == "1200" and lines[1].endswith("hash isn't the one in SHA256SUMS")
     assert lines[2].split()[0] == "2" and lines[2].endswith("good")
     assert "MB/s" in lines[4] and lines[5] == f"newest good: step 2 ({folder / 'step-00000002'})"
-    assert main(["checkpoints", str(tmp_path), "--json"]) == 0
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert [one["step"] for one in shown["checkpoints"]] == [1200, 2, 1]
     assert [one["problem"] is None for one in shown["checkpoints"]] == [False, True, True]

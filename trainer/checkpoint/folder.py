@@ -260,6 +260,16 @@ def _slots_of(path: Path, name: str) -> list[tensor_file.Slot]:
     return [slot._replace(start=slot.start + start, stop=slot.stop + start) for slot in slots]
 
 
+def odd_weights(file: Path) -> str | None:
+    """Why a file of weights in a run folder can't be read, by what it is and its header says; or None."""
+    file = files.real_inside(file)
+    try:
+        _slots_of(file.parent.resolve(), file.name)
+    except (Damaged, Unreadable) as error:
+        return str(error)
+    return None
+
+
 def stored_in(path: Path, name: str) -> dict[str, Stored]:
     """The tensors of a safetensors file in a folder, unread.
 

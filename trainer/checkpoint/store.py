@@ -5,6 +5,7 @@ name of a checkpoint is whole.
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -187,6 +188,8 @@ def _put_aside(path: Path) -> Path:
 
 def _folders(folder: Path) -> list[tuple[int, int, Path]]:
     """What is named as a checkpoint, newest first: step, number among folders of that step, path."""
+    if odd := files.oddity(folder, folder=True):
+        raise OSError(errno.ENOTDIR, odd, str(folder))
     named = ((parse_name(name), folder / name) for name in files.names(folder))
     return sorted(((*parsed, path) for parsed, path in named if parsed), reverse=True)
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     """Adds `checkpoints` to the commands."""
     checkpoints = commands.add_parser(
-        "checkpoints", help="list and verify the checkpoints of a run", allow_abbrev=False
+        "checkpoints",
+        help="list and verify the checkpoints of a run; exit code 1: one is damaged",
+        allow_abbrev=False,
     )
     checkpoints.add_argument("folder", type=run_path, metavar="RUN", help="run folder, or latest")
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
@@ -38,7 +40,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         as_json: Whether to print for machines.
 
     Returns:
-        Exit code: 1 if there are checkpoints and none is good.
+        Exit code: 1 if one is damaged.
 
     Raises:
         BadInputError: If it isn't a run folder, is one of another format, or can't be read.
@@ -64,7 +66,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
     good = next((entry for entry in entries if entry.problem is None), None)
     speed = sum(entry.size for entry in entries) / seconds / 1e6
     print(_json(entries, good, speed) if as_json else "\n".join(_lines(run, entries, good, speed)))
-    return EXIT_DONE if good or not entries else EXIT_FAILED
+    return EXIT_FAILED if any(entry.problem for entry in entries) else EXIT_DONE
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.latest import run_path
+from trainer.observe.console import warn
 from trainer.observe.text import plain
 
 _HEAD = 1 << 18  # bytes of a report that its style and its mark are in
@@ -35,6 +36,8 @@ def report_of(folders: Sequence[Path], out: Path | None) -> int:
     Raises:
         BadInputError: As `write_report`; or for a file that stays.
     """
+    from trainer.train.altered import altered_config, altered_rows
+    from trainer.train.manifest import read_facts
     from trainer.train.report.write import NAME, write_report
 
     # `runs/*` has the link runs/latest too: each run once, by its own name.
@@ -49,6 +52,10 @@ def report_of(folders: Sequence[Path], out: Path | None) -> int:
         raise BadInputError(f"{out}: is there already, and isn't a report; give another --out")
     started = time.monotonic()
     write_report(folders, out)
+    for folder in folders:
+        facts = read_facts(folder)
+        for line in (*altered_config(facts), *altered_rows(folder, facts)):
+            warn(f"{folder}: {line}")
     seconds = time.monotonic() - started
     print(f"{plain(str(out), 4096)} ({out.stat().st_size / 1000:,.0f} kB, {seconds:.1f} s)")
     return EXIT_DONE

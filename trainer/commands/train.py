@@ -13,6 +13,7 @@ from trainer.errors import BadInputError
 from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.observe.console import log_as_json, set_verbosity
+from trainer.train.trust_flag import add_trust
 
 if TYPE_CHECKING:
     from trainer.train.options import TrainOptions
@@ -122,8 +123,9 @@ def add_parser(commands: Any) -> None:
         dest="verbosity",
         help="also what a start does, and when",
     )
+    add_trust(train)
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
-    train.set_defaults(run=_run, source=None, values=None, verbosity="normal")
+    train.set_defaults(run=_run, source=None, values=None, named=None, verbosity="normal")
 
 
 def _add_nodes(train: argparse.ArgumentParser) -> None:
@@ -178,6 +180,7 @@ def _train(options: argparse.Namespace) -> int:
         settings = with_tuned(options.tuned, options.set)
         print("\n".join(key_lines(options.recipe, *provisional(options.recipe, settings, options.values))))
         return 0
+    check_code(options)
     os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
         from trainer.launch.worker import Worker
@@ -282,3 +285,19 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
     run = read_run(named)
     own_config(run, options.set)
     options.recipe, options.values = run.manifest.recipe or named.name, dict(run.manifest.config)
+    options.named = named
+
+
+def check_code(options: argparse.Namespace) -> None:
+    """Asks for --trust where a run folder names Python code that isn't known to be this user's."""
+    if options.values is None and Path(options.recipe).suffix not in (".yaml", ".yml"):
+        return
+    from trainer.config.recipe_file import provisional
+    from trainer.train.trust import check_recipe, check_run
+    from trainer.train.tune.tuned import with_tuned
+
+    recipe, _ = provisional(options.recipe, with_tuned(options.tuned, options.set), options.values)
+    if options.values is None:
+        check_recipe(options.recipe, recipe, options.set, options.trust)
+    else:
+        check_run(options.named, recipe, options.set, options.trust)

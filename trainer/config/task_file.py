@@ -3,11 +3,15 @@
 import ast
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import BadInputError
+
+_COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
+_LARGEST = 64 << 20
 
 
 def custom_task_recipe(path: Path) -> dict[str, Any]:
@@ -42,10 +46,15 @@ def source_hash(path: Path) -> str:
 
     For the comparison of two attempts. Of a file that imports none of these it is the hash of its text.
     """
-    whole = hashlib.sha256(read_source(path).encode())
-    for name, content in sorted(modules_beside(path).items()):
+    return hash_of_sources(read_source(path).encode(), modules_beside(path))[:16]
+
+
+def hash_of_sources(text: bytes, modules: Mapping[str, bytes]) -> str:
+    """SHA-256 of a file and of modules by their paths, hexadecimal."""
+    whole = hashlib.sha256(text)
+    for name, content in sorted(modules.items()):
         whole.update(b"\0" + os.fsencode(name) + b"\0" + hashlib.sha256(content).digest())
-    return whole.hexdigest()[:16]
+    return whole.hexdigest()
 
 
 def modules_beside(path: Path) -> dict[str, bytes]:
@@ -54,16 +63,24 @@ def modules_beside(path: Path) -> dict[str, bytes]:
     By the statements as they are written, wherever they stand, and `import_module("name")`. Where a name is
     made at run time, all modules in that file's own folder count.
     """
-    folder, found = path.parent, dict[str, bytes]()
-    left = [path]
+    return _imported_from(path.parent, [path], path)
+
+
+def modules_of(folder: Path, name: str) -> dict[str, bytes]:
+    """A module below a folder, its packages, and what they import from there; as `modules_beside`."""
+    return _imported_from(folder, list(_files(folder, name.split("."))), None)
+
+
+def _imported_from(folder: Path, left: list[Path], but: Path | None) -> dict[str, bytes]:
+    found = dict[str, bytes]()
     while left:
         file = left.pop()
         try:
-            content = file.read_bytes()
+            content = read_bounded(file)
             tree = ast.parse(content)
         except (OSError, SyntaxError, ValueError):  # said where it is imported
             tree = ast.Module([], [])
-        if file != path:
+        if file != but:
             found[file.relative_to(folder).as_posix()] = content
         package = file.parent.relative_to(folder).parts
         named = [one for node in ast.walk(tree) for one in _imported(node, package)]
@@ -72,7 +89,7 @@ def modules_beside(path: Path) -> dict[str, bytes]:
         left += [
             one
             for one in dict.fromkeys(files)
-            if one != path and one.relative_to(folder).as_posix() not in found
+            if one != but and one.relative_to(folder).as_posix() not in found
         ]
     return found
 
@@ -99,9 +116,13 @@ def _files(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
     """The files of a module, if it lies in the folder, and of the packages that it is in."""
     for number in range(1, len(parts) + 1 if parts[0] != "trainer" else 0):
         place = folder.joinpath(*parts[:number])
-        both = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+        stems = (place / "__init__", place)
+        both = (stem.with_name(f"{stem.name}.py") for stem in stems)
         if (file := next(filter(Path.is_file, both), None)) is not None:
             yield file
+        # What Python prefers to a .py, or takes in its place.
+        compiled = (stem.with_name(stem.name + end) for stem in stems for end in _COMPILED)
+        yield from filter(Path.is_file, compiled)
 
 
 def text_hash(text: str) -> str:
@@ -116,10 +137,24 @@ def read_source(path: Path) -> str:
         BadInputError: If it can't be read.
     """
     try:
-        return path.read_text("utf-8")
+        return read_bounded(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
         raise BadInputError(
             f"{path}: can't be read ({error.strerror}); begin one by `trainer new {path}`"
         ) from error
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a file of code.
+
+    Raises:
+        OSError: If it can't be read.
+        BadInputError: If it is larger than code is, or endless.
+    """
+    with path.open("rb") as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise BadInputError(f"{path}: larger than {_LARGEST >> 20} MiB, so no code; give another file")
+    return content

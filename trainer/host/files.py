@@ -23,6 +23,7 @@ Buffer = bytes | memoryview
 
 # Large enough that the thread seldom asks for the GIL, small enough to be in the cache when it is written.
 _CHUNK = 1 << 20
+_LINE = 64 << 20  # a row of checksums has a hash of each tensor
 _BESIDE = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 
 
@@ -327,6 +328,67 @@ def read_bounded(path: Path, most: int = 16 << 20) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"more than {most >> 20} MiB", str(path))
     return data
+
+
+def open_inside(path: Path) -> int:
+    """Opens a regular file of a folder that somebody may have sent, for reading: not by a link.
+
+    Raises:
+        OSError: If it can't be opened, or is a link, a FIFO or a device; strerror says which.
+    """
+    return open_own(real_inside(path), os.O_RDONLY, alone=False)
+
+
+def real_inside(path: Path) -> Path:
+    """The path, or what it leads to where that is a file of Hugging Face's cache.
+
+    A snapshot there holds links to the folder `blobs` beside `snapshots`.
+    """
+    if os.path.islink(path):  # noqa: PTH114
+        folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+        blobs = [one.parent / "blobs" for one in folder.parents if one.name == "snapshots"]
+        if target.parent in blobs:
+            return target
+    return path
+
+
+def read_inside(path: Path, most: int) -> bytes:
+    """Reads a file of such a folder.
+
+    Raises:
+        OSError: As `open_inside`; or if it has more than so many bytes.
+    """
+    with os.fdopen(open_inside(path), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"is larger than {most >> 20} MiB", str(path))
+    return data
+
+
+def lines_inside(path: Path) -> Iterator[bytes]:
+    """The lines of such a file, each with its end; a last one without is what a kill leaves.
+
+    Raises:
+        OSError: As `open_inside`; or for a line of more than 64 MiB, which no row has.
+    """
+    with os.fdopen(open_inside(path), "rb") as file:
+        while line := file.readline(_LINE + 1):
+            if len(line) > _LINE:
+                raise OSError(errno.EFBIG, f"a line is longer than {_LINE >> 20} MiB", str(path))
+            yield line
+
+
+def hash_inside(path: Path) -> str:
+    """SHA-256 of a file of such a folder, hexadecimal.
+
+    Raises:
+        OSError: As `open_inside`.
+    """
+    digest = hashlib.sha256()
+    with os.fdopen(open_inside(path), "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def own_folder(path: Path) -> Path:

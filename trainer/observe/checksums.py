@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.host.files import lines_inside
 from trainer.host.strict_json import parse_quickly
 from trainer.rng import Purpose, key, keys
 
@@ -193,14 +194,13 @@ def last_names(file: Path) -> list[str]:
     """
     names = list[str]()
     if file.exists():
-        with file.open("rb") as lines:
-            for line in lines:
-                # Parsing each row, with a fingerprint of each tensor, would take seconds and its memory.
-                if b'"names"' in line and line.endswith(b"\n"):
-                    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-                        row = parse_quickly(line)
-                        if row["kind"] == "names":
-                            names = [str(name) for name in row["tensors"]]
+        for line in lines_inside(file):
+            # Parsing each row, with a fingerprint of each tensor, would take seconds and its memory.
+            if b'"names"' in line and line.endswith(b"\n"):
+                with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+                    row = parse_quickly(line)
+                    if row["kind"] == "names":
+                        names = [str(name) for name in row["tensors"]]
     return names
 
 
@@ -212,14 +212,13 @@ def rows_as_text(file: Path) -> Iterator[Any]:
     Raises:
         OSError: If it can't be read.
     """
-    with file.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield parse_quickly(line, parse_float=str, parse_int=str)
-            except (ValueError, RecursionError):
-                yield None
+    for line in lines_inside(file):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            yield parse_quickly(line, parse_float=str, parse_int=str)
+        except (ValueError, RecursionError):
+            yield None
 
 
 @dataclass(frozen=True)

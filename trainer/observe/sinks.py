@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from trainer.host import strict_json
-from trainer.host.files import open_own, own_folder, written_whole
+from trainer.host.files import lines_inside, open_own, own_folder, written_whole
 from trainer.observe.log import Row, Sink
 from trainer.observe.rows import FILES, tag
 
@@ -71,12 +71,8 @@ def keep_rows(file: Path, step: int) -> int:
         return 0
     done, unreadable = _step_in_json, 0
     # Line by line: a long run has gigabytes of them.
-    with (
-        os.fdopen(open_own(file, os.O_RDONLY, alone=False), "rb") as before,
-        written_whole(file, lasting=False) as beside,
-        beside.open("wb") as kept,
-    ):
-        lines: Iterator[bytes] = (line for line in before if line.endswith(b"\n"))
+    with written_whole(file, lasting=False) as beside, beside.open("wb") as kept:
+        lines: Iterator[bytes] = (line for line in lines_inside(file) if line.endswith(b"\n"))
         if file.suffix == ".csv":
             header = next(lines, b"")
             column = _cells(header).index("step") if "step" in _cells(header) else -1

@@ -7,7 +7,6 @@ same numbers after the same step, and so does the same. The run folder has a lin
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Collection, Sequence
@@ -24,7 +23,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.errors import BadInputError, DivergedError
 from trainer.host import strict_json
-from trainer.host.files import open_regular, written_whole
+from trainer.host.files import lines_inside, written_whole
 from trainer.observe.console import warn
 
 _NAME = "anomalies.jsonl"
@@ -202,8 +201,7 @@ def read_anomalies(folder: Path) -> list[dict[str, Any]]:
         BadInputError: If the file can't be read as such.
     """
     try:
-        with os.fdopen(open_regular(folder / _NAME), "rb") as file:
-            *lines, _ = file.read().split(b"\n")
+        lines = [line for line in lines_inside(folder / _NAME) if line.endswith(b"\n")]
         anomalies = [strict_json.parse(line) for line in lines]
         for anomaly in anomalies:
             if not (type(anomaly["step"]) is int and anomaly["step"] >= 1):

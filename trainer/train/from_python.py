@@ -37,6 +37,7 @@ from trainer.train.run_folder import RUNS, claim_folder, new_folder, read_rows, 
 from trainer.train.start_checks import Start, check_start, places, threads_line
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 from trainer.train.trainer import train_rank
+from trainer.train.trust import check_recipe
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe,
     """Name, configuration and task of what `fit` was given."""
     if isinstance(task, str | Path):
         recipe = load_recipe(str(task), words)
+        check_recipe(str(task), recipe, words)
         return Path(task).stem, recipe, make_task(recipe)
     own = task() if isinstance(task, type) else task
     name = type(own).__name__

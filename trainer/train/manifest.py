@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.errors import BadInputError
 from trainer.host import latest
-from trainer.train.run_folder import MANIFEST, read_json, write_json
+from trainer.host.files import lines_inside
+from trainer.train.altered import hashes_of_rows
+from trainer.train.run_folder import MANIFEST, read_json, status_in_place, write_json
 
 FORMAT = 4  # of a run folder: the names in its manifest and rows, and of the files that hold these
 
@@ -126,6 +128,8 @@ class Manifest(BaseModel):
         threads: Intra-op threads per rank; part of the arithmetic on a CPU.
         steps: At its end.
         trackers: Ids of its runs at trackers, by their names in `log.to`.
+        trust: Its own code and whose it is, see `trainer.train.trust`.
+        rows: Hashes of its files of rows, when the newest attempt ended.
         weights: Hashes of the final weights by their files' names.
         anomalies: Number of them.
         out_of_patience: Evaluations in a row that were no better than the best, where these ended it; else 0.
@@ -168,6 +172,8 @@ class Manifest(BaseModel):
     gradient_accumulation_steps: int = 1
     notes: list[str] = Field(default_factory=list)
     trackers: dict[str, str] = Field(default_factory=dict)
+    trust: dict[str, list[str]] = Field(default_factory=dict)
+    rows: dict[str, str] = Field(default_factory=dict)
     weights: dict[str, str]
     anomalies: int = 0
     out_of_patience: int = Field(0, ge=0)
@@ -297,10 +303,16 @@ def update_manifest(folder: Path, manifest: Manifest, **changes: Any) -> None:
     """
     if "status" in changes:
         try:
-            anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
+            anomalies = sum(1 for _ in lines_inside(folder / "anomalies.jsonl"))
         except OSError:
             anomalies = 0
-        changes |= {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "anomalies": anomalies}
+        ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        changes |= {"ended": ended, "anomalies": anomalies, "rows": hashes_of_rows(folder)}
     for name, value in changes.items():
         setattr(manifest, name, value)
-    write_json(folder / MANIFEST, manifest.as_facts())
+    try:
+        write_json(folder / MANIFEST, manifest.as_facts())
+    except OSError as error:
+        if "status" in changes:
+            status_in_place(folder, manifest.status, error)
+        raise

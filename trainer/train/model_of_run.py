@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import Damaged, Unreadable, look_up, read, stored_in
+from trainer.checkpoint.folder import Damaged, Unreadable, look_up, odd_weights, read, stored_in
 from trainer.checkpoint.store import listing, newest_good
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
@@ -27,8 +27,10 @@ from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode
+from trainer.observe.console import warn
 from trainer.rng import Ints
 from trainer.tasks import Task
+from trainer.train.altered import altered_config
 from trainer.train.checkpoint_choice import chosen_checkpoint
 from trainer.train.differences import FREE, own_config
 from trainer.train.manifest import Manifest, RunFolder, read_run
@@ -36,15 +38,17 @@ from trainer.train.prepare import shapes_only
 from trainer.train.provenance import file_hash
 from trainer.train.run import make_task, more_sets
 from trainer.train.run_folder import MANIFEST
+from trainer.train.trust import check_run
 
 # Where data lies and how it comes; all else is the run's.
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "evaluation.sets."))]
+_ELSEWHERE = [*(key for key in FREE if key.startswith(("data.", "evaluation.sets."))), "task"]
 # Of `Task.describe`: what gives a model's inputs and outputs their meaning.
 _MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
 # What only training needs: hooks that drop branches would be exported, weights come from the run.
 _NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
     *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
+    "hooks.enabled=false",
     *("model.freeze=[]", "model.lora={rank: 0, targets: []}"),
 )
 
@@ -75,6 +79,7 @@ def open_run(
     checkpoint: str | None = None,
     weights: str | None = None,
     on: str = MAIN_SET,
+    trust: bool = False,
 ) -> OpenedRun:
     """Opens a run that is finished, or stopped with a checkpoint.
 
@@ -83,12 +88,15 @@ def open_run(
         checkpoint: Whose weights: "best", "last" or a step; None: the final ones, or the newest checkpoint's.
         weights: Which of the final ones, such as "model.safetensors"; None: those that were evaluated.
         on: The evaluation set that is the task's evaluation data, of those that the run has.
+        trust: Whether a stranger's code may run, see `trainer.train.trust`.
 
     Raises:
         BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.
     """
     run = read_run(folder)
-    recipe = _with_set(_recipe_of(run, settings), on)
+    for line in altered_config(run.manifest.as_facts()):
+        warn(f"{folder}: {line}")
+    recipe = _with_set(_recipe_of(run, settings, trust), on)
     known = run.manifest.fingerprint.get("task")
     if known and known != source_hash(Path(recipe.task)):  # before it is run
         raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
@@ -104,7 +112,9 @@ def open_run(
     return OpenedRun(folder, run.manifest, recipe, task, model, source)
 
 
-def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolder, str, dict[str, Any]]:
+def stored_weights(
+    folder: Path, settings: Sequence[str] = (), trust: bool = False
+) -> tuple[RunFolder, str, dict[str, Any]]:
     """The weights that `open_run` gives its model, unread: by name what is read when it is sliced.
 
     Hashes are compared before, so every file is read once, in pieces.
@@ -116,15 +126,19 @@ def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolde
         BadInputError: As `open_run`; or if they are to be merged with others first.
     """
     run = read_run(folder)
-    recipe = _recipe_of(run, settings)
+    for line in altered_config(run.manifest.as_facts()):
+        warn(f"{folder}: {line}")
+    recipe = _recipe_of(run, settings, trust)
     name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
     if (digest := run.manifest.weights.get(name)) is not None:
+        if (problem := odd_weights(folder / name)) is not None:
+            raise BadInputError(f"{folder / name}: can't be read ({problem}); bring it back")
         try:
             if file_hash(folder / name) != digest:
                 raise BadInputError(
                     f"{folder / name}: isn't what the run wrote (another hash); bring it back"
                 )
-            return run, name, {**stored_in(folder, name)}
+            return run, name, {**stored_in(folder.resolve(), name)}
         except (OSError, Damaged, Unreadable) as error:
             raise BadInputError(f"{folder / name}: can't be read ({error}); bring it back") from error
     if run.manifest.config.get("model", {}).get("lora", {}).get("rank"):
@@ -178,16 +192,19 @@ def _check_described(run: RunFolder, task: Task) -> None:
             )
 
 
-def _recipe_of(run: RunFolder, settings: Sequence[str]) -> Recipe:
+def _recipe_of(run: RunFolder, settings: Sequence[str], trust: bool) -> Recipe:
+    own = str(run.manifest.config.get("task")).endswith(".py")
     for setting in settings:
         key = setting.partition("=")[0].strip()
-        if not any(fnmatchcase(key, elsewhere) for elsewhere in _ELSEWHERE):
+        if not any(fnmatchcase(key, elsewhere) for elsewhere in _ELSEWHERE) or (key == "task" and not own):
             raise BadInputError(
                 f"--set {setting}: the model is the run's as it was trained; only what says where the data "
                 "lies can be set, such as data.path"
             )
     config = own_config(run, [*settings, *_NOT_NOW])
-    return validated(Recipe, config, str(run.path / MANIFEST))
+    recipe = validated(Recipe, config, str(run.path / MANIFEST))
+    check_run(run.path, recipe, settings, trust)
+    return recipe
 
 
 def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str | None) -> str:
@@ -219,6 +236,8 @@ def _lora_scale(run: RunFolder) -> float:
 
 
 def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
+    if (problem := odd_weights(file)) is not None:
+        raise BadInputError(f"{file}: can't be read ({problem}); bring it back")
     try:
         if file_hash(file) != digest:
             raise BadInputError(f"{file}: isn't what the run wrote (another hash); bring that back")

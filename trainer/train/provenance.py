@@ -25,6 +25,7 @@ from trainer.train.differences import differences, extends, other_arithmetic, ot
 from trainer.train.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
 from trainer.train.run import described_data
 from trainer.train.state import Run
+from trainer.train.trust import marked
 from trainer.version import ARITHMETIC, __version__
 
 
@@ -72,9 +73,10 @@ def make_manifest(
         job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]
+    run_id = stored.run_id if stored else uuid.uuid4().hex
     return Manifest(
         recipe=name,
-        run_id=stored.run_id if stored else uuid.uuid4().hex,
+        run_id=run_id,
         begun_from=stored.begun_from if stored else begun_from,
         config=config,
         config_hash=config_hash(recipe),
@@ -105,6 +107,7 @@ def make_manifest(
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         notes=list(notes),
         trackers=dict(stored.trackers) if stored else {},
+        trust=marked(recipe, run_id, stored.trust if stored else {}),
         weights={},
         status="running",
     )

@@ -62,13 +62,15 @@ def open_folder(folder: Path, run: Run, manifest: Manifest) -> Iterator[tuple[li
         BadInputError: If the folder can't be written.
     """
     process = os.getpid()
+    with writable(folder):
+        _begin(folder, manifest, run.state.step)
     with contextlib.ExitStack() as closing:
-        with writable(folder):
-            sinks = _open(folder, run.recipe, manifest, run.state.step, closing)
-            checksums = None
-            if run.recipe.log.fingerprints:
-                checksums = _open_trace(folder / "checksums.jsonl", run, closing)
         try:
+            with writable(folder):
+                sinks = _open(folder, run.recipe, run.state.step, closing)
+                checksums = None
+                if run.recipe.log.fingerprints:
+                    checksums = _open_trace(folder / "checksums.jsonl", run, closing)
             yield sinks, checksums
         except BaseException as error:
             if os.getpid() == process:  # not in a fork of somebody's code
@@ -83,9 +85,7 @@ def status_of(error: BaseException) -> str:
     return {Stopped: "stopped", DivergedError: "diverged"}.get(type(error), "failed")
 
 
-def _open(
-    folder: Path, recipe: Recipe, manifest: Manifest, step: int, closing: contextlib.ExitStack
-) -> list[Sink]:
+def _begin(folder: Path, manifest: Manifest, step: int) -> None:
     remove_unfinished(folder)
     for one in SINKS.values():
         if one.folder and not step:
@@ -94,6 +94,9 @@ def _open(
         if cut := keep_rows(file, step):
             warn(f"{file}: {cut} lines that can't be read were removed")
     update_manifest(folder, manifest)
+
+
+def _open(folder: Path, recipe: Recipe, step: int, closing: contextlib.ExitStack) -> list[Sink]:
     with written_whole(folder / "config.yaml") as beside:
         values = redact(recipe.model_dump(mode="json"))
         beside.write_text(yaml.dump(values, Dumper=_DUMPER, sort_keys=False))

@@ -8,7 +8,8 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -23,9 +24,11 @@ from trainer.host.disks import read_mount
 from trainer.host.files import (
     check_writable,
     is_unfinished,
+    lines_inside,
     oddity,
+    open_inside,
     open_own,
-    open_regular,
+    read_inside,
     written_whole,
 )
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
@@ -78,11 +81,8 @@ def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     A line that can't be read is left out: a kill cuts off a last one.
     """
     for kind in kinds or FILES:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            os.fdopen(open_regular(folder / FILES[kind]), "rb") as file,
-        ):
-            for line in file:
+        with contextlib.suppress(FileNotFoundError):
+            for line in lines_inside(folder / FILES[kind]):
                 with contextlib.suppress(ValueError):
                     row = strict_json.parse(line)
                     if isinstance(row, dict):
@@ -93,11 +93,45 @@ def read_json(path: Path) -> Any:
     """Reads a JSON file of a run folder.
 
     Raises:
-        OSError: If it can't be read, or isn't a regular file.
+        OSError: If it can't be read, or isn't a regular file of the folder.
         ValueError: If it isn't JSON, or too large.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        return strict_json.parse(file.read(strict_json.LARGEST + 1))
+    return strict_json.parse(read_inside(path, strict_json.LARGEST))
+
+
+def status_in_place(folder: Path, status: str, why: OSError) -> None:
+    """Overwrites the status in a manifest where no new file can be written: a full disk takes these bytes.
+
+    The reader must not take the run for one that goes on.
+    """
+    before = b'\n  "status": "running"'
+    after = f'\n  "status": "{"stopped" if status == "stopped" else "failed"}"'.encode().ljust(len(before))
+    try:
+        file = open_own(folder / MANIFEST, os.O_RDWR)
+        try:
+            place = os.pread(file, strict_json.LARGEST, 0).rfind(before)
+            if place >= 0:
+                os.pwrite(file, after, place)
+        finally:
+            os.close(file)
+    except OSError:
+        warn(f"{folder / MANIFEST} can't be written ({why.strerror}): it says that the run is running still")
+
+
+def is_abandoned(folder: Path, facts: Mapping[str, Any]) -> bool:
+    """Whether a run whose status is running has ended without a word: no process holds its lock.
+
+    Never true for a run of this process: to close the file would give up its lock.
+    """
+    if facts.get("status") != "running" or facts.get("pid") == os.getpid():
+        return False
+    try:
+        with os.fdopen(open_inside(folder / _LOCK), "rb") as file:
+            asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_ = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except OSError:  # no lock, or a file system without locks: it can't be told
+        return False
+    return bool(kind == fcntl.F_UNLCK)
 
 
 def write_json(path: Path, value: Any) -> None:

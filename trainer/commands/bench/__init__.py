@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from trainer.host.latest import run_path
+from trainer.train.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -40,6 +41,7 @@ def _add_inference(benches: Any) -> None:
     inference.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="where the data lies now; repeatable"
     )
+    add_trust(inference)
     inference.set_defaults(run=_inference)
 
 
@@ -140,4 +142,5 @@ def _inference(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         ways=options.ways,
         as_json=options.json,
+        trust=options.trust,
     )

@@ -30,6 +30,7 @@ def bench_inference(
     seconds: float,
     ways: str,
     as_json: bool,
+    trust: bool = False,
 ) -> int:
     """Measures and prints.
 
@@ -40,6 +41,7 @@ def bench_inference(
         seconds: For each way and batch size.
         ways: Which, separated by commas; all if empty.
         as_json: Whether to print for machines.
+        trust: As for `open_run`.
 
     Returns:
         0, 1 if a way computes something else than eager, 3 if there was nothing to measure.
@@ -51,7 +53,7 @@ def bench_inference(
     if not 0 < seconds < 3600:
         print("nothing measured: --seconds must be above 0")
         return EXIT_NOT_MEASURED
-    run = open_run(folder, settings)
+    run = open_run(folder, settings, trust=trust)
     threads = threads_per_rank(read_limits(), 1)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

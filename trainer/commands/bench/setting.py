@@ -21,6 +21,7 @@ from trainer.train.loading import choose_loading
 from trainer.train.run import check_request, device_kind, make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
+from trainer.train.trust import check_recipe
 
 _NOT_IN_A_STEP = (
     *("log.", "checkpoint.", "evaluation.", "hooks.", "memory.allocator"),
@@ -55,6 +56,7 @@ def bench_setting(name: str, settings: Sequence[str], common: Sequence[str], rou
         return EXIT_NOT_MEASURED
     length = ["epochs=1000000000", f"max_steps={steps * (rounds + 1)}"]
     values = override(read_recipe(name), [*common, *length])
+    check_recipe(name, validated(Recipe, values, name), [*common, *settings])
     threads = threads_per_rank(read_limits(), 1)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

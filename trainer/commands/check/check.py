@@ -21,6 +21,7 @@ from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.operations import random_state_kept
 from trainer.train.run import check_request, make_task
+from trainer.train.trust import check_recipe
 
 _ELSEWHERE = (
     "needs another process, which can't see a class of a notebook: put it in a file, trainer check FILE"
@@ -48,7 +49,9 @@ def check(
     # JSON is YAML, so this is what --set takes.
     words = [f"{key}={json.dumps(value, default=str)}" for key, value in (settings or {}).items()]
     if isinstance(task, str | Path):
-        return _check(str(task), load_recipe(str(task), words), None, only)
+        recipe = load_recipe(str(task), words)
+        check_recipe(str(task), recipe, words)
+        return _check(str(task), recipe, None, only)
     own = task() if isinstance(task, type) else task
     name = type(own).__name__
     recipe = make_recipe({"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}, words, name)
@@ -65,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if not any(word.startswith("data.micro_batch_size=") for word in words):
         words.append("data.micro_batch_size=1")  # it takes its own, and may be `auto`
     recipe = load_recipe(options.recipe, words)
+    check_recipe(options.recipe, recipe, words)
     shown = sys.stderr.isatty() and not options.json
     report = _check(options.recipe, recipe, None, options.only, _Progress() if shown else str)
     print(as_json(report) if options.json else report)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
+from trainer.train.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -50,6 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     evaluate.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: all)")
     evaluate.add_argument("--nproc-per-node", type=int, metavar="N", help="processes on CPUs (default: 1)")
+    add_trust(evaluate)
     evaluate.set_defaults(run=_run)
 
 

@@ -40,7 +40,7 @@ def evaluate_run(options: argparse.Namespace) -> int:
     if options.plot is not None and options.plot.suffix != ".svg":
         raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
     folder, weights = _folder_of(options.run_or_weights)
-    opened = open_run(folder, options.set, options.checkpoint, weights, options.on)
+    opened = open_run(folder, options.set, options.checkpoint, weights, options.on, options.trust)
     if options.plot is not None and opened.recipe.task not in ("classification", "audio"):
         raise BadInputError(f"--plot: task={opened.recipe.task} has no confusion matrix")
     if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_DRAWN:

@@ -71,8 +71,8 @@ def main(request: dict[str, Any]) -> int:
     from trainer.train.model_of_run import open_run
     from trainer.train.run import device_kind
 
-    which = (request[name] for name in ("settings", "checkpoint", "weights", "on"))
-    opened = open_run(Path(request["folder"]), *which)
+    which = {name: request[name] for name in ("settings", "checkpoint", "weights", "on")}
+    opened = open_run(Path(request["folder"]), **which, trust=True)  # the command has asked
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
         told = measure(opened, world)
     if os.environ["RANK"] == "0":

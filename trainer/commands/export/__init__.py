@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
+from trainer.train.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -51,6 +52,7 @@ def add_parser(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="where the data lies now, such as data.path; repeatable",
     )
+    add_trust(export)
     export.set_defaults(run=_run)
 
 

@@ -17,7 +17,7 @@ from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
-from trainer.host.files import oddity, write_file
+from trainer.host.files import oddity, read_inside, write_file
 from trainer.host.here import shown
 from trainer.launch.signals import unwound
 from trainer.models.export.error import LIMITS, relative_error
@@ -94,7 +94,7 @@ def export(options: argparse.Namespace) -> int:
     target = _target(options)
     if options.streamed:
         return _export_streamed(target, options)
-    run = open_run(options.folder, options.set)
+    run = open_run(options.folder, options.set, trust=options.trust)
     subject = _subject(run, options)
     beside = _beside(target)
     try:
@@ -120,7 +120,7 @@ def export(options: argparse.Namespace) -> int:
 
 def _export_streamed(target: Path, options: argparse.Namespace) -> int:
     """Writes the weights with the memory of one tensor: no model is built, so none is computed with."""
-    run, source, tensors = stored_weights(options.folder, options.set)
+    run, source, tensors = stored_weights(options.folder, options.set, options.trust)
     beside = _beside(target)
     try:
         with staged() as say:
@@ -198,7 +198,7 @@ def _target(options: argparse.Namespace) -> Path:
 def _others(target: Path) -> list[str]:
     """What lies in a folder that isn't of an export of ours."""
     try:
-        about = strict_json.parse((target / _ABOUT).read_bytes())
+        about = strict_json.parse(read_inside(target / _ABOUT, strict_json.LARGEST))
         ours = {_ABOUT, *about["sha256"]}
     except (OSError, ValueError, TypeError, KeyError):
         return [_ABOUT]

@@ -80,7 +80,7 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
     from trainer.models.export.interface import InLowPrecision
     from trainer.train.model_of_run import open_run
 
-    model_of_run = open_run(Path(run[0]), run[1:]).model
+    model_of_run = open_run(Path(run[0]), run[1:], trust=True).model
     state = load_file(file)
     low = {tensor.dtype for tensor in state.values()} & {torch.bfloat16}
     model_of_run.to(torch.bfloat16 if low else torch.float32).load_state_dict(state)

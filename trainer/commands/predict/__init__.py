@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
+from trainer.train.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -41,6 +42,7 @@ def add_parser(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="where the data lies now, such as data.path; repeatable",
     )
+    add_trust(predict)
     predict.set_defaults(run=_run)
 
 

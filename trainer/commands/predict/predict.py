@@ -23,7 +23,7 @@ def predict(options: argparse.Namespace) -> int:
     """
     if options.samples < 1 or options.top < 1:
         raise BadInputError("--samples and --top: give a number from 1 on")
-    run = open_run(options.folder, options.set)
+    run = open_run(options.folder, options.set, trust=options.trust)
     if options.prompt is not None and run.recipe.task != "language":
         raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")
     return _show(run)(run, options)

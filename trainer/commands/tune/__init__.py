@@ -52,9 +52,13 @@ def add_parser(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import provisional
+    from trainer.train.trust import check_recipe
     from trainer.train.tune.tuned import with_tuned
 
-    provisional(options.recipe, with_tuned(options.tuned, options.set))  # before torch is imported
+    recipe, _ = provisional(
+        options.recipe, with_tuned(options.tuned, options.set)
+    )  # before torch is imported
+    check_recipe(options.recipe, recipe, options.set)
     if options.lr:
         from trainer.commands.tune.lr import tune_lr
 

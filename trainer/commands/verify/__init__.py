@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 from trainer.host.latest import run_path
+from trainer.train.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -34,6 +35,7 @@ def add_parser(commands: Any) -> None:
     verify.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="CPU processes (default: as the run had)"
     )
+    add_trust(verify)
     verify.set_defaults(run=_run)
 
 

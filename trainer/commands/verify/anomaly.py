@@ -26,7 +26,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         raise BadInputError(f"--anomaly {options.anomaly}: {there} in {run.path}")
     wanted = anomalies[options.anomaly - 1]
     step = int(wanted["step"])
-    config = ending_at(replay_config(run, options.set), wanted)
+    config = ending_at(replay_config(run, options.set, options.trust), wanted)
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         refused = rolled_back(anomalies[: options.anomaly - 1])

@@ -1,35 +1,38 @@
 """What a run folder says in two ways, or lacks of what it should hold."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.folder import odd_weights
+from trainer.checkpoint.store import listing
 from trainer.commands.verify.recorded import Recorded, kept_attempts, trained_by
-from trainer.config.section import hash_of
 from trainer.config.yaml_text import parse_dumped
 from trainer.errors import BadInputError
-from trainer.host.files import read_bounded
+from trainer.host.files import read_inside
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
+from trainer.train.altered import altered_config, altered_rows
 from trainer.train.manifest import Attempt
 from trainer.train.provenance import file_hash
 
 
 def contradictions(run: Recorded) -> list[str]:
     """What a run folder lacks of what it should hold, or says in two ways; as lines."""
-    return [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run)]
+    said = [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run), *_of_checkpoints(run)]
+    more = altered_rows(run.path, run.manifest.as_facts())  # what the above doesn't see: memory, layers, verdicts
+    known = [*said, "checksums.jsonl"]  # which the replay proves
+    return [*said, *(line for line in more if not any(line.split()[0] in one for one in known))]
 
 
 def _of_manifest(run: Recorded) -> Iterator[str]:
     manifest = run.manifest
-    if (digest := hash_of(manifest.config)) != manifest.config_hash:
-        yield (
-            f"manifest.json: the hash of its config is {digest[:8]} and was {manifest.config_hash[:8]}: "
-            "it was changed after the run"
-        )
+    yield from altered_config(manifest.as_facts())
     try:
-        config = parse_dumped(read_bounded(run.path / "config.yaml").decode(), "config.yaml")
+        config = parse_dumped(read_inside(run.path / "config.yaml", 16 << 20).decode(), "config.yaml")
     except (OSError, ValueError, BadInputError):
         config = None
     if config != manifest.config:
@@ -58,10 +61,21 @@ def _of_weights(run: Recorded) -> Iterator[str]:
         file, digest = run.path / name, manifest.weights.get(name)
         if not digest:
             yield f"manifest.json: the hash of {name} is missing"
-        elif not file.is_file():
+        elif not os.path.lexists(file):
             yield f"{file} is missing"
+        elif (problem := odd_weights(file)) is not None:
+            yield f"{file} can't be read ({problem})"
         elif file_hash(file) != digest:
             yield f"{file} isn't the file that the run wrote"
+
+
+def _of_checkpoints(run: Recorded) -> Iterator[str]:
+    try:
+        for entry in listing(run.path / FOLDER, verify=True):
+            if entry.problem is not None:
+                yield f"{FOLDER}/{entry.path.name}: {entry.problem}"
+    except OSError as error:
+        yield f"{FOLDER} can't be read ({error.strerror})"
 
 
 def _of_trace(run: Recorded) -> Iterator[str]:

@@ -28,6 +28,7 @@ from trainer.train.run import data_of, make_task
 from trainer.train.run_folder import KEPT, MANIFEST
 from trainer.train.start import start
 from trainer.train.starting_weights import resolve_pretrained
+from trainer.train.trust import check_run
 
 # What a replay may take from elsewhere: where things lie, and how they come.
 _SUMS = ("parallel.strategy", "parallel.shard")  # another one adds in another order
@@ -45,7 +46,7 @@ def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
     write_anomalies(folder, refused)
 
 
-def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
+def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[str, Any]:
     """The configuration of the replay: that of the run, on the same kind of device, and nothing besides it.
 
     Raises:
@@ -83,6 +84,7 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
         ],
     )
     recipe = validated(Recipe, config, str(path))
+    check_run(run.path, recipe, settings, trust)
     # One that began from another run's checkpoint has that, and starts from nothing else.
     before = run.manifest if run.manifest.begun_from else None
     _, pretrained, _ = resolve_pretrained(recipe, before, run.path)

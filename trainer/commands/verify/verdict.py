@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from trainer.checkpoint.folder import odd_weights
 from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.observe.checksums import ChecksumRow, Difference
 from trainer.train.provenance import file_hash
@@ -35,7 +36,7 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
 
 
 def _tensors_that_differ(ours: Path, theirs: Path) -> str:
-    if not (ours.exists() and theirs.exists()):
+    if odd_weights(ours) or odd_weights(theirs):
         return "another hash"
     try:
         before, now = safetensors.torch.load_file(ours), safetensors.torch.load_file(theirs)

@@ -24,7 +24,7 @@ def verify(options: argparse.Namespace) -> int:
     odd = contradictions(run)
     run = before_its_stop(run, anomalies)
     until = last_step(run, options.steps)
-    config = replay_config(run, options.set)
+    config = replay_config(run, options.set, options.trust)
     parts = parts_of(run, until, ranks_wanted(options))
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"

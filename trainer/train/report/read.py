@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from trainer.checkpoint import FOLDER
 from trainer.config.redact import redact
 from trainer.host import strict_json
+from trainer.host.files import lines_inside, oddity, read_inside
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.rows import FILES
 from trainer.train.manifest import read_facts
+from trainer.train.run_folder import is_abandoned
 
 _POINTS = 400
 _LAYER_POINTS = 100  # each has hundreds of figures
@@ -128,6 +130,8 @@ def read_run(folder: Path) -> RecordedRun:
         BadInputError: If there is no manifest in it that can be read.
     """
     manifest = redact(read_facts(folder))
+    if is_abandoned(folder, manifest):
+        manifest["status"] = "ended without saying so"
     run = RecordedRun(folder, folder.resolve().name or str(folder), manifest)
     _read_rows(run)
     for line in _lines(folder / "anomalies.jsonl"):
@@ -218,26 +222,26 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; a last one that was cut off doesn't count, and no file has none."""
+    """The lines of a file; a last one that was cut off doesn't count, no file has none, and one that can't be
+    read is one that isn't a row."""
     try:
-        with path.open("rb") as file:
-            while line := file.readline(_LINE):
-                if line.endswith(b"\n"):
-                    yield line
-                elif len(line) == _LINE:
-                    while (rest := file.readline(_LINE)) and not rest.endswith(b"\n"):
-                        pass
-                    yield b""
-    except OSError:
+        for line in lines_inside(path):
+            if line.endswith(b"\n"):
+                yield line if len(line) <= _LINE else b""
+    except FileNotFoundError:
         return
+    except OSError:
+        yield b""
 
 
 def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
     found = list[tuple[int, int, float, Path]]()
+    if oddity(folder, folder=True):
+        return []
     try:
         for path in folder.iterdir():
-            if match := _CHECKPOINT.fullmatch(path.name):
+            if (match := _CHECKPOINT.fullmatch(path.name)) and not oddity(path, folder=True):
                 stats = [file.stat() for file in path.iterdir() if file.is_file()]
                 found.append((int(match[1]), sum(one.st_size for one in stats), path.stat().st_mtime, path))
     except OSError:
@@ -250,8 +254,7 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
 def _best_step(newest: Path) -> int | None:
     """The step of the best evaluation so far, as the newest checkpoint says."""
     try:
-        with (newest / "state.json").open("rb") as file:
-            best = strict_json.parse(file.read(strict_json.LARGEST + 1))["state"]["best"][1]
+        best = strict_json.parse(read_inside(newest / "state.json", strict_json.LARGEST))["state"]["best"][1]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     return best if type(best) is int else None

@@ -1,0 +1,298 @@
+"""Python code that a run names: whether it may run here. Imports no torch.
+
+A task's file, hooks and sinks that the command line names are the user's own. What a run folder names may be
+a stranger's: it runs if this user began or trained that run with the same code, which a mark in its manifest
+proves (an HMAC by a key in the user's own configuration folder), or with --trust.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override
+from trainer.config.task_file import hash_of_sources, modules_beside, modules_of, read_bounded
+from trainer.config.tasks import TASKS
+from trainer.config.training import is_place
+from trainer.errors import BadInputError
+from trainer.host import strict_json
+from trainer.host.files import open_regular, read_inside
+from trainer.host.here import from_here
+from trainer.host.latest import MANIFEST
+from trainer.observe.console import warn
+from trainer.observe.text import plain
+
+_KEY_BYTES = 32
+_MARKS = 8  # of as many homes: a pod's is a new one at each start
+_DIGITS = 16  # of a hash, in a message
+_INSTALLED = "installed"
+
+
+class Code(NamedTuple):
+    """Python code that a recipe names.
+
+    Attributes:
+        key: Of the recipe: task, hooks.use or log.to.
+        place: As it stands there.
+        name: Of the class or function; empty for a task.
+        hash: SHA-256 of its file and of the modules beside it that this imports; "installed" for a module of
+            an installed package, and empty where there is no such file.
+        beside: The paths of these modules.
+    """
+
+    key: str
+    place: str
+    name: str
+    hash: str
+    beside: tuple[str, ...] = ()
+
+    @property
+    def sign(self) -> str:
+        """What a mark is made of: wherever the file lies, it is the same code."""
+        return " ".join([self.key, self.name or "-", self.hash])
+
+    def __str__(self) -> str:
+        """As it is told."""
+        others = f", with {', '.join(self.beside)}" if self.beside else ""
+        what = (
+            f"sha256 {self.hash[:_DIGITS]}" if self.hash not in ("", _INSTALLED) else self.hash or "not found"
+        )
+        return plain(f"{self.key}={self.place} ({what}{others})", 500)
+
+
+def own_code(recipe: Recipe) -> list[Code]:
+    """The Python code that a recipe names and that isn't the trainer's."""
+    found = []
+    if recipe.task not in TASKS and recipe.task != "own":
+        found.append(_code("task", recipe.task, Path(recipe.task), ""))
+    hooks = recipe.hooks.use if recipe.hooks.enabled else []
+    for key, places in (("hooks.use", hooks), ("log.to", recipe.log.to)):
+        for place in filter(is_place, places):
+            where, _, name = place.rpartition(":")
+            found.append(_code(key, place, Path(where) if where.endswith(".py") else where, name))
+    return found
+
+
+def _code(key: str, place: str, where: Path | str, name: str) -> Code:
+    if isinstance(where, str):
+        return _code_of_module(key, place, where, name)
+    path = from_here(where).absolute()
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would wait for its writer
+            raise BadInputError(f"{key}={place}: isn't a regular file, so no code; give another")
+        beside = modules_beside(path)
+        return Code(key, place, name, hash_of_sources(read_bounded(path), beside), tuple(beside))
+    except OSError:  # said where it is loaded
+        return Code(key, place, name, "")
+
+
+def _code_of_module(key: str, place: str, module: str, name: str) -> Code:
+    """A module as it would be imported, found without running anything: its packages neither."""
+    parts, paths = module.split("."), [str(from_here(Path()).absolute()), *sys.path]
+    top = PathFinder.find_spec(parts[0], paths)
+    places = [] if top is None else [top.origin, *(top.submodule_search_locations or [])]
+    installed = tuple(
+        f"{sysconfig.get_path(one)}{os.sep}" for one in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    file = next((Path(one) for one in places if one is not None and Path(one).is_absolute()), None)
+    if file is None or parts[0] in sys.builtin_module_names:
+        return Code(key, place, name, _INSTALLED if top or parts[0] in sys.builtin_module_names else "")
+    if str(file).startswith(installed):
+        return Code(key, place, f"{module}:{name}", _INSTALLED)
+    root = file.parent if file.stem != "__init__" and file.is_file() else file.parent.parent
+    if file.is_dir():
+        root = file.parent
+    modules = modules_of(root, module)
+    return Code(key, place, name, hash_of_sources(b"", modules), tuple(modules))
+
+
+# --- what is asked ---
+
+
+def check_run(folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None) -> None:
+    """Makes sure that code which a run names may run here.
+
+    Args:
+        folder: The run's.
+        recipe: Its configuration, with the settings.
+        settings: KEY=VALUE of the command line: what they name is the user's own.
+        trusted: Whether --trust was given.
+
+    Raises:
+        BadInputError: Naming the code with its hashes, if it may not.
+    """
+    named = _named(settings)
+    codes = [one for one in own_code(recipe) if one.key not in named]
+    if trusted or not codes:
+        return
+    if why := _why_not(_recorded(folder), codes):
+        listed = ", ".join(map(str, codes))
+        remedy = f"name it by --set {codes[0].key}=…" if trusted is None else "add --trust"
+        raise BadInputError(
+            f"{folder}: names Python code that would run here: {listed}; {why}: read it, then {remedy}"
+        )
+
+
+def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bool | None = None) -> None:
+    """As `check_run`, for a recipe that lies in a run folder, where its sender put it; others are the user's.
+
+    Args:
+        trusted: None where there is no such flag.
+
+    Raises:
+        BadInputError: As `check_run`.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") or not own_code(recipe):
+        return
+    for folder in path.absolute().resolve().parents:
+        if _is_run(folder):
+            check_run(folder, recipe, settings, trusted)
+
+
+def _named(settings: Sequence[str]) -> set[str]:
+    """Keys of code that settings give."""
+    given = override({}, settings)
+    hooks, log = given.get("hooks"), given.get("log")
+    return {
+        *(["task"] if "task" in given else []),
+        *(["hooks.use"] if isinstance(hooks, Mapping) and "use" in hooks else []),
+        *(["log.to"] if isinstance(log, Mapping) and "to" in log else []),
+    }
+
+
+def _is_run(folder: Path) -> bool:
+    facts = _facts(folder)
+    return "run_id" in facts and "config" in facts
+
+
+def _facts(folder: Path) -> Mapping[str, Any]:
+    try:
+        facts = strict_json.parse(read_inside(folder / MANIFEST, strict_json.LARGEST))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _recorded(folder: Path) -> Mapping[str, Any]:
+    """What a manifest says of code: {"run_id", "code", "marks"}."""
+    facts = _facts(folder)
+    trust = facts.get("trust")
+    return {"run_id": facts.get("run_id"), **(trust if isinstance(trust, dict) else {})}
+
+
+def _why_not(recorded: Mapping[str, Any], codes: Sequence[Code]) -> str:
+    """Why it isn't this user's own code, or nothing."""
+    signs, marks = recorded.get("code"), recorded.get("marks")
+    if not isinstance(signs, list) or not isinstance(marks, list) or not signs:
+        return "the run has no mark of yours"
+    try:
+        key = _read_key(key_file())
+    except OSError as error:
+        return f"whether it is yours can't be told without your key ({_reason(error)})"
+    mark = _mark(key, recorded.get("run_id"), signs)
+    if mark not in marks:
+        return "the run has no mark of yours"
+    if odd := [one for one in codes if one.sign not in signs or not one.hash]:
+        return f"{plain(odd[0].place, 200)} isn't what the run was trained with"
+    return ""
+
+
+# --- the mark ---
+
+
+def marked(recipe: Recipe, run_id: str, before: Mapping[str, Any]) -> dict[str, list[str]]:
+    """For the manifest of a run whose code runs now: its signs, and this user's mark of them.
+
+    Args:
+        before: What an earlier attempt left there: marks of the same code stay.
+    """
+    signs = sorted({one.sign for one in own_code(recipe)})
+    if not signs:
+        return {}
+    marks = [one for one in before.get("marks", []) if before.get("code") == signs]
+    try:
+        mark = _mark(_own_key(), run_id, signs)
+    except OSError as error:
+        warn(
+            f"no key that marks the run as yours can be made ({_reason(error)}): a command that is given its "
+            "folder alone will ask for --trust"
+        )
+        return {"code": signs, "marks": marks}
+    return {"code": signs, "marks": marks if mark in marks else [*marks[: _MARKS - 1], mark]}
+
+
+def _mark(key: bytes, run_id: object, signs: Sequence[object]) -> str:
+    said = json.dumps(["trainer run", run_id, list(signs)], default=str).encode(errors="surrogatepass")
+    return hmac.new(key, said, hashlib.sha256).hexdigest()
+
+
+def key_file() -> Path:
+    """Where this user's key lies.
+
+    Raises:
+        OSError: If there is no home.
+    """
+    configured = os.environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(configured):  # noqa: PTH117  (as the standard has it: others don't count)
+        return Path(configured) / "trainer" / "key"
+    try:
+        return Path.home() / ".config" / "trainer" / "key"
+    except RuntimeError as error:  # a user who has no entry, and no HOME
+        raise OSError(0, "there is no home folder") from error
+
+
+def _read_key(path: Path) -> bytes:
+    """Raises OSError if there is none, or it isn't this user's alone."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        facts = os.fstat(file.fileno())
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            raise OSError(0, "others can read or own it: chmod 600, or remove it", str(path))
+        key = file.read(_KEY_BYTES + 1)
+    if len(key) != _KEY_BYTES:
+        raise OSError(0, "isn't a key; remove it", str(path))
+    return key
+
+
+def _own_key() -> bytes:
+    """This user's key, made if there is none."""
+    path = key_file()
+    with contextlib.suppress(FileNotFoundError):
+        return _read_key(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = path.with_name(f".key-{secrets.token_hex(8)}")
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(file, secrets.token_bytes(_KEY_BYTES))
+        os.fsync(file)
+        with contextlib.suppress(FileExistsError):  # another run of this user's was first
+            _place(beside, path)
+    finally:
+        os.close(file)
+        beside.unlink(missing_ok=True)
+    return _read_key(path)
+
+
+def _place(beside: Path, path: Path) -> None:
+    """Gives a file its name, unless that is taken: never a second key."""
+    try:
+        path.hardlink_to(beside)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            beside.rename(path)
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
