@@ -131,7 +131,7 @@ def test_what_auto_stands_for() -> None:
     hf, folder = (DataConfig(name=name, path=Path("x")) for name in ("hf", "folder"))
     assert (reading_of(hf), reading_of(folder)) == (UPRIGHT, Reading())
     assert reading_of(folder, Reading(True, 12)) == Reading(True, 12), "as it was packed"
-    said = DataConfig(name="hf", path=Path("x"), exif_orientation="ignore", bit_depth=10)
+    said = DataConfig(name="hf", path=Path("x"), exif_orientation="ignore", image_bits=10)
     assert reading_of(said, Reading(True, 12)) == Reading(False, 10)
     assert (str(Reading()), str(Reading(True, 12))) == ("", " upright 12 of 16 bits")
 

@@ -45,7 +45,9 @@ def add_parser(commands: Any) -> None:
         default="ignore",
         help="as data.exif_orientation; the pack remembers it (default: ignore)",
     )
-    pack.add_argument("--bit-depth", type=int, metavar="N", help="as data.bit_depth: 8 to 16 (default: auto)")
+    pack.add_argument(
+        "--image-bits", type=int, metavar="N", help="as data.image_bits: 8 to 16 (default: auto)"
+    )
     pack.add_argument("--processes", type=int, metavar="N", help="default: the CPUs of this container")
     pack.set_defaults(run=_pack)
 
@@ -148,8 +150,8 @@ def _pack(options: argparse.Namespace) -> int:
         raise BadInputError(f"--short-side {options.short_side}: give 8 to 16384 pixels")
     if not 1 <= options.quality <= 95:
         raise BadInputError(f"--quality {options.quality}: give 1 to 95")
-    if options.bit_depth is not None and not 8 <= options.bit_depth <= 16:
-        raise BadInputError(f"--bit-depth {options.bit_depth}: give 8 to 16")
+    if options.image_bits is not None and not 8 <= options.image_bits <= 16:
+        raise BadInputError(f"--image-bits {options.image_bits}: give 8 to 16")
     processes = options.processes or max(1, int(read_limits().cpus))
     if processes < 1:
         raise BadInputError(f"--processes {options.processes}: give a number from 1 on")
@@ -157,7 +159,7 @@ def _pack(options: argparse.Namespace) -> int:
     for split, source in _parts(options.source):
         target = options.target / split if split else options.target
         records = _open(source)
-        records.reading = Reading(options.exif_orientation == "apply", options.bit_depth or 0)
+        records.reading = Reading(options.exif_orientation == "apply", options.image_bits or 0)
         try:
             with counted(f"packing {source}", len(records)) as advance:
                 about, unreadable = pack(records, target, settings, processes, advance)

@@ -167,7 +167,7 @@ def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
     if isinstance(records, ShardedRecords) and records.decoded and records.reading != made:
         raise BadInputError(
             f"{path}: its images were decoded when it was packed, with another data.exif_orientation or "
-            "data.bit_depth; leave these at auto, or pack again with --exif-orientation and --bit-depth"
+            "data.image_bits; leave these at auto, or pack again with --exif-orientation and --image-bits"
         )
     return records
 

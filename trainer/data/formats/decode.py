@@ -245,7 +245,7 @@ def _pixels(file: Any, bits: int) -> npt.NDArray[np.uint8]:
     if deep and bits < 16 and (bits or pixels.max() < _DARK >> 8):
         raise Corrupt(
             "16 bits a channel of which PIL takes the upper 8, so that it would be (nearly) black; convert "
-            "it to PNG, or set data.bit_depth=16 if it is as dark as that"
+            "it to PNG, or set data.image_bits=16 if it is as dark as that"
             if not bits
             else "16 bits a channel, of which PIL takes the upper 8 in this format; convert it to PNG"
         )
@@ -274,7 +274,7 @@ def _eight_bits(deep: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]
         likely = next(width for width in (8, 10, 12) if most < 1 << width)
         raise Corrupt(
             f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
-            f"data.bit_depth to the bits in use ({likely}?), or to 16 if it is as dark as that"
+            f"data.image_bits to the bits in use ({likely}?), or to 16 if it is as dark as that"
         )
     shifted: npt.NDArray[np.uint8] = np.minimum(deep >> ((bits or 16) - 8), 255).astype(np.uint8)
     return shifted

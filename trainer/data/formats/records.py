@@ -35,9 +35,9 @@ class Reading(NamedTuple):
 
 
 def reading_of(config: DataConfig, auto: Reading | None = None) -> Reading:
-    """What data.exif_orientation and data.bit_depth say; `auto` is what they stand for by themselves."""
+    """What data.exif_orientation and data.image_bits say; `auto` is what they stand for by themselves."""
     auto = auto or Reading(config.name == "hf")
-    exif, bits = config.exif_orientation, config.bit_depth
+    exif, bits = config.exif_orientation, config.image_bits
     return Reading(auto.upright if exif == "auto" else exif == "apply", auto.bits if bits == "auto" else bits)
 
 
