@@ -247,7 +247,7 @@ def served(config: LogConfig, page: Callable[[], str]) -> Iterator[None]:
         def setup(self) -> None:
             """Reads the request here: a byte now and then would put off the end of `timeout` for ever."""
             super().setup()
-            self.rfile = io.BytesIO(_head_of_request(self.connection))  # type: ignore[assignment]
+            self.rfile = io.BytesIO(_head_of_request(self.connection))
 
         def do_GET(self) -> None:
             """The page, or 404."""
