@@ -23,7 +23,8 @@ from trainer.train.provenance import file_hash
 def contradictions(run: Recorded) -> list[str]:
     """What a run folder lacks of what it should hold, or says in two ways; as lines."""
     said = [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run), *_of_checkpoints(run)]
-    more = altered_rows(run.path, run.manifest.as_facts())  # what the above doesn't see: memory, layers, verdicts
+    # What the above does not see: memory, layers, verdicts.
+    more = altered_rows(run.path, run.manifest.as_facts())
     known = [*said, "checksums.jsonl"]  # which the replay proves
     return [*said, *(line for line in more if not any(line.split()[0] in one for one in known))]
 
