@@ -36,6 +36,7 @@ from trainer.data.workers import (
     prefetch_of,
     start_method,
     unsendable,
+    without_workers,
     work_since,
     workers_of,
 )
@@ -382,9 +383,9 @@ def is_resident(config: LoaderConfig, dataset: data.Dataset) -> bool:
     arrays, resident = dataset.arrays, config.resident
     if resident == "auto":
         resident = arrays is not None and sum(array.nbytes for array in arrays.values()) < _RESIDENT_BYTES
-    elif resident and (arrays is None or config.workers not in ("auto", 0)):
+    elif resident and (arrays is None or not without_workers(config)):
         raise BadInputError(
             "data.resident=true needs a data set in memory and no workers: "
             "use data.resident=auto, and leave data.workers at auto or 0"
         )
-    return resident and config.workers in ("auto", 0)
+    return resident and without_workers(config)

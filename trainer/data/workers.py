@@ -89,6 +89,11 @@ def prefetch_of(config: LoaderConfig, dataset: Dataset, micro_batch_size: int) -
     return config.prefetch
 
 
+def without_workers(config: LoaderConfig) -> bool:
+    """Whether no workers were asked for."""
+    return config.workers in ("auto", 0)
+
+
 def workers_of(config: LoaderConfig, dataset: Dataset, cpu_workers: int) -> int:
     """How many load a data set that isn't resident; `cpu_workers` is what `auto` stands for here."""
     if config.workers == "auto":
