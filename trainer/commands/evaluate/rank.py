@@ -69,7 +69,7 @@ def main(request: dict[str, Any]) -> int:
     from trainer.train.run import device_kind
 
     which = (request[name] for name in ("settings", "checkpoint", "weights", "on"))
-    opened = open_run(Path(request["folder"]), *which, trust=True)  # the command has asked
+    opened = open_run(Path(request["folder"]), *which, True)  # the command has asked
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
         told = measure(opened, world)
     if os.environ["RANK"] == "0":
