@@ -110,7 +110,7 @@ def test_a_manifest_that_leads_elsewhere_isnt_overwritten(
 
 
 def _stale_configuration() -> None:
-    written = recording.written_whole
+    written = files.written_whole
 
     def stale(path: Path, *more: Any) -> Any:
         if path.name == "config.yaml":

@@ -102,7 +102,7 @@ def _walk(whole: Path, root: Path, chosen: Iterable[tuple[str, Callable[[Path], 
         run = root / "run"
         run.mkdir()
         for one in whole.iterdir():
-            (shutil.copytree if one.is_dir() else shutil.copy)(one, run / one.name)  # type: ignore[operator]
+            (shutil.copytree if one.is_dir() else shutil.copy)(one, run / one.name)
         if (run / name).is_dir():
             shutil.rmtree(run / name)
         else:

@@ -102,22 +102,31 @@ def test_ones_own_run_never_asks_and_a_strangers_does(
     assert "no mark of yours" in asks(run)
 
 
+def a_package(run: Path) -> None:
+    (run / "net").mkdir()
+    (run / "net" / "__init__.py").write_text(NET)
+
+
+def a_link(run: Path) -> None:
+    (run / "task.py").unlink()
+    (run / "evil").write_text("import os\n")
+    (run / "task.py").symlink_to(run / "evil")
+
+
+def a_fifo(_: Path) -> None:
+    key_file().unlink()
+    os.mkfifo(key_file(), 0o600)
+
+
 FAULTS: dict[str, Callable[[Path], object]] = {
     "another task": lambda run: (run / "task.py").write_text(TASK + "import os\n"),
     "a module beside it": lambda run: (run / "net.py").write_text(NET + "import os\n"),
     "compiled, which Python prefers": lambda run: (run / "net.abi3.so").write_bytes(b"\x7fELF"),
     "bytecode in its place": lambda run: (run / "net.py").rename(run / "net.pyc"),
-    "a package in its place": lambda run: (
-        (run / "net").mkdir(),
-        (run / "net" / "__init__.py").write_text(NET),
-    ),
+    "a package in its place": a_package,
     "shadows an installed package": lambda run: (run / "torch.py").write_text(""),
     "another hook": lambda run: (run / "own.py").write_text(HOOK + "import os\n"),
-    "a link to another": lambda run: (
-        (run / "task.py").unlink(),
-        (run / "evil").write_text("import os\n"),
-        (run / "task.py").symlink_to(run / "evil"),
-    ),
+    "a link to another": a_link,
     "the mark of another run": lambda run: change(run, run_id="b"),
     "no mark": lambda run: change(run, trust={}),
     "a mark without code": lambda run: change(run, trust={"code": [], "marks": ["0" * 64]}),
@@ -126,7 +135,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "no manifest": lambda run: (run / "manifest.json").unlink(),
     "a key that others read": lambda _: key_file().chmod(0o644),
     "half a key": lambda _: key_file().write_bytes(b"1"),
-    "a FIFO for a key": lambda _: (key_file().unlink(), os.mkfifo(key_file(), 0o600)),
+    "a FIFO for a key": a_fifo,
 }
 
 

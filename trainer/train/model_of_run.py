@@ -94,8 +94,6 @@ def open_run(
         BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.
     """
     run = read_run(folder)
-    for line in altered_config(run.manifest.as_facts()):
-        warn(f"{folder}: {line}")
     recipe = _with_set(_recipe_of(run, settings, trust), on)
     known = run.manifest.fingerprint.get("task")
     if known and known != source_hash(Path(recipe.task)):  # before it is run
@@ -109,6 +107,8 @@ def open_run(
     if weights is not None and weights not in run.manifest.weights:
         raise BadInputError(f"{folder / weights}: isn't one of the run's final weights; give the run folder")
     source = _load_weights(model, run, name, checkpoint)
+    for line in altered_config(run.manifest.as_facts()):
+        warn(f"{folder}: {line}")
     return OpenedRun(folder, run.manifest, recipe, task, model, source)
 
 
