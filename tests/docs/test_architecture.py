@@ -75,9 +75,12 @@ def _marks(tree: ast.Module) -> Iterator[str]:
                 yield str(value)
             case ast.Compare():
                 parts = list(ast.walk(node))
-                texts = [part.value for part in parts if isinstance(part, ast.Constant)]
+                constants = [part.value for part in parts if isinstance(part, ast.Constant)]
+                texts = [value for value in constants if isinstance(value, str)]
                 names = [part.attr for part in parts if isinstance(part, ast.Attribute)]
-                yield from (f'.{name} == "{text}"' for name in names for text in texts)
+                yield from (
+                    f'.{name} == "{text}"' for name in names for text in texts if isinstance(text, str)
+                )
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
 from trainer.observe.advice import Advisor
 from trainer.observe.diagnosis import Facts, diagnose, explained, merge
-from trainer.observe.log import Logged
+from trainer.observe.log import Logged, Row
 from trainer.observe.memory import memory_source
 from trainer.observe.phases import PHASES
 from trainer.tasks.classification import Classification
@@ -64,8 +64,8 @@ def test_what_a_run_cost_is_what_all_of_its_attempts_did(tmp_path: Path) -> None
 
 def test_the_verdict_of_a_run_is_on_all_of_its_attempts() -> None:
     """Nine tenths of a run were held up; its last attempt wasn't."""
-    slow = {"kind": "train", "step": 9, "samples_per_s": 1.0, "time/wall": 90.0, "time/gc": 60.0}
-    quick = {**slow, "step": 10, "time/wall": 10.0, "time/gc": 0.0, "time/forward": 10.0}
+    slow: Row = {"kind": "train", "step": 9, "samples_per_s": 1.0, "time/wall": 90.0, "time/gc": 60.0}
+    quick: Row = {**slow, "step": 10, "time/wall": 10.0, "time/gc": 0.0, "time/forward": 10.0}
     alone = Advisor(FACTS, None, lambda _: None)
     alone(quick)
     verdict = alone.conclude(10, {})

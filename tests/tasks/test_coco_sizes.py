@@ -20,7 +20,7 @@ SIZES = [(640, 480), (480, 640), (1000, 80), (90, 700), (160, 160), (33, 31)]
 def a_set(root: Path, outlines: bool) -> Path:
     """Six pictures of unlike shapes, squares from 8 pixels to almost all of them, some of them crowds."""
     random = np.random.default_rng(3)
-    images, boxes = [], []
+    images, boxes = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, (width, height) in enumerate(SIZES, 1):
         (root / "val").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (width, height)).save(root / "val" / f"{number}.png")
@@ -28,7 +28,7 @@ def a_set(root: Path, outlines: bool) -> Path:
         for side in (8, 24, 31, 33, 60, 95, 97, 130):
             wide, high = min(side, width - 1), min(side, height - 1)
             at = [float(random.integers(0, width - wide)), float(random.integers(0, height - high))]
-            entry = {"id": len(boxes) + 1, "image_id": number, "category_id": 1 + side % 2}
+            entry: dict[str, Any] = {"id": len(boxes) + 1, "image_id": number, "category_id": 1 + side % 2}
             entry |= {"bbox": [*at, wide, high], "iscrowd": int(side == 60 and number == 1)}
             entry["area"] = wide * high * (0.6 if outlines else 1.0)
             boxes.append(entry)

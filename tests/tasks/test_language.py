@@ -352,6 +352,7 @@ def bits_per_byte(task: InFloat64) -> float:
     model = build_alone(given, task).state.model.eval()
     nats, count = 0.0, 0
     end = DOCUMENTS.end
+    assert end is not None
     for document in np.split(DOCUMENTS.tokens, np.flatnonzero(DOCUMENTS.tokens == end) + 1):
         for piece in range(0, len(document), SMALL["sequence_length"]):
             targets = document[piece : piece + SMALL["sequence_length"]].astype(np.int64)

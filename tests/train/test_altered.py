@@ -16,7 +16,8 @@ from trainer.commands.verify.recorded import read_recorded
 from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.train import recording, run_folder
-from trainer.train.run_folder import is_abandoned, lock, read_facts, set_status
+from trainer.train.manifest import Manifest, read_facts, update_manifest
+from trainer.train.run_folder import is_abandoned, lock
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,8 @@ def test_a_status_is_written_where_no_file_can_be(
 
     monkeypatch.setattr(files, "_make", full)
     for status, wanted in (("diverged", "failed"), ("stopped", "failed")):  # the first stays
-        set_status(folder, facts, status, "why")
+        with pytest.raises(OSError, match=r"full|space"):
+            update_manifest(folder, Manifest.model_validate(facts), status=status, reason="why")
         assert read_facts(folder) == {**facts, "status": wanted}
 
 
@@ -104,7 +106,8 @@ def test_a_manifest_that_leads_elsewhere_isnt_overwritten(
     (folder / "manifest.json").symlink_to(victim)
     before = victim.read_bytes()
     monkeypatch.setattr(files, "_make", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    set_status(folder, json.loads(before), "failed", "why")
+    with pytest.raises(OSError, match="full"):
+        update_manifest(folder, Manifest.model_validate_json(before), status="failed", reason="why")
     assert victim.read_bytes() == before
     assert "running still" in capsys.readouterr().err
 

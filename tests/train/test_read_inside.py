@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.train.anomalies import read_anomalies
 
 from tests.helpers.forked import attempt, small
 from trainer import cli
@@ -20,6 +19,7 @@ from trainer.commands.verify.contradictions import contradictions
 from trainer.commands.verify.recorded import read_recorded
 from trainer.errors import BadInputError
 from trainer.host.files import hash_inside, lines_inside, open_inside, read_inside
+from trainer.train.anomaly import read_anomalies
 from trainer.train.run_folder import read_rows
 
 _SECONDS = 60  # a command that reads something endless never ends

@@ -241,7 +241,7 @@ def test_what_cannot_be_shared_out_or_adapted_is_refused(kind: str, tmp_path: Pa
             fine_tune(Tied(kind), lora)
         state = {name: tensor.clone().contiguous() for name, tensor in Tied(kind).state_dict().items()}
         safetensors.torch.save_file(state, tmp_path / "good.safetensors")
-        assert load_initial(Tied(kind), tmp_path / "good.safetensors", ()) == len(state)
+        assert load_initial(Tied(kind), tmp_path / "good.safetensors", ()) == f"{len(state)} tensors"
         state["dec.weight"] = state["dec.weight"] + 1
         safetensors.torch.save_file(state, tmp_path / "other.safetensors")
         with pytest.raises(BadInputError, match=r"enc.weight and dec.weight share memory in the model"):

@@ -189,7 +189,7 @@ def _train(options: argparse.Namespace) -> int:
             options.set = with_tuned(options.tuned, options.set)
             from trainer.train.start import train_without_launcher
 
-            worker.code = train_without_launcher(_typed(options))
+            worker.code = train_without_launcher(typed(options))
         return worker.exit_code
     from trainer.launch.signals import end_on_signal
     from trainer.train.run_folder import has_checkpoint
@@ -204,10 +204,11 @@ def _train(options: argparse.Namespace) -> int:
 
     if fresh:
         compute_alone()
-    return start(_typed(options), *given)
+    return start(typed(options), *given)
 
 
-def _typed(options: argparse.Namespace) -> "TrainOptions":
+def typed(options: argparse.Namespace) -> "TrainOptions":
+    """What of a command line `start` needs."""
     from trainer.train.options import TrainOptions
 
     return TrainOptions(**{field.name: getattr(options, field.name) for field in fields(TrainOptions)})
