@@ -14,6 +14,7 @@ from trainer.config.sizes import parse_size
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.cifar10 import open_cifar10
 from trainer.data.formats.files import readable
+from trainer.data.formats.labels import alike, shown
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.records import Records
 from trainer.data.remote.access import join
@@ -217,6 +218,11 @@ def common_classes(
             )
         name, part = alone[0]
         more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
+        if pair := alike(each for each, _ in alone):
+            raise BadInputError(
+                f"{path}: class {shown(pair[0])} is in one part and {shown(pair[1])} in the other; they look "
+                "alike, so name both the same"
+            )
         raise BadInputError(
             f"{path}: class '{name}'{more} is in {part} only; add it to the other part, or remove it"
         )

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from trainer.data.formats.files import IMAGES, numbered, printable, read_exactly, readable
+from trainer.data.formats.files import IMAGES, read_exactly, readable
+from trainer.data.formats.labels import LabelError, label_of, numbered
 from trainer.data.formats.sharded import About, Shard, hash_of, write_index
 from trainer.data.shared import joined
 from trainer.errors import BadInputError
@@ -64,7 +65,11 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         numbers += [number] * len(found)
     if not samples:
         raise BadInputError(f"{folder}: its tar files hold no sample with an image and a label (.cls, .json)")
-    labels, classes = numbered([sample.label for sample in samples])
+    try:
+        labels, classes = numbered([sample.label for sample in samples])
+    except LabelError as error:
+        where = f"{folder / files[numbers[error.at]].name}: '{readable(samples[error.at].name)}'"
+        raise BadInputError(f"{where}: {error}; write both alike") from error
     columns: dict[str, npt.NDArray[Any]] = {
         "shard": np.array(numbers, np.int32),
         "offset": np.array([sample.offset for sample in samples], np.int64),
@@ -121,21 +126,12 @@ def _sample(file: Path, descriptor: int, group: dict[str, tarfile.TarInfo]) -> I
         raise BadInputError(f"{file}: '{readable(name)}' has no label (.cls or .json beside it)")
     data = read_exactly(descriptor, label.offset_data, label.size)
     try:
-        text = data.decode().strip() if "cls" in group else _label_in(data)
+        text = label_of(data.decode("utf-8-sig").strip() if "cls" in group else json.loads(data)["label"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadInputError(f"{file}: the label of '{readable(name)}' can't be read ({error!r})") from error
-    text = printable(text)
-    if not text:
-        raise BadInputError(f"{file}: the label of '{readable(name)}' is empty")
+        reason = str(error) if isinstance(error, LabelError) else repr(error)
+        raise BadInputError(f"{file}: the label of '{readable(name)}' can't be read ({reason})") from error
     digest = hash_of(read_exactly(descriptor, image.offset_data, image.size))
     yield _Sample(name, text, image.offset_data, image.size, digest)
-
-
-def _label_in(data: bytearray) -> str:
-    label = json.loads(data)["label"]
-    if isinstance(label, bool) or not isinstance(label, str | int):
-        raise TypeError("neither text nor a whole number")
-    return str(label)
 
 
 def _sha256(file: Path, advance: Callable[[int], object]) -> str:

@@ -1,0 +1,129 @@
+"""What a file is that can't be read as an image, from its first bytes."""
+
+import codecs
+import re
+
+_CONVERT = "which isn't read; convert it to JPEG or PNG"
+_DAMAGED = "that is cut off or damaged"
+# Offset, bytes and name. The first that fits is meant.
+_IMAGES = (
+    (0, b"\xff\xd8", "a JPEG"),
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG"),
+    (0, b"GIF8", "a GIF"),
+    (8, b"WEBP", "a WebP"),
+    (0, b"II*\0", "a TIFF"),
+    (0, b"MM\0*", "a TIFF"),
+    (0, b"II+\0", "a TIFF"),
+    (0, b"MM\0+", "a TIFF"),
+    (0, b"BM", "a BMP"),
+    (0, b"\0\0\0\x0cjP  ", "a JPEG 2000"),
+    (0, b"\xff\x4f\xff\x51", "a JPEG 2000"),
+)
+_BRANDS = {
+    b"avif": "AVIF",
+    b"avis": "AVIF",
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
+    b"crx ": "a raw photograph (CR3)",
+}
+_FOREIGN = (
+    (0, b"\0\0\0\x0cJXL ", "JPEG XL"),
+    (0, b"\xff\x0a", "JPEG XL"),
+    (0, b"8BPS", "a Photoshop file (PSD)"),
+    (0, b"\0\0\1\0", "an icon (ICO)"),
+    (0, b"\0\0\2\0", "a cursor (CUR)"),
+    (0, b"\x0a\5\1", "PCX"),
+    (0, b"%PDF", "a PDF"),
+    (0, b"%!PS", "PostScript"),
+    (0, b"\xc5\xd0\xd3\xc6", "PostScript"),
+    (0, b"gimp xcf", "a GIMP file (XCF)"),
+    (0, b"v/1\1", "OpenEXR"),
+    (0, b"#?RADIANCE", "Radiance HDR"),
+    (0, b"qoif", "QOI"),
+    (0, b"SIMPLE  =", "FITS"),
+    (0, b"DDS ", "DDS"),
+    (0, b"\xabKTX", "KTX"),
+    (0, b"IIRO", "a raw photograph (ORF)"),
+    (0, b"IIU\0", "a raw photograph (RW2)"),
+    (0, b"FUJIFILM", "a raw photograph (RAF)"),
+    (0, b"icns", "an icon (ICNS)"),
+    (0, b"FORM", "IFF"),
+    (128, b"DICM", "DICOM"),
+    (344, b"n+1\0", "NIfTI"),
+)
+_OTHERS = (
+    (0, b"\x1f\x8b", "gzip: unpack it"),
+    (0, b"PK\3\4", "a zip archive: unpack it"),
+    (0, b"PK\5\6", "an empty zip archive"),
+    (0, b"BZh", "bzip2: unpack it"),
+    (0, b"\xfd7zXZ\0", "xz: unpack it"),
+    (0, b"\x28\xb5\x2f\xfd", "zstd: unpack it"),
+    (0, b"7z\xbc\xaf", "a 7z archive: unpack it"),
+    (0, b"Rar!", "a RAR archive: unpack it"),
+    (257, b"ustar", "a tar archive: unpack it"),
+    (0, b"\0\5\x16\7", "macOS's notes on a file (AppleDouble), not the file"),
+    (0, b"\x93NUMPY", "a NumPy array"),
+    (0, b"\x89HDF", "HDF5"),
+    (0, b"PAR1", "Parquet"),
+    (0, b"ARROW1", "Arrow"),
+    (0, b"SQLite format 3", "an SQLite database"),
+    (0, b"\x80\2", "a Python pickle"),
+    (0, b"\x80\3", "a Python pickle"),
+    (0, b"\x80\4", "a Python pickle"),
+    (0, b"\x80\5", "a Python pickle"),
+    (0, b"\x7fELF", "a program"),
+    (0, b"MZ", "a program"),
+    (0, b"\x1aE\xdf\xa3", "a video (Matroska, WebM)"),
+    (8, b"AVI ", "a video (AVI)"),
+    (0, b"\0\0\1\xba", "a video (MPEG)"),
+    (4, b"ftyp", "a video (MP4)"),
+    (8, b"WAVE", "a recording (WAV)"),
+    (0, b"fLaC", "a recording (FLAC)"),
+    (0, b"OggS", "a recording (Ogg)"),
+    (0, b"ID3", "a recording (MP3)"),
+)
+# Of text; the first that is found is meant.
+_TEXTS = (
+    (r"<!doctype html|<(html|head|body|title|script)\b", "an HTML page"),
+    (r"\Aversion https://git-lfs", "a Git LFS pointer, not the file: `git lfs pull` fetches it"),
+    (r"\A\S*annex/objects/", "a git-annex pointer, not the file: `git annex get` fetches it"),
+    (r"<svg\b", f"SVG, {_CONVERT}"),
+    (r"\A<\?xml", "XML"),
+    (r"\A(/9j/|iVBORw0KGgo|R0lGOD|UklGR|data:image/)", "an image as base64 text: decode it"),
+)
+_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f]")
+_LOOKED_AT, _SHOWN = 1024, 40
+
+
+def what_it_is(data: bytes | bytearray) -> str:
+    """A few words on a file that isn't an image which is read; "" if nothing is known of it."""
+    if not data:
+        return "empty"
+    if data.count(data[0]) == len(data):
+        return "zeros" if not data[0] else f"{len(data):,} bytes 0x{data[0]:02x} and nothing else"
+    brand = bytes(data[8:12]) if data[4:8] == b"ftyp" else b""
+    for table, more in ((_IMAGES, f" {_DAMAGED}"), (_FOREIGN, f", {_CONVERT}"), (_OTHERS, "")):
+        if brand in _BRANDS and table is _FOREIGN:
+            return f"{_BRANDS[brand]}, {_CONVERT}"
+        for at, magic, name in table:
+            if data.startswith(magic, at):
+                return name + more
+    if data.endswith(b"TRUEVISION-XFILE.\0"):
+        return f"TGA, {_CONVERT}"
+    return _text(bytes(data[:_LOOKED_AT]))
+
+
+def _text(data: bytes) -> str:
+    if data.startswith(_BOMS):
+        return "text in UTF-16"
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data).strip()
+    except UnicodeDecodeError:
+        return ""
+    if _CONTROL.search(text):
+        return ""
+    for pattern, name in _TEXTS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return name
+    begin = "".join(letter if letter.isprintable() else " " for letter in text[:_SHOWN])
+    return f"text that begins with '{begin}'" if text else "blanks"
