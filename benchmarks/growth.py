@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.formats.files import in_table
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import Shard, in_shards, write_index
+from trainer.data.formats.tables import in_table
 from trainer.data.sampling.plan import Plan
 from trainer.data.shared import joined
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError

@@ -1,5 +1,7 @@
 """What can go wrong in a way that the user can mend, and the exit codes that say how a run ended."""
 
+import re
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -31,3 +33,9 @@ class OwnCodeError(BadInputError):
         """With the line."""
         super().__init__(line)
         self.trace = trace
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind; without addresses of objects: they differ each time."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", line)

@@ -164,7 +164,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         "no column 'kind' (there are: image, label); name it by data.label_column",
     ),
     (None, {"input_column": "label"}, "column 'label' holds int64, no encoded images"),
-    (None, {"label_column": "image"}, "column 'image' holds dict, no class"),
+    (None, {"label_column": "image"}, "row 0 of column 'image': label {'bytes': b'"),
     (None, {"eval_split": "dev"}, "no split 'dev' (there are: test, train); name what to measure on"),
     (lambda path: (path / "dataset_dict.json").unlink(), {}, "dataset_dict.json: can't be read"),
     (lambda path: (path / "train/state.json").write_text("{"), {}, "state.json: isn't JSON"),

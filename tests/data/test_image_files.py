@@ -12,11 +12,12 @@ import pytest
 from tests.helpers.image_folders import SIDE, as_csv, encoded, opened, picture
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data, unreadable
-from trainer.data.formats.files import Files, in_folder, in_table
+from trainer.data.formats.files import Files, in_folder
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import in_shards
+from trainer.data.formats.tables import in_table
 from trainer.data.sources import common_classes, load_images
 from trainer.errors import BadInputError
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trainer.data.formats.files import in_folder, in_table
+from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Records
 from trainer.data.formats.sharded import in_shards
+from trainer.data.formats.tables import in_table
 from trainer.data.formats.tar_shards import index_shards
 
 SIDE = 32

@@ -113,8 +113,9 @@ def _parts(source: Path) -> list[tuple[str, Path]]:
 
 
 def _open(source: Path) -> Any:
-    from trainer.data.formats.files import in_folder, in_table
+    from trainer.data.formats.files import in_folder
     from trainer.data.formats.sharded import INDEX, in_shards
+    from trainer.data.formats.tables import in_table
     from trainer.data.formats.tar_shards import tar_files
 
     if source.suffix in (".csv", ".parquet"):

@@ -45,7 +45,7 @@ FORMATS = {
         ("classification",),
         "images by train.csv and val.csv, or .parquet, with path and label",
         splits=True,
-        opens="trainer.data.formats.files:table_split",
+        opens="trainer.data.formats.tables:table_split",
     ),
     "shards": Format(
         ("classification",),

@@ -15,6 +15,7 @@ from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.cifar10 import odd_sizes, open_cifar10
 from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.labels import alike, shown
 from trainer.data.formats.records import Records, reading_of
 from trainer.data.formats.sharded import ShardedRecords
 from trainer.data.left_out import told
@@ -227,6 +228,11 @@ def common_classes(
             )
         name, part = alone[0]
         more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
+        if pair := alike(each for each, _ in alone):
+            raise BadInputError(
+                f"{path}: class {shown(pair[0])} is in one part and {shown(pair[1])} in the other; they look "
+                "alike, so name both the same"
+            )
         enough = " (an empty folder will do)" if part == "train" and not gaps else ""
         raise BadInputError(
             f"{path}: class '{name}'{more} is in {part} only; add it to the other part{enough}, or remove it"

@@ -5,6 +5,7 @@ files and Arrow's stream format say.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ import numpy as np
 
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
-from trainer.data.formats.files import numbered, printable
+from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered, printable, whole
 from trainer.data.formats.records import Records
+from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text, joined
 from trainer.data.shared import Columns
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 
 TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
 _CONTENTS = 32  # rows of which the fingerprint holds the content
 _END = 0  # of a document: text of people has no such byte
+_COUNTED = re.compile(r"data-\d+-of-(\d+)\.arrow")
+_GOES_ON, _STOPS = b"\xff" * 4, bytes(4)  # before a message of a stream, and what ends it
+_BLOCK = 1 << 16
 
 
 def splits(path: Path, held: str | None) -> tuple[Path, Path]:
@@ -54,60 +59,42 @@ class ArrowTable:
     """The rows of a split, mapped into memory by each process for itself."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens all of its files.
+        """Reads what columns there are.
 
         Raises:
             BadInputError: If pyarrow isn't installed, or a file can't be read.
         """
         self.folder = folder
-        files = _json(folder / "state.json").get("_data_files", [])
-        self._files = [folder / one["filename"] for one in files]
-        self._table: Any = None
-        if not self._files:
-            raise BadInputError(f"{folder / 'state.json'}: names no files; save the data again")
-        self.columns: Sequence[str] = self._open().column_names
-
-    def _open(self) -> Any:
-        if self._table is None:
-            try:
-                import pyarrow
-            except ModuleNotFoundError as error:
-                raise BadInputError(
-                    "data.name=hf needs pyarrow, which isn't installed: pip install pyarrow (the images for "
-                    "development have it)"
-                ) from error
-            parts = []
-            for file in self._files:
-                try:
-                    source = pyarrow.memory_map(str(file))
-                    # Without threads of its own, which a fork would leave behind.
-                    options = pyarrow.ipc.IpcReadOptions(use_threads=False)
-                    parts.append(pyarrow.ipc.open_stream(source, options=options).read_all())
-                except (OSError, pyarrow.ArrowException) as error:
-                    what = str(error).splitlines()[0]
-                    raise BadInputError(f"{file}: can't be read ({what}); save the data again") from error
-            self._table = pyarrow.concat_tables(parts)
-        return self._table
+        self._files = _files(folder)
+        self._read = dict[str, Any]()
+        self.columns: Sequence[str] = _opened(self._files[0])[1].schema.names
 
     def __getstate__(self) -> dict[str, Any]:
         """Called when a worker is started without fork."""
-        return {**self.__dict__, "_table": None}
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return int(self._open().num_rows)
+        return {**self.__dict__, "_read": {}}
 
     def column(self, name: str, key: str) -> Any:
-        """A column.
+        """A column; the others, which may be large, aren't read.
 
         Raises:
-            BadInputError: If there is none of that name.
+            BadInputError: If there is none of that name, or a file can't be read.
         """
-        if name not in self.columns:
+        if self.columns.count(name) != 1:
+            times = "no column" if name not in self.columns else "more than one column"
             raise BadInputError(
-                f"{self.folder}: no column '{name}' (there are: {', '.join(self.columns)}); name it by {key}"
+                f"{self.folder}: {times} '{name}' (there are: {', '.join(self.columns)}); name it by {key}"
             )
-        return self._open().column(name)
+        if name not in self._read:
+            parts = [_column(file, name) for file in self._files]
+            if odd := next((number for number, part in enumerate(parts) if part.type != parts[0].type), 0):
+                raise BadInputError(
+                    f"{self._files[odd]}: column '{name}' holds {parts[odd].type}, and in "
+                    f"{self._files[0].name} {parts[0].type}; save the data again"
+                )
+            self._read[name] = _pyarrow().chunked_array(
+                [chunk for part in parts for chunk in part.chunks], parts[0].type
+            )
+        return self._read[name]
 
     def names_of(self, column: str) -> list[str] | None:
         """The names of a column's classes, if it has any."""
@@ -134,24 +121,9 @@ class ArrowImages(Records):
                 f"{folder}: column '{image}' holds {images.type}, no encoded images; name another by "
                 "data.input_column, or cast it to datasets.Image()"
             )
-        given = self._table.column(label, "data.label_column").to_pylist()
-        if not given:
-            raise BadInputError(f"{folder}: holds no rows")
         names = self._table.names_of(label)
-        for row, value in enumerate(given):
-            if value is None or value == "" or (names is not None and not 0 <= value < len(names)):
-                raise BadInputError(f"{folder}: row {row} has no label (column '{label}' is {value!r})")
-            if not isinstance(value, int | str):
-                raise BadInputError(
-                    f"{folder}: column '{label}' holds {type(value).__name__}, no class; name another by "
-                    "data.label_column"
-                )
         self.classes: Sequence[str]
-        if names is None:
-            labels, classes = numbered([printable(str(value)) for value in given])
-            self.classes = tuple(classes)
-        else:
-            labels, self.classes = given, tuple(map(printable, names))
+        labels, self.classes = _classes(folder, label, self._table.column(label, "data.label_column"), names)
         self._columns = Columns.hold({"label": np.asarray(labels, dtype=np.int64)})
 
     def file_name(self, sample: int) -> bytes:
@@ -189,6 +161,32 @@ class ArrowImages(Records):
         return found
 
 
+def _classes(folder: Path, name: str, column: Any, names: list[str] | None) -> tuple[list[int], list[str]]:
+    """Labels as numbers, and the classes: those that the column names, or those that are there.
+
+    Raises:
+        BadInputError: If there are no rows, or one holds no label.
+    """
+    row = 0
+    try:
+        texts, given = list[str](), labels_in(column)
+        for row, value in enumerate(given):
+            if value is None or value == "" or (names is not None and not 0 <= whole(value) < len(names)):
+                raise BadInputError(f"{folder}: row {row} has no label (column '{name}' is {value!r})")
+            texts.append(label_of(value))
+        if not given:
+            raise BadInputError(f"{folder}: holds no rows")
+        if names is not None:
+            return list(map(int, texts)), list(map(printable, names))
+        row = len(given)
+        return numbered(texts)
+    except LabelError as error:
+        raise BadInputError(
+            f"{folder}: row {row if row < len(column) else error.at} of column '{name}': {error}; mend it, "
+            "or name another by data.label_column"
+        ) from error
+
+
 def arrow_text(path: Path, held: str | None, column: str) -> tuple[Text, Text]:
     """A column of text as bytes, each row a document with a byte 0 after it: to learn from, to measure on.
 
@@ -219,6 +217,99 @@ def split_text(folder: Path, column: str) -> Text:
     return Text(joined(documents, _END), 256, _END, "bytes")
 
 
+def _files(folder: Path) -> list[Path]:
+    """The files of a split, all that its names count.
+
+    Raises:
+        BadInputError: If one isn't named, or rows are chosen by a table of their numbers.
+    """
+    state = folder / "state.json"
+    told = _json(state)
+    try:
+        names = [str(one["filename"]) for one in told.get("_data_files") or []]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(f"{state}: isn't what save_to_disk writes; save the data again") from error
+    if not names:
+        raise BadInputError(f"{state}: names no files; save the data again")
+    if told.get("_indices_data_files") or told.get("_indices_files"):
+        raise BadInputError(f"{state}: chooses rows by a table of their numbers; save the data again")
+    for name in names:
+        # data-00000-of-00003.arrow: the name says how many there should be.
+        count = int(found[1]) if (found := _COUNTED.fullmatch(name)) else len(set(names))
+        if len(names) != count or len(set(names)) != count:
+            raise BadInputError(
+                f"{state}: names {len(set(names)):,} files, and {name} is one of {count:,}; save the data "
+                "again"
+            )
+    return [folder / name for name in names]
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise BadInputError(
+            "data.name=hf needs pyarrow, which isn't installed: pip install pyarrow (the images for "
+            "development have it)"
+        ) from error
+    return pyarrow
+
+
+def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
+    """A file mapped into memory, and what reads its batches.
+
+    Raises:
+        BadInputError: If it can't be read.
+    """
+    pyarrow = _pyarrow()
+    try:
+        source = pyarrow.memory_map(str(file))
+        # Without threads of its own, which a fork would leave behind.
+        options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
+        return source, pyarrow.ipc.open_stream(source, options=options)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _unreadable(file, error) from error
+
+
+def _column(file: Path, name: str) -> Any:
+    """One column of a file, up to the end that it must have.
+
+    Raises:
+        BadInputError: If it can't be read or ends elsewhere.
+    """
+    pyarrow = _pyarrow()
+    place = _opened(file)[1].schema.get_field_index(name)
+    if place < 0:
+        raise BadInputError(f"{file}: no column '{name}', which other files have; save the data again")
+    source, stream = _opened(file, [place])
+    try:
+        table = stream.read_all()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _unreadable(file, error) from error
+    # A reader takes the end of the file for the end of the stream, as if nothing were missing.
+    end = source.tell()
+    source.seek(0)
+    begin = source.read(len(_GOES_ON))
+    mark = _GOES_ON + _STOPS if begin == _GOES_ON else _STOPS
+    source.seek(max(0, end - len(mark)))
+    if source.read(len(mark)) != mark:
+        raise BadInputError(f"{file}: is cut off at byte {end:,}, after a whole batch; save the data again")
+    if any(piece.strip(b"\0") for piece in iter(lambda: source.read(_BLOCK), b"")):
+        raise BadInputError(
+            f"{file}: {source.size() - end:,} bytes lie behind its end at byte {end:,}, and may hold rows; "
+            "save the data again"
+        )
+    return table.column(name)
+
+
+def _unreadable(file: Path, error: Exception) -> BadInputError:
+    reason = first_line(error)
+    if not isinstance(error, OSError):
+        with file.open("rb") as opened:
+            reason = what_it_is(opened.read(_BLOCK)) or reason
+    return BadInputError(f"{file}: can't be read ({reason}); save the data again")
+
+
 def _json(file: Path) -> Mapping[str, Any]:
     try:
         values = strict_json.parse_quickly(file.read_bytes())
@@ -228,7 +319,10 @@ def _json(file: Path) -> Mapping[str, Any]:
             "DatasetDict.save_to_disk wrote"
         ) from error
     except ValueError as error:
-        raise BadInputError(f"{file}: isn't JSON; save the data again") from error
+        what = what_it_is(file.read_bytes()[:_BLOCK])
+        raise BadInputError(
+            f"{file}: isn't JSON ({what or first_line(error)}); save the data again"
+        ) from error
     if not isinstance(values, Mapping):
         raise BadInputError(f"{file}: isn't what save_to_disk writes; save the data again")
     return values

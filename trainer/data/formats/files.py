@@ -1,22 +1,20 @@
-"""Samples that are files: a folder of classes, or a table of paths and labels."""
+"""Samples that are files, in a folder of classes."""
 
 import contextlib
-import csv
 import errno
 import hashlib
 import os
 import stat
-import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from trainer.config.data import DataConfig
 from trainer.data.check import counted, unreadable
 from trainer.data.dataset import spread
+from trainer.data.formats.labels import in_order
 from trainer.data.formats.records import Records
 from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
 from trainer.data.shared import Columns, joined
@@ -28,7 +26,6 @@ IMAGES = (*_JPEG, ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tif
 
 # Of how many files the fingerprint holds the size, and of how many the content.
 _SIZES, _CONTENTS = 10_000, 32
-_MOST_GAPS = 100
 
 
 class Listed(NamedTuple):
@@ -227,23 +224,12 @@ def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> l
             left_out.append(one("hidden folder{s}", entry.name))
         else:
             folders.append(entry.name)
-    return _in_order(folders)
+    return in_order(folders)
 
 
 def folder_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
     """Opens `path/split/CLASS/…`, see `in_folder`."""
     return in_folder(path / split)
-
-
-def _in_order(names: Sequence[str]) -> list[str]:
-    """Classes by their numbers where all are numbers, else by name."""
-    if all(_is_number(name) for name in names):
-        return sorted(names, key=int)
-    return sorted(names)
-
-
-def _is_number(label: str) -> bool:
-    return label.isascii() and label.isdecimal() and str(int(label)) == label
 
 
 def _below(
@@ -292,105 +278,6 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
         if error.errno != errno.ELOOP:  # a link to itself: no folder, and no file, as `absent` says
             raise
         return False
-
-
-def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
-    """Opens `path/split.parquet`, or `path/split.csv`, see `in_table`."""
-    parquet = path / f"{split}.parquet"
-    return in_table(parquet if parquet.exists() else path / f"{split}.csv")
-
-
-def in_table(file: Path) -> Files:
-    """A CSV or Parquet file with the columns path and label; paths are relative to it.
-
-    Labels are names of classes, or numbers; the classes are then 0 to the largest.
-
-    Raises:
-        BadInputError: If the table can't be read or lacks a column.
-    """
-    lines, paths, labels = array("q"), list[bytes](), list[str]()
-    try:
-        for line, path, label in _parquet(file) if file.suffix == ".parquet" else _csv(file):
-            lines.append(line)
-            paths.append(path)
-            labels.append(sys.intern(label))  # one text for each class, and not for each of millions of rows
-    except OSError as error:
-        raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
-    if not paths:
-        raise BadInputError(f"{file}: holds no rows")
-    numbers, classes = numbered(labels)
-    listed = Listed(file, "row" if file.suffix == ".parquet" else "line", lines)
-    return Files(file.parent, paths, numbers, classes, listed)
-
-
-def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Labels as numbers, and the classes: in the order of their names, or 0 to the largest number."""
-    names = set(labels)
-    if all(_is_number(name) for name in names):
-        largest = max(map(int, names))
-        # Else they are no numbers of classes but dates, say.
-        if largest < _MOST_GAPS * len(names) + 1000:
-            return [int(label) for label in labels], [str(number) for number in range(largest + 1)]
-    classes = _in_order(list(names))
-    number_of = {name: number for number, name in enumerate(classes)}
-    return [number_of[label] for label in labels], classes
-
-
-_Row = tuple[int, bytes, str]
-
-
-def _csv(file: Path) -> Iterator[_Row]:
-    with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
-        table = csv.reader(text, strict=True)
-        try:
-            columns = next(table, [])
-            _check_columns(file, columns)
-            place = {name: number for number, name in enumerate(columns)}
-            path, label = place["path"], place["label"]
-            most = max(path, label)
-            for cells in table:
-                if not cells:
-                    continue
-                pair = (cells[path], cells[label]) if len(cells) > most else ("", "")
-                yield _row(file, "line", table.line_num, *pair)
-        except csv.Error as error:
-            raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
-
-
-def _parquet(file: Path) -> Iterator[_Row]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise BadInputError(f"{file}: Parquet needs pyarrow, which isn't installed; use CSV") from error
-    try:
-        table = parquet.read_table(file)
-    except pyarrow.ArrowException as error:
-        raise BadInputError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
-    _check_columns(file, table.column_names)
-    pairs = zip(table["path"].to_pylist(), table["label"].to_pylist(), strict=True)
-    for number, (path, label) in enumerate(pairs, 1):
-        yield _row(file, "row", number, path, label)
-
-
-def _check_columns(file: Path, columns: Sequence[str]) -> None:
-    for wanted in ("path", "label"):
-        if wanted not in columns:
-            raise BadInputError(f"{file}: no column '{wanted}' (it has: {', '.join(columns) or 'none'})")
-
-
-def _row(file: Path, unit: str, number: int, path: Any, label: Any) -> _Row:
-    if path in (None, "", b"") or label in (None, ""):
-        raise BadInputError(f"{file}: {unit} {number}: path or label is empty")
-    path = path if isinstance(path, bytes) else os.fsencode(str(path))
-    if b"\0" in path:
-        raise BadInputError(f"{file}: {unit} {number}: a path can't hold a zero byte")
-    return number, path, printable(str(label))
-
-
-def printable(text: str) -> str:
-    """Text without halves of surrogate pairs, which neither JSON nor a terminal takes."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _size(path: bytes) -> int:

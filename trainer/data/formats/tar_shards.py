@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from trainer.data.formats.files import IMAGES, numbered, printable, read_exactly, readable
+from trainer.data.formats.files import IMAGES, read_exactly, readable
+from trainer.data.formats.labels import LabelError, label_of, numbered
 from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, hash_of, write_index
 from trainer.data.formats.tar_members import members
 from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
@@ -77,7 +78,11 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         raise BadInputError(
             f"{folder}: its tar files hold no sample with an image and a label (.cls, .json){more}"
         )
-    labels, classes = numbered([sample.label for sample in samples])
+    try:
+        labels, classes = numbered([sample.label for sample in samples])
+    except LabelError as error:
+        where = f"{folder / files[numbers[error.at]].name}: '{readable(samples[error.at].name)}'"
+        raise BadInputError(f"{where}: {error}; write both alike") from error
     columns: dict[str, npt.NDArray[Any]] = {
         "shard": np.array(numbers, np.int32),
         "offset": np.array([sample.offset for sample in samples], np.int64),
@@ -178,12 +183,13 @@ def _sample(
         raise BadInputError(f"{file}: the label of '{readable(name)}' has {label.size:,} bytes")
     data = read_exactly(descriptor, label.offset_data, label.size)
     try:
-        text = data.decode().strip() if "cls" in group else _label_in(data)
+        told_by = (
+            data.decode("utf-8-sig").strip() if "cls" in group else strict_json.parse(bytes(data))["label"]
+        )
+        text = label_of(told_by)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadInputError(f"{file}: the label of '{readable(name)}' can't be read ({error!r})") from error
-    text = printable(text)
-    if not text:
-        raise BadInputError(f"{file}: the label of '{readable(name)}' is empty")
+        reason = str(error) if isinstance(error, LabelError) else repr(error)
+        raise BadInputError(f"{file}: the label of '{readable(name)}' can't be read ({reason})") from error
     digest = hash_of(read_exactly(descriptor, image.offset_data, image.size))
     yield _Sample(name, text, image.offset_data, image.size, digest)
 
@@ -197,13 +203,6 @@ def _incomplete(file: Path, group: _Group, image: tarfile.TarInfo | None) -> Ite
         elif image is None and suffix in _LABELS:
             reason = "sample{s} without an image"
         yield one(reason, f"{file.name}: '{member.name}'")
-
-
-def _label_in(data: bytearray) -> str:
-    label = strict_json.parse(bytes(data))["label"]
-    if isinstance(label, bool) or not isinstance(label, str | int):
-        raise TypeError("neither text nor a whole number")
-    return str(label)
 
 
 def _sha256(file: Path, advance: Callable[[int], object]) -> str:

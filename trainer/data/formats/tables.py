@@ -1,0 +1,216 @@
+"""Samples that a table names: CSV or Parquet, with the columns path and label."""
+
+import csv
+import os
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.data import DataConfig
+from trainer.data.formats.files import Files, Listed
+from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, shown
+from trainer.data.formats.signatures import what_it_is
+from trainer.errors import BadInputError, first_line
+from trainer.host.files import read_at
+
+_WANTED = ("path", "label")
+_SEPARATORS = ";\t|"
+_NAMED = 20  # columns, in a message
+_ROWS = 4096  # that are read at once
+_MAGIC = b"PAR1"  # begins and ends a Parquet file
+_HEAD = 4096
+
+_Row = tuple[int, bytes, str]
+
+
+def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
+    """Opens `path/split.parquet`, or `path/split.csv`, see `in_table`.
+
+    Raises:
+        BadInputError: Also if both are there.
+    """
+    parquet, text = path / f"{split}.parquet", path / f"{split}.csv"
+    if parquet.exists() and text.exists():
+        raise BadInputError(
+            f"{path}: holds {parquet.name} and {text.name}, and one is read; remove the other"
+        )
+    if not parquet.exists() and not text.exists() and path.is_dir():
+        others = sorted(entry.name for entry in path.iterdir() if entry.name.startswith(f"{split}."))
+        if others:
+            raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {shown(others[0])})")
+    return in_table(parquet if parquet.exists() else text)
+
+
+def in_table(file: Path) -> Files:
+    """A CSV or Parquet file with the columns path and label; paths are relative to it.
+
+    Labels are names of classes, or numbers; the classes are then 0 to the largest.
+
+    Raises:
+        BadInputError: If the table can't be read, lacks a column, or a row can't be meant.
+    """
+    lines, paths, labels = array("q"), list[bytes](), list[str]()
+    unit, rows = ("row", _parquet(file)) if file.suffix == ".parquet" else ("line", _csv(file))
+    try:
+        for line, path, label in rows:
+            lines.append(line)
+            paths.append(path)
+            labels.append(sys.intern(label))  # one text for each class, and not for each of millions of rows
+    except OSError as error:
+        raise BadInputError(f"{file}: can't be read ({error.strerror or first_line(error)})") from error
+    if not paths:
+        raise BadInputError(f"{file}: holds no rows")
+    try:
+        numbers, classes = numbered(labels)
+    except LabelError as error:
+        raise BadInputError(f"{file}: {unit} {lines[error.at]}: {error}; write both alike") from error
+    return Files(file.parent, paths, numbers, classes, Listed(file, unit, lines))
+
+
+def _csv(file: Path) -> Iterator[_Row]:
+    with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
+        table = csv.reader(text, strict=True)
+        try:
+            columns = next(table, [])
+            path, label = _places(file, columns)
+            for cells in table:
+                if not cells:
+                    continue
+                where = f"{file}: line {table.line_num}"
+                if len(cells) != len(columns):
+                    raise BadInputError(
+                        f"{where}: {len(cells)} cells, and there are {len(columns)} columns; put what holds "
+                        "a comma into quotes, and add what is missing"
+                    )
+                yield table.line_num, *_pair(where, cells[path], cells[label])
+        except csv.Error as error:
+            what = _other_than_text(file)
+            raise BadInputError(f"{file}: line {table.line_num}: {what or error}") from error
+
+
+def _parquet(file: Path) -> Iterator[_Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise BadInputError(f"{file}: Parquet needs pyarrow, which isn't installed; use CSV") from error
+    number = 0
+    try:
+        for batch in _batches(file, parquet):
+            labels = labels_in(batch.column("label"))
+            for path, label in zip(batch.column("path").to_pylist(), labels, strict=True):
+                number += 1
+                yield number, *_pair(f"{file}: row {number}", path, label)
+    except LabelError as error:
+        raise BadInputError(f"{file}: row {number + 1}: {error}") from error
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
+        what = what_it_is(_head(file)) if file.is_file() else ""
+        reason = what if what and what != "Parquet" else first_line(error)
+        raise BadInputError(f"{file}: not a readable Parquet file ({reason})") from error
+
+
+def _batches(file: Path, parquet: Any) -> Iterator[Any]:
+    """Rows of the two columns alone: others may be large, or of a kind that pyarrow can't read."""
+    columns = list(_WANTED)
+    if file.is_dir():
+        _places(file, parquet.ParquetDataset(file).schema.names)
+        yield from parquet.read_table(file, columns=columns, use_threads=False).to_batches(_ROWS)
+        return
+    with parquet.ParquetFile(file) as table:
+        _places(file, table.schema_arrow.names)
+        _check_end(file, table.metadata)
+        done = 0
+        for batch in table.iter_batches(_ROWS, columns=columns, use_threads=False):
+            done += batch.num_rows
+            yield batch
+        if done != table.metadata.num_rows:
+            raise BadInputError(
+                f"{file}: holds {done:,} rows, and says that it has {table.metadata.num_rows:,}; write "
+                "it again"
+            )
+
+
+def _check_end(file: Path, facts: Any) -> None:
+    """Makes sure that the row groups are all of the file: of two in one, only the last is read.
+
+    Raises:
+        BadInputError: If they aren't.
+    """
+    groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
+    if sum(group.num_rows for group in groups) != facts.num_rows:
+        raise BadInputError(f"{file}: the rows of its groups aren't {facts.num_rows:,}; write it again")
+    if not groups:
+        return
+    size = file.stat().st_size
+    chunks = [groups[-1].column(number) for number in range(facts.num_columns)]
+    end = max(
+        min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+        + chunk.total_compressed_size
+        for chunk in chunks
+    )
+    # Between the pages and the footer lie indexes of pages, or nothing.
+    rest = size - len(_MAGIC) - 4 - facts.serialized_size - end
+    with file.open("rb") as opened:
+        if rest > 0 and (at := read_at(opened.fileno(), 0, rest + 2 * len(_MAGIC)).find(2 * _MAGIC)) >= 0:
+            raise BadInputError(
+                f"{file}: a second Parquet file begins at byte {at + len(_MAGIC):,}; take them apart, or "
+                "write the rows into one"
+            )
+
+
+def _places(file: Path, columns: Sequence[str]) -> tuple[int, int]:
+    """Where path and label stand.
+
+    Raises:
+        BadInputError: If one isn't there, or is there twice.
+    """
+    for wanted in _WANTED:
+        if columns.count(wanted) > 1:
+            raise BadInputError(f"{file}: column '{wanted}' is there {columns.count(wanted)} times; keep one")
+        if wanted not in columns:
+            raise BadInputError(f"{file}: no column '{wanted}'{_hint(file, columns, wanted)}")
+    return columns.index("path"), columns.index("label")
+
+
+def _hint(file: Path, columns: Sequence[str], wanted: str) -> str:
+    """Why a column may not be there."""
+    if what := _other_than_text(file) if file.suffix != ".parquet" else "":
+        return f": this is {what}"
+    close = [name for name in columns if folded(name).lower() == wanted]
+    if close:
+        return f", but {shown(close[0])}: rename it"
+    for separator in _SEPARATORS:
+        if len(columns) == 1 and wanted in [
+            folded(name).strip("'\"") for name in columns[0].split(separator)
+        ]:
+            return f": cells are separated by {separator!r}; save it with commas"
+    return f" (it has: {', '.join(map(shown, columns[:_NAMED])) or 'none'}{', …' * (len(columns) > _NAMED)})"
+
+
+def _other_than_text(file: Path) -> str:
+    head = _head(file)
+    what = what_it_is(head)
+    if what.startswith("text that begins"):
+        return ""
+    return what or ("text in UTF-16: save it as UTF-8" if b"\0" in head else "")
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(_HEAD)
+
+
+def _pair(where: str, path: Any, label: Any) -> tuple[bytes, str]:
+    if path in (None, "", b"") or label in (None, ""):
+        raise BadInputError(f"{where}: path or label is empty")
+    if not isinstance(path, str | bytes):
+        raise BadInputError(f"{where}: path {shown(path)} is no text")
+    path = os.fsencode(path)
+    if b"\0" in path:
+        raise BadInputError(f"{where}: a path can't hold a zero byte")
+    try:
+        return path, label_of(label)
+    except LabelError as error:
+        raise BadInputError(f"{where}: {error}; leave it out, or give it a class") from error
