@@ -354,3 +354,39 @@ def test_a_folder_that_is_wrong_is_one_line(
     make(tmp_path / "data")
     with pytest.raises(BadInputError, match=message):
         folder(tmp_path / "data", seconds)
+
+
+@pytest.mark.parametrize("tag", [0, 1, 5000, 200_000])
+def test_a_tag_before_flac_is_skipped(tmp_path: Path, tag: int) -> None:
+    """As taggers write it; soundfile by itself reads such a file from its start only."""
+    plain = write(tmp_path / "plain" / "a" / "0.flac", ramp(9000))
+    digits = bytes((tag >> shift) & 0x7F for shift in (21, 14, 7, 0))
+    tagged = tmp_path / "tagged" / "a" / "0.flac"
+    tagged.parent.mkdir(parents=True)
+    tagged.write_bytes(b"ID3\x04\0\0" + digits + bytes(tag) + plain.read_bytes())
+    for start in (None, 0.0, 0.7):
+        one, other = (
+            Read(folder(tmp_path / part, 0.25, start is not None), random=start)
+            for part in ("plain", "tagged")
+        )
+        assert any(one[0]) and one == other
+
+
+@pytest.mark.parametrize(
+    ("sound", "how", "why"),
+    [
+        (ramp(9000).astype(np.float32), {"subtype": "FLOAT"}, "full scale is 1.0"),
+        (ramp(9000), {"subtype": "GSM610"}, "convert it (ffmpeg"),
+        (ramp(9000), {"subtype": "NMS_ADPCM_32"}, "convert it (ffmpeg"),
+    ],
+)
+def test_what_cannot_be_meant_says_how_to_mend_it(tmp_path: Path, sound: Any, how: Any, why: str) -> None:
+    write(tmp_path / "a" / "0.wav", sound, **how)
+    with pytest.raises(BadInputError) as refused:
+        Read(folder(tmp_path, 0.25))
+    assert why in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_floats_just_above_full_scale_are_clipped(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "0.wav", np.full(9000, 1.2, np.float32), subtype="FLOAT")
+    assert set(Read(folder(tmp_path, 0.25))[0]) == {32767}

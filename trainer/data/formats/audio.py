@@ -1,5 +1,6 @@
 """A folder of recordings by class, wav or flac: `root/<class>/**/<file>`; int16 crops for the device."""
 
+import io
 import os
 from typing import Any
 
@@ -11,7 +12,7 @@ from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.files import Files, NotAFileError, open_regular, readable
 from trainer.data.formats.records import RecordsDataset
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, first_line
 from trainer.host.files import read_at
 from trainer.rng import Float32, Ints
 
@@ -23,6 +24,7 @@ _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _CHUNKS = 64  # of a wav file that may come before its samples
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
 _BLOCK = 1 << 20
+_LOUDEST = 16.0  # of floats: 24 dB above full scale; 16-bit values written as floats are in the thousands
 
 
 class AudioFolder(RecordsDataset):
@@ -97,7 +99,7 @@ class AudioFolder(RecordsDataset):
         if wav_cut_short(file, size):
             raise Corrupt("is cut short")
         try:
-            with soundfile.SoundFile(file, closefd=False) as sound:
+            with soundfile.SoundFile(_without_tag(file, size), closefd=False) as sound:
                 if sound.format not in _FORMATS:
                     raise Corrupt(f"is neither wav nor flac, but {sound.format}")
                 if sound.samplerate != self._rate:
@@ -109,6 +111,11 @@ class AudioFolder(RecordsDataset):
                 frames = sound.frames
                 if frames < 1 or frames > 1 << 60:
                     raise Corrupt("holds no samples" if frames < 1 else "doesn't say how long it is")
+                if not sound.seekable():
+                    raise Corrupt(
+                        f"holds {sound.subtype}, in which no place can be looked up; convert it (ffmpeg -i "
+                        "IN -c:a pcm_s16le OUT.wav)"
+                    )
                 if sound.format == "FLAC":
                     # Where a file is cut short, its end is missing: found for any cut, not only for some.
                     sound.seek(frames - 1)
@@ -122,7 +129,8 @@ class AudioFolder(RecordsDataset):
                 floats = sound.subtype in ("FLOAT", "DOUBLE")
                 channels = sound.read(wanted, "float64" if floats else "int16", always_2d=True)
         except soundfile.SoundFileError as error:
-            raise Corrupt(f"can't be decoded: {error}") from error
+            # Without its beginning, which names the descriptor, another one each time.
+            raise Corrupt(f"can't be decoded: {getattr(error, 'error_string', first_line(error))}") from error
         if len(channels) < wanted:
             raise Corrupt(f"is cut short: {len(channels)} samples of {wanted}")
         out[:wanted] = _mixed(channels)
@@ -130,19 +138,35 @@ class AudioFolder(RecordsDataset):
 
 
 def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-    """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1).
+    """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1], or clipped to it.
 
     Raises:
-        Corrupt: If a value isn't finite.
+        Corrupt: If a value isn't finite, or so large that another range was meant.
     """
     count = channels.shape[1]
     if channels.dtype == np.float64:
         mean = channels.mean(1)
         if not np.isfinite(mean).all():
             raise Corrupt("holds what isn't a number")
+        if (largest := float(np.abs(channels).max())) > _LOUDEST:
+            raise Corrupt(
+                f"holds floats up to {largest:,.0f}, and full scale is 1.0: clipped to it, nothing would be "
+                "left but a square wave; write it again, divided by 32768, say"
+            )
         return np.asarray(np.clip(np.rint(np.clip(mean, -1, 1) * 32768), -32768, 32767), np.int16)
     mixed = channels[:, 0] if count == 1 else (channels.sum(1, dtype=np.int64) + count // 2) // count
     return np.asarray(mixed, np.int16)
+
+
+def _without_tag(file: int, size: int) -> int | io.BytesIO:
+    """The file, or what lies behind an ID3 tag at its beginning: libsndfile can't seek in FLAC with one."""
+    header = read_at(file, 0, 10)
+    if header[:3] != b"ID3" or len(header) < 10:
+        return file
+    # Four digits of seven bits; a footer repeats the header.
+    length = sum(digit << shift for digit, shift in zip(header[6:10], (21, 14, 7, 0), strict=True))
+    begin = 10 + length + 10 * bool(header[5] & 0x10)
+    return io.BytesIO(read_at(file, begin, max(0, size - begin))) if begin < size else file
 
 
 def wav_cut_short(file: int, size: int) -> bool:
