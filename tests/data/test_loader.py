@@ -27,7 +27,7 @@ from trainer.data.formats.crop import central_cut, random_cut
 from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import load_images
-from trainer.data.workers import begin_worker, now, work_since
+from trainer.data.workers import Work, begin_worker
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host import processes
@@ -385,10 +385,10 @@ def test_what_workers_do_with_their_time_is_told(workers: int, monkeypatch: pyte
 
 
 def test_the_clocks_are_those_of_the_thread() -> None:
-    began, end = now(), time.thread_time_ns() + 5_000_000
+    began, end = Work.now(), time.thread_time_ns() + 5_000_000
     while time.thread_time_ns() < end:
         pass
-    done = work_since(began, 1)
+    done = began.until_now(1)
     # An interrupt between the readings of the two clocks is in one of them.
     assert done.wall + 1_000_000 >= done.cpu >= 5_000_000 and done.queued >= 0
     pid = os.fork()

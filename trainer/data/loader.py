@@ -25,19 +25,16 @@ from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
 from trainer.data.sampling.plan import Share
 from trainer.data.workers import (
-    NO_WORK,
     SPARE_SLOTS,
     CurrentBatches,
     Work,
     begin_worker,
     check_known_there,
     end_by_kill,
-    now,
     prefetch_of,
     start_method,
     unsendable,
     without_workers,
-    work_since,
     workers_of,
 )
 from trainer.errors import BadInputError, OwnCodeError
@@ -193,7 +190,7 @@ class _Filled(NamedTuple):
     replaced: Sequence[Bad] = ()
     failed: str = ""
     trace: str = ""
-    work: Work = NO_WORK
+    work: Work = Work()
 
 
 class _Filler(TorchDataset[_Filled]):
@@ -213,9 +210,9 @@ class _Filler(TorchDataset[_Filled]):
             yield self._fill(number, sample, extras)
 
     def _fill(self, batch: int, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> _Filled:
-        began = now()
+        began = Work.now()
         filled = self._read(batch, sample, extras)
-        return filled._replace(work=work_since(began, len(sample)))
+        return filled._replace(work=began.until_now(len(sample)))
 
     def _read(self, batch: int, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> _Filled:
         # Of several evaluation sets the ring has room for the largest batches.
@@ -275,7 +272,7 @@ class RingLoader:
         self._numbers: list[range] = [range(0)]
         self._loader: DataLoader[_Filled] | None = None
         self._pinned = False
-        self._workers, self._work = workers, NO_WORK
+        self._workers, self._work = workers, Work()
         if workers:
             self._loader = DataLoader(
                 self._filler,
@@ -311,7 +308,7 @@ class RingLoader:
 
     def take_work(self) -> dict[str, float]:
         """What filling was spent on since the last call, `loader/*`; empty if nothing was filled."""
-        work, self._work = self._work, NO_WORK
+        work, self._work = self._work, Work()
         return work.metrics(self._workers)
 
     def _checked(self, filled: _Filled) -> tuple[int, NumItems]:
@@ -370,8 +367,7 @@ def make_loader(
     """
     if is_resident(config, source.dataset):
         return ResidentLoader(source, device)
-    workers = workers_of(config, source.dataset, cpu_workers)
-    return RingLoader(source, device, workers, config, quarantine)
+    return RingLoader(source, device, workers_of(config, source.dataset, cpu_workers), config, quarantine)
 
 
 def is_resident(config: LoaderConfig, dataset: data.Dataset) -> bool:

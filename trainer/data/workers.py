@@ -56,17 +56,21 @@ class Loading(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of what is loaded: a sample, a micro-batch, a batch of the evaluation."""
+    """Bytes of a sample, a micro-batch, a batch of the evaluation, as they lie in the ring; of a process."""
 
     sample: int
     batch: int
     eval_batch_size: int = 0
+    process: int = _FORKED_BYTES
 
 
-def sizes_of(dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0) -> Sizes:
-    """Sizes of a data set's batches, as they lie in the ring."""
+def sizes_of(
+    dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0, method: str = "fork"
+) -> Sizes:
+    """Sizes of a data set's batches, as they lie in the ring, and of workers that are started by a method."""
     sample = sum(math.prod(field.shape) * field.dtype.itemsize for field in dataset.fields.values())
-    return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size)
+    process = _FORKED_BYTES if start_method(method) == "fork" else _STARTED_BYTES
+    return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size, process)
 
 
 def prefetch_by_size(sizes: Sizes) -> int:
@@ -84,9 +88,8 @@ def prefetch_by_size(sizes: Sizes) -> int:
 
 def prefetch_of(config: LoaderConfig, dataset: Dataset, micro_batch_size: int) -> int:
     """What a loader that is made with this configuration prepares ahead for each worker."""
-    if config.prefetch == "auto":
-        return prefetch_by_size(sizes_of(dataset, micro_batch_size))
-    return config.prefetch
+    by_size = prefetch_by_size(sizes_of(dataset, micro_batch_size))
+    return by_size if config.prefetch == "auto" else config.prefetch
 
 
 def without_workers(config: LoaderConfig) -> bool:
@@ -96,19 +99,18 @@ def without_workers(config: LoaderConfig) -> bool:
 
 def workers_of(config: LoaderConfig, dataset: Dataset, cpu_workers: int) -> int:
     """How many load a data set that isn't resident; `cpu_workers` is what `auto` stands for here."""
-    if config.workers == "auto":
-        return 0 if dataset.in_process else cpu_workers
-    return config.workers
+    able = 0 if dataset.in_process else cpu_workers
+    return able if config.workers == "auto" else config.workers
 
 
-def bytes_needed(setting: Loading, sizes: Sizes, forked: bool = True) -> int:
+def bytes_needed(setting: Loading, sizes: Sizes) -> int:
     """Memory of a rank's loaders: both rings with their spare slots, and the processes."""
     measuring = min(setting.workers, _EVALUATION_WORKERS)
     rings = sum(
         (workers * setting.prefetch + SPARE_SLOTS) * size
         for workers, size in ((setting.workers, sizes.batch), (measuring, sizes.eval_batch_size))
     )
-    return rings + (setting.workers + measuring) * (_FORKED_BYTES if forked else _STARTED_BYTES)
+    return rings + (setting.workers + measuring) * sizes.process
 
 
 def memory_budget(limits: Limits, ranks: int) -> float:
@@ -116,15 +118,13 @@ def memory_budget(limits: Limits, ranks: int) -> float:
     return limits.memory_bytes * _SHARE_OF_MEMORY / ranks if limits.memory_bytes else math.inf
 
 
-def fits(setting: Loading, sizes: Sizes, limits: Limits, ranks: int, forked: bool = True) -> bool:
+def fits(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> bool:
     """Whether a rank may load so: within the memory budget, its share of the CPUs, and the limit of pids."""
-    room = bytes_needed(setting, sizes, forked) <= memory_budget(limits, ranks)
+    room = bytes_needed(setting, sizes) <= memory_budget(limits, ranks)
     return room and setting.workers <= workers_per_rank(limits, ranks, quarters=4)
 
 
-def by_rule(
-    workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks: int, forked: bool = True
-) -> Loading:
+def by_rule(workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks: int) -> Loading:
     """What `auto` stands for without measuring; a number that was given stays.
 
     Workers from 75 % of the rank's share of the CPUs, prefetch by the size of a sample; where both together
@@ -136,14 +136,13 @@ def by_rule(
         sizes: Of what is loaded.
         limits: What the ranks share.
         ranks: In this container.
-        forked: Whether workers are forked, which is cheaper.
     """
     chosen = Loading(
         workers_per_rank(limits, ranks) if workers == "auto" else workers,
         prefetch_by_size(sizes) if prefetch == "auto" else prefetch,
     )
     budget = memory_budget(limits, ranks)
-    while bytes_needed(chosen, sizes, forked) > budget:
+    while bytes_needed(chosen, sizes) > budget:
         if prefetch == "auto" and chosen.prefetch > 1:
             chosen = chosen._replace(prefetch=chosen.prefetch - 1)
         elif workers == "auto" and chosen.workers:
@@ -153,9 +152,9 @@ def by_rule(
     return chosen
 
 
-def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int, forked: bool = True) -> str:
+def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> str:
     """What a setting takes, for people: "3 workers x prefetch 3 x 9.6 MB = 87 MB, …"."""
-    whole, budget = bytes_needed(setting, sizes, forked), memory_budget(limits, ranks)
+    whole, budget = bytes_needed(setting, sizes), memory_budget(limits, ranks)
     of = "" if budget == math.inf else f" of the {megabytes(budget)} that they may take"
     text = f"{setting}"
     if setting.workers:
@@ -294,10 +293,20 @@ class Work(NamedTuple):
         samples: How many were filled.
     """
 
-    wall: int
-    cpu: int
-    queued: int
-    samples: int
+    wall: int = 0
+    cpu: int = 0
+    queued: int = 0
+    samples: int = 0
+
+    @staticmethod
+    def now() -> "Work":
+        """The clocks of this thread."""
+        return Work(time.perf_counter_ns(), time.thread_time_ns(), queued_ns())
+
+    def until_now(self, samples: int) -> "Work":
+        """What was done since these were the clocks of this thread."""
+        wall, cpu, queued, _ = Work.now()
+        return Work(wall - self.wall, cpu - self.cpu, queued - self.queued, samples)
 
     def plus(self, other: "Work") -> "Work":
         """Both together."""
@@ -315,17 +324,3 @@ class Work(NamedTuple):
             "loader/blocked": max(0.0, 1.0 - cpu - queued),
             "loader/seconds_per_sample": self.wall / 1e9 / self.samples,
         }
-
-
-NO_WORK = Work(0, 0, 0, 0)
-
-
-def now() -> Work:
-    """The clocks of this thread."""
-    return Work(time.perf_counter_ns(), time.thread_time_ns(), queued_ns(), 0)
-
-
-def work_since(began: Work, samples: int) -> Work:
-    """What was done since `now` was called in the same thread."""
-    wall, cpu, queued, _ = now()
-    return Work(wall - began.wall, cpu - began.cpu, queued - began.queued, samples)

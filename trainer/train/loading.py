@@ -6,17 +6,7 @@ from typing import NamedTuple
 from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.loader import is_resident
-from trainer.data.workers import (
-    Loading,
-    Sizes,
-    by_rule,
-    bytes_needed,
-    estimate,
-    fits,
-    sizes_of,
-    start_method,
-    workers_of,
-)
+from trainer.data.workers import Loading, Sizes, by_rule, bytes_needed, estimate, fits, sizes_of, workers_of
 from trainer.errors import BadInputError
 from trainer.host.limits import Limits, workers_per_rank
 from trainer.tasks import Task
@@ -58,11 +48,11 @@ def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Ch
             f"data.workers={config.workers}: this process is daemonic, as those of a multiprocessing.Pool, "
             "and may start no others: set data.workers=0, or take concurrent.futures.ProcessPoolExecutor"
         )
-    size, forked = _sizes(recipe, task), _forked(config)
-    setting = by_rule(config.workers, config.prefetch, size, limits, ranks, forked)
+    size = _sizes(recipe, task)
+    setting = by_rule(config.workers, config.prefetch, size, limits, ranks)
     source = "by rule" if "auto" in (config.workers, config.prefetch) else "as configured"
-    line = f"loader: {estimate(setting, size, limits, ranks, forked)} ({source})"
-    return Choice(setting, bytes_needed(setting, size, forked), line)
+    line = f"loader: {estimate(setting, size, limits, ranks)} ({source})"
+    return Choice(setting, bytes_needed(setting, size), line)
 
 
 def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> list[Loading]:
@@ -73,8 +63,8 @@ def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> l
     config = recipe.data
     if not _loads(config, task) or "auto" not in (config.workers, config.prefetch):
         return []
-    size, forked = _sizes(recipe, task), _forked(config)
-    rule = by_rule(config.workers, config.prefetch, size, limits, ranks, forked)
+    size = _sizes(recipe, task)
+    rule = by_rule(config.workers, config.prefetch, size, limits, ranks)
     settings = [rule]
     if config.workers == "auto":
         most = workers_per_rank(limits, ranks, quarters=4)
@@ -82,7 +72,7 @@ def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> l
     if config.prefetch == "auto" and rule.workers:  # without workers nothing is prepared ahead
         settings += [rule._replace(prefetch=count) for count in _PREFETCHES]
     unique = dict.fromkeys(settings)
-    return [rule, *(one for one in unique if one != rule and fits(one, size, limits, ranks, forked))]
+    return [rule, *(one for one in unique if one != rule and fits(one, size, limits, ranks))]
 
 
 def _loads(config: LoaderConfig, task: Task) -> bool:
@@ -93,9 +83,5 @@ def _loads(config: LoaderConfig, task: Task) -> bool:
 def _sizes(recipe: Recipe, task: Task) -> Sizes:
     sets = (task.evaluation_data, *more_sets(task).values())  # one loader for all, with room for the largest
     measured = min(recipe.data.eval_batch_size, max(map(len, sets)))
-    return sizes_of(task.train_data, recipe.data.micro_batch_size, measured)
-
-
-def _forked(config: LoaderConfig) -> bool:
-    """Whether a rank will fork its workers; it has no thread when it starts them."""
-    return start_method(config.start_method) == "fork"
+    # A rank has no thread when it starts its workers.
+    return sizes_of(task.train_data, recipe.data.micro_batch_size, measured, recipe.data.start_method)

@@ -231,10 +231,8 @@ def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: b
     final = whole * (2 if recipe.ema.decay else 1)
     ours = [*(folder / FOLDER).rglob("*"), *folder.glob("*.safetensors")]
     taken = sum(path.lstat().st_size for path in ours if path.is_file())
-    wanted, free = (
-        final + kept * (whole + average + state) + (4 << 20),
-        shutil.disk_usage(folder).free + taken,
-    )
+    wanted = final + kept * (whole + average + state) + (4 << 20)
+    free = shutil.disk_usage(folder).free + taken
     if free < wanted:
         raise BadInputError(
             f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB{more}; "

@@ -59,10 +59,9 @@ def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
     if stop is None:
         return run
     step = anomalies[stop]["step"]
-    rows = [row for row in run.rows if row.step < step]
-    if not rows:
-        raise BadInputError(
-            f"{run.path}: nothing was recorded before the step {step} that stopped it; look at that with "
-            f"--anomaly {stop + 1}"
-        )
-    return replace(run, rows=rows)
+    if rows := [row for row in run.rows if row.step < step]:
+        return replace(run, rows=rows)
+    raise BadInputError(
+        f"{run.path}: nothing was recorded before the step {step} that stopped it; look at that with "
+        f"--anomaly {stop + 1}"
+    )
