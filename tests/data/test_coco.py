@@ -318,6 +318,13 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
             r"annotation 1 of image 7 \(7.png\): its box .* out of 30 x 20",
         ),
         ("annotations.0.bbox", [-3, 3, 10, 5], "image 7 .* sticks out"),
+        ("annotations.0.bbox", [2, 3, 10**400, 5], "image 7 .* isn't four finite numbers"),
+        ("annotations.0.category_id", [1], r"there is no category \[1\]"),
+        ("annotations.0.category_id", {"id": 1}, "there is no category {'id': 1}"),
+        ("categories.0.name", "\ud800", "has no name"),
+        ("images.0.id", 10**30, "no id that is a whole number"),
+        ("images.0.file_name", "\ud800.png", "has no file_name"),
+        ("images.0.width", 10**400, "has no height and width"),
         ("annotations.0.bbox", [2, 16, 10, 6], "image 7 .* sticks out"),
         ("annotations.2.bbox", [2, 3, 0, 5], "image 5 .* has no area"),
         ("annotations.2.bbox", [2, 3, 4, -1], "image 5 .* has no area"),
@@ -354,6 +361,23 @@ def test_images_that_are_not_there_are_counted(tmp_path: Path) -> None:
     (tmp_path / "train" / "7.png").symlink_to("gone.png")
     with pytest.raises(BadInputError, match=r"2 of 2 files named in .*json .* image 7: .*a link that leads"):
         check_data("fast", False, [CheckedData("training", data, 0)])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("annotations.0.area", 10**400),
+        ("categories.0.supercategory", ["x"]),
+        ("categories.0.supercategory", {}),
+    ],
+    ids=["area", "list", "dict"],
+)
+def test_what_nobody_needs_may_be_anything(tmp_path: Path, path: str, value: Any) -> None:
+    what = told()
+    change(path, value)(what)
+    written(tmp_path, what)
+    area = CocoPictures(tmp_path, "train", "fail").read(0).area
+    assert area is not None and np.isfinite(area).all()
 
 
 def test_wrong_boxes_may_be_left_out(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import io
 import os
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -147,8 +149,27 @@ def test_colors_of_sixteen_bits(maximum: int) -> None:
 
     assert rows(decode.whole(bytearray(ppm(maximum)))).max() == 255
     assert "nearly) black" in refused(ppm(maximum // 100))
-    assert "convert it to PNG" in refused(ppm(maximum), reading=Reading(bits=12))
+    assert "save it as PNG" in refused(ppm(maximum), reading=Reading(bits=12))
     assert rows(decode.whole(bytearray(ppm(maximum // 100)), Reading(bits=16))).max() <= 3
+
+
+def test_twelve_bits_of_sixteen_in_a_ppm() -> None:
+    """Which PIL rounds up to 16 of 255."""
+    full = np.linspace(0, 4095, 36).astype(">u2").tobytes()
+    assert "nearly) black" in refused(b"P6 4 3 65535\n" + full)
+
+
+@pytest.mark.parametrize(("mode", "channels"), [(2, 3), (6, 4), (4, 2)])
+def test_sixteen_bits_of_a_png_that_only_pillow_reads(mode: int, channels: int) -> None:
+    """Of a critical chunk that isn't known, at which libpng gives up."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    row = b"\0" + np.linspace(0, 4095, 4 * channels).astype(">u2").tobytes()
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 3, 16, mode, 0, 0, 0))
+    data += chunk(b"ABCD", b"") + chunk(b"IDAT", zlib.compress(3 * row)) + chunk(b"IEND", b"")
+    assert "nearly) black" in refused(data)
 
 
 # One verdict, the decoder's
@@ -308,6 +329,13 @@ def test_what_pillow_can_read_is_read(kind: str) -> None:
         pytest.skip(f"this PIL doesn't read {kind}")
     data = encoded(picture(), kind)
     assert np.array_equal(rows(decode.whole(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="no AVIF")
+def test_a_damaged_avif_that_could_be_read_is_not_said_to_be_unread() -> None:
+    data = encoded(picture(), "AVIF")
+    for end in (100, 300, len(data) - 1):
+        assert "not a readable image (an AVIF" in refused(data[:end])
 
 
 @pytest.mark.parametrize("kind", ["AVIF", "JPEG2000"])

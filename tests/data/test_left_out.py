@@ -1,5 +1,6 @@
 """Promise: what of a data set isn't read is counted, by reason and with the first name, where people look."""
 
+import gzip
 import io
 import json
 import os
@@ -192,6 +193,45 @@ def test_an_old_archive_behind_another(tmp_path: Path) -> None:
     assert "goes on with a member" in indexed(tmp_path, BOTH + bytes(old[:1024]))
 
 
+def header_of_size(name: bytes, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """As GNU writes a size that eleven digits can't hold, which may be any number."""
+    block = bytearray(512)
+    block[:100] = name.ljust(100, b"\0")
+    block[124:136] = (b"\xff" if size < 0 else b"\x80") + size.to_bytes(11, "big", signed=True)
+    block[148:157], block[257:265] = b" " * 8 + kind, b"ustar\x0000"
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "told"),
+    [
+        (-512, tarfile.REGTYPE, f"damaged header at byte {END:,}"),
+        (-512, b"V", f"damaged header at byte {END:,}"),
+        (-1024, tarfile.REGTYPE, f"damaged header at byte {END:,}"),
+        (1 << 86, tarfile.REGTYPE, "not a readable tar file ("),
+        (1 << 60, tarfile.REGTYPE, "can't be read (Invalid argument)"),
+        (1 << 60, tarfile.XHDTYPE, "not a readable tar file ("),
+    ],
+)
+@pytest.mark.parametrize("name", [b"._c.jpg", b"c.jpg"])
+def test_a_size_that_cant_be_meant(size: int, kind: bytes, told: str, name: bytes, tmp_path: Path) -> None:
+    assert told in indexed(tmp_path, BOTH[:END] + header_of_size(name, size, kind) + bytes(1024))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (gzip.compress(BOTH), "not a readable tar file (gzip: unpack it)"),
+        (b"<html>no such shard</html>", "(an HTML page)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "(a Git LFS pointer"),
+        (b"samples\n", "(text that begins with 'samples')"),
+    ],
+)
+def test_what_isnt_a_tar_is_named(data: bytes, told: str, tmp_path: Path) -> None:
+    assert told in indexed(tmp_path, data)
+
+
 @pytest.mark.parametrize(
     ("members", "image", "told"),
     [
@@ -214,6 +254,7 @@ def test_an_old_archive_behind_another(tmp_path: Path) -> None:
             "1 left out: 1 .txt (0.tar: 'a.txt'), 1 sample ",
         ),
         ([*A, *A], "", "'a.jpg' and 'a.jpg' are one name"),
+        ([*A, ("./a.jpg", JPEG)], "", "'a.jpg' and './a.jpg' are one name"),
         ([A[0], ("a.JPG", JPEG), A[1]], "", "'a.jpg' and 'a.JPG' are one name"),
         ([*A, *B, *A], "", "'a.jpg' lies apart from the rest of its sample, or is there twice"),
         ([A[0], B[0], A[1], B[1]], "", "'a.cls' lies apart"),

@@ -4,7 +4,6 @@ See https://cocodataset.org/#format-data.
 """
 
 import hashlib
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from trainer.host import strict_json
 _YEARS = ("", "2017", "2014")
 _LOOKED_AT, _THREADS = 1000, 16
 _LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
+_LARGEST_NUMBER = 1 << 62
 _EDGE = 1.0  # pixels that a box may stick out of its image: COCO's own are rounded
 
 
@@ -216,18 +216,27 @@ def _without_outlines(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number, of a size that can be reckoned with: JSON's integers have no end."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.encode(errors="ignore").decode() == value
 
 
 def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) -> dict[int, str]:
     """Names by id, in the order of the ids."""
     for entry in told["categories"]:
-        if not isinstance(entry.get("name"), str):
+        if not _is_name(entry.get("name")):
             raise BadInputError(f"{file}: category {entry['id']} has no name")
     if not told["categories"]:
         raise BadInputError(f"{file}: has no categories")
-    used = {entry.get("category_id") for entry in told["annotations"]}
-    above = {entry.get("supercategory") for entry in told["categories"]}
+    used = {number for entry in told["annotations"] if _is_id(number := entry.get("category_id"))}
+    above = [entry.get("supercategory") for entry in told["categories"]]
     names = dict[int, str]()
     for entry in sorted(told["categories"], key=lambda entry: entry["id"]):
         # Roboflow's exports have one over all others, which no box is of.
@@ -246,7 +255,7 @@ def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tupl
     for entry in told["images"]:
         number, name = entry["id"], entry.get("file_name")
         height, width = entry.get("height"), entry.get("width")
-        if not isinstance(name, str) or not name or "\0" in name:
+        if not _is_name(name) or "\0" in name:
             raise BadInputError(f"{file}: image {number} has no file_name")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise BadInputError(f"{file}: image {number}: file_name {name!r} leads out of {folder}")
@@ -298,15 +307,14 @@ def _instances(
 
 def _area(told: Any, of_box: float) -> float:
     """Pixels of a thing: what the annotation says, of its outline; else those of its box."""
-    is_number = isinstance(told, int | float) and not isinstance(told, bool) and math.isfinite(told)
-    return told if is_number and told >= 0 else of_box
+    return told if _is_number(told) and told >= 0 else of_box
 
 
 def _wrong(box: Any, height: int, width: int) -> str:
     """What is wrong with a box, or ""."""
     if not isinstance(box, list) or len(box) != 4 or any(isinstance(v, bool) for v in box):
         return "isn't a list of four numbers"
-    if not all(isinstance(v, int | float) and math.isfinite(v) for v in box):
+    if not all(map(_is_number, box)):
         return f"{box} isn't four finite numbers"
     left, top, wide, high = box
     if wide <= 0 or high <= 0:

@@ -240,21 +240,22 @@ def _pixels(file: Any, bits: int) -> npt.NDArray[np.uint8]:
         gray = _eight_bits(np.asarray(file).astype(np.int32), bits)
         return np.repeat(gray[:, :, None], 3, axis=2)
     if file.mode in ("I", "F"):
-        raise Corrupt("pixels of 32 bits, whose range isn't known; convert it to 8 or 16 bits")
+        raise Corrupt("pixels of 32 bits or with a sign, whose range isn't known; convert it to 8 or 16 bits")
     pixels = np.array(file.convert("RGB"))
-    if deep and bits < 16 and (bits or pixels.max() < _DARK >> 8):
+    # Rounded, not cut off: of PPM 4095 is as 16 of 255.
+    if deep and bits < 16 and (bits or pixels.max() < (_DARK >> 8) + (file.format == "PPM")):
         raise Corrupt(
-            "16 bits a channel of which PIL takes the upper 8, so that it would be (nearly) black; convert "
-            "it to PNG, or set data.image_bits=16 if it is as dark as that"
+            "16 bits a channel of which PIL takes the upper 8, so that it would be (nearly) black; save "
+            "it as PNG, or set data.image_bits=16 if it is as dark as that"
             if not bits
-            else "16 bits a channel, of which PIL takes the upper 8 in this format; convert it to PNG"
+            else "16 bits a channel, of which PIL takes the upper 8 of such a file; save it as PNG"
         )
     return pixels
 
 
 def _more_than_eight(file: Any) -> bool:
-    """Whether PIL drops the lower bits of a color image by itself: of TIFF and PPM."""
-    if file.format not in ("TIFF", "PPM") or not file.tile or file.mode not in ("RGB", "RGBA", "CMYK"):
+    """Whether PIL drops the lower bits of an image by itself: of TIFF, PPM, PNG that libpng refuses."""
+    if file.format not in ("TIFF", "PPM", "PNG") or not file.tile or file.mode.startswith("I"):
         return False
     arguments = file.tile[0][3]
     parts = arguments if isinstance(arguments, tuple) else (arguments,)
@@ -289,6 +290,8 @@ def _reason(data: bytearray, error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     what = what_it_is(data)
+    if what.startswith("AVIF") and "AVIF" in formats():
+        what = f"an AVIF {DAMAGED}"
     if what and (isinstance(error, UnidentifiedImageError) or DAMAGED not in what):
         return what
     if isinstance(error, UnidentifiedImageError):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.data.formats.files import readable
+from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, one
 from trainer.errors import BadInputError
 
@@ -27,9 +28,11 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
         OSError: If it can't be read.
     """
     try:
-        with tarfile.open(file, "r:", encoding="utf-8", errors="surrogateescape") as tar:
+        with _opened(file) as tar:
             for member in tar:
                 name = readable(os.fsencode(member.name))
+                if member.size < 0:  # `tarfile` goes back by it, to the same header for ever
+                    raise BadInputError(f"{file}: damaged header at byte {member.offset:,}; {_MEND}")
                 if member.name.startswith("/") or ".." in member.name.split("/"):
                     raise BadInputError(f"{file}: '{name}' leads out of the archive; {_MEND}")
                 if member.islnk() or member.issym():
@@ -41,9 +44,18 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
                 elif member.isfile():
                     yield member
             end = tar.offset
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError, MemoryError) as error:  # the latter two of sizes above all bounds
         raise BadInputError(f"{file}: not a readable tar file ({error})") from error
     left_out += _behind(file, end)
+
+
+def _opened(file: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(file, "r:", encoding="utf-8", errors="surrogateescape")
+    except tarfile.TarError as error:
+        with file.open("rb") as stream:
+            what = what_it_is(stream.read(_BLOCK))
+        raise BadInputError(f"{file}: not a readable tar file ({what or error})") from error
 
 
 def _left_out(member: tarfile.TarInfo) -> str:
@@ -52,7 +64,11 @@ def _left_out(member: tarfile.TarInfo) -> str:
         return "" if member.isdir() else "hidden member{s}"
     if member.issparse():
         return "sparse member{s} (tar -S)"
-    return "" if member.isfile() or member.isdir() else "special file{s} (a pipe, a device)"
+    return (
+        ""
+        if member.isfile() or member.isdir()
+        else "special member{s} (a pipe, a device, a label of the archive)"
+    )
 
 
 class _Rest(NamedTuple):

@@ -7,6 +7,7 @@ the shards is counted. See https://github.com/webdataset/webdataset.
 
 import hashlib
 import os
+import posixpath
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,7 +131,7 @@ def _groups(file: Path, left_out: list[LeftOut]) -> Iterator[_Group]:
         folder, _, base = member.name.rpartition("/")
         stem, _, suffix = base.partition(".")
         suffix = suffix.lower()
-        if (mine := f"{folder}/{stem}") != key:
+        if (mine := f"{posixpath.normpath(folder)}/{stem}") != key:
             yield group
             done.add(key)
             group, key = _Group(), mine
