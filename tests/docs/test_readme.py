@@ -13,8 +13,12 @@ import torch
 from benchmarks.__main__ import make_parser as make_bench_parser
 from tests.helpers.rows import read_rows
 from trainer.cli import make_parser
+from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, recipe_names
+from trainer.config.training import HooksConfig, LogConfig
+from trainer.errors import BadInputError
 from trainer.observe.rows import FILES
+from trainer.train.run import check_request, make_task
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -105,7 +109,28 @@ def test_a_command_can_be_typed(page: Path, command: str) -> None:
     options = make_parser().parse_args(words[1:])
     settings = [value for value in getattr(options, "set", None) or [] if not value.startswith("KEY")]
     if getattr(options, "recipe", None) in recipe_names():
-        load_recipe(options.recipe, settings)
+        recipe = load_recipe(options.recipe, settings)
+        if words[1] == "train":
+            _check(recipe, options.nproc_per_node or 1)
+
+
+def _check(recipe: Recipe, ranks: int) -> None:
+    """What is looked at before ranks start, without what lies elsewhere: only that may be missing."""
+    kept = {"model": recipe.model.model_copy(update={"pretrained": None, "reinit": ()})}
+    kept |= {"hooks": HooksConfig(), "log": LogConfig()}
+    try:
+        check_request(recipe.model_copy(update=kept), make_task(recipe), ranks)
+    except BadInputError as error:
+        assert recipe.data.name not in ("digits", "stdlib", "dtmf", "digits-canvas", "synthetic"), error
+        assert re.search(r"data\.path is missing|/data|No such file|no such", str(error)), error
+
+
+def test_a_command_whose_data_is_not_there_is_checked_as_well() -> None:
+    recipe = load_recipe("gpt2-124m", ["parallel.strategy=fsdp"])
+    assert recipe.compile.scope == "blocks"
+    with pytest.raises(BadInputError, match="use compile.scope=blocks"):
+        load_recipe("gpt2-124m", ["parallel.strategy=fsdp", "compile.scope=model"])
+    assert load_recipe("gpt2-124m", []).compile.scope == "model"
 
 
 @pytest.mark.parametrize("page", reference.PAGES)

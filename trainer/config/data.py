@@ -117,7 +117,9 @@ class DataConfig(LoaderConfig):
         None,
         description="split to measure on; default: validation, val, valid or test, whichever is there (hf)",
     )
-    image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
+    image_size: int = Field(
+        224, ge=8, le=4096, description="height and width in pixels (but digits, cifar10)"
+    )
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
     samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")
     augment: Literal["none", "flip", "crop", "affine"] = Field(
@@ -134,7 +136,11 @@ class DataConfig(LoaderConfig):
     policy: Literal["none", "randaugment", "trivialaugment"] = Field(
         "none", description="on the device: torchvision's policy, drawn for each group of policy_group images"
     )
-    policy_group: int = Field(8, ge=1, description="images of a micro-batch that share what a policy draws")
+    policy_group: int = Field(
+        8,
+        ge=1,
+        description="images of a micro-batch that share what a policy draws (randaugment, trivialaugment)",
+    )
 
     def corrupt_samples(self, of: int) -> int:
         """How many of so many samples may be corrupt: the budget, and one if it is above 0."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from trainer.config.data import check_url
-from trainer.config.models import described
+from trainer.config.models import described, read_by
 from trainer.config.section import Section
 
 Allocator = Literal["native", "expandable", "async", "managed"]
@@ -63,12 +63,14 @@ class ModelConfig(Section):
         description=f"{described()}, or by name torchvision's models of images and of detection, and timm's "
         "as timm/NAME; auto: the task's own",
     )
-    width: int = Field(32, ge=1, description="channels of the first stage (convolutional models of our own)")
+    width: int = Field(32, ge=1, description=f"channels of the first stage ({read_by('width')})")
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
-        (1, 1), min_length=1, description="residual blocks in each stage (the same)"
+        (1, 1), min_length=1, description=f"residual blocks in each stage ({read_by('blocks')})"
     )
-    norm: Literal["batch", "group"] = Field("batch", description="normalization (the same)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
+    norm: Literal["batch", "group"] = Field("batch", description=f"normalization ({read_by('norm')})")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description=f"dropout before the last layer ({read_by('dropout')})"
+    )
     channels_last: bool = Field(False, description="NHWC memory format for convolutions")
     pretrained: Annotated[Path | str | None, BeforeValidator(_as_source)] = Field(
         None,
@@ -197,7 +199,8 @@ class CompileConfig(Section):
     )
     scope: Literal["model", "blocks"] = Field(
         "model",
-        description="compile the model as one, or each block: compiled sooner, and DDP overlaps backward",
+        description="compile the model as one, or each block: compiled sooner, and DDP overlaps backward; "
+        "where it isn't said, blocks with parallel.strategy fsdp and hsdp",
     )
 
     @model_validator(mode="after")

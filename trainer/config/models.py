@@ -12,21 +12,30 @@ class Model(NamedTuple):
             of an image and classes (classification, detection); the section model, mel bands and classes
             (audio); the section language and the size of the vocabulary (language).
         about: What it is, for the configuration page; empty where its name says it.
+        reads: Keys of the section model that not every model reads.
         any_size: Whether it takes a micro-batch of any data of its task; else one is tried before the ranks.
     """
 
     tasks: tuple[str, ...]
     opens: str
     about: str = ""
+    reads: tuple[str, ...] = ()
     any_size: bool = False
 
 
+_STAGES = ("width", "blocks", "norm")
+
 MODELS = {
-    "small_resnet": Model(("classification",), "trainer.models.images:SmallResNet", any_size=True),
+    "small_resnet": Model(
+        ("classification",),
+        "trainer.models.images:SmallResNet",
+        reads=(*_STAGES, "dropout"),
+        any_size=True,
+    ),
     "vit_small": Model(("classification",), "trainer.models.images:vit_small", "ViT-S/16"),
     "gpt": Model(("language",), "trainer.models.gpt:GPT", any_size=True),
-    "audio_cnn": Model(("audio",), "trainer.models.audio:AudioCnn"),
-    "tiny_detector": Model(("detection",), "trainer.models.detection:TinyDetector"),
+    "audio_cnn": Model(("audio",), "trainer.models.audio:AudioCnn", reads=(*_STAGES, "dropout")),
+    "tiny_detector": Model(("detection",), "trainer.models.detection:TinyDetector", reads=_STAGES),
 }
 
 
@@ -49,3 +58,8 @@ def described() -> str:
         for name, one in MODELS.items()
     )
     return ", ".join(words)
+
+
+def read_by(key: str) -> str:
+    """Names of the models that read a key, for the configuration page."""
+    return ", ".join(name for name, one in MODELS.items() if key in one.reads)

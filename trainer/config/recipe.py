@@ -160,6 +160,7 @@ class Recipe(Section):
                 "a whole doesn't show: set compile.scope=blocks, or compile.mode=none"
             )
         if self.parallel.strategy != "ddp":
+            self._compile_what_is_gathered()
             self._refuse_what_cannot_be_sharded()
         if self.precision.keep_fp32 and self.precision.mode in ("fp32", "tf32"):
             raise ValueError(
@@ -167,6 +168,11 @@ class Recipe(Section):
                 "leave it out, or use fp16 or bf16"
             )
         return self
+
+    def _compile_what_is_gathered(self) -> None:
+        """Blocks, where compile.scope isn't said: they are gathered one by one."""
+        if "scope" not in self.compile.model_fields_set and self.compile.mode in ("default", "max-autotune"):
+            self.compile.scope = "blocks"
 
     def _refuse_what_cannot_be_sharded(self) -> None:
         able = sorted(name for name, one in OPTIMIZERS.items() if one.elementwise)

@@ -165,7 +165,8 @@ class TaskKind(NamedTuple):
         opens: "module:class" of the `Task`, called with the sections data, model and its own, and the seed.
         shows: "module:function" by which `trainer predict` shows a run of it.
         only: Whether it trains no models but those in `MODELS`.
-        unread: Keys of other sections that it doesn't read.
+        unread: Keys of other sections that it doesn't read, and refuses.
+        ignores: Those that it doesn't read, and leaves.
     """
 
     section: str = ""
@@ -173,6 +174,7 @@ class TaskKind(NamedTuple):
     shows: str = ""
     only: bool = False
     unread: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
 
 
 TASKS = {
@@ -187,6 +189,7 @@ TASKS = {
         "trainer.commands.predict.text:show_text",
         only=True,
         unread=_OF_IMAGES + _OF_CONVOLUTIONS,
+        ignores=("data.image_size", "data.classes"),
     ),
     "audio": TaskKind(
         "audio",
@@ -194,6 +197,7 @@ TASKS = {
         "trainer.commands.predict.sounds:show_sounds",
         only=True,
         unread=_OF_IMAGES,
+        ignores=("data.image_size",),
     ),
     "detection": TaskKind(
         "detection",
@@ -203,4 +207,4 @@ TASKS = {
     ),
 }
 # A class in a file, or one that `fit` was given.
-CUSTOM = TaskKind(only=True, unread=_OF_IMAGES + _OF_CONVOLUTIONS)
+CUSTOM = TaskKind(only=True, unread=_OF_IMAGES + _OF_CONVOLUTIONS, ignores=("data.image_size",))

@@ -102,7 +102,7 @@ def check_resumable(
         BadInputError: If the user forbade it, or something differs and that wasn't forced.
     """
     if mode == "never":
-        raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
+        raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
     differing = differences(stored.config, config)
     if (stored.status == "finished" or stored.extended) and steps > stored.steps:
         differing = [line for line in differing if not of_end(line)]
@@ -114,8 +114,8 @@ def check_resumable(
     if differing and mode != "force":
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise BadInputError(
-            f"--out {folder}: holds a run with another configuration ({'; '.join(differing[:_SHOWN])}{more});"
-            " give another --out, or go on with the changed one by --resume force"
+            f"{folder}: holds a run with another configuration ({'; '.join(differing[:_SHOWN])}{more}); "
+            f"leave that out, train in another folder, or go on with it by --out {folder} --resume force"
         )
 
 

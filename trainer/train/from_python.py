@@ -31,6 +31,7 @@ from trainer.train.hooks import HookError, find_hooks
 from trainer.train.manifest import read_stored
 from trainer.train.options import Mode, parse_source
 from trainer.train.process_state import process_state_kept
+from trainer.train.report.write import failure_reported
 from trainer.train.request import Request
 from trainer.train.run import check_request, make_task
 from trainer.train.run_folder import RUNS, claim_folder, new_folder, read_rows, remove_unused
@@ -133,7 +134,7 @@ def _fit(
     here = places(os.environ)  # a script of torchrun's may call it on each rank
     first = "job" in here
     if not isinstance(decision, Finished):
-        check_start(Start(recipe, opened, wanted or runs, decision), here)
+        check_start(Start(recipe, opened, wanted or runs, decision, words), here)
     made = wanted is None
     if wanted is None:
         folder = new_folder(runs, name, recipe)
@@ -143,7 +144,8 @@ def _fit(
         if begun_from is not None and first:
             keep_beginning(folder, begun_from)
         request = Request(recipe, name, folder, resume, begun_from=begun_from, pretrained=pretrained)
-        code = train_rank(request, opened, hooks)
+        with failure_reported(folder) if first else contextlib.nullcontext():
+            code = train_rank(request, opened, hooks)
     finally:
         if made:
             remove_unused(folder)
@@ -214,12 +216,35 @@ def _one_at_a_time() -> Iterator[None]:
         lock.release()
 
 
+_WORDS = (
+    (r"^--out ", "out="),
+    (r"^--from ", "from_run="),
+    (r"--resume (force|never|newest|auto)", r'resume="\1"'),
+    (r"--resume (\S+?)(?=[,;]|$)", r'out="\1"'),
+    (r"--help-config shows every key", "docs/configuration.md has every key"),
+    (r"--out\b", "out"),
+    (r"--from\b", "from_run"),
+)
+_SETTING = re.compile(r"--set (?P<quote>'?)(?P<key>[\w.]+)=(?P<value>(?(quote)[^']*|[^\s:,;]*))(?P=quote)")
+
+
 def _in_python(line: str) -> str:
     """A message of the command line, in the words of `fit`."""
-    line = re.sub(r"^--out ", "out=", line)
-    line = re.sub(r"^--from ", "from_run=", line)
-    line = re.sub(r"--resume (force|never|newest|auto)", r'resume="\1"', line)
-    return line.replace("--out", "out").replace("--from", "from_run")
+    line = _SETTING.sub(_as_settings, line).replace("--set ", "settings: ")
+    for typed, here in _WORDS:
+        line = re.sub(typed, here, line)
+    return line
+
+
+def _as_settings(found: re.Match[str]) -> str:
+    value = found["value"]
+    with contextlib.suppress(ValueError):
+        return f'settings={{"{found["key"]}": {_python(json.loads(value))}}}'
+    return f'settings={{"{found["key"]}": "{value}"}}'
+
+
+def _python(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str | list) else repr(value)
 
 
 def _plain(value: Any) -> Any:

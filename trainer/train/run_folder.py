@@ -201,7 +201,7 @@ def claim_folder(folder: Path) -> bool:
             f"--out {folder}: can't be written ({_why(folder, error)}); give another folder"
         ) from error
     if (folder / MANIFEST).exists():
-        raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
+        raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
     if any(not _is_left(path.name) for path in folder.iterdir()):
         raise BadInputError(f"--out {folder}: isn't empty; give a new or an empty folder")
     return made
@@ -262,7 +262,7 @@ def lock(folder: Path) -> int:
         who = os.pread(file, 200, 0).decode(errors="replace").strip() or "unknown"
         os.close(file)
         raise BadInputError(
-            f"--out {folder}: a run is going on there ({who}); wait for it, stop it, or give another --out"
+            f"{folder}: a run is going on there ({who}); wait for it, stop it, or give another --out"
         ) from error
     if os.fstat(file).st_nlink == 1:
         with contextlib.suppress(OSError):  # a full disk: only the message of another run is the poorer

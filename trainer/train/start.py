@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from trainer.train.decision import Decision, Finished, From, Resume, decide
 from trainer.train.local_ranks import plan_local_ranks
 from trainer.train.manifest import Manifest, Pretrained, read_stored
 from trainer.train.options import TrainOptions
+from trainer.train.report.write import failure_reported, report_failure
 from trainer.train.request import Request, as_json
 from trainer.train.run import check_request, device_kind, make_task
 from trainer.train.run_folder import (
@@ -85,7 +87,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
             return decision.code
         first = not (nodes and nodes.number)
         here: set[Place] = {"job", "host"} if first else {"host"}
-        check_start(Start(recipe, task, wanted or RUNS, decision), here)
+        check_start(Start(recipe, task, wanted or RUNS, decision, options.set), here)
     begins = first and not isinstance(decision, Resume)
     begun_from = decision.checkpoint if isinstance(decision, From) else None
     folder, made = _folder(options.recipe, recipe, wanted, begins)
@@ -107,7 +109,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         if begins:
             keep_beginning(folder, begun_from)
         if nodes is None:
-            return launch(
+            code = launch(
                 _RANK,
                 request,
                 local._replace(fork=_may_fork(recipe)),
@@ -115,7 +117,8 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
                 grace_seconds=options.grace,
                 output=output,
             )
-        return launch_with_others(
+            return report_failure(folder, code)
+        code = launch_with_others(
             _RANK,
             request,
             local,
@@ -127,6 +130,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
             output=output,
             suits=lambda world: _shares(recipe, task, world, fresh),
         )
+        return report_failure(folder, code) if first else code
     finally:
         if made:
             remove_unused(folder)
@@ -161,7 +165,7 @@ def train_without_launcher(options: TrainOptions) -> int:
     task = make_task(recipe)
     decision = _decided(options, recipe, folder, task, pretrained)
     if not isinstance(decision, Finished):
-        check_start(Start(recipe, task, folder, decision), here)
+        check_start(Start(recipe, task, folder, decision, options.set), here)
     begun_from = decision.checkpoint if isinstance(decision, From) else None
     if begun_from is not None and os.environ["RANK"] == "0":
         keep_beginning(folder, begun_from)
@@ -175,7 +179,8 @@ def train_without_launcher(options: TrainOptions) -> int:
         begun_from=begun_from,
         pretrained=pretrained,
     )
-    return train_rank(request, task)
+    with failure_reported(folder) if os.environ["RANK"] == "0" else nullcontext():
+        return train_rank(request, task)
 
 
 def _decided(

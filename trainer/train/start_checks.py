@@ -14,13 +14,15 @@ Besides them:
 | `check_inside`, `lock` | rank 0 |
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from trainer.config.idle import idle_keys, idle_length, own_defaults, typed_keys
 from trainer.config.recipe import Recipe
 from trainer.host.limits import read_limits
 from trainer.launch.worker import current
+from trainer.observe.console import say, warn
 from trainer.observe.progress import check_metrics_port
 from trainer.tasks import Checked, Task
 from trainer.train.decision import Decision, Resume
@@ -30,7 +32,7 @@ from trainer.train.options import Mode
 from trainer.train.run import check_files, make_plan
 from trainer.train.run_folder import warn_of_loss
 from trainer.train.tracking.tracker import check_reachable
-from trainer.train.updates import check_end
+from trainer.train.updates import brings_optimizer, check_end
 
 Place = Literal["job", "host"]  # one process of all; one on each host
 
@@ -42,6 +44,7 @@ class Start(NamedTuple):
     task: Task
     folder: Path
     decision: Decision
+    settings: Sequence[str] = ()  # as they were typed
 
 
 def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
@@ -85,12 +88,24 @@ def _loss(start: Start) -> None:
     warn_of_loss(start.folder)
 
 
+def _settings(start: Start) -> None:
+    """What was typed has an effect, or is told; so is what a task of one's own is trained with unsaid."""
+    recipe, typed = start.recipe, typed_keys(start.settings)
+    steps = make_plan(recipe.model_copy(update={"max_steps": None}), start.task).steps
+    for line in (*idle_keys(recipe, typed), *idle_length(recipe, typed, steps)):
+        warn(line)
+    line = own_defaults(recipe, typed, brings_optimizer(start.task))
+    if line and not isinstance(start.decision, Resume):
+        say(line)
+
+
 CHECKS: tuple[tuple[Place, Callable[[Start], None]], ...] = (
     ("job", _own_check),
     ("job", _schedule),
     ("host", _files),
     ("job", _outside),
     ("job", _loss),
+    ("job", _settings),
 )
 
 

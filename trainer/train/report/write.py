@@ -1,10 +1,13 @@
 """Writes the page: when it is asked for, and at the end of a training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.errors import BadInputError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import write_whole
+from trainer.host.here import shown
+from trainer.host.latest import MANIFEST
 from trainer.observe.console import warn
 from trainer.observe.text import plain
 from trainer.train.report.page import page
@@ -43,3 +46,24 @@ def leave_report(folder: Path) -> None:
         write_report([folder], folder / NAME)
     except Exception as error:  # whatever it is, the training is done and worth more
         warn(f"no report was written ({plain(' '.join(f'{error or type(error).__name__}'.split()))})")
+
+
+def report_failure(folder: Path, code: int) -> int:
+    """Leaves the report of a run whose ranks ended by this code, if that is a failure, and says where."""
+    if code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_BAD_INPUT) and (folder / MANIFEST).is_file():
+        leave_report(folder)
+        there = folder / NAME if (folder / NAME).exists() else folder
+        warn(f"the run folder of what failed is {shown(folder)}; its report: {shown(there)}")
+    return code
+
+
+@contextmanager
+def failure_reported(folder: Path) -> Iterator[None]:
+    """The same for a rank without a launcher, whose failure is an exception."""
+    try:
+        yield
+    except BadInputError:
+        raise
+    except Exception:
+        report_failure(folder, EXIT_FAILED)
+        raise

@@ -1,0 +1,65 @@
+"""Promise: a key that is typed has an effect, or a line names it and the choice that makes it idle."""
+
+import pytest
+
+from trainer.config.idle import condition, idle_keys, idle_length, own_defaults, typed_keys
+from trainer.config.models import MODELS
+from trainer.config.optimizers import OPTIMIZERS
+from trainer.config.recipe_file import load_recipe, make_recipe
+from trainer.config.training import OptimConfig
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "choice"),
+    [
+        ("digits", "data.samples=64", "data.name=digits"),
+        ("digits", "data={image_size: 64}", "data.name=digits"),
+        ("resnet50-synthetic", "model.width=64", "model.name=resnet50"),
+        ("digits", "optim.momentum=0.5", "optim.name=adamw"),
+        ("digits", "optim.gamma=0.5", "optim.schedule=one-cycle"),
+        ("digits", "precision.initial_scale=8", "precision.mode=fp32"),
+        ("digits", "data.policy_group=4", "data.policy=none"),
+        ("gpt-stdlib", "language.buckets=4", "language.text=stream"),
+        ("dtmf", "data.image_size=64", "task=audio"),
+    ],
+)
+def test_an_idle_key_is_named_with_the_choice(recipe: str, setting: str, choice: str) -> None:
+    (line,) = idle_keys(load_recipe(recipe, [setting]), keys := typed_keys([setting]))
+    assert line.startswith(f"{keys.pop()} has no effect") and choice in line
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("digits", ["model.width=8", "optim.lr=0.1", "optim.betas=[0.9, 0.99]", "data.augment=flip"]),
+        ("resnet50-synthetic", ["data.samples=64", "data.image_size=64", "data.classes=10"]),
+        ("digits", ["precision.mode=fp16", "precision.growth_interval=9"]),
+        ("digits", ["optim.name=muon", "optim.momentum=0.5", "optim.eps=1e-7", "seed=1"]),
+    ],
+)
+def test_a_key_that_is_read_is_not(recipe: str, settings: list[str]) -> None:
+    assert not list(idle_keys(load_recipe(recipe, settings), typed_keys(settings)))
+
+
+def test_the_tables_say_what_is_read() -> None:
+    for name, one in OPTIMIZERS.items():
+        for key in one.reads:
+            assert (found := condition(OptimConfig, key)) is not None and name in found.values
+    assert all({"width", "blocks"} <= {*one.reads} or not one.reads for one in MODELS.values())
+
+
+def test_of_epochs_and_max_steps_the_later_end_is_idle() -> None:
+    recipe = load_recipe("digits", ["max_steps=100", "epochs=1"])
+    assert "max_steps=100 has no effect: epochs=1" in next(idle_length(recipe, {"max_steps"}, 16))
+    assert not list(idle_length(recipe, {"max_steps", "epochs"}, 200))
+    assert "epochs=1 (200 steps) has no effect" in next(idle_length(recipe, {"epochs"}, 200))
+    assert not list(idle_length(recipe, set(), 16))
+
+
+def test_defaults_of_an_own_task_are_told() -> None:
+    unsaid = make_recipe({"epochs": 1, "task": "own"})
+    assert "epochs=1, optim.lr=0.001;" in own_defaults(unsaid, set(), own_optimizer=False)
+    assert "optim.lr" not in own_defaults(unsaid, set(), own_optimizer=True)
+    said = make_recipe({"epochs": 1, "task": "own", "optim": {"lr": 0.1}})
+    assert not own_defaults(said, {"epochs"}, own_optimizer=False)
+    assert not own_defaults(load_recipe("digits", ["epochs=1"]), set(), own_optimizer=False)

@@ -1,0 +1,110 @@
+"""Keys that were typed and have no effect, as another choice stands: derived from the schema and its tables.
+
+A description whose parenthesis names values of another key of its section, "(fp16)", says that the key is
+read with these alone; "(but digits)", with all others.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+
+from trainer.config.models import MODELS
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override
+from trainer.config.tasks import CUSTOM, TASKS
+
+_WORDS = re.compile(r"\((but )?([\w-]+(?:, [\w-]+)*)\)")
+
+
+class Condition(NamedTuple):
+    """A key of the same section that decides whether one is read, and its values with which it is, or isn't."""
+
+    choice: str
+    values: tuple[str, ...]
+    but: bool = False
+
+
+def typed_keys(settings: Sequence[str]) -> set[str]:
+    """The keys that settings such as "optim.lr=0.1" or "optim={lr: 0.1}" set."""
+    return set(_leaves(override({}, settings)))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def condition(section: type[BaseModel], key: str) -> Condition | None:
+    """What a key of a section depends on, by its description."""
+    choices = {
+        name: values for name in section.model_fields if name != key and (values := _values(section, name))
+    }
+    for but, words in _WORDS.findall(section.model_fields[key].description or ""):
+        named = tuple(words.split(", "))
+        for choice, values in choices.items():
+            if set(named) <= values:
+                return Condition(choice, named, bool(but))
+    return None
+
+
+def _values(section: type[BaseModel], name: str) -> set[str]:
+    kind = section.model_fields[name].annotation
+    if section is Recipe.model_fields["model"].annotation and name == "name":
+        return set(MODELS)
+    return {str(value) for value in get_args(kind)} if get_origin(kind) is Literal else set()
+
+
+def idle_keys(recipe: Recipe, typed: set[str]) -> Iterator[str]:
+    """A line for each key that was typed and isn't read, with the choice that makes it idle."""
+    task = TASKS.get(recipe.task, CUSTOM)
+    for dotted in sorted(typed):
+        name, _, key = dotted.partition(".")
+        section = getattr(recipe, name, None)
+        if dotted in task.ignores:
+            yield f"{dotted} has no effect: task={recipe.task} doesn't read it"
+        elif isinstance(section, BaseModel) and key in type(section).model_fields:
+            found = condition(type(section), key)
+            if (
+                found is not None
+                and (str(value := getattr(section, found.choice)) in found.values) == found.but
+            ):
+                with_what = "all but " * found.but + ", ".join(found.values)
+                yield (
+                    f"{dotted} has no effect with {name}.{found.choice}={value}: it is read with {with_what}"
+                )
+
+
+def idle_length(recipe: Recipe, typed: set[str], steps_of_epochs: int) -> Iterator[str]:
+    """The same for epochs and max_steps, of which the earlier end counts."""
+    most = recipe.max_steps
+    if most is None:
+        return
+    if "max_steps" in typed and most > steps_of_epochs:
+        yield (
+            f"max_steps={most} has no effect: epochs={recipe.epochs} ends the run after {steps_of_epochs} "
+            "steps; raise epochs"
+        )
+    if "epochs" in typed and "max_steps" not in typed and most < steps_of_epochs:
+        yield (
+            f"epochs={recipe.epochs} ({steps_of_epochs} steps) has no effect: max_steps={most} ends the run "
+            "before; set max_steps=null"
+        )
+
+
+def own_defaults(recipe: Recipe, typed: set[str], own_optimizer: bool) -> str:
+    """A line on what a task of one's own is trained with where neither its RECIPE nor a setting says it."""
+    if recipe.task in TASKS:
+        return ""
+    unsaid = []
+    if recipe.epochs == 1 and recipe.max_steps is None and "epochs" not in typed:
+        unsaid.append("epochs=1")
+    if not own_optimizer and "lr" not in recipe.optim.model_fields_set:
+        unsaid.append(f"optim.lr={recipe.optim.lr:g}")
+    if not unsaid:
+        return ""
+    return f"by default: {', '.join(unsaid)}; RECIPE and settings change that, and a short try may need more"
