@@ -77,7 +77,9 @@ def _marks(tree: ast.Module) -> Iterator[str]:
                 parts = list(ast.walk(node))
                 texts = [part.value for part in parts if isinstance(part, ast.Constant)]
                 names = [part.attr for part in parts if isinstance(part, ast.Attribute)]
-                yield from (f'.{name} == "{text}"' for name in names for text in texts)
+                yield from (
+                    f'.{name} == "{text}"' for name in names for text in texts if isinstance(text, str)
+                )
 
 
 @functools.cache
