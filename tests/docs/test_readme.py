@@ -116,7 +116,7 @@ def test_a_command_can_be_typed(page: Path, command: str) -> None:
 
 def _check(recipe: Recipe, ranks: int) -> None:
     """What is looked at before ranks start, without what lies elsewhere: only that may be missing."""
-    kept = {"model": recipe.model.model_copy(update={"pretrained": None, "reinit": ()})}
+    kept: dict[str, object] = {"model": recipe.model.model_copy(update={"pretrained": None, "reinit": ()})}
     kept |= {"hooks": HooksConfig(), "log": LogConfig()}
     try:
         check_request(recipe.model_copy(update=kept), make_task(recipe), ranks)
@@ -128,7 +128,7 @@ def _check(recipe: Recipe, ranks: int) -> None:
 def test_a_command_whose_data_is_not_there_is_checked_as_well() -> None:
     recipe = load_recipe("gpt2-124m", ["parallel.strategy=fsdp"])
     assert recipe.compile.scope == "blocks"
-    with pytest.raises(BadInputError, match="use compile.scope=blocks"):
+    with pytest.raises(BadInputError, match=r"use compile\.scope=blocks"):
         load_recipe("gpt2-124m", ["parallel.strategy=fsdp", "compile.scope=model"])
     assert load_recipe("gpt2-124m", []).compile.scope == "model"
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,13 +85,15 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
     Raises:
         BadInputError: If one can't be read, or none can be decoded.
     """
+    from trainer.data.formats import decode  # here: torchvision takes three seconds, which no image costs
+
     rows, unreadable = list[tuple[float, float, float, float]](), list[str]()
     total, squares, pixels, turned = np.zeros(3), np.zeros(3), 0, 0
     chosen = spread(len(records), LOOKED_AT).tolist()
     for sample in chosen:
         began = time.process_time_ns()
         try:
-            stored, image, turn = _decoded(records, sample)
+            stored, image, turn = _decoded(decode, records, sample)
         except Corrupt as error:
             unreadable.append(f"{records.name(sample)}: {error}")
             continue
@@ -123,10 +126,8 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
     )
 
 
-def _decoded(records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any], int]:
+def _decoded(decode: ModuleType, records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any], int]:
     """Bytes, pixels and orientation of an image."""
-    from trainer.data.formats import decode  # here: torchvision takes three seconds
-
     data = records.read(sample)
     height, width = records.shape(sample)
     if records.raw and height:
