@@ -1,4 +1,4 @@
-"""Differences of two configurations, data sets or arithmetics, and which of them matter. Imports no torch."""
+"""Differences of two configurations, data sets or arithmetic, and which of them matter. Imports no torch."""
 
 import json
 from collections.abc import Mapping, Sequence
