@@ -128,7 +128,7 @@ def _check(recipe: Recipe, ranks: int) -> None:
 def test_a_command_whose_data_is_not_there_is_checked_as_well() -> None:
     recipe = load_recipe("gpt2-124m", ["parallel.strategy=fsdp"])
     assert recipe.compile.scope == "blocks"
-    with pytest.raises(BadInputError, match="use compile.scope=blocks"):
+    with pytest.raises(BadInputError, match=r"use compile\.scope=blocks"):
         load_recipe("gpt2-124m", ["parallel.strategy=fsdp", "compile.scope=model"])
     assert load_recipe("gpt2-124m", []).compile.scope == "model"
 
