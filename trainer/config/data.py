@@ -122,6 +122,12 @@ class DataConfig(LoaderConfig):
     )
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
     samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")
+    limit: int | None = Field(
+        None,
+        ge=1,
+        description="at most so many samples to learn from, and so many of each set to measure on, evenly "
+        "spaced in it: for tries",
+    )
     augment: Literal["none", "flip", "crop", "affine"] = Field(
         "none",
         description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "

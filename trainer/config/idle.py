@@ -19,7 +19,7 @@ _WORDS = re.compile(r"\((but )?([\w-]+(?:, [\w-]+)*)\)")
 
 
 class Condition(NamedTuple):
-    """A key of the same section that decides whether one is read, and the values with which it is."""
+    """A key of the section that decides whether another is read, and with which values it is, or isn't."""
 
     choice: str
     values: tuple[str, ...]

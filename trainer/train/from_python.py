@@ -33,7 +33,7 @@ from trainer.train.options import Mode, parse_source
 from trainer.train.process_state import process_state_kept
 from trainer.train.report.write import failure_reported
 from trainer.train.request import Request
-from trainer.train.run import check_request, make_task
+from trainer.train.run import check_request, limit_data, make_task
 from trainer.train.run_folder import RUNS, claim_folder, new_folder, read_rows, remove_unused
 from trainer.train.start_checks import Start, check_start, places, threads_line
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
@@ -183,7 +183,7 @@ def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe,
     opened = CustomTask(own, name)
     with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
         opened.source_hash = text_hash(inspect.getsource(type(own)))
-    return name, recipe, opened
+    return name, recipe, limit_data(opened, recipe.data.limit)
 
 
 _under_way = threading.Lock()

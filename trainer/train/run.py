@@ -15,6 +15,7 @@ from trainer.config.tasks import TASKS
 from trainer.data.check import CheckedData, check_data
 from trainer.data.dataset import Dataset
 from trainer.data.left_out import LeftOut
+from trainer.data.limited import limited
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
 from trainer.distributed.sharding import check_sharding
@@ -53,6 +54,16 @@ def make_task(recipe: Recipe) -> Task:
             raise BadInputError(of_set(name, str(error))) from error
     if sets:
         task.evaluation_sets = sets  # type: ignore[attr-defined]
+    return limit_data(task, recipe.data.limit)
+
+
+def limit_data(task: Task, limit: int | None) -> Task:
+    """The task, with at most so many samples of each of its data sets."""
+    if limit is not None:
+        task.train_data = limited(task.train_data, limit)
+        task.evaluation_data = limited(task.evaluation_data, limit)
+        for name, data in more_sets(task).items():
+            task.evaluation_sets[name] = limited(data, limit)  # type: ignore[attr-defined]
     return task
 
 

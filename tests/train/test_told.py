@@ -1,0 +1,63 @@
+"""Promise: what fails leaves its report and says where; messages speak of what was typed, or of `fit`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.custom import Clouds
+from trainer import BadInputError, fit
+from trainer.train.from_python import _in_python
+from trainer.train.report.write import report_failure
+
+
+class Failing(Clouds):
+    """A task whose loss fails at some step."""
+
+    calls = 0
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        """Fails late."""
+        Failing.calls += 1
+        if Failing.calls > 20:
+            raise ValueError("no more")
+        return super().loss(model, batch)
+
+
+def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="no more"):
+        fit(Failing, {"epochs": 50, "data.samples": 9, "parallel.threads": 1}, out=tmp_path / "run")
+    assert "no more" in (tmp_path / "run/report.html").read_text()
+    said = capsys.readouterr().err
+    assert f"the run folder of what failed is {tmp_path / 'run'}; its report:" in said
+    assert "data.samples has no effect with data.name=own" in said
+    (tmp_path / "run/report.html").unlink()
+    assert report_failure(tmp_path / "run", 75) == 75 and report_failure(tmp_path / "run", 2) == 2
+    assert not (tmp_path / "run/report.html").exists()
+    assert report_failure(tmp_path / "run", 1) == 1
+    assert (tmp_path / "run/report.html").exists()
+    with pytest.raises(BadInputError, match=r'seed: 0, now 1.*by out .*resume="force"') as error:
+        fit(
+            Failing, {"epochs": 50, "data.samples": 9, "parallel.threads": 1, "seed": 1}, out=tmp_path / "run"
+        )
+    assert "--" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "here"),
+    [
+        ("needs --set data.path=DIR", 'needs settings={"data.path": "DIR"}'),
+        ("with --set 'model.reinit=[\"head\"]'", 'with settings={"model.reinit": ["head"]}'),
+        ("--set optim.lr=0.1: x", 'settings={"optim.lr": 0.1}: x'),
+        (
+            "unknown key 'a'; --help-config shows every key",
+            "unknown key 'a'; docs/configuration.md has every key",
+        ),
+        (
+            "to go on give --resume runs/a, else --from runs/a",
+            'to go on give out="runs/a", else from_run runs/a',
+        ),
+    ],
+)
+def test_no_remedy_in_python_speaks_of_the_command_line(typed: str, here: str) -> None:
+    assert _in_python(typed) == here
