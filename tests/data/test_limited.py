@@ -35,7 +35,7 @@ def test_no_more_than_there_is() -> None:
     assert limited(whole, 9).fingerprint() != whole.fingerprint()
 
 
-@pytest.mark.parametrize("recipe", ["digits", "dtmf", "digits-detection", "gpt-stdlib language.text=padded"])
+@pytest.mark.parametrize("recipe", ["digits", "dtmf", "gpt-stdlib language.text=padded"])
 def test_of_every_task(recipe: str) -> None:
     name, *more = recipe.split()
     few = [*more, "data.limit=10", "data.global_batch_size=4", "data.micro_batch_size=4"]

@@ -5,29 +5,27 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.custom import Clouds
+from tests.helpers.small_task import Small
 from trainer import BadInputError, fit
 from trainer.train.from_python import _in_python
 from trainer.train.report.write import report_failure
 
 
-class Failing(Clouds):
-    """A task whose loss fails at some step."""
+class Failing:
+    """A hook that fails."""
 
-    calls = 0
+    def after_step(self, row: Any) -> None:  # noqa: ARG002
+        """Fails at the first row."""
+        raise ValueError("no more")
 
-    def loss(self, model: Any, batch: Any) -> Any:
-        """Fails late."""
-        Failing.calls += 1
-        if Failing.calls > 20:
-            raise ValueError("no more")
-        return super().loss(model, batch)
+
+SETTINGS = {"epochs": 50, "data.samples": 9, "parallel.threads": 1, "log.every": 5}
 
 
 def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="no more"):
-        fit(Failing, {"epochs": 50, "data.samples": 9, "parallel.threads": 1}, out=tmp_path / "run")
-    assert "no more" in (tmp_path / "run/report.html").read_text()
+        fit(Small, SETTINGS, out=tmp_path / "run", hooks=[Failing])
+    assert "failed" in (tmp_path / "run/report.html").read_text()
     said = capsys.readouterr().err
     assert f"the run folder of what failed is {tmp_path / 'run'}; its report:" in said
     assert "data.samples has no effect with data.name=own" in said
@@ -37,9 +35,7 @@ def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert report_failure(tmp_path / "run", 1) == 1
     assert (tmp_path / "run/report.html").exists()
     with pytest.raises(BadInputError, match=r'seed: 0, now 1.*by out .*resume="force"') as error:
-        fit(
-            Failing, {"epochs": 50, "data.samples": 9, "parallel.threads": 1, "seed": 1}, out=tmp_path / "run"
-        )
+        fit(Small, {**SETTINGS, "seed": 1}, out=tmp_path / "run")
     assert "--" not in str(error.value)
 
 

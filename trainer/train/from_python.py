@@ -225,7 +225,7 @@ _WORDS = (
     (r"--out\b", "out"),
     (r"--from\b", "from_run"),
 )
-_SETTING = re.compile(r"--set (?P<quote>'?)(?P<key>[\w.]+)=(?P<value>(?(quote)[^']*|[^\s:,;]*))(?P=quote)")
+_SETTING = re.compile(r"--set (?P<quote>')?(?P<key>[\w.]+)=(?P<value>(?(quote)[^']*|[^\s:,;]*))(?(quote)')")
 
 
 def _in_python(line: str) -> str:
