@@ -4,12 +4,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.data.left_out import LeftOut, told, told_of_sets
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.launch.signals import unwound
 from trainer.observe.console import counted
+
+if TYPE_CHECKING:
+    from trainer.data.left_out import LeftOut
 
 _SPLITS = ("train", "val")
 _SHOWN = 20
@@ -207,7 +209,9 @@ def _index(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _tell_left_out(found: Sequence[LeftOut]) -> None:
+def _tell_left_out(found: Sequence["LeftOut"]) -> None:
+    from trainer.data.left_out import told
+
     if line := told(found):
         print(f"  {line}")
 
@@ -264,6 +268,8 @@ def _stats(options: argparse.Namespace) -> int:
     print("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
     for line in (line for figures in found.values() for line in figures.unreadable):
         print(line)
+    from trainer.data.left_out import told_of_sets
+
     for line in told_of_sets({name: figures.left_out for name, figures in found.items()}):
         print(line)
     return EXIT_DONE
