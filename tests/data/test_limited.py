@@ -13,7 +13,7 @@ from trainer.train.run import check_request, data_of, make_plan, make_task
 class Corrupt(ArrayDataset):
     """Of which a sample can't be decoded."""
 
-    def read(self, samples, random, out):  # type: ignore[no-untyped-def, override]
+    def read(self, samples, random, out):  # type: ignore[no-untyped-def]
         """As that, and says so."""
         super().read(samples, random, out)
         return [Bad(9, "there", "why")]
