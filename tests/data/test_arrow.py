@@ -133,6 +133,12 @@ def test_only_zeros_behind_the_end_are_nothing_and_other_columns_are_not_read(tm
         table = pyarrow.ipc.open_stream(file.read_bytes()).read_all()
         with pyarrow.ipc.new_stream(str(file), table.schema, options=compressed) as to:
             to.write_table(table)
+        data = bytearray(file.read_bytes())
+        last = data.rfind(b"\x28\xb5\x2f\xfd")  # where zstd begins the vectors
+        data[last : last + 4] = bytes(4)
+        file.write_bytes(data)
+        with pytest.raises((OSError, pyarrow.ArrowException)):
+            pyarrow.ipc.open_stream(bytes(data)).read_all()
     del vectors, table
     before = pyarrow.total_allocated_bytes()
     records = ArrowImages(path, "image", "label")
