@@ -124,6 +124,28 @@ def test_a_worker_that_is_not_forked_opens_the_files_itself(folder: Path) -> Non
     assert records.read(3) == png(30)
 
 
+def test_only_zeros_behind_the_end_are_nothing_and_other_columns_are_not_read(tmp_path: Path) -> None:
+    vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array([0.5] * 16 * 9999), 9999)
+    path = write(tmp_path / "set" / "train", {**pictures(16), "vector": vectors}, FEATURES)
+    ends_with(lambda data: data + bytes(1 << 17))(path.parent)
+    compressed = pyarrow.ipc.IpcWriteOptions(compression="zstd")  # so that reading a column allocates it
+    for file in path.glob("*00000*.arrow"):
+        table = pyarrow.ipc.open_stream(file.read_bytes()).read_all()
+        with pyarrow.ipc.new_stream(str(file), table.schema, options=compressed) as to:
+            to.write_table(table)
+        data = bytearray(file.read_bytes())
+        last = data.rfind(b"\x28\xb5\x2f\xfd")  # where zstd begins the vectors
+        data[last : last + 4] = bytes(4)
+        file.write_bytes(data)
+        with pytest.raises((OSError, pyarrow.ArrowException)):
+            pyarrow.ipc.open_stream(bytes(data)).read_all()
+    del vectors, table
+    before = pyarrow.total_allocated_bytes()
+    records = ArrowImages(path, "image", "label")
+    assert [records.read(row) for row in (0, 15)] == [png(0), png(150)]
+    assert pyarrow.total_allocated_bytes() - before < 100_000, "the vectors of one file have 640 kB"
+
+
 def test_rows_of_text_are_documents(tmp_path: Path) -> None:
     write(tmp_path / "train", {"story": ["one two", "", "three"]})
     write(tmp_path / "val", {"story": ["föur"]})
@@ -152,7 +174,48 @@ def break_off(path: Path) -> None:
         file.write_bytes(file.read_bytes()[:100])
 
 
+LAST = "train/data-00001-of-00002.arrow"
+
+
+def ends_with(change: Any) -> Any:
+    """Changes the bytes of the last file."""
+    return lambda path: (path / LAST).write_bytes(change((path / LAST).read_bytes()))
+
+
+def another_type(path: Path) -> None:
+    table = pyarrow.ipc.open_stream((path / LAST).read_bytes()).read_all()
+    label = table.schema.get_field_index("label")
+    table = table.set_column(label, "label", table["label"].cast("int32"))
+    with pyarrow.ipc.new_stream(str(path / LAST), table.schema) as to:
+        to.write_table(table)
+
+
+def state(text: str) -> Any:
+    return lambda path: (path / "train/state.json").write_text(text)
+
+
+ONE_OF_TWO = json.dumps({"_data_files": [{"filename": LAST.removeprefix("train/")}]})
+
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    # A reader takes the end of the file for the end of the stream.
+    (ends_with(lambda data: data[:-8]), {}, "00001-of-00002.arrow: is cut off at byte "),
+    (ends_with(lambda data: data * 2), {}, "bytes lie behind its end at byte "),
+    (ends_with(lambda data: data + bytes(1 << 17) + b"x"), {}, "131,073 bytes lie behind its end"),
+    (
+        ends_with(lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
+        {},
+        "can't be read (a Git LFS pointer",
+    ),
+    (ends_with(lambda _: b"<html><body>404</body></html>"), {}, "can't be read (an HTML page)"),
+    (another_type, {}, "column 'label' holds int32, and in data-00000-of-00002.arrow int64"),
+    (state(ONE_OF_TWO), {}, "names 1 files, and data-00001-of-00002.arrow is one of 2"),
+    (
+        state(ONE_OF_TWO.replace("}]", '}], "_indices_files": [{}]')),
+        {},
+        "chooses rows by a table of their numbers",
+    ),
+    (state('{"_data_files": [3]}'), {}, "isn't what save_to_disk writes"),
+    (state("version https://git-lfs.github.com/spec/v1\n"), {}, "isn't JSON (a Git LFS pointer"),
     (
         None,
         {"input_column": "pixels"},

@@ -45,7 +45,8 @@ def test_odd_names(tmp_path: Path) -> None:
         ("path,label\na.jpg,\n", "line 2: path or label is empty"),
         ("", "no column 'path'"),
         ('path,label\n"a.jpg,1\n', "line"),
-        ('"a"b,label\n', "line"),
+        ('"a"b,label\n', "no column 'path'"),
+        ('"path";"label"\n"a.jpg";"cat"\n', "cells are separated by ';'; save it with commas"),
         ("path,label\na\0.jpg,1\n", "line 2: a path can't hold a zero byte|line contains NUL"),
     ],
 )

@@ -86,8 +86,9 @@ def _csv(file: Path) -> Iterator[_Row]:
                     )
                 yield table.line_num, *_pair(where, cells[path], cells[label])
         except csv.Error as error:
-            what = _other_than_text(file)
-            raise BadInputError(f"{file}: line {table.line_num}: {what or error}") from error
+            if table.line_num < 2:  # the header: other than text, or "path";"label"
+                _places(file, _head(file).decode("utf-8-sig", "replace").splitlines()[:1])
+            raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
 
 
 def _parquet(file: Path) -> Iterator[_Row]:
