@@ -225,6 +225,12 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("wav", lambda path: path.write_bytes(path.read_bytes()[:20]), "is cut short"),
     ("wav", lambda path: path.write_bytes(path.read_bytes()[:8]), "can't be decoded"),
     ("wav", lambda path: path.write_bytes(b"\xff\xd8\xff\xe0" * 900), "can't be decoded"),
+    ("wav", lambda path: path.write_bytes(b"<html><body>404</body></html>"), "decoded: an HTML page"),
+    (
+        "flac",
+        lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+        "a Git LFS pointer",
+    ),
     ("wav", mp3, "is neither wav nor flac, but MP3"),
     ("wav", lambda path: write(path, ramp(0)), "holds no samples"),
     ("wav", lambda path: write(path, np.full(20_000, np.nan), subtype="FLOAT"), "isn't a number"),

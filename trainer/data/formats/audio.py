@@ -12,6 +12,7 @@ from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.files import Files, NotAFileError, open_regular, readable
 from trainer.data.formats.records import RecordsDataset
+from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
 from trainer.host.files import read_at
 from trainer.rng import Float32, Ints
@@ -24,6 +25,7 @@ _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _CHUNKS = 64  # of a wav file that may come before its samples
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
 _BLOCK = 1 << 20
+_HEAD = 4096  # bytes that tell what a file is
 _LOUDEST = 16.0  # of floats: 24 dB above full scale; 16-bit values written as floats are in the thousands
 
 
@@ -130,7 +132,12 @@ class AudioFolder(RecordsDataset):
                 channels = sound.read(wanted, "float64" if floats else "int16", always_2d=True)
         except soundfile.SoundFileError as error:
             # Without its beginning, which names the descriptor, another one each time.
-            raise Corrupt(f"can't be decoded: {getattr(error, 'error_string', first_line(error))}") from error
+            what, said = (
+                what_it_is(read_at(file, 0, _HEAD)),
+                getattr(error, "error_string", first_line(error)),
+            )
+            reason = said if what.startswith("a recording") else what or said
+            raise Corrupt(f"can't be decoded: {reason}") from error
         if len(channels) < wanted:
             raise Corrupt(f"is cut short: {len(channels)} samples of {wanted}")
         out[:wanted] = _mixed(channels)
