@@ -71,7 +71,7 @@ def test_a_running_rank_holds_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def look() -> None:
-        from trainer.train import trainer as module
+        from trainer.train import decision as module
 
         def refused(*_: Any) -> None:
             child = os.fork()

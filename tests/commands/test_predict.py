@@ -143,7 +143,7 @@ def test_a_task_of_ones_own_may_say_how_it_is_shown(run: Path, monkeypatch: pyte
 
     recipe = opened.recipe.model_copy(update={"task": "mine.py"})
     task: Any = Own()
-    monkeypatch.setattr(module, "open_run", lambda *_: opened._replace(task=task, recipe=recipe))
+    monkeypatch.setattr(module, "open_run", lambda *_, **__: opened._replace(task=task, recipe=recipe))
     assert main(["predict", str(run), "a", "b", "c"]) == 3
-    monkeypatch.setattr(module, "open_run", lambda *_: opened._replace(recipe=recipe))
+    monkeypatch.setattr(module, "open_run", lambda *_, **__: opened._replace(recipe=recipe))
     assert main(["predict", str(run)]) == 2

@@ -108,7 +108,7 @@ _PATTERNS = [
         # curl -u me:…, netrc, docker login -p …, wandb login …
         (
             r"""((?<![\w\-])(?:-u|--user|--proxy-user)(?:["'],?[ \t]*["']?|[ \t=]+["']?))"""
-            r"""[^\s:"'/]+:(?!\d+(?:[\s"']|$))[^\s"']+""",
+            r"""[^\s:"'/]+:(?!\d+:?(?:[\s"']|$))[^\s"']+""",
             rf"\1{REDACTED}",
         ),
         (r"(\blogin\s+\S{1,200}\s+password\s+)\S+", rf"\1{REDACTED}"),

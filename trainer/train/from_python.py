@@ -20,6 +20,7 @@ from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.here import from_here, paths_from_here
+from trainer.host.strict_json import parse_quickly
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
 from trainer.observe.console import warn
@@ -239,7 +240,7 @@ def _in_python(line: str) -> str:
 def _as_settings(found: re.Match[str]) -> str:
     value = found["value"]
     with contextlib.suppress(ValueError):
-        return f'settings={{"{found["key"]}": {_python(json.loads(value))}}}'
+        return f'settings={{"{found["key"]}": {_python(parse_quickly(value))}}}'
     return f'settings={{"{found["key"]}": "{value}"}}'
 
 

@@ -1,6 +1,7 @@
 """What to say of a run and its replay: identical, or what differs first, and what of their environments."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
 
 
 def _tensors_that_differ(ours: Path, theirs: Path) -> str:
-    if odd_weights(ours) or odd_weights(theirs):
+    if not (os.path.lexists(ours) and os.path.lexists(theirs)):
         return "another hash"
+    if odd_weights(ours) or odd_weights(theirs):
+        return "it can't be read"
     try:
         before, now = safetensors.torch.load_file(ours), safetensors.torch.load_file(theirs)
     except (OSError, SafetensorError):
