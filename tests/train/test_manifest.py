@@ -20,6 +20,8 @@ KEYS = [
         "gradient_accumulation_steps",
         "notes",
         "trackers",
+        "trust",
+        "rows",
         "weights",
         "anomalies",
         "out_of_patience",

@@ -34,7 +34,7 @@ def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "run/report.html").exists()
     assert report_failure(tmp_path / "run", 1) == 1
     assert (tmp_path / "run/report.html").exists()
-    with pytest.raises(BadInputError, match=r'seed: 0, now 1.*by out .*resume="force"') as error:
+    with pytest.raises(BadInputError, match=r'seed: 0, now 1.*by out=.*resume="force"') as error:
         fit(Small, {**SETTINGS, "seed": 1}, out=tmp_path / "run")
     assert "--" not in str(error.value)
 

@@ -219,6 +219,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 _WORDS = (
     (r"^--out ", "out="),
+    (r"--out (\S+) --resume (force|never|newest|auto)", r'out="\1", resume="\2"'),
     (r"^--from ", "from_run="),
     (r"--resume (force|never|newest|auto)", r'resume="\1"'),
     (r"--resume (\S+?)(?=[,;]|$)", r'out="\1"'),
