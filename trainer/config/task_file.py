@@ -76,7 +76,7 @@ def _imported_from(folder: Path, left: list[Path], but: Path | None) -> dict[str
     while left:
         file = left.pop()
         try:
-            content = read_bounded(file)
+            content = source_bytes(file)
             tree = ast.parse(content)
         except (OSError, SyntaxError, ValueError):  # said where it is imported
             tree = ast.Module([], [])
@@ -137,7 +137,7 @@ def read_source(path: Path) -> str:
         BadInputError: If it can't be read.
     """
     try:
-        return read_bounded(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+        return source_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
@@ -146,7 +146,7 @@ def read_source(path: Path) -> str:
         ) from error
 
 
-def read_bounded(path: Path) -> bytes:
+def source_bytes(path: Path) -> bytes:
     """The bytes of a file of code.
 
     Raises:

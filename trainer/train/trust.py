@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
-from trainer.config.task_file import hash_of_sources, modules_beside, modules_of, read_bounded
+from trainer.config.task_file import hash_of_sources, modules_beside, modules_of, source_bytes
 from trainer.config.tasks import TASKS
 from trainer.config.training import is_place
 from trainer.errors import BadInputError
@@ -91,7 +91,7 @@ def _code(key: str, place: str, where: Path | str, name: str) -> Code:
         if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would wait for its writer
             raise BadInputError(f"{key}={place}: isn't a regular file, so no code; give another")
         beside = modules_beside(path)
-        return Code(key, place, name, hash_of_sources(read_bounded(path), beside), tuple(beside))
+        return Code(key, place, name, hash_of_sources(source_bytes(path), beside), tuple(beside))
     except OSError:  # said where it is loaded
         return Code(key, place, name, "")
 
