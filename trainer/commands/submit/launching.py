@@ -21,7 +21,6 @@ from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.files import read_bounded
 
 _LOCAL = ("docker", "compose")
-_NO_RDMA = {"dstack": "its fleets decide that"}
 _EFA = "vpc.amazonaws.com/efa"
 _RECIPE_FILES = (".yaml", ".yml", ".py")
 
@@ -118,8 +117,7 @@ def _check_place(place: Place, site: Site) -> None:
         ("service_account", cluster, "pods have one"),
         ("patch", cluster, "what else Slurm is to do, --sbatch-arg says"),
         ("sbatch_arg", place == "slurm", "what else pods are to have, --patch says"),
-        ("rdma", cluster or place == "slurm", _NO_RDMA.get(place, "all nodes are on this machine")),
-        ("env_from", place != "dstack", environment.DSTACK),
+        ("rdma", cluster or place == "slurm", "all nodes are on this machine"),
     ):
         if getattr(site, name) and not there:
             raise BadInputError(f"--{name.replace('_', '-')}: {place} has none; {instead}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainer.commands.submit import compose, docker, dstack, kubeflow, kubernetes, slurm
+from trainer.commands.submit import compose, docker, kubeflow, kubernetes, slurm
 from trainer.commands.submit.spec import JobSpec, Place, Site
 
 
@@ -27,5 +27,4 @@ PLACES: dict[Place, How] = {
     "slurm": How("sbatch", ".sbatch", slurm.render),
     "kubernetes": How("kubectl", ".yaml", kubernetes.render),
     "kubeflow": How("kubectl", ".yaml", kubeflow.render),
-    "dstack": How("dstack", ".dstack.yml", dstack.render),
 }

@@ -87,7 +87,6 @@ class SiteFile(Section):
     slurm: _Slurm = Field(default_factory=_Slurm)
     kubernetes: _Kubernetes = Field(default_factory=_Kubernetes)
     kubeflow: _Kubeflow = Field(default_factory=_Kubeflow)
-    dstack: _Place = Field(default_factory=_Place)
 
 
 def with_defaults(options: argparse.Namespace, place: Place) -> None:

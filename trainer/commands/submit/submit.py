@@ -89,8 +89,6 @@ def _submits(place: Place, spec: JobSpec, site: Site, file: Path) -> list[str]:
         return docker.words(spec, site)
     if place == "compose":
         return ["docker", "compose", "--file", str(file), "up", "--detach"]
-    if place == "dstack":
-        return ["dstack", "apply", "--file", str(file), "--yes", "--detach"]
     return ["sbatch", str(file)] if place == "slurm" else ["kubectl", "apply", "--filename", str(file)]
 
 
@@ -103,8 +101,6 @@ def _afterwards(
     if place == "compose":
         compose = ["docker", "compose", "--file", str(file)]
         return [*compose, "logs", "--follow"], [*compose, "stop"]
-    if place == "dstack":
-        return ["dstack", "logs", spec.name], ["dstack", "stop", spec.name]
     if place == "slurm":
         number = (re.findall(r"\d+", said) or ["JOB"])[-1]
         log = re.search(r"^#SBATCH --output=(\S+)", text, re.M)
