@@ -14,7 +14,7 @@ import yaml
 
 from tests.helpers import job_files
 from trainer.cli import main
-from trainer.commands.submit import CONTAINERS, KUBEFLOW, PLACES, add_parser, carried, places, submit
+from trainer.commands.submit import CONTAINERS, PLACES, add_parser, carried, places, submit
 from trainer.commands.submit.launching import job_fields
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.config.recipe import Recipe
@@ -481,7 +481,7 @@ def _options() -> argparse.Namespace:
         "submit digits --on slurm --set seed=1 --name mine --image x:y --nnodes 2:3 --gpus-per-node 2 "
         "--cpus-per-node 5 --memory 30 --shm 3 --time 1:00 --grace 40 --data d --runs r --cache c "
         "--port 3000 --user 1:2 --env A=b --nproc-per-node 1 --partition p --account a --qos q "
-        "--container venv --venv v --namespace n --jobset --kubeflow v1 --sbatch-arg=--nice --queue q "
+        "--container venv --venv v --namespace n --jobset --sbatch-arg=--nice --queue q "
         "--service-account s --env-from file:f --rdma host --patch p.yaml"
     )
     return parser.parse_args(shlex.split(words))
@@ -489,9 +489,7 @@ def _options() -> argparse.Namespace:
 
 def test_choices_are_those_of_the_specification() -> None:
     assert get_args(Place) == PLACES == tuple(places.PLACES)
-    for name, choices in (("container", CONTAINERS), ("kubeflow", KUBEFLOW)):
-        kinds: Any = Site.model_fields[name].annotation
-        assert set(get_args(kinds)) == set(choices)
+    assert set(get_args(Site.model_fields["container"].annotation)) == set(CONTAINERS)
 
 
 def test_the_other_commands_pay_nothing_for_it() -> None:

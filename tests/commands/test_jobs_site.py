@@ -24,8 +24,8 @@ from trainer.commands.submit.site_file import SiteFile
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.errors import BadInputError
 
-NAMES = {"job": "trainer", "jobset": "trainer", "trainjob": "node", "pytorchjob": "pytorch"}
-KINDS = {"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob", "pytorchjob": "PyTorchJob"}
+NAMES = {"job": "trainer", "jobset": "trainer", "trainjob": "node"}
+KINDS = {"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob"}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def patched(where: str, text: str) -> dict[str, Any]:
 def test_options_for_pods_reach_every_pod(where: str) -> None:
     words = {"queue": "team", "service_account": "reader", "rdma": "rdma/hca=2"}
     before, after = rendered(where), rendered(where, **words, env_from=("secret:wandb", "secret:hub"))
-    assert len(pods(after)) == (2 if where == "pytorchjob" else 1)
+    assert len(pods(after)) == 1
     for template, old in zip(pods(after), pods(before), strict=True):
         spec, (container,) = template["spec"], template["spec"]["containers"]
         assert spec.pop("serviceAccountName") == "reader"

@@ -197,10 +197,7 @@ def documents(text: str) -> dict[str, Any]:
 
 
 def templates(objects: dict[str, Any]) -> list[tuple[int, Any]]:
-    """Pod templates and how many pods each has, of a Job, a JobSet, a TrainJob or a PyTorchJob."""
-    if "PyTorchJob" in objects:
-        roles = objects["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
-        return [(role["replicas"], role["template"]) for role in roles.values()]
+    """Pod templates and how many pods each has, of a Job, a JobSet or a TrainJob."""
     job = indexed_job(objects)
     assert job["completions"] == job["parallelism"]
     return [(job["completions"], job["template"])]
@@ -234,11 +231,6 @@ def read_kubernetes(text: str) -> dict[str, Any]:
         assert asked["numNodes"] == runtime["mlPolicy"]["numNodes"] == nodes
         container = indexed_job(objects)["template"]["spec"]["containers"][0]
         assert asked["resourcesPerNode"] == container["resources"]
-    if "PyTorchJob" in objects:
-        words = node["command"]
-        assert words[:2] == ["sh", "-c"]
-        assert words[3] == "sh"
-        node["command"] = words[4:]
     return {**node, "name": names.pop(), "nnodes": nodes}
 
 
@@ -327,8 +319,7 @@ PLACES: dict[str, tuple[Place, Site, Read]] = {
     "compose": ("compose", Site(), read_compose),
     "job": ("kubernetes", Site(), read_kubernetes),
     "jobset": ("kubernetes", Site(jobset=True), read_kubernetes),
-    "trainjob": ("kubeflow", Site(kubeflow="v2"), read_kubernetes),
-    "pytorchjob": ("kubeflow", Site(kubeflow="v1"), read_kubernetes),
+    "trainjob": ("kubeflow", Site(), read_kubernetes),
 }
 
 

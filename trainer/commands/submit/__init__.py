@@ -13,7 +13,6 @@ from typing import Any
 # What `trainer.commands.submit.spec` allows, without its imports.
 PLACES = ("docker", "compose", "slurm", "kubernetes", "kubeflow")
 CONTAINERS = ("pyxis", "apptainer", "venv")
-KUBEFLOW = ("v2", "v1")
 
 
 def add_parser(commands: Any) -> None:
@@ -99,7 +98,6 @@ def add_parser(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="Kubernetes: a JobSet instead of an Indexed Job",
     )
-    add("--kubeflow", choices=KUBEFLOW, help="v2: TrainJob; v1: PyTorchJob (default: v2)")
     add("--queue", metavar="NAME", help="Kubernetes, Kubeflow: a queue of Kueue")
     add("--service-account", metavar="NAME", help="Kubernetes, Kubeflow: of the pods")
     add(
