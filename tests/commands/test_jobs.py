@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from tests.helpers import job_files
 from tests.helpers.job_files import IMAGE, PLACES, job
-from trainer.commands.submit import compose, container, docker, kubernetes, slurm
+from trainer.commands.submit import container, docker, kubernetes, slurm
 from trainer.commands.submit.places import PLACES as HOW
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
@@ -51,7 +50,7 @@ REFUSED |= {(where, "files") for where in ("job", "jobset", "trainjob")}
 def change(where: str, field: str) -> dict[str, Any]:
     value = CHANGES[field]
     if field in ("data", "runs"):
-        value = f"/srv/{value}" if where in ("docker", "compose") else f"pvc:{value}"
+        value = f"/srv/{value}" if where in ("docker", "slurm") else f"pvc:{value}"
     if field == "recipe_text":
         return {"recipe": "mine.yaml", field: value}
     return {"gpus_per_node": 0, field: value} if field == "nproc_per_node" else {field: value}
@@ -92,8 +91,8 @@ def test_a_changed_field_changes_the_file(where: str, field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(set(CHANGES) - {"recipe_text", "user", "min_nnodes"}))
 def test_a_changed_field_changes_the_batch_script(field: str) -> None:
-    for changes in ({}, change("compose", field)):
-        spec = job("compose", **changes)
+    for changes in ({}, change("slurm", field)):
+        spec = job("slurm", **changes)
         wanted = {**job_files.expected(spec, spec.port), "environment": spec.environment}
         del wanted["user"]  # the one who submits it
         assert job_files.read_slurm(slurm.render(spec, Site())) == wanted
@@ -103,7 +102,7 @@ def test_a_changed_field_changes_the_batch_script(field: str) -> None:
 @pytest.mark.parametrize("elastic", [{}, {"min_nnodes": 1}])
 def test_a_step_has_the_cpus_of_its_job(container: str, elastic: dict[str, int]) -> None:
     """From Slurm 22.05 on srun doesn't inherit them from sbatch."""
-    spec = job("compose", nnodes=2, cpus_per_node=7, runs="/srv/srun", **elastic)
+    spec = job("slurm", nnodes=2, cpus_per_node=7, runs="/srv/srun", **elastic)
     text = slurm.render(spec, Site.model_validate({"container": container}))
     (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
     assert " --cpus-per-task=7 " in step
@@ -111,13 +110,7 @@ def test_a_step_has_the_cpus_of_its_job(container: str, elastic: dict[str, int])
 
 
 def test_what_is_rendered_is_what_nodes_find() -> None:
-    """The launcher's own discovery reads what the files set."""
-    spec = job("compose", nnodes=3, min_nnodes=2, port=30000)
-    services = yaml.safe_load(compose.render(spec, Site()))["services"]
-    for rank, service in enumerate(services.values()):
-        found = find_nodes(service["environment"], None, None, None, None)
-        assert found
-        assert found[:5] == (2, 3, rank, "node-0", 30000)
+    """The launcher's own discovery reads what Kubeflow sets."""
     # What the operators set (kubeflow/trainer: pkg/runtime/framework/plugins/torch/torch.go of v2.0.0 to
     # v2.3.0; pkg/controller.v1/pytorch/{envvar,master}.go of v1.7.0 to v1.9.4).
     v2 = {
@@ -155,7 +148,7 @@ def test_a_recipe_that_is_a_file_comes_along(where: str, tmp_path: Path) -> None
     spec = job(where, recipe=str(file), recipe_text="epochs: 3\nabout: '# ä'\n")
     place, site, _ = PLACES[where]
     text = HOW[place].render(spec, site)
-    if place in ("docker", "compose"):
+    if place == "docker":
         assert f"{file}" in text
         assert "/recipe/mine.yaml" in text
         return
@@ -204,7 +197,7 @@ def test_whatever_a_job_says_every_place_says(
         "minutes": minutes,
         "grace_seconds": grace,
     }
-    if where in ("docker", "compose") and folder:
+    if where == "docker" and folder:
         changes["data"] = f"/srv/{folder}"
     spec = job(where, **changes)
     assert read(where, spec) == job_files.expected(spec, port(where, spec))
@@ -271,8 +264,6 @@ def test_folders_and_claims_have_their_places() -> None:
         kubernetes.render(JobSpec(recipe="digits", image=IMAGE), Site())
     with pytest.raises(BadInputError, match="--data pvc:x: docker has no claims"):
         docker.render(JobSpec(recipe="digits", image=IMAGE, data="pvc:x"), Site())
-    with pytest.raises(BadInputError, match="--cache pvc:x: compose has no claims"):
-        compose.render(JobSpec(recipe="digits", image=IMAGE, cache="pvc:x"), Site())
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -303,10 +294,9 @@ def test_a_namespace_may_give_pods_their_user(where: str) -> None:
         read(where, job(where, user="1:2147483648"))
 
 
-@pytest.mark.parametrize("where", ["docker", "compose"])
-def test_only_a_namespace_gives_a_user(where: str) -> None:
+def test_only_a_namespace_gives_a_user() -> None:
     with pytest.raises(BadInputError, match="--user none: only Kubernetes gives a container a user"):
-        read(where, job(where, user="none"))
+        read("docker", job("docker", user="none"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """`trainer submit RECIPE`: a job for an engine or a cluster.
 
 - `launching`: from the options to jobs, each a `spec`, checked before anything is submitted (`partition`)
-- `docker`, `compose`, `slurm`, `kubernetes`, `kubeflow`: the file for each (`container`, `pods`)
+- `docker`, `slurm`, `kubernetes`, `kubeflow`: the file for each (`container`, `pods`)
 - `site_file`, `environment`, `patch`: what a site says: defaults, where secrets come from, words in manifests
 - `submit`: gives it to the engine or the cluster; `sweep`: several runs; `carried`: files that go along
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # What `trainer.commands.submit.spec` allows, without its imports.
-PLACES = ("docker", "compose", "slurm", "kubernetes", "kubeflow")
+PLACES = ("docker", "slurm", "kubernetes", "kubeflow")
 CONTAINERS = ("pyxis", "apptainer", "venv")
 
 
@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--user",
         metavar="UID:GID",
-        help="(default: 1000:1000; on docker and compose the caller); none: as the namespace says",
+        help="(default: 1000:1000; on docker the caller); none: as the namespace says",
     )
     add("--env", action="append", default=[], metavar="K=V", help="a variable, no secret; repeatable")
     add(

@@ -9,7 +9,7 @@ from trainer.errors import BadInputError
 from trainer.host.files import read_bounded
 
 CLUSTERS = ("kubernetes", "kubeflow")
-# A line that docker, Compose and the shell of a batch script read alike.
+# A line that docker and the shell of a batch script read alike.
 _LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=[^\s\"'\\$#`]*")
 
 

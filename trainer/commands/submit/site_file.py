@@ -79,7 +79,6 @@ class SiteFile(Section):
     """A section for each place; its keys are options of `trainer submit`, with _ for -."""
 
     docker: _Place = Field(default_factory=_Place)
-    compose: _Place = Field(default_factory=_Place)
     slurm: _Slurm = Field(default_factory=_Slurm)
     kubernetes: _Kubernetes = Field(default_factory=_Kubernetes)
     kubeflow: _Cluster = Field(default_factory=_Cluster)
