@@ -21,6 +21,11 @@ BENCHES = {
     "start": ("start", "CPU seconds from the command to the first step, beside a plain script's"),
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
     "sharding": ("sharding", "memory, bytes sent and time of a model spread over four ranks, beside DDP"),
+    "setting": ("setting", "what settings cost: steps, or whole runs, with each and without, in turn"),
+    "comm": (
+        "comm",
+        "all-reduce bandwidth of this host's ranks, or torchrun's, against the link's limit",
+    ),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
     "optimizers": ("optimizers", "what each optimizer learns in the same updates"),
     "claims": (

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.loader import images_of
+from benchmarks.paired import interleaved, median_interval
 from benchmarks.pipelines import SIDE
-from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.data.formats.crop import Box, random_cut
 from trainer.data.formats.decode import cut_out, look, resize
 from trainer.data.formats.files import in_folder

@@ -25,7 +25,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from trainer.commands.bench.paired import interleaved, median_interval
+from benchmarks.paired import interleaved, median_interval
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import RegularizationConfig

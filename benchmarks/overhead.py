@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.against import blamed, chosen, titled
-from trainer.commands.bench.paired import interleaved, median_interval
+from benchmarks.paired import interleaved, median_interval
 from trainer.config.recipe import Recipe
 from trainer.config.training import OptimConfig
 from trainer.data.dataset import ArrayDataset, Dataset

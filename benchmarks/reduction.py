@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.commands.bench.paired import interleaved, median_interval
-from trainer.commands.bench.setting import timed_steps
+from benchmarks.paired import interleaved, median_interval
+from benchmarks.setting import timed_steps
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, joined_world
 from trainer.distributed.tree import Sums, Tournament

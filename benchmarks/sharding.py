@@ -24,8 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.paired import interleaved, median_interval
 from benchmarks.reduction import received
-from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED

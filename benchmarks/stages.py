@@ -17,8 +17,8 @@ import numpy as np
 import soundfile
 import torch
 
+from benchmarks.paired import interleaved, median_interval
 from benchmarks.photographs import write_photographs
-from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.config.recipe_file import make_recipe
 from trainer.data.builtin.synthetic_boxes import SyntheticPictures
 from trainer.data.dataset import Dataset

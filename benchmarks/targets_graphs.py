@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.overhead import logging_to
-from trainer.commands.bench.paired import interleaved, median_interval
-from trainer.commands.bench.setting import now
+from benchmarks.paired import interleaved, median_interval
+from benchmarks.setting import now
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.overhead import Series
-from trainer.commands.bench.paired import interleaved, median_interval
+from benchmarks.paired import interleaved, median_interval
 from trainer.config.data import LoaderConfig
 from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.data.loader import RingLoader, Source

@@ -40,8 +40,7 @@ GPUS: dict[str, Any] = {"gpus_per_node": 8, "cpus_per_node": 96, "memory_gib": 5
 EXAMPLES: dict[str, tuple[Place, JobSpec, Site]] = {
     "job.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nnodes=2), Site()),
     "jobset.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nnodes=2), Site(jobset=True)),
-    "trainjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nnodes=2), Site(kubeflow="v2")),
-    "pytorchjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nnodes=2), Site(kubeflow="v1")),
+    "trainjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nnodes=2), Site()),
 }
 ON_HOSTS = {**COMMON, "data": "/shared/imagenet", "runs": "/shared/runs", "cache": "/shared/cache"}
 SLURM: dict[str, tuple[JobSpec, Site]] = {

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from trainer.commands.bench.paired import median_interval
+from benchmarks.paired import median_interval
 
 Verdict = Literal["holds", "doesn't hold", "undecided", "not measured"]
 

@@ -22,9 +22,9 @@ from benchmarks.claims.measuring import (
     chosen,
     measure_steps as steps_of,
 )
+from benchmarks.paired import interleaved
 from benchmarks.photographs import write_photographs
-from trainer.commands.bench.paired import interleaved
-from trainer.commands.bench.setting import now
+from benchmarks.setting import now
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated

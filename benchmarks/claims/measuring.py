@@ -11,8 +11,8 @@ import torch
 from torch.autograd.profiler import profile
 
 from benchmarks.claims.claim import Series
-from trainer.commands.bench.paired import interleaved
-from trainer.commands.bench.setting import now
+from benchmarks.paired import interleaved
+from benchmarks.setting import now
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated

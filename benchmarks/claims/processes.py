@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks import whole_runs
 from benchmarks.claims.claim import Series
 from benchmarks.claims.loading import photographs
 from benchmarks.claims.measuring import Ablation, Measurement, Size
 from benchmarks.claims.needs import library
 from benchmarks.claims.training import IMAGES
-from trainer.commands.bench import whole_runs
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe, recipe_names
 from trainer.config.section import validated

@@ -26,8 +26,8 @@ from benchmarks.claims.measuring import (
     chosen,
     steps_in,
 )
+from benchmarks.paired import interleaved
 from benchmarks.reduction import received
-from trainer.commands.bench.paired import interleaved
 from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
 

@@ -19,7 +19,7 @@ from benchmarks.claims.measuring import (
     measure_steps,
 )
 from benchmarks.overhead import TinyTask, by_trainer, tiny_recipe
-from trainer.commands.bench.paired import interleaved
+from benchmarks.paired import interleaved
 from trainer.config.recipe_file import override, read_recipe
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.train.reduction import FixedGradients

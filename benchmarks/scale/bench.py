@@ -25,7 +25,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         help="figures with their sources, YAML or JSON",
     )
     bench.add_argument(
-        "--comm", type=Path, metavar="FILE", help="what `trainer bench comm --json` printed: the links"
+        "--comm", type=Path, metavar="FILE", help="what `python -m benchmarks comm --json` printed: the links"
     )
     bench.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="replace a figure; repeatable"
@@ -86,7 +86,7 @@ def bench_scale(
         file: Figures and their sources.
         gpus: How many, separated by commas.
         settings: NAME=VALUE of figures to replace.
-        comm: What `trainer bench comm --json` printed.
+        comm: What `python -m benchmarks comm --json` printed.
         simulated: Whether to simulate, too.
         sources_only: Whether to print what it would be computed from, and no more.
         strategies_only: Whether to print what the strategies send and hold, and no more.

@@ -155,7 +155,7 @@ def read_job(path: Path, settings: Sequence[str] = (), comm: Path | None = None)
     Args:
         path: The file.
         settings: NAME=VALUE of figures that replace the file's.
-        comm: What `trainer bench comm --json` printed: its link replaces the node's own, or
+        comm: What `python -m benchmarks comm --json` printed: its link replaces the node's own, or
             the one between nodes where it was measured on several hosts.
 
     Raises:
@@ -173,7 +173,7 @@ def read_job(path: Path, settings: Sequence[str] = (), comm: Path | None = None)
         link = read_link(comm)
         where = "network" if link.between_hosts else "node"
         figures |= {f"{where}_alpha_s": link.alpha_s, f"{where}_bytes_per_s": link.bytes_per_s}
-        from_it = f"measured: trainer bench comm --json, {comm.name}"
+        from_it = f"measured: python -m benchmarks comm --json, {comm.name}"
         sources |= {f"{where}_alpha_s": from_it, f"{where}_bytes_per_s": from_it}
     for setting in settings:
         name = setting.partition("=")[0].strip()
@@ -194,7 +194,7 @@ class Link(NamedTuple):
 
 
 def read_link(path: Path) -> Link:
-    """The link that `trainer bench comm --json` saw.
+    """The link that `python -m benchmarks comm --json` saw.
 
     Its line is of whole all-reduces, seconds = alpha_s + bytes / bytes_per_s; on a ring of n ranks these are
     2 (n - 1) messages one after the other, each of an n-th of the bytes.
@@ -209,8 +209,8 @@ def read_link(path: Path) -> Link:
             raise ValueError("no link")
     except (ValueError, KeyError, TypeError) as error:
         raise BadInputError(
-            f"{path}: not what `trainer bench comm --json` prints on two ranks or more: ranks, alpha_s and "
-            "bytes_per_s are looked for"
+            f"{path}: not what `benchmarks comm --json` prints on two ranks or more: ranks, alpha_s "
+            "and bytes_per_s are looked for"
         ) from error
     messages = 2 * (ranks - 1)
     return Link(ranks, int(found.get("hosts", 1)) > 1, alpha / messages, speed * messages / ranks)

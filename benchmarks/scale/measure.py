@@ -31,14 +31,14 @@ def print_figures(run: Path, comm: Path | None) -> int:
 
     Args:
         run: Folder of a run of one rank, with some rows of metrics and a checkpoint.
-        comm: What `trainer bench comm --json` printed here.
+        comm: What `python -m benchmarks comm --json` printed here.
 
     Raises:
         BadInputError: If one of them is missing, or isn't what is needed.
     """
     if comm is None:
         raise BadInputError(
-            "--measure needs the links: trainer bench comm --json > comm.json, then --comm comm.json"
+            "--measure needs the links: python -m benchmarks comm --json > comm.json, then --comm comm.json"
         )
     wait_passively()
     recipe = validated(Recipe, read_recipe(str(run / "config.yaml")), str(run / "config.yaml"))
@@ -112,7 +112,7 @@ def _of_links(comm: Path) -> Found:
         raise BadInputError(
             f"{comm}: of several hosts; begin with one of this host alone, then --comm this one"
         )
-    by = f"measured: trainer bench comm --json, {ranks} ranks of one host"
+    by = f"measured: python -m benchmarks comm --json, {ranks} ranks of one host"
     guess = "assumed: a network as fast as this host's own link; measure it on two hosts"
     return {
         "gpus_per_node": (ranks, by),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from benchmarks.claims.claim import FEWEST_ROUNDS
-from trainer.commands.bench.paired import median_interval
+from benchmarks.paired import median_interval
 
 Outcome = Literal["trainer wins", "trainer loses", "equal", "undecided"]
 QUIET = 0.9

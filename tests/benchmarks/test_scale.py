@@ -387,7 +387,10 @@ def test_the_link_of_whole_all_reduces(tmp_path: Path) -> None:
         (["--figures", str(EXAMPLE), "--set", "bucket_bytes=[1]"], "two lists of one length"),
         (["--figures", str(EXAMPLE), "--plot", "scale.png"], "ends in .svg"),
         (["--figures", str(EXAMPLE), "--seed", "-1"], "--seed -1"),
-        (["--figures", str(EXAMPLE), "--comm", str(EXAMPLE)], "not what `trainer bench comm --json` prints"),
+        (
+            ["--figures", str(EXAMPLE), "--comm", str(EXAMPLE)],
+            "not what `python -m benchmarks comm --json` prints",
+        ),
         (["--measure", "nowhere"], "--comm comm.json"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from benchmarks.charts import as_svg
+from benchmarks.paired import median_interval, values_outside
 from benchmarks.scoreboard.bench import bench_scoreboard
 from benchmarks.scoreboard.benches import BENCHES
 from benchmarks.scoreboard.chart import chart
@@ -40,7 +41,6 @@ from tests.helpers.scoreboard_parts import (
     rows,
     words,
 )
-from trainer.commands.bench.paired import median_interval, values_outside
 from trainer.observe.text import DASH
 
 

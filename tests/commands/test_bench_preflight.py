@@ -22,27 +22,10 @@ from tests.helpers.netns import hosts, in_host, on_each
 from tests.helpers.waiting import SECONDS
 from trainer.cli import main
 from trainer.commands.bench import links, preflight as preflight_module
-from trainer.commands.bench.comm import bench_comm
 from trainer.commands.bench.links import Link, called, calling, listening, rate
-from trainer.commands.bench.preflight import RankPlace, _told, _tried, preflight
+from trainer.commands.bench.preflight import RankPlace, _told, _tried, bench_links, preflight
 from trainer.commands.bench.preflight_verdict import Host, Pair, better, joined, rounds_of, verdict
 
-OPTIONS = argparse.Namespace(
-    nproc_per_node=None,
-    gpus=None,
-    sizes="",
-    dtypes="fp32",
-    backend="gloo",
-    rounds=1,
-    json=False,
-    limit=None,
-    preflight=False,
-    seconds=5.0,
-    nnodes=None,
-    node_rank=None,
-    master_addr=None,
-    master_port=None,
-)
 GIGABIT = 1e9 / 8
 
 
@@ -316,10 +299,25 @@ def test_a_rank_without_a_store_says_so() -> None:
     assert "got no answer from the store at 127.0.0.1:" in told["alone"]
 
 
-@pytest.mark.slow  # three processes that import torch
-def test_the_preflight_as_a_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "comm", "--preflight", "--nproc-per-node", "2"]) == 0
-    assert capfd.readouterr().out.startswith("1 link between 2 ranks of ")
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 3, "nothing measured: one host has no links"),
+        (["--seconds", "0"], 2, "--seconds 0: give a number"),
+    ],
+)
+def test_what_is_no_check(words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "links", *words]) == code
+    assert said in "".join(capfd.readouterr())
+
+
+def test_a_rank_that_torchrun_started_finds_its_place() -> None:
+    """Rank 0 holds the store, unless torchrun's agent does."""
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    place = preflight_module._place_of_rank
+    assert place(environ) == RankPlace(0, 2, "a", 7, True)
+    assert not place({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).holds_store
+    assert not place({**environ, "RANK": "1"}).holds_store
 
 
 def between_hosts(names: list[str], seconds: float, come: Sequence[float] = ()) -> list[dict[str, Any]]:
@@ -347,12 +345,11 @@ def test_two_hosts_that_start_it_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(preflight_module, "interface_speed", lambda _: (None, ""))
 
     def one(number: int, seconds: float = 30.0) -> tuple[int, str]:
-        several = {"nnodes": "2", "node_rank": number}
-        several |= {"master_addr": "10.79.0.1", "master_port": 29513}
-        options = argparse.Namespace(**{**vars(OPTIONS), **several, "preflight": True, "seconds": seconds})
+        several = {"nnodes": "2", "node_rank": number, "master_addr": "10.79.0.1", "master_port": 29513}
+        options = argparse.Namespace(**several, json=False, seconds=seconds)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            code = bench_comm(options)
+            code = bench_links(options)
         return code, out.getvalue()
 
     with hosts(2) as names:

@@ -1,6 +1,5 @@
 """Promise: one specification; a change of it changes every place's file, and each says the same."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from tests.helpers import job_files
 from tests.helpers.job_files import IMAGE, PLACES, job
-from trainer.commands.submit import compose, container, docker, kubeflow, kubernetes, slurm
+from trainer.commands.submit import container, docker, kubernetes, slurm
 from trainer.commands.submit.places import PLACES as HOW
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
@@ -46,13 +44,13 @@ CHANGES: dict[str, Any] = {
 }
 # What a place can't do; it must say so.
 REFUSED = {("docker", "nnodes"), ("docker", "min_nnodes"), ("trainjob", "min_nnodes"), ("trainjob", "port")}
-REFUSED |= {(where, "files") for where in ("job", "jobset", "trainjob", "pytorchjob")}
+REFUSED |= {(where, "files") for where in ("job", "jobset", "trainjob")}
 
 
 def change(where: str, field: str) -> dict[str, Any]:
     value = CHANGES[field]
     if field in ("data", "runs"):
-        value = f"/srv/{value}" if where in ("docker", "compose") else f"pvc:{value}"
+        value = f"/srv/{value}" if where in ("docker", "slurm") else f"pvc:{value}"
     if field == "recipe_text":
         return {"recipe": "mine.yaml", field: value}
     return {"gpus_per_node": 0, field: value} if field == "nproc_per_node" else {field: value}
@@ -64,9 +62,7 @@ def read(where: str, spec: JobSpec) -> dict[str, Any]:
 
 
 def port(where: str, spec: JobSpec) -> int | None:
-    # Of a single node's pod only PyTorchJob wants to know.
-    many = spec.nnodes > 1 and where not in ("docker", "trainjob")
-    return spec.port if many or where == "pytorchjob" else None
+    return spec.port if spec.nnodes > 1 and where not in ("docker", "trainjob") else None
 
 
 def test_every_field_is_changed() -> None:
@@ -95,8 +91,8 @@ def test_a_changed_field_changes_the_file(where: str, field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(set(CHANGES) - {"recipe_text", "user", "min_nnodes"}))
 def test_a_changed_field_changes_the_batch_script(field: str) -> None:
-    for changes in ({}, change("compose", field)):
-        spec = job("compose", **changes)
+    for changes in ({}, change("slurm", field)):
+        spec = job("slurm", **changes)
         wanted = {**job_files.expected(spec, spec.port), "environment": spec.environment}
         del wanted["user"]  # the one who submits it
         assert job_files.read_slurm(slurm.render(spec, Site())) == wanted
@@ -106,7 +102,7 @@ def test_a_changed_field_changes_the_batch_script(field: str) -> None:
 @pytest.mark.parametrize("elastic", [{}, {"min_nnodes": 1}])
 def test_a_step_has_the_cpus_of_its_job(container: str, elastic: dict[str, int]) -> None:
     """From Slurm 22.05 on srun doesn't inherit them from sbatch."""
-    spec = job("compose", nnodes=2, cpus_per_node=7, runs="/srv/srun", **elastic)
+    spec = job("slurm", nnodes=2, cpus_per_node=7, runs="/srv/srun", **elastic)
     text = slurm.render(spec, Site.model_validate({"container": container}))
     (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
     assert " --cpus-per-task=7 " in step
@@ -114,13 +110,7 @@ def test_a_step_has_the_cpus_of_its_job(container: str, elastic: dict[str, int])
 
 
 def test_what_is_rendered_is_what_nodes_find() -> None:
-    """The launcher's own discovery reads what the files set."""
-    spec = job("compose", nnodes=3, min_nnodes=2, port=30000)
-    services = yaml.safe_load(compose.render(spec, Site()))["services"]
-    for rank, service in enumerate(services.values()):
-        found = find_nodes(service["environment"], None, None, None, None)
-        assert found
-        assert found[:5] == (2, 3, rank, "node-0", 30000)
+    """The launcher's own discovery reads what Kubeflow sets."""
     # What the operators set (kubeflow/trainer: pkg/runtime/framework/plugins/torch/torch.go of v2.0.0 to
     # v2.3.0; pkg/controller.v1/pytorch/{envvar,master}.go of v1.7.0 to v1.9.4).
     v2 = {
@@ -158,7 +148,7 @@ def test_a_recipe_that_is_a_file_comes_along(where: str, tmp_path: Path) -> None
     spec = job(where, recipe=str(file), recipe_text="epochs: 3\nabout: '# ä'\n")
     place, site, _ = PLACES[where]
     text = HOW[place].render(spec, site)
-    if place in ("docker", "compose"):
+    if place == "docker":
         assert f"{file}" in text
         assert "/recipe/mine.yaml" in text
         return
@@ -207,7 +197,7 @@ def test_whatever_a_job_says_every_place_says(
         "minutes": minutes,
         "grace_seconds": grace,
     }
-    if where in ("docker", "compose") and folder:
+    if where == "docker" and folder:
         changes["data"] = f"/srv/{folder}"
     spec = job(where, **changes)
     assert read(where, spec) == job_files.expected(spec, port(where, spec))
@@ -246,10 +236,8 @@ def test_pods_find_node_0(where: str, nodes: int) -> None:
         assert network == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
 
 
-@pytest.mark.parametrize("where", ["trainjob", "pytorchjob"])
-def test_kubeflow_sets_what_nodes_find_each_other_by(where: str) -> None:
-    place, site, _ = PLACES[where]
-    objects = job_files.documents(HOW[place].render(job(where), site))
+def test_kubeflow_sets_what_nodes_find_each_other_by() -> None:
+    objects = job_files.documents(HOW["kubeflow"].render(job("trainjob"), Site()))
     for _, template in job_files.templates(objects):
         names = {one["name"] for one in template["spec"]["containers"][0]["env"]}
         assert not names & {*job_files.VARIABLES, "RANK", "WORLD_SIZE"}
@@ -271,39 +259,11 @@ def test_a_train_job_says_how_many_ranks_and_which_runtime() -> None:
     assert replicated["template"]["spec"]["template"]["spec"]["containers"][0]["name"] == "node"
 
 
-def test_a_pytorch_job_says_how_many_ranks_and_where_they_meet() -> None:
-    objects = job_files.documents(kubeflow.render(job("pytorchjob", nnodes=3), Site(kubeflow="v1")))
-    spec = objects["PyTorchJob"]["spec"]
-    assert spec["nprocPerNode"] == "2"
-    assert {name: role["replicas"] for name, role in spec["pytorchReplicaSpecs"].items()} == {
-        "Master": 1,
-        "Worker": 2,
-    }
-    for role in spec["pytorchReplicaSpecs"].values():
-        container_ = role["template"]["spec"]["containers"][0]
-        assert container_["name"] == "pytorch"
-        assert container_["ports"][0] == {"name": "pytorchjob-port", "containerPort": 29500}
-        assert role["restartPolicy"] == "ExitCode"
-    assert "elasticPolicy" not in spec
-    alone = job_files.documents(kubeflow.render(job("pytorchjob", nnodes=1), Site(kubeflow="v1")))
-    assert list(alone["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
-    elastic = job("pytorchjob", nnodes=3, min_nnodes=2, name="mine", port=30000)
-    policy = job_files.documents(kubeflow.render(elastic, Site(kubeflow="v1")))["PyTorchJob"]["spec"]
-    assert policy["elasticPolicy"] == {
-        "minReplicas": 2,
-        "maxReplicas": 3,
-        "rdzvHost": "mine-master-0",
-        "rdzvPort": 30000,
-    }
-
-
 def test_folders_and_claims_have_their_places() -> None:
     with pytest.raises(BadInputError, match="--runs runs: pods on Kubernetes don't see"):
         kubernetes.render(JobSpec(recipe="digits", image=IMAGE), Site())
     with pytest.raises(BadInputError, match="--data pvc:x: docker has no claims"):
         docker.render(JobSpec(recipe="digits", image=IMAGE, data="pvc:x"), Site())
-    with pytest.raises(BadInputError, match="--cache pvc:x: compose has no claims"):
-        compose.render(JobSpec(recipe="digits", image=IMAGE, cache="pvc:x"), Site())
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -313,13 +273,13 @@ def test_an_image_is_needed(where: str) -> None:
             read(where, job(where, image=image))
 
 
-@pytest.mark.parametrize("where", ["job", "jobset", "trainjob", "pytorchjob"])
+@pytest.mark.parametrize("where", ["job", "jobset", "trainjob"])
 def test_pods_never_run_as_root(where: str) -> None:
     with pytest.raises(BadInputError, match="--user 0:0: these pods never run as root"):
         read(where, job(where, user="0:0"))
 
 
-@pytest.mark.parametrize("where", ["job", "jobset", "trainjob", "pytorchjob"])
+@pytest.mark.parametrize("where", ["job", "jobset", "trainjob"])
 def test_a_namespace_may_give_pods_their_user(where: str) -> None:
     """As OpenShift's do: a number of ours outside the namespace's range would be refused."""
     place, site, _ = PLACES[where]
@@ -334,10 +294,9 @@ def test_a_namespace_may_give_pods_their_user(where: str) -> None:
         read(where, job(where, user="1:2147483648"))
 
 
-@pytest.mark.parametrize("where", ["docker", "compose"])
-def test_only_a_namespace_gives_a_user(where: str) -> None:
+def test_only_a_namespace_gives_a_user() -> None:
     with pytest.raises(BadInputError, match="--user none: only Kubernetes gives a container a user"):
-        read(where, job(where, user="none"))
+        read("docker", job("docker", user="none"))
 
 
 @pytest.mark.parametrize(
@@ -403,20 +362,3 @@ def test_a_signal_passes_the_time_limit(number: int, code: int) -> None:
         process.stdout.readline()
         process.send_signal(number)
         assert process.wait(300) == code
-
-
-def test_after_a_checkpoint_a_pytorch_job_starts_again() -> None:
-    """The operator starts a pod again after codes from 128 on; dumb-init signals the whole group."""
-    objects = job_files.documents(kubeflow.render(job("pytorchjob"), Site(kubeflow="v1")))
-    words = objects["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
-    shell = [job_files.single(word) for word in words[0]["args"][:4]]
-    for code in (0, 1, 2, 76):
-        assert subprocess.run([*shell, "sh", "-c", f"exit {code}"], check=False).returncode == code
-    assert subprocess.run([*shell, "sh", "-c", "exit 75"], check=False).returncode == 75 + 128
-    for number, code in ((signal.SIGUSR1, 75 + 128), (signal.SIGTERM, 76)):
-        command = [*shell, sys.executable, "-c", PEER]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-            assert process.stdout
-            process.stdout.readline()
-            os.killpg(process.pid, number)
-            assert process.wait(300) == code

@@ -18,14 +18,14 @@ from trainer.commands.submit.places import PLACES as HOW
 from trainer.commands.submit.spec import JobSpec
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
 
-PODS = ("job", "jobset", "trainjob", "pytorchjob")
+PODS = ("job", "jobset", "trainjob")
 # Before 1.29 the schema asked for pod conditions in a rule on exit codes, which was a mistake of its.
 VERSIONS = ("1.29", "1.37")
 
 # The fields that the custom resources have, as their definitions say them (in the repositories
 # kubernetes-sigs/jobset, config/components/crd, v1alpha2; kubeflow/trainer, manifests/base/crds: v2.0.0 to
-# v2.3.0, and for PyTorchJob v1.7.0 to v1.9.0). A type, or what lies below; JOB and POD are Kubernetes' own.
-JOB, POD = "a Job's template", "a pod's template"
+# v2.3.0). A type, or what lies below; JOB is Kubernetes' own.
+JOB = "a Job's template"
 META = {"name": str, "namespace": str, "labels": dict}
 SETS: dict[str, Any] = {
     "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool, "subdomain": str},
@@ -39,7 +39,6 @@ SETS: dict[str, Any] = {
     "suspend": bool,
     "ttlSecondsAfterFinished": int,
 }
-ROLE = {"replicas": int, "restartPolicy": str, "template": POD}
 CUSTOM: dict[str, dict[str, Any]] = {
     "JobSet": {"apiVersion": "jobset.x-k8s.io/v1alpha2", "metadata": META, "spec": SETS},
     "TrainingRuntime": {
@@ -64,29 +63,6 @@ CUSTOM: dict[str, dict[str, Any]] = {
             "suspend": bool,
         },
     },
-    "PyTorchJob": {
-        "apiVersion": "kubeflow.org/v1",
-        "metadata": META,
-        "spec": {
-            "nprocPerNode": str,
-            "elasticPolicy": {
-                "minReplicas": int,
-                "maxReplicas": int,
-                "rdzvBackend": str,
-                "rdzvHost": str,
-                "rdzvPort": int,
-                "maxRestarts": int,
-            },
-            "runPolicy": {
-                "cleanPodPolicy": str,
-                "backoffLimit": int,
-                "activeDeadlineSeconds": int,
-                "ttlSecondsAfterFinished": int,
-                "suspend": bool,
-            },
-            "pytorchReplicaSpecs": {"Master": ROLE, "Worker": ROLE},
-        },
-    },
 }
 
 
@@ -97,9 +73,6 @@ def check(shape: Any, value: Any, where: str = "") -> None:
         check_builtin(
             {**fixed, "metadata": {"name": "x", **value.get("metadata", {})}, "spec": value["spec"]}
         )
-    elif shape == POD:
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", **value["metadata"]}}
-        check_builtin({**pod, "spec": value["spec"]})
     elif isinstance(shape, dict):
         assert isinstance(value, dict), where
         for name, inside in value.items():
@@ -161,9 +134,7 @@ def test_the_check_finds_what_is_no_field() -> None:
         check_all(HOW[place].render(job("job"), PLACES["jobset"][1]).replace("maxRestarts:", "maxRestart:"))
     with pytest.raises(kubernetes_validate.ValidationError):
         check_all(
-            HOW["kubeflow"]
-            .render(job("pytorchjob"), PLACES["pytorchjob"][1])
-            .replace("emptyDir", "emptyDire")
+            HOW["kubeflow"].render(job("trainjob"), PLACES["trainjob"][1]).replace("emptyDir", "emptyDire")
         )
 
 

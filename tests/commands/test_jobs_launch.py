@@ -14,7 +14,7 @@ import yaml
 
 from tests.helpers import job_files
 from trainer.cli import main
-from trainer.commands.submit import CONTAINERS, KUBEFLOW, PLACES, add_parser, carried, places, submit
+from trainer.commands.submit import CONTAINERS, PLACES, add_parser, carried, places, submit
 from trainer.commands.submit.launching import job_fields
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.config.recipe import Recipe
@@ -82,9 +82,9 @@ CASES = [
     (["digits", "--on", "docker", *ENGINE, "--set", "optim.lr=fast"], "optim.lr=fast: "),
     (["digits", "--on", "docker", *ENGINE, "--set", "optim.lr"], "--set optim.lr: give KEY=VALUE"),
     (["digits", "--on", "docker", *ENGINE, "--nnodes", "2"], "--nnodes 2: docker run starts one container"),
-    (["digits", "--on", "compose", *ENGINE, "--nnodes", "two"], "--nnodes two: give a number, or MIN:MAX"),
-    (["digits", "--on", "compose", *ENGINE, "--nnodes", "0"], "--nnodes 0: input should be greater"),
-    (["digits", "--on", "compose", *ENGINE, "--nnodes", "3:2"], "--nnodes: 3 is more than the 2 nodes"),
+    (["digits", "--on", "slurm", *ENGINE, "--nnodes", "two"], "--nnodes two: give a number, or MIN:MAX"),
+    (["digits", "--on", "slurm", *ENGINE, "--nnodes", "0"], "--nnodes 0: input should be greater"),
+    (["digits", "--on", "slurm", *ENGINE, "--nnodes", "3:2"], "--nnodes: 3 is more than the 2 nodes"),
     (["digits", "--on", "docker", *ENGINE, "--time", "soon"], "--time soon: give minutes, HH:MM, HH:MM:SS"),
     (["digits", "--on", "docker", *ENGINE, "--time", "0"], "--time 0: give at least a minute"),
     (["digits", "--on", "docker", *ENGINE, "--grace", "0"], "--grace 0: input should be greater"),
@@ -139,8 +139,8 @@ def test_bad_input_is_one_line(
 def test_gpus_that_this_machine_lacks(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("nvidia-smi", "echo 'GPU 0: x (UUID: a)'; echo 'GPU 1: x (UUID: b)'")
     tools.add("docker")
-    words = ["digits", "--on", "compose", *ENGINE, *SMALL, "--gpus-per-node"]
-    assert "that is 4 GPUs, and nvidia-smi shows 2" in refused([*words, "2", "--nnodes", "2"], capsys)
+    words = ["digits", "--on", "docker", *ENGINE, *SMALL, "--gpus-per-node"]
+    assert "--gpus-per-node 4: nvidia-smi shows 2" in refused([*words, "4"], capsys)
     assert main(["submit", *words, "2", "--dry-run"]) == 0
 
 
@@ -190,17 +190,6 @@ def test_docker_is_given_the_words(tools: Tools, capsys: pytest.CaptureFixture[s
         "follow     docker logs --follow mine",
         "stop       docker stop mine",
     ]
-
-
-def test_compose_is_given_the_file(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
-    tools.add("docker")
-    assert (
-        main(["submit", "digits", "--on", "compose", *ENGINE, "--nnodes", "2", "--name", "mine", *SMALL]) == 0
-    )
-    file = "runs/.jobs/mine.yaml"
-    assert tools.calls() == [["docker", "compose", "--file", file, "up", "--detach"]]
-    assert job_files.read_compose(Path(file).read_text())["nnodes"] == 2
-    assert f"stop       docker compose --file {file} stop" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["kubernetes", "kubeflow"])
@@ -258,14 +247,14 @@ def test_a_recipe_in_the_container_is_only_warned_of(
 
 def rendered(words: list[str], place: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["submit", *words, "--on", place, *ENGINE, "--dry-run"]) == 0
-    read = {"docker": job_files.read_docker, "compose": job_files.read_compose, "slurm": job_files.read_slurm}
+    read = {"docker": job_files.read_docker, "slurm": job_files.read_slurm}
     return read[place](capsys.readouterr().out)
 
 
 HERE = "task: mine.py\nepochs: 1\nmodel: {pretrained: w.safetensors}\n"
 
 
-@pytest.mark.parametrize("place", ["docker", "compose", "slurm"])
+@pytest.mark.parametrize("place", ["docker", "slurm"])
 def test_what_a_recipe_names_here_is_mounted(
     place: str, tools: Tools, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,7 +302,7 @@ FOLDER = ["digits", "--set", "data.name=folder", "--set"]
         ([*FOLDER, "data.path=/no/pets", "--on", "docker", *ENGINE], "data.path=/no/pets: no such file or"),
         ([*FOLDER, "data.path=/data/pets", "--on", "docker", *ENGINE], "data.path=/data/pets: no such file"),
         (
-            [*FOLDER, "data.path=pets", "--data", ".", "--on", "compose", *ENGINE, "--runs", "/srv"],
+            [*FOLDER, "data.path=pets", "--data", ".", "--on", "docker", *ENGINE, "--runs", "/srv"],
             "no such file or folder here",
         ),
         (
@@ -481,7 +470,7 @@ def _options() -> argparse.Namespace:
         "submit digits --on slurm --set seed=1 --name mine --image x:y --nnodes 2:3 --gpus-per-node 2 "
         "--cpus-per-node 5 --memory 30 --shm 3 --time 1:00 --grace 40 --data d --runs r --cache c "
         "--port 3000 --user 1:2 --env A=b --nproc-per-node 1 --partition p --account a --qos q "
-        "--container venv --venv v --namespace n --jobset --kubeflow v1 --sbatch-arg=--nice --queue q "
+        "--container venv --venv v --namespace n --jobset --sbatch-arg=--nice --queue q "
         "--service-account s --env-from file:f --rdma host --patch p.yaml"
     )
     return parser.parse_args(shlex.split(words))
@@ -489,9 +478,7 @@ def _options() -> argparse.Namespace:
 
 def test_choices_are_those_of_the_specification() -> None:
     assert get_args(Place) == PLACES == tuple(places.PLACES)
-    for name, choices in (("container", CONTAINERS), ("kubeflow", KUBEFLOW)):
-        kinds: Any = Site.model_fields[name].annotation
-        assert set(get_args(kinds)) == set(choices)
+    assert set(get_args(Site.model_fields["container"].annotation)) == set(CONTAINERS)
 
 
 def test_the_other_commands_pay_nothing_for_it() -> None:

@@ -24,8 +24,8 @@ from trainer.commands.submit.site_file import SiteFile
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.errors import BadInputError
 
-NAMES = {"job": "trainer", "jobset": "trainer", "trainjob": "node", "pytorchjob": "pytorch"}
-KINDS = {"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob", "pytorchjob": "PyTorchJob"}
+NAMES = {"job": "trainer", "jobset": "trainer", "trainjob": "node"}
+KINDS = {"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob"}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def patched(where: str, text: str) -> dict[str, Any]:
 def test_options_for_pods_reach_every_pod(where: str) -> None:
     words = {"queue": "team", "service_account": "reader", "rdma": "rdma/hca=2"}
     before, after = rendered(where), rendered(where, **words, env_from=("secret:wandb", "secret:hub"))
-    assert len(pods(after)) == (2 if where == "pytorchjob" else 1)
+    assert len(pods(after)) == 1
     for template, old in zip(pods(after), pods(before), strict=True):
         spec, (container,) = template["spec"], template["spec"]["containers"]
         assert spec.pop("serviceAccountName") == "reader"
@@ -238,13 +238,13 @@ WRONG_PLACE = [
     ("docker", ["--queue", "q"], "--queue: docker has none; Slurm's are --partition and --qos"),
     ("slurm", ["--queue", "q"], "--queue: slurm has none; Slurm's are --partition and --qos"),
     ("slurm", ["--service-account", "s"], "--service-account: slurm has none"),
-    ("compose", ["--patch", "x.yaml"], "--patch: compose has none"),
+    ("docker", ["--patch", "x.yaml"], "--patch: docker has none"),
     (
         "kubernetes",
         ["--sbatch-arg=--nice"],
         "--sbatch-arg: kubernetes has none; what else pods are to have, --patch",
     ),
-    ("compose", ["--rdma", "host"], "--rdma: compose has none; all nodes are on this machine"),
+    ("docker", ["--rdma", "host"], "--rdma: docker has none; its container is on this machine"),
     (
         "kubernetes",
         ["--rdma", "host"],
@@ -303,8 +303,7 @@ def test_a_secret_is_never_written_down(word: str, place: Place, capsys: pytest.
     assert line.startswith(f"--env {name} looks like a secret, which isn't written down in plain text: ")
     assert value not in line
     assert ("--env-from secret:mine" in line) == (where is CLUSTER)
-    assert ("--env-from file:PATH" in line) == (where is ENGINE and place != "dstack")
-    assert ("dstack's secrets" in line) == (place == "dstack")
+    assert ("--env-from file:PATH" in line) == (where is ENGINE)
 
 
 def test_what_only_sounds_like_a_secret_is_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,20 +329,18 @@ def test_a_file_of_variables_is_named_and_not_read_into_the_job(here: Path) -> N
     path = str(here / "work" / "secrets.env")
     docker = HOW["docker"].render(job("docker"), site)
     assert f"--env-file {path}" in docker
-    compose = HOW["compose"].render(job("compose"), site)
-    assert [one["env_file"] for one in yaml.safe_load(compose)["services"].values()] == [[path], [path]]
-    spec = job("compose")
+    spec = job("slurm")
     scripts = [
         slurm.render(spec, site.model_copy(update={"container": how})) for how in ("pyxis", "apptainer")
     ]
     # Apptainer empties the environment: what the file sets must come through.
     assert "CUDA_VISIBLE_DEVICES|WANDB_API_KEY|HF_TOKEN)" in scripts[1]
-    for text in (docker, compose, *scripts):
+    for text in (docker, *scripts):
         assert "a-b_c" not in text
 
 
 def test_the_shell_reads_the_file_as_the_engines_do() -> None:
-    text = slurm.render(job("compose"), Site(env_from=(secret_file(),)))
+    text = slurm.render(job("slurm"), Site(env_from=(secret_file(),)))
     lines = text[text.index("while IFS") : text.index("|| exit 2") + len("|| exit 2")]
     show = f'{lines}\nprintf \'%s\\n\' "$WANDB_API_KEY" "$HF_TOKEN"'
     done = subprocess.run(["/bin/bash", "-uc", show], capture_output=True, text=True, check=True)
@@ -377,7 +374,7 @@ def options_of(text: str) -> list[str]:
 
 def test_options_of_sbatch_are_given_on() -> None:
     words = ("constraint=h100", "--nice", "--comment=a b", "--constraint=a100")
-    text = slurm.render(job("compose"), Site(sbatch_arg=words))
+    text = slurm.render(job("slurm"), Site(sbatch_arg=words))
     assert options_of(text)[-3:] == ["--constraint=a100", "--nice", "--comment='a b'"]
 
 
@@ -395,12 +392,12 @@ def test_options_of_sbatch_are_given_on() -> None:
 )
 def test_options_that_the_script_has_are_refused(word: str, wanted: str) -> None:
     with pytest.raises(BadInputError) as raised:
-        slurm.render(job("compose"), Site(sbatch_arg=(word,)))
+        slurm.render(job("slurm"), Site(sbatch_arg=(word,)))
     assert str(raised.value) == f"--sbatch-arg {word}: {wanted}"
 
 
 def test_every_option_that_the_script_has_is_refused() -> None:
-    spec = job("compose", min_nnodes=1)
+    spec = job("slurm", min_nnodes=1)
     text = slurm.render(spec, Site(partition="p", account="a", qos="q"))
     names = {option[2:].partition("=")[0] for option in options_of(text)}
     assert names | {"array"} <= set(slurm._OURS)
@@ -408,7 +405,7 @@ def test_every_option_that_the_script_has_is_refused() -> None:
 
 @pytest.mark.parametrize("how", ["pyxis", "apptainer", "venv"])
 def test_rdma_on_slurm_brings_the_devices_and_the_limit(how: str) -> None:
-    text = slurm.render(job("compose"), Site.model_validate({"container": how, "rdma": "host"}))
+    text = slurm.render(job("slurm"), Site.model_validate({"container": how, "rdma": "host"}))
     assert ("/dev/infiniband:/dev/infiniband" in text) == (how != "venv")
     assert "ulimit -l unlimited" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -521,7 +518,7 @@ def test_each_place_has_its_own_defaults_and_no_file_means_none(
         ("docker: {queue: x}", "unknown key 'docker.queue'; did you mean 'kubernetes.queue'?"),
         (
             "docker: {recipe: x}",
-            "unknown key 'docker.recipe'; it has sections docker, compose, slurm, kubern",
+            "unknown key 'docker.recipe'; it has sections docker, slurm, kubernetes, kubeflow",
         ),
         ("slurm: {memory: many}", "slurm.memory=many: "),
         ("slurm: {container: podman}", "slurm.container=podman: not among them"),
@@ -574,13 +571,13 @@ def test_lists_with_keys_are_those_of_kubernetes() -> None:
 )
 def test_no_value_adds_a_directive(option: str, value: str) -> None:
     with pytest.raises(BadInputError, match=f"^--{option} .* can't stand in a line of #SBATCH") as raised:
-        slurm.render(job("compose"), Site(**{option: value}))
+        slurm.render(job("slurm"), Site(**{option: value}))
     assert "\n" not in str(raised.value) and "\x1b" not in str(raised.value)
 
 
 @pytest.mark.parametrize("where", ["runs", "a\x1bb", "comment=a\n#SBATCH --uid=0", "mail-user=a\u2028b"])
 def test_paths_and_further_options_add_none_either(where: str) -> None:
-    spec, site = job("compose"), Site()
+    spec, site = job("slurm"), Site()
     if "=" in where:
         site = Site(sbatch_arg=(where,))
     else:

@@ -32,7 +32,6 @@ _OWN_WORDS = {
     "tasks/trial.py": "what this process has just made",
     "train/tracking/as_tracker.py": "its parent's words, by a pipe",
     "train/tracking/process.py": "its parent's words, by a pipe",
-    "train/tune/lr_range.py": "a temporary folder, for its user alone",
     "train/tune/job.py": "a temporary folder, for its user alone",
     "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
     "commands/bench/comm.py": "a temporary folder, for its user alone",

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.container.run import engine, wait_for
-from tests.helpers import job_files
 from trainer.cli import main
-from trainer.commands.submit import container, docker, kubeflow
-from trainer.commands.submit.spec import JobSpec, Site
+from trainer.commands.submit import container
+from trainer.commands.submit.spec import JobSpec
 
 pytestmark = pytest.mark.container
 
@@ -43,11 +42,6 @@ def exit_code(name: str) -> int:
     return int(engine("wait", name))
 
 
-def start(spec: JobSpec, words: list[str]) -> None:
-    """Starts the container of a job with other words in it."""
-    engine(*docker.words(spec, Site())[1 : -len(container.timed(spec))], *words)
-
-
 def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_time_limit(spec: JobSpec) -> None:
     words = ["submit", spec.recipe, "--on", "docker", "--image", spec.image, "--name", NAME]
     words += ["--user", spec.user, "--cpus-per-node", "2", "--memory", "6"]
@@ -65,14 +59,3 @@ def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_time_limit(spec
     assert "stopped by SIGUSR1" in engine("logs", NAME, expected=(".*",))
     run = Path("runs") / NAME
     assert {path.stat().st_uid for path in run.rglob("*")} == {12345}
-
-
-def test_the_shell_of_a_pytorch_job_behind_the_real_init(spec: JobSpec) -> None:
-    pods = spec.model_copy(update={"runs": "pvc:runs", "user": "1000:1000"})
-    objects = job_files.documents(kubeflow.render(pods, Site(kubeflow="v1")))
-    ((_, template),) = job_files.templates(objects)
-    words = [job_files.single(word) for word in template["spec"]["containers"][0]["args"]]
-    start(spec, words)
-    wait_for(lambda: has_begun(NAME), "a row")
-    engine("stop", NAME)
-    assert exit_code(NAME) == 128 + 75

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -18,6 +19,7 @@ EXAMPLES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 SMALL = {
     "custom-task": ["epochs=1"],
     "fine-tune-images": ["max_steps=2", "data.image_size=32", "evaluation.every=end"],
+    "lr-range": ["max_steps=30", "optim.warmup_steps=30", "optim.lr=10"],
     "own-text": ["max_steps=2", "language.width=32", "language.layers=1", "data.eval_batch_size=512"],
 }
 
@@ -43,7 +45,7 @@ def run_all(example: str, folder: Path) -> str:
     return said
 
 
-def test_there_are_three() -> None:
+def test_there_are_four() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 
@@ -67,6 +69,29 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
 def test_images_of_ones_own(tmp_path: Path) -> None:
     said = run_all("fine-tune-images", tmp_path / "mine")
     assert re.search(r"pictures/mine/val/8/114\.png +\d +\d", said)
+
+
+def test_a_learning_rate_range_test(tmp_path: Path) -> None:
+    said = run_all("lr-range", tmp_path / "mine")
+    rates = [float(one) for one in re.findall(r"^  lr (\S+)", said, re.M)]
+    assert rates == sorted(rates) and rates[0] == pytest.approx(10 / 30, rel=0.01)
+    assert re.search(
+        r"(diverged at|did not diverge in).*; (suggestion: optim\.lr=|the loss never fell)", said
+    )
+
+
+def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hook = runpy.run_path(str(FOLDER / "lr-range" / "lr_range.py"))["LRRange"]()
+    losses = [2.0, 1.0, *[0.5] * 30, *[1e3] * 9, float("nan")]
+    for number, loss in enumerate(losses, 1):
+        hook.after_step({"lr": number / 10, "loss": loss})
+    hook.after_evaluation(len(losses), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "the loss diverged at 3.3; suggestion: optim.lr=0.32"
+    never = runpy.run_path(str(FOLDER / "lr-range" / "lr_range.py"))["LRRange"]()
+    never.after_step({"lr": 1.0, "loss": float("nan")})
+    assert "the loss never fell: no suggestion" in capsys.readouterr().out
 
 
 def test_a_custom_task(tmp_path: Path) -> None:

@@ -89,69 +89,6 @@ def read_docker(text: str) -> dict[str, Any]:
     }
 
 
-def read_compose(text: str) -> dict[str, Any]:
-    """As Compose reads it; all services must be the same but for what tells them apart."""
-    project = yaml.load(text, yaml.CSafeLoader)
-    assert set(project) == {"name", "services", "networks"}
-    nodes = [
-        _compose_service(service, rank, len(project["services"]))
-        for rank, service in enumerate(project["services"].values())
-    ]
-    assert list(project["services"]) == [f"node-{rank}" for rank in range(len(nodes))]
-    assert all(node == nodes[0] for node in nodes)
-    return {**nodes[0], "name": project["name"], "nnodes": len(nodes)}
-
-
-def _compose_service(service: dict[str, Any], rank: int, nodes: int) -> dict[str, Any]:
-    assert not {"ports", "privileged", "cap_add", "network_mode"} & set(service)
-    assert service["cap_drop"] == ["ALL"]
-    assert service["read_only"] is True
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["networks"] == ["nodes"]
-    assert service["restart"] == "no"
-    environment = {name: single(value) for name, value in service["environment"].items()}
-    rendezvous = {name: environment.pop(name) for name in VARIABLES if name in environment}
-    port = None
-    if nodes > 1:
-        assert rendezvous["NODE_RANK"] == str(rank)
-        assert rendezvous["MASTER_ADDR"] == "node-0"
-        assert rendezvous["NNODES"].rpartition(":")[2] == str(nodes)
-        port = int(rendezvous["MASTER_PORT"])
-    else:
-        assert not rendezvous
-    mounts = {}
-    for volume in service["volumes"]:
-        assert volume["bind"] == {"create_host_path": False}
-        assert volume.get("read_only", False) == volume["target"].startswith(("/data", "/recipe/"))
-        mounts[volume["target"]] = single(volume["source"])
-    assert _writable({*(one.partition(":")[0] for one in service["tmpfs"]), *mounts})
-    stop = re.fullmatch(r"(\d+)s", service["stop_grace_period"])
-    assert stop
-    seconds, command = _untimed([single(word) for word in service["command"]], stop[1])
-    gpus = 0
-    if "deploy" in service:
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-        ids = device.get("device_ids")
-        gpus = len(ids) if ids else device["count"]
-        assert (nodes > 1) == bool(ids)
-        assert not ids or ids == [str(rank * gpus + gpu) for gpu in range(gpus)]
-    return {
-        "image": service["image"],
-        "gpus": gpus,
-        "cpus": service["cpus"],
-        "memory": _gib(service["mem_limit"]),
-        "shm": _gib(service["shm_size"]),
-        "seconds": seconds,
-        "stop": int(stop[1]),
-        "user": service["user"],
-        "environment": environment,
-        "mounts": mounts,
-        "command": command,
-        "port": port,
-    }
-
-
 def read_slurm(text: str) -> dict[str, Any]:
     """As sbatch, the shell and Pyxis read it; Slurm has no users to choose, and no limit for /dev/shm."""
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.M))
@@ -197,10 +134,7 @@ def documents(text: str) -> dict[str, Any]:
 
 
 def templates(objects: dict[str, Any]) -> list[tuple[int, Any]]:
-    """Pod templates and how many pods each has, of a Job, a JobSet, a TrainJob or a PyTorchJob."""
-    if "PyTorchJob" in objects:
-        roles = objects["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
-        return [(role["replicas"], role["template"]) for role in roles.values()]
+    """Pod templates and how many pods each has, of a Job, a JobSet or a TrainJob."""
     job = indexed_job(objects)
     assert job["completions"] == job["parallelism"]
     return [(job["completions"], job["template"])]
@@ -234,11 +168,6 @@ def read_kubernetes(text: str) -> dict[str, Any]:
         assert asked["numNodes"] == runtime["mlPolicy"]["numNodes"] == nodes
         container = indexed_job(objects)["template"]["spec"]["containers"][0]
         assert asked["resourcesPerNode"] == container["resources"]
-    if "PyTorchJob" in objects:
-        words = node["command"]
-        assert words[:2] == ["sh", "-c"]
-        assert words[3] == "sh"
-        node["command"] = words[4:]
     return {**node, "name": names.pop(), "nnodes": nodes}
 
 
@@ -324,18 +253,16 @@ ENGINE = {"runs": "/srv/runs", "data": "/srv/data", "cache": "/srv/cache"}
 Read = Callable[[str], dict[str, Any]]
 PLACES: dict[str, tuple[Place, Site, Read]] = {
     "docker": ("docker", Site(), read_docker),
-    "compose": ("compose", Site(), read_compose),
     "job": ("kubernetes", Site(), read_kubernetes),
     "jobset": ("kubernetes", Site(jobset=True), read_kubernetes),
-    "trainjob": ("kubeflow", Site(kubeflow="v2"), read_kubernetes),
-    "pytorchjob": ("kubeflow", Site(kubeflow="v1"), read_kubernetes),
+    "trainjob": ("kubeflow", Site(), read_kubernetes),
 }
 
 
 def job(where: str, **changes: Any) -> JobSpec:
-    """A job for a place: engines have folders, and docker one node."""
+    """A job for a place: hosts have folders, and docker one node."""
     fields = {**FIELDS, **changes}
-    if where in ("docker", "compose"):
+    if where in ("docker", "slurm"):
         fields |= {name: folder for name, folder in ENGINE.items() if name not in changes}
     if where == "docker" and "nnodes" not in changes and "min_nnodes" not in changes:
         fields["nnodes"] = 1

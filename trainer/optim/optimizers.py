@@ -67,12 +67,6 @@ class LRScheduler:
         """The current rate times one of the factors, float32 (): what a parameter group holds."""
         return self._of[factor]
 
-    def follow(self, rates: list[float]) -> None:
-        """Takes other rates in place of those that it was made with."""
-        table = [*rates, rates[-1]]
-        self._table = torch.tensor(table, dtype=torch.float32, device=self._table.device)
-        self.look_up()
-
     def look_up(self) -> None:
         """Sets the rates for the update to come."""
         torch.index_select(self._table, 0, self.updates, out=self._current)

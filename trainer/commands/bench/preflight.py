@@ -1,6 +1,6 @@
-"""Which link between the hosts is slow or dead, before a job hangs in it: `trainer bench comm --preflight`.
+"""Which link between the hosts is slow or dead, before a job hangs in it: `trainer bench links`.
 
-Every pair of hosts is tried over a TCP connection of its own, on one host every pair of ranks. Not with an
+Every pair of hosts is tried over a TCP connection of its own. Not with an
 all-reduce, and not with gloo or NCCL: both connect every rank with every other while they start, so that one
 dead link makes all of them wait and none of them knows for whom. Addresses are exchanged at the store where
 ranks meet (MASTER_ADDR, MASTER_PORT), and only that has to be reached. What is measured is what one TCP
@@ -12,26 +12,30 @@ about a second. A round ends when all its pairs have, or their time is over. Lin
 twice more, and their best counts.
 """
 
+import argparse
 import json
 import os
 import platform
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.commands.bench.link_limit import address_towards, interface_speed, interface_to
 from trainer.commands.bench.links import STREAM_SECONDS, Link, called, calling, listening
-from trainer.commands.bench.preflight_verdict import Host, Pair, better, faults, joined, rounds_of
-from trainer.host.interfaces import addresses
+from trainer.commands.bench.preflight_verdict import Host, Pair, better, faults, joined, rounds_of, show
+from trainer.errors import EXIT_NOT_MEASURED, BadInputError
+from trainer.host.interfaces import addresses, interface_of
 from trainer.host.names import from_files_alone
+from trainer.launch.nodes.discover import find_nodes, is_rank, rank_variables
 
 _SPARE_SECONDS = 2.0  # for what is neither a message nor waiting for one
 _LOOK_SECONDS = 0.02
 _MOST_TRIES = 3
 _COME_SECONDS = 30.0  # that hosts need to start the command and import torch
+Limit = tuple[float | None, str]  # bytes per second, or None; and what it is of, or why it isn't known
 
 
 class RankPlace(NamedTuple):
@@ -44,19 +48,43 @@ class RankPlace(NamedTuple):
     holds_store: bool
 
 
-def as_rank(seconds: float) -> dict[str, Any]:
-    """`preflight` for a rank that torchrun, our launcher or a Slurm hook started."""
-    environ = os.environ
+def bench_links(options: argparse.Namespace) -> int:
+    """Tries the links with the other hosts; node 0 prints.
+
+    Returns:
+        0, 1 if a link is slow or dead, or a host missing; 3 if there is no other host.
+
+    Raises:
+        BadInputError: If the options can't be.
+    """
+    if not 0 < options.seconds <= 3600:
+        raise BadInputError(f"--seconds {options.seconds:g}: give a number of seconds above 0")
+    # What torch's store says of names that it can't look up helps nobody.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.update(rank_variables(os.environ))
+    if is_rank(os.environ):
+        place = _place_of_rank(os.environ)
+    else:
+        nodes = find_nodes(
+            os.environ, options.nnodes, options.node_rank, options.master_addr, options.master_port
+        )
+        if nodes is None:
+            print("nothing measured: one host has no links; on each: --nnodes, --node-rank, --master-addr")
+            return EXIT_NOT_MEASURED
+        place = RankPlace(nodes.number, nodes.most, nodes.host, nodes.port, nodes.number == 0)
+    return show(preflight(place, options.seconds), options.seconds, options.json, place.rank == 0)
+
+
+def _place_of_rank(environ: Mapping[str, str]) -> RankPlace:
+    """That of a rank that torchrun or a Slurm hook started."""
     rank = int(environ["RANK"])
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = RankPlace(
+    return RankPlace(
         rank,
         int(environ["WORLD_SIZE"]),
         environ.get("MASTER_ADDR", "127.0.0.1"),
         int(environ.get("MASTER_PORT", "29500")),
-        rank == 0 and not agent,
+        rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
-    return preflight(place, seconds)
 
 
 def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> dict[str, Any]:
@@ -207,3 +235,47 @@ def _told(store: Any, key: str, until: float) -> Any:
             return None
         time.sleep(_LOOK_SECONDS)
     return json.loads(store.get(key))
+
+
+def interface_speed(name: str, root: Path = Path("/")) -> Limit:
+    """What the kernel says of an interface; see /sys/class/net/<iface>/speed in its ABI documentation."""
+    if name == "lo":
+        return None, "loopback: no link, memory is the limit"
+    try:
+        megabits = int((root / "sys/class/net" / name / "speed").read_text())
+    except (OSError, ValueError):
+        return None, f"unknown, because {name} doesn't tell its speed (/sys/class/net/{name}/speed)"
+    if megabits <= 0:
+        return None, f"unknown, because {name} says {megabits} of its speed, as virtual ones do"
+    return megabits * 1e6 / 8, f"{name} {megabits / 1e3:g} Gbit/s"
+
+
+def interface_to(master: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The interface that carries traffic to a host, and if none is found, why."""
+    wanted = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if wanted:
+        return wanted, ""
+    address = address_towards(master)
+    if not address:
+        return "", f"there is no route to {master}"
+    if name := interface_of(address):
+        return name, ""
+    if address.startswith("127.") or address == "::1":
+        return "lo", ""
+    return "", f"no interface has the address {address}"
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the route to another; empty if there is none. Nothing is sent."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return ""
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return ""

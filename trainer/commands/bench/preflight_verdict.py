@@ -1,10 +1,13 @@
 """What the links of a preflight say: which of them is slow or dead, or which host."""
 
+import json
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.commands.bench.links import Link
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 
 _SLOW = 0.5  # of what links usually carry here
 _LATE = 3.0  # times their usual round trip
@@ -156,6 +159,42 @@ def verdict(told: Mapping[str, Any], seconds: float) -> list[str]:
         if pair.one not in ends and pair.other not in ends
     ]
     return lines
+
+
+def show(told: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
+    """Prints what was found, and judges.
+
+    Args:
+        told: As of `verdict`.
+        seconds: That a dead link was waited for.
+        as_json: Whether JSON is printed.
+        shown: Whether this process is the one that prints.
+    """
+    if "alone" in told:  # of a rank that nobody else can speak for
+        print(
+            f"trainer: {told['alone']}: check whether the master is up, its name, its port, and the network"
+        )
+        return EXIT_FAILED
+    hosts, pairs = [Host(*host) for host in told["hosts"]], [Pair(*pair) for pair in told["pairs"]]
+    lines = verdict(told, seconds)
+    if shown and as_json:
+        found = {"hosts": [host._asdict() for host in hosts], "links": [pair._asdict() for pair in pairs]}
+        print(json.dumps({**found, "missing": told["missing"], "verdict": lines}, indent=2))
+    elif shown:
+        rate, trip = usual(pairs)
+        several = len({(host.name, host.address) for host in hosts}) > 1
+        usually = f"{rate * 8 / 1e9:.3g} Gbit/s, a round trip {trip * 1e3:.3g} ms"
+        ends = f"{len(hosts)} hosts" if several else f"{len(hosts)} ranks of {platform.node()}"
+        measured = f"; usual is {usually}" * bool(rate)
+        judged = "" if lines or not pairs else ": none is slow or dead"
+        print(
+            "\n".join(
+                [*lines, f"{len(pairs)} link{'s' * (len(pairs) != 1)} between {ends} tried{judged}{measured}"]
+            )
+        )
+    if lines:
+        return EXIT_FAILED
+    return EXIT_DONE if pairs else EXIT_NOT_MEASURED
 
 
 def _all_bad(rank: int, pairs: Sequence[Pair], bad: Mapping[Pair, str]) -> bool:

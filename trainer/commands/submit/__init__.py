@@ -1,7 +1,7 @@
 """`trainer submit RECIPE`: a job for an engine or a cluster.
 
 - `launching`: from the options to jobs, each a `spec`, checked before anything is submitted (`partition`)
-- `docker`, `compose`, `slurm`, `kubernetes`, `kubeflow`, `dstack`: the file for each (`container`, `pods`)
+- `docker`, `slurm`, `kubernetes`, `kubeflow`: the file for each (`container`, `pods`)
 - `site_file`, `environment`, `patch`: what a site says: defaults, where secrets come from, words in manifests
 - `submit`: gives it to the engine or the cluster; `sweep`: several runs; `carried`: files that go along
 """
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 # What `trainer.commands.submit.spec` allows, without its imports.
-PLACES = ("docker", "compose", "slurm", "kubernetes", "kubeflow", "dstack")
+PLACES = ("docker", "slurm", "kubernetes", "kubeflow")
 CONTAINERS = ("pyxis", "apptainer", "venv")
-KUBEFLOW = ("v2", "v1")
 
 
 def add_parser(commands: Any) -> None:
@@ -69,7 +68,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--user",
         metavar="UID:GID",
-        help="(default: 1000:1000; on docker and compose the caller); none: as the namespace says",
+        help="(default: 1000:1000; on docker the caller); none: as the namespace says",
     )
     add("--env", action="append", default=[], metavar="K=V", help="a variable, no secret; repeatable")
     add(
@@ -99,7 +98,6 @@ def add_parser(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="Kubernetes: a JobSet instead of an Indexed Job",
     )
-    add("--kubeflow", choices=KUBEFLOW, help="v2: TrainJob; v1: PyTorchJob (default: v2)")
     add("--queue", metavar="NAME", help="Kubernetes, Kubeflow: a queue of Kueue")
     add("--service-account", metavar="NAME", help="Kubernetes, Kubeflow: of the pods")
     add(

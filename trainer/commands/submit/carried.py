@@ -49,12 +49,10 @@ def carried(spec: JobSpec, place: Place) -> JobSpec:
             raise BadInputError(
                 f"{key}={path}: containers don't see it; give --cache {path}, and --set {key}=/cache/data"
             )
-        # Other files dstack uploads.
-        if place in ("kubernetes", "kubeflow") or (place == "dstack" and key == "data.path"):
-            who = "instances" if place == "dstack" else "pods"
+        if place in ("kubernetes", "kubeflow"):
             volume = "--data pvc:CLAIM" if key == "data.path" else "--data or --runs"
             raise BadInputError(
-                f"{key}={path}: {who} don't see this machine's files: put it on a volume, give its claim by "
+                f"{key}={path}: pods don't see this machine's files: put it on a volume, give its claim by "
                 f"{volume}, and its path there, --set {key}={container.DATA}/…"
             )
         if place != "slurm" and not here.exists():

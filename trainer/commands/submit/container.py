@@ -124,5 +124,5 @@ def variables(spec: JobSpec) -> dict[str, str]:
 
 
 def doubled(text: str) -> str:
-    """A text in which a file of Compose or Kubernetes puts no variables for its dollars."""
+    """A text in which a file of Kubernetes puts no variables for its dollars."""
     return text.replace("$", "$$")

@@ -18,10 +18,10 @@ def words(spec: JobSpec, site: Site) -> list[str]:
     """
     if spec.nnodes > 1:
         raise BadInputError(
-            f"--nnodes {spec.nnodes}: docker run starts one container; use --on compose, slurm or kubernetes"
+            f"--nnodes {spec.nnodes}: docker run starts one container; use --on slurm or kubernetes"
         )
     variables = container.variables(spec)
-    shown = [(str(source), target, written) for source, target, written in mounts(spec, "docker")]
+    shown = [(str(source), target, written) for source, target, written in _mounts(spec)]
     line = run_words(container.fixed_user(spec), spec.shm_gib, spec.stop_seconds, shown, variables)
     line += ["--detach", "--name", spec.name, "--read-only"]
     line += ["--cpus", str(spec.cpus_per_node), "--memory", f"{spec.memory_gib}g"]
@@ -46,11 +46,11 @@ def render(spec: JobSpec, site: Site) -> str:
     return f"{text}\n"
 
 
-def mounts(spec: JobSpec, place: str) -> list[tuple[Path, str, bool]]:
+def _mounts(spec: JobSpec) -> list[tuple[Path, str, bool]]:
     """Folders and files of this machine, where the container sees them, and whether it may write there."""
-    found = [(folder_of(place, "runs", spec.runs), container.RUNS, True)]
+    found = [(folder_of("docker", "runs", spec.runs), container.RUNS, True)]
     if spec.data:
-        found.append((folder_of(place, "data", spec.data), container.DATA, False))
+        found.append((folder_of("docker", "data", spec.data), container.DATA, False))
     if spec.cache:
-        found.append((folder_of(place, "cache", spec.cache), container.CACHE, True))
+        found.append((folder_of("docker", "cache", spec.cache), container.CACHE, True))
     return found + [(file, there, False) for file, there in container.files(spec)]

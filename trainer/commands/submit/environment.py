@@ -9,8 +9,7 @@ from trainer.errors import BadInputError
 from trainer.host.files import read_bounded
 
 CLUSTERS = ("kubernetes", "kubeflow")
-DSTACK = "keep it in dstack's secrets, and put NAME: ${{ secrets.NAME }} below env of what --dry-run prints"
-# A line that docker, Compose and the shell of a batch script read alike.
+# A line that docker and the shell of a batch script read alike.
 _LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=[^\s\"'\\$#`]*")
 
 
@@ -27,8 +26,6 @@ def refuse_secret(name: str, value: str, place: Place, option: str = "") -> None
             "put NAME=VALUE into a file, 'kubectl create secret generic mine --from-env-file=FILE', and give "
             "--env-from secret:mine"
         )
-    elif place == "dstack":
-        way = DSTACK
     else:
         way = "put NAME=VALUE into a file that only you may read (chmod 600), and give --env-from file:PATH"
     what = option or f"--env {name}"

@@ -1,18 +1,12 @@
-"""A job for Kubeflow: TrainJob of its Trainer (v2), or PyTorchJob of its Training Operator (v1)."""
+"""A job for Kubeflow's Trainer: a TrainJob, and the runtime that it refers to."""
 
 from trainer.commands.submit import container, pods
 from trainer.commands.submit.patch import with_site
 from trainer.commands.submit.spec import JobSpec, Site
-from trainer.errors import EXIT_REQUEUE, BadInputError
+from trainer.errors import BadInputError
 
 # TrainJob's torch plugin gives this one, whatever a job asks for (pkg/constants/constants.go).
 _PORT = 29500
-# PyTorchJob starts a pod again after the codes from 128 on, and only after these. The shell waits for the
-# launcher through the signals, which dumb-init gives to both.
-_AGAIN = 128 + EXIT_REQUEUE
-_RETRIED = (
-    f'trap : TERM INT HUP USR1; "$@"; code=$?; [ "$code" -ne {EXIT_REQUEUE} ] || exit {_AGAIN}; exit "$code"'
-)
 
 
 def render(spec: JobSpec, site: Site) -> str:
@@ -22,8 +16,7 @@ def render(spec: JobSpec, site: Site) -> str:
         BadInputError: For a folder of this machine, root, no image, a patch that matches nothing, or what
             TrainJob has no field for.
     """
-    documents = _pytorch_job(spec, site) if site.kubeflow == "v1" else _train_job(spec, site)
-    return container.dump(*with_site([*pods.beside(spec, site), *documents], site))
+    return container.dump(*with_site([*pods.beside(spec, site), *_train_job(spec, site)], site))
 
 
 def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:
@@ -65,43 +58,4 @@ def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:
                 },
             },
         },
-    ]
-
-
-def _pytorch_job(spec: JobSpec, site: Site) -> list[pods.Document]:
-    """A master and its workers.
-
-    The operator (from 1.7) sets MASTER_ADDR, MASTER_PORT, PET_MASTER_ADDR, PET_MASTER_PORT, PET_NNODES,
-    PET_NPROC_PER_NODE, PET_NODE_RANK, and RANK and WORLD_SIZE, of which RANK counts pods.
-    """
-    words = ["sh", "-c", _RETRIED, "sh", *container.words(spec)]
-    # By its name the operator knows which port is the rendezvous.
-    found = [{"name": "pytorchjob-port", "containerPort": spec.port}, pods.ports(spec)[1]]
-    replicas = {
-        "restartPolicy": "ExitCode",
-        "template": pods.pod(spec, "pytorch", ports=found, words=words),
-    }
-    roles = {"Master": {"replicas": 1, **replicas}}
-    if spec.nnodes > 1:
-        roles["Worker"] = {"replicas": spec.nnodes - 1, **replicas}
-    job = {
-        "nprocPerNode": str(spec.ranks),
-        # When the master is done, so is the job; what still runs then would run on.
-        "runPolicy": {"cleanPodPolicy": "Running"},
-        "pytorchReplicaSpecs": roles,
-    }
-    if spec.min_nnodes is not None:
-        job["elasticPolicy"] = {
-            "minReplicas": spec.min_nnodes,
-            "maxReplicas": spec.nnodes,
-            "rdzvHost": f"{spec.name}-master-0",
-            "rdzvPort": spec.port,
-        }
-    return [
-        {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "PyTorchJob",
-            "metadata": pods.metadata(spec, site),
-            "spec": job,
-        }
     ]

@@ -20,8 +20,6 @@ from trainer.config.recipe_file import provisional, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.files import read_bounded
 
-_LOCAL = ("docker", "compose")
-_NO_RDMA = {"dstack": "its fleets decide that"}
 _EFA = "vpc.amazonaws.com/efa"
 _RECIPE_FILES = (".yaml", ".yml", ".py")
 
@@ -82,7 +80,7 @@ def job_fields(options: argparse.Namespace, place: Place) -> dict[str, Any]:
     least, _, most = options.nnodes.rpartition(":")
     if not most.isdecimal() or (least and not least.isdecimal()):
         raise BadInputError(f"--nnodes {options.nnodes}: give a number, or MIN:MAX")
-    caller = f"{os.getuid()}:{os.getgid()}" if place in _LOCAL else None
+    caller = f"{os.getuid()}:{os.getgid()}" if place == "docker" else None
     fields = {
         **vars(options),
         "nnodes": int(most),
@@ -118,8 +116,7 @@ def _check_place(place: Place, site: Site) -> None:
         ("service_account", cluster, "pods have one"),
         ("patch", cluster, "what else Slurm is to do, --sbatch-arg says"),
         ("sbatch_arg", place == "slurm", "what else pods are to have, --patch says"),
-        ("rdma", cluster or place == "slurm", _NO_RDMA.get(place, "all nodes are on this machine")),
-        ("env_from", place != "dstack", environment.DSTACK),
+        ("rdma", cluster or place == "slurm", "its container is on this machine"),
     ):
         if getattr(site, name) and not there:
             raise BadInputError(f"--{name.replace('_', '-')}: {place} has none; {instead}")

@@ -31,7 +31,7 @@ _KEYS = {
     "replicatedJobs": ("name",),
 }
 _POD = "Pod"
-_QUEUED = ("Job", "JobSet", "TrainJob", "PyTorchJob")
+_QUEUED = ("Job", "JobSet", "TrainJob")
 
 
 def with_site(documents: Sequence[Document], site: Site) -> list[Document]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainer.commands.submit import compose, docker, dstack, kubeflow, kubernetes, slurm
+from trainer.commands.submit import docker, kubeflow, kubernetes, slurm
 from trainer.commands.submit.spec import JobSpec, Place, Site
 
 
@@ -23,9 +23,7 @@ class How(NamedTuple):
 
 PLACES: dict[Place, How] = {
     "docker": How("docker", ".sh", docker.render),
-    "compose": How("docker", ".yaml", compose.render),
     "slurm": How("sbatch", ".sbatch", slurm.render),
     "kubernetes": How("kubectl", ".yaml", kubernetes.render),
     "kubeflow": How("kubectl", ".yaml", kubeflow.render),
-    "dstack": How("dstack", ".dstack.yml", dstack.render),
 }

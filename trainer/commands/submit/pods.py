@@ -31,7 +31,6 @@ def pod(
     name: str,
     environment: Sequence[Document] = (),
     ports: Sequence[Document] = (),
-    words: Sequence[str] = (),
 ) -> Document:
     """The template of a node's pod.
 
@@ -40,7 +39,6 @@ def pod(
         name: Of the container.
         environment: By which the launcher finds its peers.
         ports: Of the container.
-        words: What runs, where it isn't the job's command as it stands.
 
     Raises:
         BadInputError: For root, or a folder of this machine.
@@ -58,7 +56,7 @@ def pod(
         "name": name,
         "image": container.check_image(spec),
         # Not `command`: that would put itself in the place of dumb-init, which passes signals and codes on.
-        "args": [container.doubled(word) for word in words or container.words(spec)],
+        "args": [container.doubled(word) for word in container.words(spec)],
         # For the run's manifest: which pod it was.
         "env": [*fixed, {"name": "POD_NAME", "valueFrom": {"fieldRef": _NAME}}, *environment],
         **({"ports": list(ports)} if ports else {}),

@@ -75,19 +75,13 @@ class _Kubernetes(_Cluster):
     jobset: bool | None = Field(None, description="a JobSet instead of an Indexed Job")
 
 
-class _Kubeflow(_Cluster):
-    kubeflow: Literal["v2", "v1"] | None = Field(None, description="version of its API")
-
-
 class SiteFile(Section):
     """A section for each place; its keys are options of `trainer submit`, with _ for -."""
 
     docker: _Place = Field(default_factory=_Place)
-    compose: _Place = Field(default_factory=_Place)
     slurm: _Slurm = Field(default_factory=_Slurm)
     kubernetes: _Kubernetes = Field(default_factory=_Kubernetes)
-    kubeflow: _Kubeflow = Field(default_factory=_Kubeflow)
-    dstack: _Place = Field(default_factory=_Place)
+    kubeflow: _Cluster = Field(default_factory=_Cluster)
 
 
 def with_defaults(options: argparse.Namespace, place: Place) -> None:

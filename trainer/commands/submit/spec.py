@@ -44,7 +44,7 @@ _RDMA = re.compile(
 NO_USER = "none"
 _USER = re.compile(rf"\d+:\d+|{NO_USER}")
 
-Place = Literal["docker", "compose", "slurm", "kubernetes", "kubeflow", "dstack"]
+Place = Literal["docker", "slurm", "kubernetes", "kubeflow"]
 
 
 def minutes_of(text: str) -> int:
@@ -231,7 +231,6 @@ class Site(BaseModel):
         venv: That environment, on a file system that every node has.
         namespace: Of Kubernetes.
         jobset: A JobSet instead of an Indexed Job with a Service.
-        kubeflow: Version of its API: v2 is TrainJob, v1 PyTorchJob.
         sbatch_arg: Further options of sbatch, as `constraint=h100`.
         queue: A LocalQueue of Kueue, which decides when the job's pods are made.
         service_account: That the pods have.
@@ -249,7 +248,6 @@ class Site(BaseModel):
     venv: str = ".venv"
     namespace: _Namespace = "default"
     jobset: bool = False
-    kubeflow: Literal["v2", "v1"] = "v2"
     sbatch_arg: tuple[str, ...] = ()
     queue: _Queue = None
     service_account: _Object = None

@@ -21,17 +21,14 @@ def check_here(place: Place, spec: JobSpec) -> None:
     Raises:
         BadInputError: If a folder isn't there, or GPUs are too few.
     """
-    if place not in ("docker", "compose"):
+    if place != "docker":
         return
     for what, where in (("data", spec.data), ("cache", spec.cache)):
         if where and not Path(where).is_dir():
             raise BadInputError(f"--{what} {where}: no such folder here; make it first")
-    gpus, wanted = host_gpus(), spec.nnodes * spec.gpus_per_node
-    if gpus is not None and wanted > len(gpus):
-        raise BadInputError(
-            f"--gpus-per-node {spec.gpus_per_node}: with {spec.nnodes} nodes here that is {wanted} GPUs, and "
-            f"nvidia-smi shows {len(gpus)}"
-        )
+    gpus = host_gpus()
+    if gpus is not None and spec.gpus_per_node > len(gpus):
+        raise BadInputError(f"--gpus-per-node {spec.gpus_per_node}: nvidia-smi shows {len(gpus)}")
 
 
 def submit(place: Place, spec: JobSpec, site: Site, text: str) -> int:
@@ -87,10 +84,6 @@ def _write(file: Path, text: str) -> None:
 def _submits(place: Place, spec: JobSpec, site: Site, file: Path) -> list[str]:
     if place == "docker":
         return docker.words(spec, site)
-    if place == "compose":
-        return ["docker", "compose", "--file", str(file), "up", "--detach"]
-    if place == "dstack":
-        return ["dstack", "apply", "--file", str(file), "--yes", "--detach"]
     return ["sbatch", str(file)] if place == "slurm" else ["kubectl", "apply", "--filename", str(file)]
 
 
@@ -100,11 +93,6 @@ def _afterwards(
     """The commands that follow the log, and that stop the job with a checkpoint."""
     if place == "docker":
         return ["docker", "logs", "--follow", spec.name], ["docker", "stop", spec.name]
-    if place == "compose":
-        compose = ["docker", "compose", "--file", str(file)]
-        return [*compose, "logs", "--follow"], [*compose, "stop"]
-    if place == "dstack":
-        return ["dstack", "logs", spec.name], ["dstack", "stop", spec.name]
     if place == "slurm":
         number = (re.findall(r"\d+", said) or ["JOB"])[-1]
         log = re.search(r"^#SBATCH --output=(\S+)", text, re.M)

@@ -4,8 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import BadInputError
-
 
 def add_parser(commands: Any) -> None:
     """Adds `tune` to the commands."""
@@ -37,16 +35,6 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="after so long no larger one is tried (default: 600)",
     )
-    tune.add_argument(
-        "--lr",
-        action="store_true",
-        help="a learning-rate range test instead: the loss while optim.lr rises, and a suggestion; writes "
-        "nothing; exit code 1: the loss never fell",
-    )
-    tune.add_argument("--lr-low", type=float, metavar="LR", help="where it begins (default: 1e-6)")
-    tune.add_argument("--lr-high", type=float, metavar="LR", help="where it ends (default: 10)")
-    tune.add_argument("--lr-steps", type=int, metavar="N", help="steps between them (default: 100)")
-    tune.add_argument("--plot", type=Path, metavar="FILE", help="for --lr: write the curve (.svg)")
     tune.set_defaults(run=_run)
 
 
@@ -59,15 +47,6 @@ def _run(options: argparse.Namespace) -> int:
         options.recipe, with_tuned(options.tuned, options.set)
     )  # before torch is imported
     check_recipe(options.recipe, recipe, options.set)
-    if options.lr:
-        from trainer.commands.tune.lr import tune_lr
-
-        return tune_lr(options)
-    for flag in ("plot", "lr_low", "lr_high", "lr_steps"):
-        if getattr(options, flag) is not None:
-            raise BadInputError(
-                f"--{flag.replace('_', '-')} is for --lr, the learning-rate range test: give that, too"
-            )
     from trainer.commands.tune.tune import tune
 
     return tune(options)

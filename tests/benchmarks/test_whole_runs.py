@@ -1,4 +1,4 @@
-"""Promise: `trainer bench setting --runs` compares whole runs, in turn and in processes of their own."""
+"""Promise: `benchmarks setting --runs` compares whole runs, in turn and in processes of their own."""
 
 import json
 import subprocess
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import whole_runs
+from benchmarks.setting import bench_setting
+from benchmarks.whole_runs import Figures, bench_whole_runs, figures
 from tests.helpers import preloaded
-from trainer.commands.bench import whole_runs
-from trainer.commands.bench.setting import bench_setting
-from trainer.commands.bench.whole_runs import Figures, bench_whole_runs, figures
 from trainer.errors import BadInputError
 from trainer.observe.rows import FILES
 

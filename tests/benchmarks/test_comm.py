@@ -1,6 +1,8 @@
 """Promise: all-reduces are timed, and held against the speed of the link."""
 
+import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers import preloaded
-from trainer.cli import main
-from trainer.commands.bench.comm_fit import SIZES, CommResult, Timed, bus_factor, fitted, parsed_sizes
-from trainer.commands.bench.comm_rank import least_limit
-from trainer.commands.bench.comm_show import as_json, as_text
-from trainer.commands.bench.link_limit import (
-    host_limit,
-    interface_speed,
-    interface_to,
-    local_limit,
-)
+from benchmarks.__main__ import main
+from benchmarks.comm import all_reduces, as_json, as_text, least_limit
+from benchmarks.comm_fit import SIZES, CommResult, Timed, bus_factor, fitted, parsed_sizes
+from benchmarks.link_limit import host_limit, local_limit
+from tests.helpers.world import Ranks
+from trainer.commands.bench.preflight import interface_speed, interface_to
 from trainer.config.sizes import MIB
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.interfaces import addresses
 
@@ -102,19 +100,28 @@ def test_the_table() -> None:
     assert as_text(found(), 7).endswith("limit: loopback: no link, memory is the limit")
 
 
+def _timed(world: World) -> dict[str, list[Timed]]:
+    world = dataclasses.replace(world, control=world.group)
+    return all_reduces(world, [4096, 65536, MIB], ["fp32", "bf16"], rounds=2)
+
+
 @pytest.mark.compat
-def test_two_ranks_of_this_host() -> None:
-    words = ["--sizes", "4K,64K,1M", "--rounds", "2", "--dtypes", "fp32,bf16", "--json"]
-    command = [sys.executable, "-m", "trainer", "bench", "comm", "--backend", "gloo", *words]
-    done = preloaded.run(command)
-    assert done.returncode == 0, done.stderr
+def test_two_ranks_of_this_host(ranks: Ranks) -> None:
+    told, same = ranks.run(2, _timed)
+    assert told == same and list(told) == ["fp32", "bf16"]
+    for series in told.values():
+        assert [one.bytes for one in series] == [4096, 65536, MIB]
+        assert all(0 < one.low <= one.seconds <= one.high for one in series)
+
+
+@pytest.mark.slow  # torchrun and two ranks, which import torch
+def test_the_command_starts_its_ranks() -> None:
+    words = ["--sizes", "4K,64K", "--rounds", "2", "--backend", "gloo", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "comm", *words], capture_output=True, check=True
+    )
     told = json.loads(done.stdout)
     assert (told["ranks"], told["hosts"], told["backend"]) == (2, 1, "gloo")
-    assert [(row["dtype"], row["bytes"]) for row in told["sizes"]] == [
-        *(("fp32", size) for size in (4096, 65536, MIB)),
-        *(("bf16", size) for size in (4096, 65536, MIB)),
-    ]
-    assert all(0 < row["low"] <= row["seconds"] <= row["high"] for row in told["sizes"])
     assert told["limit_bytes_per_s"] is None and told["limit"] == "loopback: no link, memory is the limit"
     assert told["latency_s"] == told["sizes"][0]["seconds"]
 
@@ -125,22 +132,18 @@ def test_two_ranks_of_this_host() -> None:
         (["--sizes", "4q"], "--sizes 4q: give sizes"),
         (["--dtypes", "fp64"], "--dtypes fp64"),
         (["--rounds", "0"], "--rounds 0"),
-        (["--seconds", "0"], "--seconds 0"),
         (["--limit", "-1"], "--limit -1"),
         (["--backend", "gloo", "--nproc-per-node", "0"], "--nproc-per-node 0"),
     ],
 )
 def test_bad_options(capfd: Capfd, words: list[str], said: str) -> None:
-    assert main(["bench", "comm", *words]) == 2
+    assert main(["comm", *words]) == 2
     assert said in capfd.readouterr().err
 
 
 def test_one_rank_measures_nothing(capfd: Capfd) -> None:
-    assert main(["bench", "comm", "--backend", "gloo", "--nproc-per-node", "1"]) == 3
-    assert (
-        capfd.readouterr().out
-        == "nothing measured: one rank has nobody to talk to: give --nproc-per-node 2\n"
-    )
+    assert main(["comm", "--backend", "gloo", "--nproc-per-node", "1"]) == 3
+    assert capfd.readouterr().out == "nothing measured: one rank has nobody to talk to\n"
 
 
 # --- the link's limit ---

@@ -1,5 +1,6 @@
 """What a setting costs: a recipe's steps with it and without, in turn, in one process."""
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -7,7 +8,8 @@ from typing import Any
 
 import torch
 
-from trainer.commands.bench.paired import interleaved, median_interval
+from benchmarks.paired import interleaved, median_interval
+from benchmarks.whole_runs import bench_whole_runs
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
@@ -27,6 +29,22 @@ _NOT_IN_A_STEP = (
     *("log.", "checkpoint.", "evaluation.", "hooks.", "memory.allocator"),
     *("parallel.threads", "parallel.hang_s", "parallel.cpu_binding"),
 )
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
+    bench.add_argument("settings", nargs="+", metavar="KEY=VALUE", help="with --runs also env:NAME=VALUE")
+    bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all sides")
+    bench.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)")
+    bench.add_argument("--steps", type=int, default=10, metavar="N", help="in a round (default: 10)")
+    bench.add_argument("--runs", action="store_true", help="whole runs, each in processes of its own")
+    bench.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    bench = bench_whole_runs if options.runs else bench_setting
+    return bench(options.recipe, options.settings, options.set, rounds=options.rounds, steps=options.steps)
 
 
 def bench_setting(name: str, settings: Sequence[str], common: Sequence[str], rounds: int, steps: int) -> int:

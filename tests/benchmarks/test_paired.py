@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from trainer.commands.bench.paired import median_interval
+from benchmarks.paired import median_interval
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=60))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.commands.bench.paired import median_interval
+from benchmarks.paired import median_interval
 from trainer.config.sizes import GIB
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions

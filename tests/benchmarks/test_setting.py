@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import setting
+from benchmarks.__main__ import main
+from benchmarks.setting import bench_setting
 from tests.helpers.clock import Clock
-from trainer.cli import main
-from trainer.commands.bench import setting
-from trainer.commands.bench.setting import bench_setting
 from trainer.errors import BadInputError
 from trainer.train.state import Run
 from trainer.train.step import train_step
@@ -40,5 +40,5 @@ def test_nothing_to_measure_and_bad_settings(capsys: Capsys) -> None:
     for one in ("log.every=1", "parallel.threads=1"):
         with pytest.raises(BadInputError, match="steps alone are timed"):
             bench_setting("digits", [one], [], rounds=1, steps=1)
-    assert main(["bench", "setting", "digits", "optim.max_grad_nom=0"]) == 2
+    assert main(["setting", "digits", "optim.max_grad_nom=0"]) == 2
     assert "did you mean 'optim.max_grad_norm'" in capsys.readouterr().err
