@@ -124,14 +124,17 @@ def _code_of_module(key: str, place: str, module: str, name: str) -> Code:
 # --- what is asked ---
 
 
-def check_run(folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None) -> None:
+def check_run(
+    folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None, anew: bool = False
+) -> None:
     """Makes sure that code which a run names may run here.
 
     Args:
         folder: The run's.
         recipe: Its configuration, with the settings.
         settings: KEY=VALUE of the command line: what they name is the user's own.
-        trusted: Whether --trust was given.
+        trusted: Whether --trust was given; None where there is no such flag.
+        anew: Whether only its recipe is taken, so that another task will do.
 
     Raises:
         BadInputError: Naming the code with its hashes, if it may not.
@@ -147,7 +150,7 @@ def check_run(folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bo
         remedy = f"read it, then {'add --trust' if code else 'add --trust, or --set checkpoint.folder=DIR'}"
         if trusted is None:
             remedy = f"read it, then name it by --set {codes[0].key}=…"
-        elif _is_another_task(folder, codes):  # which --trust alone doesn't help
+        elif not anew and _is_another_task(folder, codes):  # which --trust alone doesn't help
             remedy = "bring the file back that it was trained with, or train on by --trust --resume force"
         raise BadInputError(f"{folder}: names {what}: {listed}; {why}: {remedy}")
 
@@ -162,9 +165,6 @@ def _is_another_task(folder: Path, codes: Sequence[Code]) -> bool:
 def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bool | None = None) -> None:
     """As `check_run`, for a recipe that lies in a run folder, where its sender put it; others are the user's.
 
-    Args:
-        trusted: None where there is no such flag.
-
     Raises:
         BadInputError: As `check_run`.
     """
@@ -173,7 +173,7 @@ def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bo
         return
     for folder in path.absolute().resolve().parents:
         if _is_run(folder):
-            check_run(folder, recipe, settings, trusted)
+            check_run(folder, recipe, settings, trusted, anew=True)
 
 
 def _named(settings: Sequence[str]) -> set[str]:
