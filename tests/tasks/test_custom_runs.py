@@ -261,7 +261,8 @@ def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[
     with (here / "mine.py").open("a") as file:
         file.write("# changed\n")
     assert main(["predict", "run"]) == 2
-    assert "mine.py isn't what the run was trained with" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "mine.py isn't what the run was trained with: bring the file back" in line  # --trust won't do
     assert main(["predict", "run", "--trust"]) == 2
     assert "isn't the file that the run was trained with; bring that back" in capsys.readouterr().err
 

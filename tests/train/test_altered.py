@@ -17,6 +17,7 @@ from trainer.commands.verify.recorded import read_recorded
 from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.train import recording, run_folder
+from trainer.train.altered import unhashed_rows
 from trainer.train.manifest import Manifest, read_facts, update_manifest
 from trainer.train.run_folder import is_abandoned, lock
 
@@ -157,3 +158,13 @@ def test_a_run_that_nobody_holds_ended_without_saying_so(whole: Path, tmp_path: 
     assert not is_abandoned(folder, facts)
     os.mkfifo(folder / ".lock")
     assert not is_abandoned(folder, facts)
+
+
+def test_what_a_kill_left_without_hashes_is_said(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    assert unhashed_rows(folder, read_facts(folder)) == ""
+    killed = {**read_facts(folder), "rows": {}, "status": "running"}
+    (folder / "verdicts.jsonl").write_text("")
+    line = unhashed_rows(folder, killed)
+    assert "memory.jsonl, layers.jsonl was changed isn't known" in line and "was killed" in line
+    assert "no hash" in unhashed_rows(folder, {**killed, "status": "finished"})

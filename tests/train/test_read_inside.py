@@ -1,5 +1,6 @@
 """Promise: whatever lies in a run folder, no command hangs, fills the memory or reads outside of it."""
 
+import ctypes
 import json
 import os
 import resource
@@ -62,7 +63,29 @@ def a_socket(path: Path) -> None:
         server.bind(str(short / path.name))
 
 
-KINDS = (zeros, fifo, folder, holes, outside, a_socket)
+def unreadable(path: Path) -> None:
+    """Nobody may read it, and the child has no right to all the same; a folder where a folder was."""
+    _empty(path)
+    path.chmod(0)
+
+
+def failing(path: Path) -> None:
+    """Each read of it fails with EIO, as on a broken disk; unreadable where nothing may be mounted."""
+    _empty(path)
+    if path.is_dir() or _LIBC.mount(b"/proc/self/mem", os.fsencode(path), None, _BIND, None):
+        unreadable(path)
+
+
+def _empty(path: Path) -> None:
+    if path.name in ("checkpoints", "tensorboard", "begun-from", "export") or path.name.startswith("step-"):
+        path.mkdir(exist_ok=True)
+    else:
+        path.touch()
+
+
+KINDS = (zeros, fifo, folder, holes, outside, a_socket, unreadable, failing)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_BIND, _PRIVATE, _NEW_MOUNTS = 0x1000, 0x44000, 0x20000
 
 
 def _names(whole: Path) -> list[str]:
@@ -94,6 +117,12 @@ def _limited() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+    if _LIBC.unshare(_NEW_MOUNTS) == 0:
+        _LIBC.mount(None, b"/", None, _PRIVATE, None)
+    head, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    _LIBC.capget(head, rights)
+    rights[0] &= ~0b110  # root's, to read and write what it may not
+    assert _LIBC.capset(head, rights) == 0
 
 
 def _walk(whole: Path, root: Path, chosen: Iterable[tuple[str, Callable[[Path], None]]]) -> None:
@@ -116,6 +145,9 @@ def _walk(whole: Path, root: Path, chosen: Iterable[tuple[str, Callable[[Path], 
             except (BadInputError, OSError) as error:
                 assert "\n" not in str(error), error
         signal.alarm(0)
+        if kind in (unreadable, failing):
+            _LIBC.umount(os.fsencode(run / name))
+            (run / name).chmod(0o700)
         shutil.rmtree(run)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint import FOLDER
 from trainer.config.sizes import MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.latest import run_path
@@ -46,10 +45,11 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         BadInputError: If it isn't a run folder, is one of another format, or can't be read.
     """
     from trainer.checkpoint.store import listing
+    from trainer.train.checkpoint_place import checkpoints_of
     from trainer.train.manifest import check_format
     from trainer.train.run_folder import read_json
 
-    folder = run / FOLDER
+    folder = checkpoints_of(run)
     # Without a manifest that can be read, the checkpoints are what is left of the run: they are shown.
     with contextlib.suppress(OSError, ValueError):
         check_format(run, read_json(run / "manifest.json"))

@@ -192,7 +192,7 @@ def _train(options: argparse.Namespace) -> int:
             worker.code = train_without_launcher(typed(options))
         return worker.exit_code
     from trainer.launch.signals import end_on_signal
-    from trainer.train.run_folder import has_checkpoint
+    from trainer.train.checkpoint_place import has_checkpoint
 
     end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
     fresh = "torch" not in sys.modules

@@ -1,6 +1,7 @@
 """How weights are updated, by whom, and what is watched, logged and kept meanwhile."""
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -399,3 +400,15 @@ class CheckpointConfig(Section):
     minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by steps")
     keep: int = Field(2, ge=1, le=1000, description="how many of the newest are kept")
     best: bool = Field(True, description="keep the one with the best evaluation, too")
+    folder: Path | None = Field(
+        None,
+        description="where they lie instead of RUN/checkpoints, an absolute path, such as /scratch/RUN: a "
+        "folder for one run, to which RUN/checkpoints then leads",
+    )
+
+    @field_validator("folder")
+    @classmethod
+    def _is_absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_absolute():
+            raise ValueError(f"'{value}': give an absolute path, which means the same from everywhere")
+        return value

@@ -11,6 +11,7 @@ from trainer.observe.rows import FILES
 
 # All that is written by rank 0 alone, so that it is whole when a status is written.
 _ROWS = (*FILES.values(), "checksums.jsonl", "anomalies.jsonl")
+_SHOWN_ALONE = [*(FILES[kind] for kind in ("memory", "layers", "verdict")), "anomalies.jsonl"]  # in no other
 
 
 def hashes_of_rows(folder: Path) -> dict[str, str]:
@@ -46,3 +47,22 @@ def altered_rows(folder: Path, facts: Mapping[str, Any]) -> list[str]:
         except OSError as error:
             lines.append(f"{name} can't be read ({error.strerror})")
     return lines
+
+
+def unhashed_rows(folder: Path, facts: Mapping[str, Any]) -> str:
+    """A line on files of rows that have no hash, and no other file with the same; nothing if there are none."""
+    hashes = facts.get("rows")
+    known = hashes if isinstance(hashes, dict) else {}
+    some = [name for name in _SHOWN_ALONE if name not in known and _holds_something(folder / name)]
+    if not some:
+        return ""
+    why = (
+        "it goes on, or was killed" if facts.get("status") == "running" else "there is none in manifest.json"
+    )
+    return f"{folder}: whether {', '.join(some)} was changed isn't known: the run wrote no hash of it ({why})"
+
+
+def _holds_something(file: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return file.lstat().st_size > 0
+    return False

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up, read_state
 from trainer.checkpoint.store import listing, names_of, newest_good, remove_leftovers
 from trainer.distributed.parallel import World, words_of_ranks
@@ -12,6 +11,7 @@ from trainer.errors import BadInputError
 from trainer.host.affinity import binding_note
 from trainer.launch.worker import cpu_shares
 from trainer.optim.own import HostSchedule
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.manifest import Manifest
 from trainer.train.options import Mode
 from trainer.train.state import Run, load_state
@@ -37,20 +37,21 @@ def newest_checkpoint(
     Raises:
         BadInputError: If there are checkpoints and none of them can be trusted, or they can't be read.
     """
+    place = checkpoints_of(folder)
     try:
         if world.rank == 0:
-            remove_leftovers(folder / FOLDER)
+            remove_leftovers(place)
         if sharded:
-            found, skipped = _newest_together(folder / FOLDER, world, stored)
+            found, skipped = _newest_together(place, world, stored)
         else:
-            found, skipped = newest_good(folder / FOLDER, stored.foreign if stored else None)
+            found, skipped = newest_good(place, stored.foreign if stored else None)
     except OSError as error:
         raise BadInputError(
-            f"{folder / FOLDER} can't be used ({error.strerror}); mend that, or give another --out"
+            f"{place} can't be used ({error.strerror}); mend that, or give another --out"
         ) from error
     except Unreadable as error:
         raise BadInputError(
-            f"{folder / FOLDER}: {error}; mend that, or move it away to go on from the one before"
+            f"{place}: {error}; mend that, or move it away to go on from the one before"
         ) from error
     if skipped and found is None and mode != "force":
         more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
@@ -106,7 +107,7 @@ def chosen_checkpoint(run: Path, which: str, word: str) -> tuple[int, Path]:
     Raises:
         BadInputError: If there is none.
     """
-    folder = run / FOLDER
+    folder = checkpoints_of(run)
     try:
         entries = listing(folder)
     except OSError as error:

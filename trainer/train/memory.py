@@ -28,6 +28,7 @@ from trainer.observe.memory import tells_figures
 from trainer.observe.text import DASH, count, rough_size, scaled
 from trainer.optim.optimizers import bytes_of_moments, moments_kept
 from trainer.tasks import Task
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.prepare import blank_batch
 from trainer.train.updates import brings_optimizer
 
@@ -229,14 +230,21 @@ def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: b
     average = sum(p.nbytes for p in model.parameters() if p.requires_grad) if recipe.ema.decay else 0
     state = 0 if own_optimizer else bytes_of_moments(recipe.optim, model)
     final = whole * (2 if recipe.ema.decay else 1)
-    ours = [*(folder / FOLDER).rglob("*"), *folder.glob("*.safetensors")]
+    place, saved = checkpoints_of(folder), kept * (whole + average + state)
+    ours, inside = [*folder.glob("*.safetensors")], place == folder / FOLDER
+    if not inside:
+        _check_room(place, [*place.rglob("*")], saved, more, "checkpoint.folder")
+    ours, saved = ([*ours, *place.rglob("*")], saved) if inside else (ours, 0)
+    _check_room(folder, ours, final + saved + (4 << 20), more, "--out")
+
+
+def _check_room(folder: Path, ours: Sequence[Path], wanted: int, more: str, key: str) -> None:
     taken = sum(path.lstat().st_size for path in ours if path.is_file())
-    wanted = final + kept * (whole + average + state) + (4 << 20)
     free = shutil.disk_usage(folder).free + taken
     if free < wanted:
         raise BadInputError(
             f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB{more}; "
-            "give another --out"
+            f"give another {key}"
         )
 
 

@@ -32,6 +32,7 @@ from trainer.rng import Ints
 from trainer.tasks import Task
 from trainer.train.altered import altered_config
 from trainer.train.checkpoint_choice import chosen_checkpoint
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.differences import FREE, own_config
 from trainer.train.manifest import Manifest, RunFolder, read_run
 from trainer.train.prepare import shapes_only
@@ -49,6 +50,7 @@ _NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
     *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
     "hooks.enabled=false",
+    "checkpoint.folder=null",
     *("model.freeze=[]", "model.lora={rank: 0, targets: []}"),
 )
 
@@ -148,7 +150,7 @@ def stored_weights(
         )
     found, why = None, ""
     try:
-        for entry in listing(folder / FOLDER):
+        for entry in listing(checkpoints_of(folder)):
             with contextlib.suppress(Damaged):
                 found = look_up(entry.path)
                 break
@@ -257,7 +259,7 @@ def _checkpointed(
     path = None
     try:
         if which in (None, "last"):
-            found, skipped = newest_good(folder / FOLDER)
+            found, skipped = newest_good(checkpoints_of(folder))
         else:
             path = chosen_checkpoint(folder, str(which), f"--checkpoint {which}")[1]
             found, skipped = read(path), []

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.store import set_foreign_aside
 from trainer.config.data import is_url
@@ -33,6 +32,7 @@ from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Profile
 from trainer.observe.progress import Progress, served
 from trainer.train.anomaly import AnomalyLog, write_anomalies
+from trainer.train.checkpoint_place import checkpoints_of, mark_checkpoints
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
 from trainer.train.manifest import Manifest, update_manifest
@@ -129,7 +129,7 @@ def open_outputs(
         logger = _make_logger(run, theirs, checksums, metric_sources(stack, run), left_out)
         part = None
         if run.state.rows is not None and run.state.rows.first:  # writes its rows
-            part = BackgroundWriter(folder / FOLDER, run.recipe.checkpoint.keep, warn)
+            part = BackgroundWriter(checkpoints_of(folder), run.recipe.checkpoint.keep, warn)
             stack.callback(part.abandon)
         return Outputs(logger, Checkpoints(run, part), AnomalyLog(None, run.plan))
     manifest = make_manifest(
@@ -145,12 +145,14 @@ def open_outputs(
     check_space(folder, run.recipe, run.state.model, brings_optimizer(run.task))
     with writable(folder):
         # All ranks have read theirs: they agreed.
-        if stored is not None and (aside := set_foreign_aside(folder / FOLDER, stored.foreign)):
-            warn(f"{folder / FOLDER}: checkpoints of other runs were renamed: {', '.join(aside)}")
+        place = checkpoints_of(folder)
+        if stored is not None and (aside := set_foreign_aside(place, stored.foreign)):
+            warn(f"{place}: checkpoints of other runs were renamed: {', '.join(aside)}")
         write_anomalies(folder, anomalies)
         if stored is None:
             link_latest(folder)
     sinks, checksums = stack.enter_context(open_folder(folder, run, manifest))
+    mark_checkpoints(folder)
     progress_bar = introduce(manifest, run, folder)
     if run.state.step == 0 and manifest.model is not None:
         show_model(manifest.model, progress_bar, run.world.device)
@@ -160,7 +162,7 @@ def open_outputs(
         sinks.append(run.nonfinite.name_first)
     sinks += [*load_sinks(run.recipe.log, config), *theirs]
     sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say, len(left_out)))
-    writer = BackgroundWriter(folder / FOLDER, run.recipe.checkpoint.keep, warn, run.state.step or None)
+    writer = BackgroundWriter(place, run.recipe.checkpoint.keep, warn, run.state.step or None)
     stack.callback(writer.abandon)
     if run.recipe.log.metrics_port:
         sinks.append(stack.enter_context(_served(folder, run, manifest, writer)))

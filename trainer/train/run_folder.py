@@ -40,7 +40,7 @@ _LOCK = ".lock"
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 _LEFTOVERS = {_LOCK, MEETING, LOGS, EXIT_CODE, KEPT}
-_FOLDERS = (FOLDER, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
+_FOLDERS = ("tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
 _ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 
@@ -64,15 +64,6 @@ def _is_of(manifest: Path, recipe: str) -> bool:
         return Path(read_json(manifest)["recipe"]).stem == recipe
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def has_checkpoint(out: Path | None, newest: bool, recipe: str) -> bool:
-    """Whether the run that a command means has a checkpoint, by its name only."""
-    try:
-        folder = out or (newest_run(RUNS, recipe) if newest else None)
-    except (BadInputError, OSError):  # called by a signal's handler: an error there would end in a traceback
-        return False
-    return folder is not None and any((folder / FOLDER).glob("step-*"))
 
 
 def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -202,13 +193,14 @@ def claim_folder(folder: Path) -> bool:
         ) from error
     if (folder / MANIFEST).exists():
         raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
-    if any(not _is_left(path.name) for path in folder.iterdir()):
+    if any(not _is_left(path) for path in folder.iterdir()):
         raise BadInputError(f"--out {folder}: isn't empty; give a new or an empty folder")
     return made
 
 
-def _is_left(name: str) -> bool:
-    return name in _LEFTOVERS or is_unfinished(name)
+def _is_left(path: Path) -> bool:
+    name = path.name
+    return name in _LEFTOVERS or is_unfinished(name) or (name == FOLDER and path.is_symlink())
 
 
 def check_inside(folder: Path) -> None:
@@ -217,20 +209,22 @@ def check_inside(folder: Path) -> None:
     Raises:
         BadInputError: Naming all that doesn't.
     """
-    odd = [(name, oddity(folder / name, folder=True)) for name in _FOLDERS]
+    # Checkpoints may be elsewhere: `place_checkpoints` looks at where a link leads.
+    folders = [*_FOLDERS, *([] if (folder / FOLDER).is_symlink() else [FOLDER])]
+    odd = [(name, oddity(folder / name, folder=True)) for name in folders]
     files = [*_ADDED_TO, *sorted(path.name for path in folder.glob("*.csv"))]
     odd += [(name, oddity(folder / name, folder=False)) for name in files]
     if said := ", ".join(f"{name} {why}" for name, why in odd if why):
         raise BadInputError(
             f"{folder}: {said}; a run writes only below its own folder: bring that back, or have the whole "
-            "run folder elsewhere and link that"
+            "run folder elsewhere and link that; large checkpoints lie elsewhere by checkpoint.folder=DIR"
         )
 
 
 def remove_unused(folder: Path) -> None:
     """Removes a run folder in which no run has begun, nor is about to."""
     with contextlib.suppress(OSError, BadInputError):
-        if all(_is_left(path.name) for path in folder.iterdir()):
+        if all(_is_left(path) for path in folder.iterdir()):
             file = lock(folder)
             shutil.rmtree(folder)
             os.close(file)

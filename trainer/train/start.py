@@ -19,6 +19,7 @@ from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
 from trainer.observe.console import detail, say, warn
 from trainer.tasks import Task
+from trainer.train.checkpoint_place import place_checkpoints
 from trainer.train.decision import Decision, Finished, From, Resume, decide
 from trainer.train.local_ranks import plan_local_ranks
 from trainer.train.manifest import Manifest, Pretrained, read_stored
@@ -106,6 +107,8 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         )
     )
     try:
+        if first:
+            place_checkpoints(folder, recipe.checkpoint.folder)
         if begins:
             keep_beginning(folder, begun_from)
         if nodes is None:

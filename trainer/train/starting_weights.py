@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import (
     Checkpoint,
     Damaged,
@@ -42,6 +41,7 @@ from trainer.models.pretrained import find_weights
 from trainer.models.weights import regular
 from trainer.tasks import Task
 from trainer.train.checkpoint_choice import chosen_checkpoint
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.differences import differences, other_data
 from trainer.train.manifest import BegunFrom, Manifest, Pretrained, read_run
 from trainer.train.options import Mode, StartingPoint
@@ -76,7 +76,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
         fine_tune(model, recipe.model)
         odd = _first_difference(path, model)
     except (Damaged, Unreadable) as error:
-        others = [str(entry.step) for entry in listing(source.run / FOLDER) if entry.path != path]
+        others = [str(entry.step) for entry in listing(checkpoints_of(source.run)) if entry.path != path]
         there = f"give RUN@STEP of another: {', '.join(others)}" if others else "bring it back"
         raise BadInputError(f"{word}: {path.name}: {error}; {there}") from error
     if odd:
@@ -146,8 +146,9 @@ def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
 
 
 def _in_run(run: Path, step: int) -> Path:
-    there = next((entry.path for entry in listing(run / FOLDER) if entry.step == step), None)
-    return there or run / FOLDER / folder_name(step)
+    folder = checkpoints_of(run)
+    there = next((entry.path for entry in listing(folder) if entry.step == step), None)
+    return there or folder / folder_name(step)
 
 
 def _linked_or_copied(file: Path, to: Path) -> None:
@@ -248,7 +249,7 @@ def begins_fresh(folder: Path | None, stored: Manifest | None, mode: Mode) -> bo
     if over or stored.begun_from is not None:
         return False
     try:
-        entries = listing(folder / FOLDER)
+        entries = listing(checkpoints_of(folder))
     except OSError:  # which ends the attempt, in words of its own
         return False
     # Where none can be trusted only `force` begins again.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
 from trainer.config.training import MAIN_SET
 from trainer.errors import BadInputError, DivergedError
@@ -22,6 +21,7 @@ from trainer.observe.diagnosis import Verdict
 from trainer.observe.log import Logged, MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.evaluate import in_set, out_of_patience
 from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.recording import save_weights
@@ -178,7 +178,7 @@ def _leave_weights(
 
 def _unfinished(folder: Path, what: str, error: OSError) -> BadInputError:
     """What can't be written at the end, what is kept, and how to finish from it."""
-    newest = max((entry.step for entry in listing(folder / FOLDER)), default=None)
+    newest = max((entry.step for entry in listing(checkpoints_of(folder))), default=None)
     kept = (
         "there is no checkpoint: the run must be repeated"
         if newest is None

@@ -33,6 +33,7 @@ from trainer.train.allocator import set_up_allocator
 from trainer.train.anomaly import AnomalyDetector, Finding, anomalies_before, left_out, read_anomalies
 from trainer.train.build import build
 from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
+from trainer.train.checkpoint_place import place_checkpoints
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.decision import Finished, From, New, Resume, decide
 from trainer.train.loading import choose_loading
@@ -71,6 +72,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
         stack.enter_context(paths_from_here())
         if _is_first():
             check_inside(request.folder)
+            place_checkpoints(request.folder, request.recipe.checkpoint.folder)
             file = lock(request.folder)  # a rank's is held until its process ends
             if current() is None:
                 stack.callback(os.close, file)

@@ -36,13 +36,14 @@ _KEY_BYTES = 32
 _MARKS = 8  # of as many homes: a pod's is a new one at each start
 _DIGITS = 16  # of a hash, in a message
 _INSTALLED = "installed"
+_PLACE = "checkpoint.folder"  # no code, but as much to be trusted: a run writes there, and removes
 
 
 class Code(NamedTuple):
     """Python code that a recipe names.
 
     Attributes:
-        key: Of the recipe: task, hooks.use or log.to.
+        key: Of the recipe: task, hooks.use, log.to, or checkpoint.folder.
         place: As it stands there.
         name: Of the class or function; empty for a task.
         hash: SHA-256 of its file and of the modules beside it that this imports; "installed" for a module of
@@ -63,6 +64,8 @@ class Code(NamedTuple):
 
     def __str__(self) -> str:
         """As it is told."""
+        if self.key == _PLACE:
+            return plain(f"{self.key}={self.place}", 500)
         others = f", with {', '.join(self.beside)}" if self.beside else ""
         what = (
             f"sha256 {self.hash[:_DIGITS]}" if self.hash not in ("", _INSTALLED) else self.hash or "not found"
@@ -71,8 +74,10 @@ class Code(NamedTuple):
 
 
 def own_code(recipe: Recipe) -> list[Code]:
-    """The Python code that a recipe names and that isn't the trainer's."""
+    """The Python code that a recipe names and that isn't the trainer's; and where else it has a run write."""
     found = []
+    if (place := recipe.checkpoint.folder) is not None:
+        found.append(Code(_PLACE, str(place), "", hashlib.sha256(os.fsencode(place)).hexdigest()))
     if recipe.task not in TASKS and recipe.task != "own":
         found.append(_code("task", recipe.task, Path(recipe.task), ""))
     hooks = recipe.hooks.use if recipe.hooks.enabled else []
@@ -119,14 +124,17 @@ def _code_of_module(key: str, place: str, module: str, name: str) -> Code:
 # --- what is asked ---
 
 
-def check_run(folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None) -> None:
+def check_run(
+    folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None, anew: bool = False
+) -> None:
     """Makes sure that code which a run names may run here.
 
     Args:
         folder: The run's.
         recipe: Its configuration, with the settings.
         settings: KEY=VALUE of the command line: what they name is the user's own.
-        trusted: Whether --trust was given.
+        trusted: Whether --trust was given; None where there is no such flag.
+        anew: Whether only its recipe is taken, so that another task will do.
 
     Raises:
         BadInputError: Naming the code with its hashes, if it may not.
@@ -137,17 +145,25 @@ def check_run(folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bo
         return
     if why := _why_not(_recorded(folder), codes):
         listed = ", ".join(map(str, codes))
-        remedy = f"name it by --set {codes[0].key}=…" if trusted is None else "add --trust"
-        raise BadInputError(
-            f"{folder}: names Python code that would run here: {listed}; {why}: read it, then {remedy}"
-        )
+        code = any(one.key != _PLACE for one in codes)
+        what = "Python code that would run here" if code else "a folder that it would write to"
+        remedy = f"read it, then {'add --trust' if code else 'add --trust, or --set checkpoint.folder=DIR'}"
+        if trusted is None:
+            remedy = f"read it, then name it by --set {codes[0].key}=…"
+        elif not anew and _is_another_task(folder, codes):  # which --trust alone doesn't help
+            remedy = "bring the file back that it was trained with, or train on by --trust --resume force"
+        raise BadInputError(f"{folder}: names {what}: {listed}; {why}: {remedy}")
+
+
+def _is_another_task(folder: Path, codes: Sequence[Code]) -> bool:
+    """Whether the task is another one than the manifest's fingerprint is of."""
+    data = _facts(folder).get("fingerprint")
+    known = data.get("task") if isinstance(data, dict) else None
+    return any(one.key == "task" and known not in (None, one.hash[:_DIGITS]) for one in codes)
 
 
 def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bool | None = None) -> None:
     """As `check_run`, for a recipe that lies in a run folder, where its sender put it; others are the user's.
-
-    Args:
-        trusted: None where there is no such flag.
 
     Raises:
         BadInputError: As `check_run`.
@@ -157,17 +173,18 @@ def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bo
         return
     for folder in path.absolute().resolve().parents:
         if _is_run(folder):
-            check_run(folder, recipe, settings, trusted)
+            check_run(folder, recipe, settings, trusted, anew=True)
 
 
 def _named(settings: Sequence[str]) -> set[str]:
     """Keys of code that settings give."""
     given = override({}, settings)
-    hooks, log = given.get("hooks"), given.get("log")
+    hooks, log, saved = given.get("hooks"), given.get("log"), given.get("checkpoint")
     return {
         *(["task"] if "task" in given else []),
         *(["hooks.use"] if isinstance(hooks, Mapping) and "use" in hooks else []),
         *(["log.to"] if isinstance(log, Mapping) and "to" in log else []),
+        *([_PLACE] if isinstance(saved, Mapping) and "folder" in saved else []),
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import Damaged, Unreadable, read_state
 from trainer.checkpoint.state_dict import put_together
 from trainer.checkpoint.store import listing
@@ -23,6 +22,7 @@ from trainer.optim.own import ConstantSchedule, HostSchedule
 from trainer.optim.schedules import schedule
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.manifest import Manifest
 
 _OF_A_SCHEDULE = ("schedule", "warmup_steps", "final_lr", "milestones", "gamma", "decay")
@@ -113,7 +113,7 @@ def check_end(folder: Path, stored: Manifest, task: Task, steps: int) -> None:
     if "scheduler" not in _brings(task):
         return
     with suppress(OSError, Unreadable):  # which the ranks say
-        for entry in listing(folder / FOLDER):
+        for entry in listing(checkpoints_of(folder)):
             with suppress(Damaged, KeyError, ValueError, TypeError):
                 state = read_state(entry.path)
                 if stored.foreign(state) is None:

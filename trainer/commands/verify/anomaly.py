@@ -13,6 +13,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.files import copy_folder
 from trainer.observe.console import say
 from trainer.train.anomaly import ending_at, read_anomalies, rolled_back
+from trainer.train.checkpoint_place import checkpoints_of
 
 _COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samples")
 
@@ -56,7 +57,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
 
 def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:
     """Copies the run's newest checkpoint before a step, if there is one; returns its step, or 0."""
-    for entry in listing(run.path / FOLDER):
+    for entry in listing(checkpoints_of(run.path)):
         if entry.step >= step:
             continue
         try:

@@ -16,6 +16,7 @@ from trainer.host.files import read_inside
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
 from trainer.train.altered import altered_config, altered_rows
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.manifest import Attempt
 from trainer.train.provenance import file_hash
 
@@ -72,11 +73,13 @@ def _of_weights(run: Recorded) -> Iterator[str]:
 
 def _of_checkpoints(run: Recorded) -> Iterator[str]:
     try:
-        for entry in listing(run.path / FOLDER, verify=True):
+        for entry in listing(checkpoints_of(run.path), verify=True):
             if entry.problem is not None:
                 yield f"{FOLDER}/{entry.path.name}: {entry.problem}"
     except OSError as error:
         yield f"{FOLDER} can't be read ({error.strerror})"
+    except BadInputError as error:
+        yield str(error)
 
 
 def _of_trace(run: Recorded) -> Iterator[str]:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
 from trainer.config.redact import REDACTED
 from trainer.errors import BadInputError
 from trainer.observe.checksums import ChecksumRow, read_checksums
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.differences import flat
 from trainer.train.manifest import Attempt, Manifest, RunFolder, read_run
 
@@ -88,7 +88,7 @@ def _last_row_due(run: Recorded) -> int:
     if run.manifest.status == "diverged":
         return 0
     kept = kept_attempts(run.manifest)
-    reached = max((entry.step for entry in listing(run.path / FOLDER)), default=0)
+    reached = max((entry.step for entry in listing(checkpoints_of(run.path))), default=0)
     ends = [*(attempt.step for attempt in kept[1:]), reached]
     due = [
         (attempt.step, end // attempt.log_every * attempt.log_every)

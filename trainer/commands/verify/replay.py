@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import folder_name as step_name
 from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.config.recipe import Recipe
@@ -21,6 +20,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
 from trainer.train.anomaly import write_anomalies
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.differences import FREE, flat, other_arithmetic
 from trainer.train.manifest import update_manifest
 from trainer.train.options import TrainOptions
@@ -80,7 +80,7 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
             "log.to=[]",
             "log.metrics_port=0",
             "hooks.enabled=false",
-            "checkpoint={every: 0, minutes: 0, best: false}",
+            "checkpoint={every: 0, minutes: 0, best: false, folder: null}",
         ],
     )
     recipe = validated(Recipe, config, str(path))
@@ -125,7 +125,7 @@ def replay(
         )
         with _progress() as output:
             code = start(options, *provisional(options.recipe, options.set), output)
-        done = code == EXIT_DONE if ends else (folder / FOLDER / step_name(part.until)).exists()
+        done = code == EXIT_DONE if ends else (checkpoints_of(folder) / step_name(part.until)).exists()
         if code not in (EXIT_DONE, EXIT_REQUEUE):
             return code
         if not done:

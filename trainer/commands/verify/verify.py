@@ -12,7 +12,8 @@ from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_c
 from trainer.commands.verify.verdict import differences_here, different, differing_weights, identical
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import first_difference, read_checksums
-from trainer.observe.console import say
+from trainer.observe.console import say, warn
+from trainer.train.altered import unhashed_rows
 from trainer.train.anomaly import first_stop, read_anomalies, rolled_back
 from trainer.train.manifest import read_run
 
@@ -22,6 +23,8 @@ def verify(options: argparse.Namespace) -> int:
     run = read_recorded(options.folder)
     anomalies = read_anomalies(run.path)
     odd = contradictions(run)
+    if line := unhashed_rows(run.path, run.manifest.as_facts()):
+        warn(line)
     run = before_its_stop(run, anomalies)
     until = last_step(run, options.steps)
     config = replay_config(run, options.set, options.trust)

@@ -8,12 +8,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.checkpoint import FOLDER
 from trainer.config.redact import redact
+from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import lines_inside, oddity, read_inside
 from trainer.observe.charts.thin import Point, ThinnedRows
+from trainer.observe.console import warn
 from trainer.observe.rows import FILES
+from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.manifest import read_facts
 from trainer.train.run_folder import is_abandoned
 
@@ -140,7 +142,7 @@ def read_run(folder: Path) -> RecordedRun:
             run.unreadable += 1
         else:
             run.anomalies.add(anomaly)
-    run.checkpoints = _checkpoints(folder / FOLDER)
+    run.checkpoints = _checkpoints(folder)
     return run
 
 
@@ -237,13 +239,13 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
     found = list[tuple[int, int, float, Path]]()
-    if oddity(folder, folder=True):
-        return []
     try:
-        for path in folder.iterdir():
+        for path in checkpoints_of(folder).iterdir():
             if (match := _CHECKPOINT.fullmatch(path.name)) and not oddity(path, folder=True):
                 stats = [file.stat() for file in path.iterdir() if file.is_file()]
                 found.append((int(match[1]), sum(one.st_size for one in stats), path.stat().st_mtime, path))
+    except BadInputError as error:
+        warn(str(error))
     except OSError:
         pass
     found.sort(reverse=True)
