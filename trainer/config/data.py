@@ -140,7 +140,16 @@ class DataConfig(LoaderConfig):
         description="on the device: how far brightness, contrast and saturation of each image may change",
     )
     policy: Literal["none", "randaugment", "trivialaugment"] = Field(
-        "none", description="on the device: torchvision's policy, drawn for each group of policy_group images"
+        "none",
+        description="on the device: torchvision's policy (nearest pixels, black outside), drawn for each "
+        "group of policy_group images",
+    )
+    policy_magnitude: int = Field(
+        9,
+        ge=0,
+        le=30,
+        description="strength out of 30, where it turns by 30 degrees; timm and TensorFlow count to 10, so "
+        "their 9 is 27 here (randaugment)",
     )
     policy_group: int = Field(
         8,
