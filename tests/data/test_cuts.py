@@ -34,9 +34,15 @@ SHAPES = [
 ]
 
 
-def torchvisions_cut(monkeypatch: pytest.MonkeyPatch, height: int, width: int, numbers: list[float]) -> Box:
+def torchvisions_cut(
+    monkeypatch: pytest.MonkeyPatch,
+    height: int,
+    width: int,
+    numbers: list[float],
+    scale: tuple[float, float] = (0.08, 1.0),
+) -> Box:
     """Its RandomResizedCrop with these numbers in place of what it draws."""
-    cut = v2.RandomResizedCrop(224)
+    cut = v2.RandomResizedCrop(224, scale=scale)
     drawn = iter([numbers, *(crop._drawn_again(numbers, attempt) for attempt in range(1, 10))])
     left: list[float] = []
 
@@ -46,7 +52,7 @@ def torchvisions_cut(monkeypatch: pytest.MonkeyPatch, height: int, width: int, n
         return left.pop(0)
 
     def uniform(low: Any, high: Any) -> torch.Tensor:
-        if high == 1.0:
+        if high == scale[1]:
             left.clear()  # a new attempt: places that weren't asked for are left out
         return torch.tensor(float(low) + (float(high) - float(low)) * next_number(), dtype=torch.float64)
 
@@ -73,6 +79,15 @@ def test_a_random_cut_is_torchvisions_with_the_same_numbers(
         assert found == torchvisions_cut(monkeypatch, height, width, numbers)
 
 
+@pytest.mark.parametrize("shares", [(0.05, 1.0), (0.5, 0.5), (0.9, 1.0), (1e-6, 1e-5)])
+def test_the_areas_that_training_cuts_are_a_key(
+    shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for numbers in uniforms(2, np.zeros(30, np.int64), np.arange(30), 4).tolist():
+        found = random_cut(375, 500, *numbers, shares=shares)
+        assert found == torchvisions_cut(monkeypatch, 375, 500, numbers, shares)
+
+
 def test_what_is_drawn_again_is_uniform_and_of_its_own() -> None:
     numbers = uniforms(0, np.zeros(1000, np.int64), np.arange(1000), 4).astype(np.float64)
     again = np.array([[crop._drawn_again(row, attempt) for attempt in (1, 2)] for row in numbers.tolist()])
@@ -91,17 +106,19 @@ def test_a_wide_image_keeps_its_aspect() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), SHAPES)
-@pytest.mark.parametrize("side", [32, 224])
+@pytest.mark.parametrize(
+    ("side", "share", "short"), [(32, 0.875, 37), (224, 0.875, 256), (224, 0.95, 236), (224, 1, 224)]
+)
 def test_an_evaluation_image_is_torchvisions_resize_and_center_crop(
-    height: int, width: int, side: int
+    height: int, width: int, side: int, share: float, short: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (1, 3, height, width), dtype=torch.uint8, generator=generator)
     cut = middle_cut(height, width)
     assert cut.height * cut.width == min(height, 32 * width) * min(width, 32 * height)
     seen = image[:, :, cut.top : cut.top + cut.height, cut.left : cut.left + cut.width]
-    expected = v2.Compose([v2.Resize(round(side * 8 / 7), antialias=True), v2.CenterCrop(side)])(seen)
-    assert torch.equal(resized_middle(seen, side), expected)
+    expected = v2.Compose([v2.Resize(short), v2.CenterCrop(side)])(seen)
+    assert torch.equal(resized_middle(seen, side, share), expected)
 
 
 def test_a_line_of_a_million_pixels_takes_little_memory() -> None:

@@ -115,11 +115,14 @@ def test_hugging_face_s_images_are_turned_unless_they_are_not_to_be(tmp_path: Pa
 
 
 def test_a_file_is_predicted_as_it_was_evaluated(photographs: Path) -> None:
-    for key in ("apply", "ignore"):
-        data = DataConfig(name="folder", path=photographs, image_size=SIDE, exif_orientation=key)
-        found, _ = evaluated(name="folder", path=photographs, exif_orientation=key)
+    for key, part in (("apply", 0.875), ("ignore", 0.875), ("apply", 0.5), ("apply", 1.0)):
+        keys: Any = {"exif_orientation": key, "eval_crop": part}
+        data = DataConfig(name="folder", path=photographs, image_size=SIDE, **keys)
+        found, _ = evaluated(name="folder", path=photographs, **keys)
         dataset = load_images(data, 0).evaluation
-        run: Any = SimpleNamespace(task=SimpleNamespace(evaluation_data=dataset), recipe=None)
+        run: Any = SimpleNamespace(
+            task=SimpleNamespace(evaluation_data=dataset), recipe=SimpleNamespace(data=data)
+        )
         records = in_folder(photographs / "val")
         for number in range(8):
             file = Path(os.fsdecode(records.path(number)))

@@ -157,7 +157,9 @@ class DetectionConfig(Section):
         return self
 
 
-_OF_IMAGES = ("data.augment", "data.jitter", "data.policy", "data.label_column")
+_OF_IMAGES = tuple(
+    f"data.{key}" for key in ("augment", "jitter", "policy", "crop_area", "eval_crop", "label_column")
+)
 _OF_CONVOLUTIONS = ("model.width", "model.blocks", "model.norm", "model.dropout")
 
 

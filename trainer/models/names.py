@@ -47,8 +47,8 @@ def chosen_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> Ca
     for pattern in patterns:
         if not any(map(chosen([pattern]), parameters)):
             known = [*(name for name, _ in model.named_modules() if name), *parameters]
-            likely = (
-                nearest(pattern.rstrip("*."), known) or f"; names are such as {', '.join(known[:_SHOWN])}"
+            likely = nearest(pattern.rstrip("*."), known) or (
+                f"; names are such as {', '.join(known[:_SHOWN])} ({key}=[] names none)"
             )
             raise BadInputError(f"{key}: no parameter of the model is called '{pattern}'{likely}")
     matches = chosen(patterns)

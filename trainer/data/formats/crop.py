@@ -51,18 +51,18 @@ def middle_cut(height: int, width: int) -> Box:
     return Box((height - rows) // 2, (width - columns) // 2, rows, columns)
 
 
-def central_window(height: int, width: int, side: int) -> tuple[int, int, Box]:
+def central_window(height: int, width: int, side: int, share: float) -> tuple[int, int, Box]:
     """To which height and width an image is resized for evaluation, and the square that is taken of that.
 
-    torchvision's Resize(side * 8 / 7) and CenterCrop(side), which are 256 and 224.
+    torchvision's Resize(side / share) and CenterCrop(side), such as 256 and 224.
     """
-    short = round(side * 8 / 7)
+    short = round(side / share)
     rows, columns = max(short, short * height // width), max(short, short * width // height)
     return rows, columns, Box(round((rows - side) / 2), round((columns - side) / 2), side, side)
 
 
-def random_cut(height: int, width: int, *numbers: float) -> Box:
-    """A part of 8 to 100 % of the area at 3:4 to 4:3, as torchvision's RandomResizedCrop draws it.
+def random_cut(height: int, width: int, *numbers: float, shares: tuple[float, float] = (0.08, 1.0)) -> Box:
+    """A part of the area at 3:4 to 4:3, as torchvision's RandomResizedCrop draws it.
 
     After Szegedy et al., "Going deeper with convolutions", 2015: what doesn't fit is drawn again, ten times
     at most, and then it is the middle.
@@ -72,10 +72,11 @@ def random_cut(height: int, width: int, *numbers: float) -> Box:
         width: Of the image.
         *numbers: Four in [0, 1): area, ratio, and place down and right. What is drawn again follows from
             them.
+        shares: Of the area, the smallest and the largest.
     """
     area, ratio, top, left = numbers
     for attempt in range(1, _ATTEMPTS + 1):
-        target = height * width * (0.08 + 0.92 * area)
+        target = height * width * (shares[0] + (shares[1] - shares[0]) * area)
         aspect = math.exp((2 * ratio - 1) * math.log(4 / 3))
         rows, columns = round(math.sqrt(target / aspect)), round(math.sqrt(target * aspect))
         if 0 < rows <= height and 0 < columns <= width:

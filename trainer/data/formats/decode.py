@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torchvision import io as tvio
 
+from trainer.config.data import EVAL_CROP
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, central_window, snapped_cut
 from trainer.data.formats.orientation import (
@@ -143,9 +144,9 @@ def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return resized
 
 
-def resized_middle(image: torch.Tensor, side: int) -> torch.Tensor:
+def resized_middle(image: torch.Tensor, side: int, share: float = EVAL_CROP) -> torch.Tensor:
     """The central square of an image as evaluation sees it: uint8 (1, 3, h, w) to (1, 3, side, side)."""
-    rows, columns, box = central_window(*image.shape[2:], side)
+    rows, columns, box = central_window(*image.shape[2:], side, share)
     resized = resize(image, rows, columns)
     return resized[:, :, box.top : box.top + side, box.left : box.left + side]
 

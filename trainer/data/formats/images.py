@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from trainer.config.data import OnCorrupt
+from trainer.config.data import EVAL_CROP, OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.crop import Box, middle_cut, random_cut
@@ -26,10 +26,18 @@ class ImageDataset(RecordsDataset):
         size: Height and width of the images that are returned, in pixels.
         random_crop: True for training.
         on_corrupt: What becomes of images that can't be decoded.
+        crop_area: Smallest and largest share of the area that training cuts out.
+        eval_crop: Share of the short side that evaluation sees.
     """
 
     def __init__(
-        self, records: Records, size: int, random_crop: bool, on_corrupt: OnCorrupt = "fail"
+        self,
+        records: Records,
+        size: int,
+        random_crop: bool,
+        on_corrupt: OnCorrupt = "fail",
+        crop_area: tuple[float, float] = (0.08, 1.0),
+        eval_crop: float = EVAL_CROP,
     ) -> None:
         # Here: torchvision takes three seconds, and not every run needs it; but before workers are forked,
         # of which each would take 150 MB for it.
@@ -41,7 +49,7 @@ class ImageDataset(RecordsDataset):
             decode.resized_middle,
         )
         super().__init__(records, {"image": Field((size, size, 3), np.dtype(np.uint8))}, on_corrupt)
-        self._size = size
+        self._size, self._crop_area, self._eval_crop = size, crop_area, eval_crop
         self.uniforms = 4 if random_crop else 0
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
@@ -52,9 +60,9 @@ class ImageDataset(RecordsDataset):
         def fill(row: int, sample: int) -> None:
             with torch.inference_mode():
                 if numbers is None:
-                    image = self._resized_middle(self._cut(sample, middle_cut), self._size)
+                    image = self._resized_middle(self._cut(sample, middle_cut), self._size, self._eval_crop)
                 else:
-                    cut = self._cut(sample, partial(_by_numbers, numbers[row]), scaled=True)
+                    cut = self._cut(sample, partial(_by_numbers, numbers[row], self._crop_area), scaled=True)
                     image = self._resize(cut, self._size, self._size)
                 rows[row].copy_(image)
 
@@ -76,5 +84,5 @@ class ImageDataset(RecordsDataset):
         return rows[:, box.left : box.left + box.width].permute(2, 0, 1)[None]
 
 
-def _by_numbers(numbers: list[float], height: int, width: int) -> Box:
-    return random_cut(height, width, *numbers)
+def _by_numbers(numbers: list[float], shares: tuple[float, float], height: int, width: int) -> Box:
+    return random_cut(height, width, *numbers, shares=shares)
