@@ -9,5 +9,7 @@ ARITHMETIC_CHANGES = {
     "moves once a step; parts in evaluation mode stay so; weights that share memory are averaged as one",
     3: "a training cut of a JPEG that is decoded at a part of its size is the nearest to the one that was "
     "drawn, not one to its top left; images of `datasets` are turned as EXIF says",
+    4: "training cuts of image files that don't fit are drawn again, and evaluation resizes before it cuts, "
+    "as torchvision does; stochastic depth keeps the proportions of torchvision's models that bring it",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

@@ -19,6 +19,8 @@ from trainer.config.training import OptimConfig
         ("digits", "optim.gamma=0.5", "optim.schedule=one-cycle"),
         ("digits", "precision.initial_scale=8", "precision.mode=fp32"),
         ("digits", "data.policy_group=4", "data.policy=none"),
+        ("digits", "data.policy_magnitude=30", "data.policy=none"),
+        ("digits", "data.eval_crop=1.0", "data.name=digits"),
         ("gpt-stdlib", "language.buckets=4", "language.text=stream"),
         ("dtmf", "data.image_size=64", "task=audio"),
     ],

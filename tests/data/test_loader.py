@@ -23,7 +23,6 @@ from tests.helpers.toys import make_recipe
 from tests.helpers.waiting import until
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.data.dataset import Arrays, Field
-from trainer.data.formats.crop import central_cut, random_cut
 from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import load_images
@@ -283,34 +282,6 @@ def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
     run.evaluation_loader.close()
     assert np.isfinite(figures["loss"])
     assert figures["accuracy"] * 6 == pytest.approx(round(figures["accuracy"] * 6))
-
-
-def test_an_evaluation_image_is_cut_and_resized_as_pillow_does(tmp_path: Path) -> None:
-    gradient = np.zeros((64, 96, 3), np.uint8)
-    gradient[..., 0] = np.arange(96) * 2
-    gradient[..., 1] = np.arange(64)[:, None] * 3
-    for part in ("train", "val"):
-        (tmp_path / part / "only").mkdir(parents=True)
-        Image.fromarray(gradient).save(tmp_path / part / "only" / "x.png")
-    images = load_images(DataConfig(name="folder", path=tmp_path, image_size=28), 0)
-    out: dict[str, Any] = {"image": np.empty((1, 28, 28, 3), np.uint8), "label": np.empty(1, np.int64)}
-    images.evaluation.read(np.array([0]), None, out)
-    box = central_cut(64, 96)
-    cut = Image.fromarray(gradient).crop((box.left, box.top, box.left + box.width, box.top + box.height))
-    expected = np.asarray(cut.resize((28, 28), Image.Resampling.BILINEAR))
-    assert abs(out["image"][0].astype(int) - expected).max() <= 1
-
-
-def test_random_cuts_stay_inside_and_reach_everywhere() -> None:
-    random = np.random.default_rng(1).random((2000, 4))
-    boxes = [random_cut(40, 70, *row) for row in random.tolist()]
-    assert all(b.top >= 0 and b.left >= 0 and b.height >= 1 and b.width >= 1 for b in boxes)
-    assert max(b.top + b.height for b in boxes) == 40
-    assert max(b.left + b.width for b in boxes) == 70
-    areas = np.array([b.height * b.width for b in boxes]) / 2800
-    assert areas.min() < 0.12
-    assert areas.max() > 0.8
-    assert random_cut(40, 70, 0.999999, 0.5, 0.999999, 0.999999).height <= 40
 
 
 @pytest.mark.parametrize(

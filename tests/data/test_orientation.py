@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image, ImageOps
+from torchvision.transforms import v2
 
 from tests.data.test_arrow import FEATURES, write as write_arrow
 from trainer.cli import main
@@ -105,22 +106,23 @@ def test_hugging_face_s_images_are_turned_unless_they_are_not_to_be(tmp_path: Pa
         write_arrow(tmp_path / part, rows, FEATURES, files=1)
     found, _ = evaluated(name="hf", path=tmp_path)
     plain, _ = evaluated(name="hf", path=tmp_path, exif_orientation="ignore")
-    side = round(40 * 0.875)
+    evaluated_as = v2.Compose([v2.Resize(round(SIDE * 8 / 7)), v2.CenterCrop(SIDE)])
     for number in range(8):  # what `datasets` gives: PIL's exif_transpose
         upright = ImageOps.exif_transpose(Image.open(io.BytesIO(photograph(number))))
-        left, top = (upright.width - side) // 2, (upright.height - side) // 2
-        cut = upright.crop((left, top, left + side, top + side))
-        expected = np.asarray(cut.resize((SIDE, SIDE), Image.Resampling.BILINEAR)).astype(int)
+        expected = np.asarray(evaluated_as(upright)).astype(int)
         assert np.abs(found[number] - expected).max() <= 1, number
         assert np.array_equal(found[number], plain[number]) is (number == 0)
 
 
 def test_a_file_is_predicted_as_it_was_evaluated(photographs: Path) -> None:
-    for key in ("apply", "ignore"):
-        data = DataConfig(name="folder", path=photographs, image_size=SIDE, exif_orientation=key)
-        found, _ = evaluated(name="folder", path=photographs, exif_orientation=key)
+    for key, part in (("apply", 0.875), ("ignore", 0.875), ("apply", 0.5), ("apply", 1.0)):
+        keys: Any = {"exif_orientation": key, "eval_crop": part}
+        data = DataConfig(name="folder", path=photographs, image_size=SIDE, **keys)
+        found, _ = evaluated(name="folder", path=photographs, **keys)
         dataset = load_images(data, 0).evaluation
-        run: Any = SimpleNamespace(task=SimpleNamespace(evaluation_data=dataset), recipe=None)
+        run: Any = SimpleNamespace(
+            task=SimpleNamespace(evaluation_data=dataset), recipe=SimpleNamespace(data=data)
+        )
         records = in_folder(photographs / "val")
         for number in range(8):
             file = Path(os.fsdecode(records.path(number)))

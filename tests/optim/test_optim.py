@@ -1,5 +1,6 @@
 """Promise: schedules, clipping and averages are what their sources say, also with a step that was skipped."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from trainer.config.model import ModelConfig
 from trainer.config.optimizers import OPTIMIZERS, SCHEDULES
 from trainer.config.training import AverageConfig, OptimConfig
 from trainer.data.sampling.plan import Plan
+from trainer.errors import BadInputError
 from trainer.models.images import build_model
 from trainer.optim.adamw import AdamW
 from trainer.optim.average import WeightAverage
@@ -336,6 +338,76 @@ def test_norms_and_biases_are_not_decayed() -> None:
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.3 if name in ("0.weight", "3.weight") else 0.0), name
+
+
+class Shapes(nn.Module):
+    """A class token, positions, an embedding that is tied to the head, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.embed = nn.Embedding(3, 4)
+        self.encoder = nn.ModuleDict({"positions": nn.Embedding(5, 4), "norm": nn.LayerNorm(4)})
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.head = nn.Linear(4, 3)
+        self.head.weight = self.embed.weight
+
+
+NORMS_AND_BIASES = ("encoder.norm.weight", "encoder.norm.bias", "head.bias")
+
+
+@pytest.mark.parametrize(
+    ("settings", "without"),
+    [
+        ({}, {*NORMS_AND_BIASES}),
+        ({"decay_1d": True}, set()),
+        ({"decay_1d": True, "no_decay": ("*.bias",)}, {"encoder.norm.bias", "head.bias"}),
+        ({"no_decay": ("encoder.pos*",)}, {"encoder.positions.weight", *NORMS_AND_BIASES}),
+        ({"decay_1d": True, "no_decay": ("class_token", "scal?")}, {"class_token", "scale"}),
+        ({"decay_1d": True, "no_decay": ("head.weight",)}, {"embed.weight"}),  # tied: either name
+        ({"no_decay": ("*",)}, {name for name, _ in Shapes().named_parameters()}),
+    ],
+    ids=str,
+)
+def test_what_has_no_weight_decay_is_named(settings: dict[str, Any], without: set[str]) -> None:
+    model = Shapes()
+    config = OptimConfig(weight_decay=0.3, layer_decay=1.0, **settings)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(config, model)
+    decay = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    assert decay == {name: 0.0 if name in without else 0.3 for name in names.values()}
+
+
+def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_name() -> None:
+    for pattern, words in (("clas_token", "; did you mean 'class_token'"), ("zzz", "; names are such as ")):
+        with pytest.raises(BadInputError, match=f"optim.no_decay: no parameter .* '{pattern}'{words}"):
+            parameter_groups(OptimConfig(no_decay=("scale", pattern)), Shapes())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torchs_with_either_momentum(nesterov: bool, momentum: float) -> None:
+    """And with decay_1d it is that of torch.optim.SGD(model.parameters())."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    twin = copy.deepcopy(model)
+    ours = optimizer_of(
+        model,
+        OptimConfig(
+            name="sgd", lr=0.125, momentum=momentum, nesterov=nesterov, weight_decay=0.3, decay_1d=True
+        ),
+    )
+    theirs = torch.optim.SGD(
+        twin.parameters(), 0.125, momentum, weight_decay=0.3, nesterov=nesterov and momentum > 0
+    )
+    for _ in range(4):
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        ours.step()
+        theirs.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
 def test_momentum_begins_at_zero_where_the_first_update_is_skipped() -> None:

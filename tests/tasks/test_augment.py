@@ -85,6 +85,29 @@ def test_a_policy_is_drawn_by_the_micro_batches_seed_and_for_each_group(name: st
     assert not torch.equal(first, policy(byte)), "and not all the same"
 
 
+@pytest.mark.parametrize("shape", [(3, 16, 16), (1, 16, 16), (3, 1, 20), (1, 4, 80)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "magnitude", "torchvisions"),
+    [
+        ("randaugment", 9, v2.RandAugment()),
+        ("randaugment", 30, v2.RandAugment(magnitude=30)),
+        ("randaugment", 0, v2.RandAugment(magnitude=0)),
+        ("trivialaugment", 9, v2.TrivialAugmentWide()),
+    ],
+)
+def test_a_policy_of_each_image_is_torchvisions_to_the_bit(
+    name: str, magnitude: int, torchvisions: Any, shape: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    byte = torch.randint(0, 256, (60, *shape), dtype=torch.uint8, generator=generator)
+    policy = make_policy(name, magnitude)
+    assert policy is not None
+    torch.manual_seed(3)
+    found = by_policy(byte, policy, 1)
+    torch.manual_seed(3)
+    assert torch.equal(found, torch.stack([torchvisions(image) for image in byte]))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_normalizing_gives_the_same_in_both_layouts(channels: int) -> None:
     byte = images(channels=channels).permute(0, 2, 3, 1).contiguous()

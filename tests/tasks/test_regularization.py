@@ -149,6 +149,7 @@ def test_a_micro_batch_of_one_has_nothing_to_mix() -> None:
         "vit_b_32",
         "regnet_y_400mf",
         "convnext_tiny",
+        "swin_t",
         "efficientnet_b0",
     ],
 )
@@ -158,14 +159,16 @@ def test_stochastic_depth_reaches_the_branches_of_known_models(name: str) -> Non
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         model = build_model(ModelConfig(name=name, blocks=(2, 2)), 3, 10)
     names = set(model.state_dict())
+    own = [m for m in model.modules() if type(m).__name__ == "StochasticDepth"]
+    torchvisions = [m.p for m in own]
     add_stochastic_depth(model, 0.5)
     assert set(model.state_dict()) == names
     hooked = [m for m in model.modules() if m._forward_hooks]
-    own = [m for m in model.modules() if type(m).__name__ == "StochasticDepth"]
     assert bool(hooked) != bool(own)
     if own:
         assert own[-1].p == 0.5
-        assert own[0].p == pytest.approx(0.5 / len(own))
+        assert own[0].p == torchvisions[0] == 0
+        assert [m.p for m in own] == pytest.approx([0.5 * p / torchvisions[-1] for p in torchvisions])
     else:
         hooks = [next(iter(m._forward_hooks.values())) for m in hooked]
         drops = [hook.args[0] for hook in hooks if isinstance(hook, functools.partial)]

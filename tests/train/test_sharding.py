@@ -238,7 +238,10 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
     "sections",
     [
         {"optim": {"lr": 0.01, "max_grad_norm": 1.0}},
-        {"optim": {"name": "sgd", "lr": 0.05}, "anomaly": {"nonfinite": "skip"}},
+        {
+            "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 2.0, "decay_1d": True, "no_decay": ["stem"]},
+            "anomaly": {"nonfinite": "skip"},
+        },
         {"precision": {"mode": "bf16"}},
         {"precision": {"mode": "bf16"}, "model": {"width": 8, "norm": "group"}},
         {"precision": {"mode": "bf16"}, **GPT, "optim": {"schedule": "constant"}},

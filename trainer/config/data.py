@@ -20,6 +20,8 @@ else:
 OnCorrupt = Literal["fail", "skip", "quarantine"]
 Check = Literal["fast", "full", "none"]
 Exif = Literal["auto", "apply", "ignore"]
+EVAL_CROP = 0.875
+_Share = Annotated[float, Field(gt=0, le=1)]
 _SCHEMES = ("s3", "https", "http")
 
 
@@ -128,6 +130,18 @@ class DataConfig(LoaderConfig):
         description="at most so many samples to learn from, and so many of each set to measure on, evenly "
         "spaced in it: for tries",
     )
+    crop_area: tuple[_Share, _Share] = Field(
+        (0.08, 1.0),
+        description="smallest and largest share of an image's area that is cut out for training "
+        "(but digits, cifar10, synthetic)",
+    )
+    eval_crop: float = Field(
+        EVAL_CROP,
+        ge=0.25,
+        le=1,
+        description="share of an image's short side that evaluation sees, timm's crop_pct; 0.875: 224 of 256 "
+        "(but digits, cifar10, synthetic)",
+    )
     augment: Literal["none", "flip", "crop", "affine"] = Field(
         "none",
         description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "
@@ -140,7 +154,16 @@ class DataConfig(LoaderConfig):
         description="on the device: how far brightness, contrast and saturation of each image may change",
     )
     policy: Literal["none", "randaugment", "trivialaugment"] = Field(
-        "none", description="on the device: torchvision's policy, drawn for each group of policy_group images"
+        "none",
+        description="on the device: torchvision's policy (nearest pixels, black outside), drawn for each "
+        "group of policy_group images",
+    )
+    policy_magnitude: int = Field(
+        9,
+        ge=0,
+        le=30,
+        description="strength out of 30, where it turns by 30 degrees; timm and TensorFlow count to 10, so "
+        "their 9 is 27 here (randaugment)",
     )
     policy_group: int = Field(
         8,
@@ -151,6 +174,13 @@ class DataConfig(LoaderConfig):
     def corrupt_samples(self, of: int) -> int:
         """How many of so many samples may be corrupt: the budget, and one if it is above 0."""
         return math.ceil(self.corrupt_budget * of)
+
+    @field_validator("crop_area")
+    @classmethod
+    def _shares_rise(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if value[0] > value[1]:
+            raise ValueError("the smallest share, then the largest, such as [0.08, 1.0]")
+        return value
 
     @model_validator(mode="after")
     def _path_belongs_to_images(self) -> "DataConfig":

@@ -22,7 +22,7 @@ class Optimizer(NamedTuple):
 
 
 OPTIMIZERS = {
-    "sgd": Optimizer("trainer.optim.sgd:SGD", "Nesterov", ("momentum",), elementwise=True),
+    "sgd": Optimizer("trainer.optim.sgd:SGD", reads=("momentum", "nesterov"), elementwise=True),
     "adamw": Optimizer("trainer.optim.adamw:AdamW", reads=("betas", "eps"), elementwise=True),
     "muon": Optimizer(
         "trainer.optim.muon:Muon",

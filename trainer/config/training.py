@@ -58,11 +58,23 @@ class OptimConfig(Section):
         le=1,
         description=f"share of the updates that the decay takes ({read_by('decay', SCHEDULES)})",
     )
-    weight_decay: float = Field(0.01, ge=0, description="weight decay; not on norms and biases")
+    weight_decay: float = Field(
+        0.01, ge=0, description="weight decay; not on norms and biases, see decay_1d and no_decay"
+    )
+    decay_1d: bool = Field(
+        False,
+        description="weight decay also on what has less than two dimensions, norms and biases, as with "
+        "torch.optim.SGD(model.parameters())",
+    )
+    no_decay: tuple[str, ...] = Field(
+        (),
+        description='parameters without weight decay, by name: ["class_token", "*pos_embedding"]',
+    )
     layer_decay: float = Field(
         1.0, gt=0, le=1, description="factor of the learning rate from a block to the one before; 1: none"
     )
     momentum: float = Field(0.9, ge=0, lt=1, description=f"momentum ({read_by('momentum', OPTIMIZERS)})")
+    nesterov: bool = Field(True, description=f"Nesterov's momentum ({read_by('nesterov', OPTIMIZERS)})")
     betas: tuple[_Beta, _Beta] = Field(
         (0.9, 0.999), description=f"decay of the moments ({read_by('betas', OPTIMIZERS)})"
     )

@@ -69,8 +69,8 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     classes = common_classes(path, train, evaluation, FORMATS[config.name].gaps)
     # The usual statistics of ImageNet.
     return ImageData(
-        ImageDataset(train, config.image_size, random_crop=True, on_corrupt=config.on_corrupt),
-        ImageDataset(evaluation, config.image_size, random_crop=False, on_corrupt=config.on_corrupt),
+        _cut(train, config, training=True),
+        _cut(evaluation, config, training=False),
         classes,
         channels=3,
         mean=(0.485, 0.456, 0.406),
@@ -94,8 +94,12 @@ def more_images(config: DataConfig, split: str | None, seed: int) -> tuple[Datas
         images = load_images(config, seed)
         return images.evaluation, images.classes
     records = open_records(config, data_path(config), split or "val")
-    dataset = ImageDataset(records, config.image_size, random_crop=False, on_corrupt=config.on_corrupt)
-    return dataset, tuple(records.classes)
+    return _cut(records, config, training=False), tuple(records.classes)
+
+
+def _cut(records: Records, config: DataConfig, training: bool) -> ImageDataset:
+    size, crops = config.image_size, (config.crop_area, config.eval_crop)
+    return ImageDataset(records, size, training, config.on_corrupt, *crops)
 
 
 def check_alike(dataset: Dataset, classes: Sequence[str], main: Dataset, known: Sequence[str]) -> None:

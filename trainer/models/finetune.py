@@ -9,7 +9,6 @@ layer's own parameters `lora_a` and `lora_b`.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -18,14 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trainer.config.model import ModelConfig
-from trainer.config.suggest import nearest
 from trainer.distributed.overlap import sharing
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
-from trainer.models.names import matching
+from trainer.models.names import chosen, chosen_parameters, matching
 
 _A, _B = ".lora_a", ".lora_b"
-_SHOWN = 3
 
 
 def fine_tune(model: nn.Module, config: ModelConfig) -> str:
@@ -41,16 +38,7 @@ def fine_tune(model: nn.Module, config: ModelConfig) -> str:
         return _add_lora(model, config)
     if not config.freeze:
         return ""
-    names = [name for name, _ in model.named_parameters()]
-    modules = [name for name, _ in model.named_modules() if name]
-    for pattern in config.freeze:
-        if not any(map(_chosen([pattern]), names)):
-            known = [*modules, *names]
-            likely = (
-                nearest(pattern.rstrip("*."), known) or f"; names are such as {', '.join(known[:_SHOWN])}"
-            )
-            raise BadInputError(f"model.freeze: no parameter of the model is called '{pattern}'{likely}")
-    frozen, drawn = _chosen(config.freeze), _chosen(config.reinit)
+    frozen, drawn = chosen_parameters(model, config.freeze, "model.freeze"), chosen(config.reinit)
     if both := [name for name in model.state_dict() if frozen(name) and drawn(name)]:
         raise BadInputError(
             f"model.freeze and model.reinit both name '{both[0]}' (of {len(both)}): it would stay as it was "
@@ -104,13 +92,6 @@ def merged(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
 
 
 # --- freezing ---
-
-
-def _chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name is one of those: "fc" stands for all of that module, as "fc.*" does."""
-    return lambda name: any(
-        fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns
-    )
 
 
 def _freeze(model: nn.Module, frozen: Callable[[str], bool]) -> None:
@@ -180,7 +161,7 @@ def _sum(layer: _Lora, name: str) -> torch.Tensor:
 
 def _add_lora(model: nn.Module, config: ModelConfig) -> str:
     targets = _targets(model, config.lora.targets)
-    fresh = _chosen(config.reinit)  # no part of the base: a new head learns as a whole
+    fresh = chosen(config.reinit)  # no part of the base: a new head learns as a whole
     _freeze(model, lambda name: not fresh(name))
     for name in targets:
         _adapt(model, name, config.lora.rank, config.lora.alpha / config.lora.rank)

@@ -17,7 +17,7 @@ _BRANCHES = {
     "ResBottleneckBlock": ("f",),
     "EncoderBlock": ("dropout", "mlp"),
 }
-# torchvision's, with branches that are dropped already: only the probability is set.
+# torchvision's, with branches that are dropped already: only the largest probability is set.
 _OWN = "StochasticDepth"
 
 
@@ -25,15 +25,18 @@ def add_stochastic_depth(model: nn.Module, probability: float) -> None:
     """Lets each block drop its branches, sample by sample, in place; names stay as they are.
 
     The probability rises linearly with depth, from nearly 0 to its value at the last block, as in the
-    paper. A branch that is kept is divided by the probability of that.
+    paper; where a model brings probabilities of its own, in their proportions. A branch
+    that is kept is divided by the probability of that.
 
     Raises:
         BadInputError: If it isn't known where the model's branches end.
     """
     own = [module for module in model.modules() if type(module).__name__ == _OWN]
-    for number, module in enumerate(own, 1):
-        module.p = probability * number / len(own)  # type: ignore[assignment]
     if own:
+        most = max(float(module.p) for module in own)  # type: ignore[arg-type]
+        for number, module in enumerate(own, 1):
+            share = float(module.p) / most if most else number / len(own)  # type: ignore[arg-type]
+            module.p = probability * share  # type: ignore[assignment]
         return
     known = [block for block in blocks(model).values() if type(block).__name__ in _BRANCHES]
     if not known:

@@ -17,6 +17,7 @@ from trainer.distributed.overlap import is_dense, shared
 from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
+from trainer.models.names import chosen_parameters
 from trainer.optim.own import ConstantSchedule
 
 
@@ -107,16 +108,30 @@ def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
     return factors
 
 
+def undecayed(config: OptimConfig, model: nn.Module) -> list[str]:
+    """Names of the trained parameters without weight decay: norms and biases, and what `no_decay` names.
+
+    Raises:
+        BadInputError: If a pattern of `no_decay` matches nothing.
+    """
+    named_so = chosen_parameters(model, config.no_decay, "optim.no_decay")
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and (named_so(name) or not (p.ndim >= 2 or config.decay_1d))
+    ]
+
+
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     """Parameters that are updated alike: `params`, `weight_decay`, and `factor` of the learning rate.
 
-    Those of less than two dimensions (norms, biases) are not decayed. One that shares memory with another
-    has a group of its own: a kernel may update a group at once, and these need one after the other.
+    One that shares memory with another has a group of its own: a kernel may update a group at once, and these
+    need one after the other.
 
     Raises:
-        BadInputError: If there is nothing that the optimizer is for.
+        BadInputError: If there is nothing that the optimizer is for, or `no_decay` names nothing.
     """
-    factors = layer_factors(model, config.layer_decay)
+    factors, kept = layer_factors(model, config.layer_decay), {*undecayed(config, model)}
     groups: dict[tuple[float, float, str], list[nn.Parameter]] = {}
     trained = {name: parameter for name, parameter in weights(model).items() if parameter.requires_grad}
     for name, parameter in trained.items():
@@ -129,7 +144,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     apart = shared({name: parameter.detach() for name, parameter in trained.items()})
     for decayed in (True, False):
         for name, parameter in trained.items():
-            if (parameter.ndim >= 2) == decayed:
+            if (name not in kept) == decayed:
                 alike = (
                     config.weight_decay if decayed else 0.0,
                     factors[name],

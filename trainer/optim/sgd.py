@@ -8,14 +8,20 @@ import torch
 
 
 class SGD(torch.optim.SGD):
-    """torch's with Nesterov's momentum, without what it does for torch.compile."""
+    """torch's, without what it does for torch.compile."""
 
     add_param_group = inspect.unwrap(torch.optim.SGD.add_param_group)
     step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: torch.Tensor | float, momentum: float) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: torch.Tensor | float,
+        momentum: float,
+        nesterov: bool = True,
+    ) -> None:
         """Fused; with a momentum its state is made at once."""
-        super().__init__(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0, fused=True)
         # torch's fused SGD leaves these uninitialized if the scaler skips the very first update, as it
         # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
         for parameter in (p for group in self.param_groups for p in group["params"] if momentum):

@@ -190,7 +190,7 @@ def _gray(image: torch.Tensor) -> torch.Tensor:
     return (red * _GRAY[0] + green * _GRAY[1] + blue * _GRAY[2])[:, None]
 
 
-def make_policy(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def make_policy(name: str, magnitude: int = 9) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """RandAugment (Cubuk et al., 2020) or TrivialAugment (Müller and Hutter, 2021), from torchvision.
 
     It draws from torch's CPU generator, which is seeded anew for each micro-batch.
@@ -199,7 +199,7 @@ def make_policy(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return None
     from torchvision.transforms import v2  # here: it takes seconds
 
-    policy: Any = v2.RandAugment() if name == "randaugment" else v2.TrivialAugmentWide()
+    policy: Any = v2.RandAugment(magnitude=magnitude) if name == "randaugment" else v2.TrivialAugmentWide()
     return policy  # type: ignore[no-any-return]
 
 

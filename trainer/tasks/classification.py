@@ -38,7 +38,7 @@ class Classification:
         self.notes = self.images.notes
         self.uniforms = _UNIFORMS[data.augment] + (3 if data.jitter else 0)
         self._data, self._seed = data, seed
-        self._policy = make_policy(data.policy)
+        self._policy = make_policy(data.policy, data.policy_magnitude)
         self._model = model
         self._regularization = regularization
         self._normalize = Normalization(self.images.mean, self.images.std)

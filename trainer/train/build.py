@@ -156,7 +156,7 @@ def build(
             *prepared.notes,
             *found.notes,
             *([] if rows is None else [rows.note]),
-            *words_for(task, optimizer),
+            *words_for(task, recipe.optim, model, optimizer),
         ),
         losses=losses,
         quarantines={"training": in_training, **dict(zip(measured, found_bad, strict=True))},

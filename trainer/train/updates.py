@@ -17,7 +17,7 @@ from trainer.config.training import OptimConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
 from trainer.launch.worker import current
-from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups
+from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups, undecayed
 from trainer.optim.own import ConstantSchedule, HostSchedule
 from trainer.optim.schedules import schedule
 from trainer.tasks import Task
@@ -144,9 +144,18 @@ def _ends_early(last_update: Any, steps: int) -> str:
     return f"ends after {last_update} updates (its total_steps), and the run after {steps} steps"
 
 
-def words_for(task: Task, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Lines on what the task brings, if anything, and what the recipe's optimizer says of itself."""
+def words_for(
+    task: Task, config: OptimConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Lines on what the task brings, what the recipe's optimizer says of itself, and what has no decay."""
     lines = [optimizer.note] if "optimizer" not in _brings(task) and hasattr(optimizer, "note") else []
+    if (config.no_decay or config.decay_1d) and "optimizer" not in _brings(task):
+        kept = {*undecayed(config, model)}
+        sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        lines.append(
+            f"without weight decay: {len(kept)} of {len(sizes)} tensors, "
+            f"{sum(sizes[name] for name in kept):,} of {sum(sizes.values()):,} parameters"
+        )
     if brings := " and ".join(_brings(task)):
         lines.append(f"the task's own {brings}: updates by {type(optimizer).__name__}")
     return lines

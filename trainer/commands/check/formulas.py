@@ -5,6 +5,7 @@ The optimizers are those of torch.optim; Muon is its formula.
 
 import math
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def make_optimizer(
     if hasattr(task, "optimizer"):
         optimizer = task.optimizer(model)
     elif config.name == "sgd":
-        momentum = config.momentum
-        optimizer = torch.optim.SGD(groups(config, model), config.lr, momentum, nesterov=momentum > 0)
+        momentum, nesterov = config.momentum, config.nesterov and config.momentum > 0
+        optimizer = torch.optim.SGD(groups(config, model), config.lr, momentum, nesterov=nesterov)
     elif config.name == "adamw":
         optimizer = torch.optim.AdamW(groups(config, model), config.lr, config.betas, config.eps)
     elif config.name == "muon":
@@ -75,8 +76,9 @@ def make_optimizer(
 
 
 def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """A group for each parameter: what has less than two dimensions isn't decayed; the factor of its rate.
+    """A group for each parameter: whether it is decayed, and the factor of its rate.
 
+    What has less than two dimensions isn't decayed unless decay_1d says so, nor what no_decay names.
     With `layer_decay` d and n blocks, what comes after the blocks has factor 1, block i from the end d^i, and
     what comes before them d^(n+1). With muon, matrices and kernels of linear, convolution and attention
     layers are orthogonal, but those of the first and the last layer, and embeddings.
@@ -87,8 +89,17 @@ def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     hidden = [part for part in layers[1:-1] if not isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     others = [p for part in layers if part not in hidden for p in part.parameters()]
     chosen = {id(p) for part in hidden for p in part.parameters()} - {id(p) for p in others}
+    names_of: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(p), []).append(name)
     found = []
     for name, p in model.named_parameters():
+        spared = any(
+            fnmatchcase(one, pattern) or fnmatchcase(one, f"{pattern}.*")
+            for one in names_of[id(p)]
+            for pattern in config.no_decay
+        )
+        decayed = not spared and (p.ndim >= 2 or config.decay_1d)
         at = next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), None)
         inside = inside or at is not None
         depth = (0 if inside else len(names) + 1) if at is None else len(names) - at
@@ -96,7 +107,7 @@ def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
             found.append(
                 {
                     "params": [p],
-                    "weight_decay": config.weight_decay if p.ndim >= 2 else 0.0,
+                    "weight_decay": config.weight_decay if decayed else 0.0,
                     "factor": config.layer_decay**depth,
                     "orthogonal": config.name == "muon" and p.ndim >= 2 and id(p) in chosen,
                 }

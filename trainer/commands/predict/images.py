@@ -19,9 +19,9 @@ from trainer.commands.predict.classes import (
     show_table,
 )
 from trainer.commands.predict.grid import check_picture, write_grid
+from trainer.config.formats import FORMATS
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.crop import Box, central_cut
-from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.crop import Box, middle_cut
 from trainer.data.formats.records import Reading, reading_of
 from trainer.data.sources import IMAGE, LABEL
 from trainer.errors import EXIT_DONE
@@ -75,15 +75,18 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
     Raises:
         Corrupt: If it can't be read or isn't an image.
     """
-    from trainer.data.formats.decode import cut_out, resize
+    from trainer.data.formats.decode import cut_out, resize, resized_middle
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
     data, reading = content(path), reading_of_run(run)
     if channels == 1:
         return _as_digit(cut_out(data, whole, reading=reading), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
-    cut = central_cut if isinstance(run.task.evaluation_data, ImageDataset) else _square
-    pixels = resize(cut_out(data, cut, height, reading=reading), height, width)
+    config = run.recipe.data
+    if FORMATS[config.name].opens:
+        pixels = resized_middle(cut_out(data, middle_cut, reading=reading), height, config.eval_crop)
+    else:
+        pixels = resize(cut_out(data, _square, reading=reading), height, width)
     return pixels[0].permute(1, 2, 0).contiguous().numpy()
 
 

@@ -1,7 +1,13 @@
 """Which part of an image a sample is."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from trainer.rng import key
+
+_ATTEMPTS, _STEPS = 10, 1 << 24
+_LONGEST = 32
 
 
 class Box(NamedTuple):
@@ -39,22 +45,49 @@ def _snapped(start: int, length: int, all_of_it: int, by: int) -> tuple[int, int
     return max(0, min(first, all_of_it // by - blocks)) * by, blocks * by
 
 
-def central_cut(height: int, width: int) -> Box:
-    """The central square of 7/8 of the short side (224 of 256)."""
-    side = max(1, round(min(height, width) * 0.875))
-    return Box((height - side) // 2, (width - side) // 2, side, side)
+def middle_cut(height: int, width: int) -> Box:
+    """All of an image; where it is longer than 32 times its short side the middle, for memory's sake."""
+    rows, columns = min(height, _LONGEST * width), min(width, _LONGEST * height)
+    return Box((height - rows) // 2, (width - columns) // 2, rows, columns)
 
 
-def random_cut(height: int, width: int, area: float, ratio: float, top: float, left: float) -> Box:
-    """8 to 100 % of the area at 3:4 to 4:3, from four numbers in [0, 1).
+def central_window(height: int, width: int, side: int, share: float) -> tuple[int, int, Box]:
+    """To which height and width an image is resized for evaluation, and the square that is taken of that.
 
-    After Szegedy et al., "Going deeper with convolutions", 2015. What doesn't fit is shortened to the
-    image's side; torchvision draws ten times and then falls back to the center.
+    torchvision's Resize(side / share) and CenterCrop(side), such as 256 and 224.
     """
-    target = height * width * (0.08 + 0.92 * area)
-    aspect = math.exp(math.log(3 / 4) + ratio * math.log(16 / 9))
-    cut_width = min(width, max(1, round(math.sqrt(target * aspect))))
-    cut_height = min(height, max(1, round(math.sqrt(target / aspect))))
-    return Box(
-        int(top * (height - cut_height + 1)), int(left * (width - cut_width + 1)), cut_height, cut_width
-    )
+    short = round(side / share)
+    rows, columns = max(short, short * height // width), max(short, short * width // height)
+    return rows, columns, Box(round((rows - side) / 2), round((columns - side) / 2), side, side)
+
+
+def random_cut(height: int, width: int, *numbers: float, shares: tuple[float, float] = (0.08, 1.0)) -> Box:
+    """A part of the area at 3:4 to 4:3, as torchvision's RandomResizedCrop draws it.
+
+    After Szegedy et al., "Going deeper with convolutions", 2015: what doesn't fit is drawn again, ten times
+    at most, and then it is the middle.
+
+    Args:
+        height: Of the image.
+        width: Of the image.
+        *numbers: Four in [0, 1): area, ratio, and place down and right. What is drawn again follows from
+            them.
+        shares: Of the area, the smallest and the largest.
+    """
+    area, ratio, top, left = numbers
+    for attempt in range(1, _ATTEMPTS + 1):
+        target = height * width * (shares[0] + (shares[1] - shares[0]) * area)
+        aspect = math.exp((2 * ratio - 1) * math.log(4 / 3))
+        rows, columns = round(math.sqrt(target / aspect)), round(math.sqrt(target * aspect))
+        if 0 < rows <= height and 0 < columns <= width:
+            return Box(int(top * (height - rows + 1)), int(left * (width - columns + 1)), rows, columns)
+        area, ratio, top, left = _drawn_again(numbers, attempt)
+    rows, columns = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
+    return Box((height - rows) // 2, (width - columns) // 2, rows, columns)
+
+
+def _drawn_again(numbers: Sequence[float], attempt: int) -> list[float]:
+    """Four other numbers in [0, 1), of 24 bits each."""
+    first = key(*(int(number * _STEPS) for number in numbers), attempt)
+    second = key(first)
+    return [bits % _STEPS / _STEPS for bits in (first, first >> 32, second, second >> 32)]

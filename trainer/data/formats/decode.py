@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 from torchvision import io as tvio
 
+from trainer.config.data import EVAL_CROP
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.crop import Box, snapped_cut
+from trainer.data.formats.crop import Box, central_window, snapped_cut
 from trainer.data.formats.orientation import (
     UPRIGHT,
     orientation,
@@ -141,6 +142,13 @@ def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     image = image[0].permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     resized: torch.Tensor = _RESIZE(image, [height, width], False, None, None)
     return resized
+
+
+def resized_middle(image: torch.Tensor, side: int, share: float = EVAL_CROP) -> torch.Tensor:
+    """The central square of an image as evaluation sees it: uint8 (1, 3, h, w) to (1, 3, side, side)."""
+    rows, columns, box = central_window(*image.shape[2:], side, share)
+    resized = resize(image, rows, columns)
+    return resized[:, :, box.top : box.top + side, box.left : box.left + side]
 
 
 class _Decoded(NamedTuple):

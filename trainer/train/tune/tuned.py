@@ -36,7 +36,10 @@ _FREE = (
         f"optim.{key}"
         for key in ("lr", "schedule", "warmup_steps", "final_lr", "milestones", "gamma", "decay")
     ),
-    *(f"optim.{key}" for key in ("weight_decay", "layer_decay", "betas", "eps")),
+    *(
+        f"optim.{key}"
+        for key in ("weight_decay", "decay_1d", "no_decay", "nesterov", "layer_decay", "betas", "eps")
+    ),
     "regularization.label_smoothing",
 )
 
