@@ -128,6 +128,12 @@ class DataConfig(LoaderConfig):
         description="at most so many samples to learn from, and so many of each set to measure on, evenly "
         "spaced in it: for tries",
     )
+    class_weights: Literal["balanced"] | dict[str, float] | None = Field(
+        None,
+        json_schema_extra={"words": "balanced | {class: number} | null"},
+        description="draws training samples with replacement, as many as there are: balanced (each class as "
+        "often), or by class how much likelier one of its samples is (not named: 1), such as {cat: 3}",
+    )
     augment: Literal["none", "flip", "crop", "affine"] = Field(
         "none",
         description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "
@@ -151,6 +157,20 @@ class DataConfig(LoaderConfig):
     def corrupt_samples(self, of: int) -> int:
         """How many of so many samples may be corrupt: the budget, and one if it is above 0."""
         return math.ceil(self.corrupt_budget * of)
+
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _classes_have_names(cls, value: Any) -> Any:
+        if value is None or value == "balanced":
+            return value
+        weights = value if isinstance(value, dict) else {"": None}
+        for name, weight in weights.items():
+            if type(weight) not in (int, float) or not 0 <= weight < math.inf:
+                of = f" (of {name}: {weight})" if value is weights else ""
+                raise ValueError(
+                    f"give balanced, or numbers from 0 on by class, such as {{cat: 3, dog: 0.5}}{of}"
+                )
+        return {str(name): weight for name, weight in weights.items()}
 
     @model_validator(mode="after")
     def _path_belongs_to_images(self) -> "DataConfig":
