@@ -57,9 +57,14 @@ def test_of_epochs_and_max_steps_the_later_end_is_idle() -> None:
 
 
 def test_defaults_of_an_own_task_are_told() -> None:
-    unsaid = make_recipe({"epochs": 1, "task": "own"})
-    assert "epochs=1, optim.lr=0.001;" in own_defaults(unsaid, set(), own_optimizer=False)
+    unsaid = make_recipe({"task": "own"})
+    assert (unsaid.max_steps, str(unsaid.evaluation.every)) == (1000, "100 steps")
+    assert "max_steps=1000, optim.lr=0.001;" in own_defaults(unsaid, set(), own_optimizer=False)
     assert "optim.lr" not in own_defaults(unsaid, set(), own_optimizer=True)
     said = make_recipe({"epochs": 1, "task": "own", "optim": {"lr": 0.1}})
     assert not own_defaults(said, {"epochs"}, own_optimizer=False)
+    assert (said.max_steps, said.evaluation.every) == (None, "1 epoch")
+    few = make_recipe({"task": "own", "optim": {"lr": 0.1}}, ["max_steps=5", "evaluation.every=end"])
+    assert (few.max_steps, few.epochs, few.evaluation.every) == (5, 1000, "end")
+    assert not own_defaults(few, {"max_steps"}, own_optimizer=False)
     assert not own_defaults(load_recipe("digits", ["epochs=1"]), set(), own_optimizer=False)

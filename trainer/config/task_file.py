@@ -13,6 +13,9 @@ from trainer.errors import BadInputError
 _COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
 _LARGEST = 64 << 20
 
+# Where neither is said: whatever the size of the data, an AdamW of optim.lr=0.001 learns something by then.
+OWN_STEPS, OWN_EPOCHS = 1000, 1000
+
 
 def custom_task_recipe(path: Path) -> dict[str, Any]:
     """The configuration that a task file holds: its RECIPE, a dict of plain values, read but not run.
@@ -38,7 +41,17 @@ def custom_task_recipe(path: Path) -> dict[str, Any]:
                 ) from error
     if not isinstance(values, dict):
         raise BadInputError(f'{path}: RECIPE is a dict such as {{"epochs": 5}}, not {type(values).__name__}')
-    return {"epochs": 1, **values, "task": str(path.absolute())}
+    return {**values, "task": str(path.absolute())}
+
+
+def with_length(values: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a task of one's own, with a length that learns something where none is said."""
+    if "epochs" in values:
+        return values
+    evaluation = values.get("evaluation", {})
+    if isinstance(evaluation, dict):
+        evaluation = {"every": f"{OWN_STEPS // 10} steps", **evaluation}
+    return {"max_steps": OWN_STEPS, **values, "epochs": OWN_EPOCHS, "evaluation": evaluation}
 
 
 def source_hash(path: Path) -> str:
