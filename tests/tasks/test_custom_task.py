@@ -377,6 +377,7 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
     """Refused before the start where they would fail, whatever the task; else trained and saved."""
     own = type("Mine", (Small,), {"model": lambda _: Held(**{name: make()})})
     settings = {
+        "epochs": 1,
         "data.global_batch_size": 4,
         "data.micro_batch_size": 4,
         "ema.decay": 0.9,
