@@ -65,6 +65,6 @@ def test_defaults_of_an_own_task_are_told() -> None:
     assert not own_defaults(said, {"epochs"}, own_optimizer=False)
     assert (said.max_steps, said.evaluation.every) == (None, "1 epoch")
     few = make_recipe({"task": "own", "optim": {"lr": 0.1}}, ["max_steps=5", "evaluation.every=end"])
-    assert (few.max_steps, few.epochs, few.evaluation.every) == (5, 1000, "end")
+    assert (few.max_steps, few.epochs, few.evaluation.every) == (5, 1_000_000, "end")
     assert not own_defaults(few, {"max_steps"}, own_optimizer=False)
     assert not own_defaults(load_recipe("digits", ["epochs=1"]), set(), own_optimizer=False)

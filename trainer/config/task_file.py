@@ -14,7 +14,7 @@ _COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
 _LARGEST = 64 << 20
 
 # Where neither is said: whatever the size of the data, an AdamW of optim.lr=0.001 learns something by then.
-OWN_STEPS, OWN_EPOCHS = 1000, 1000
+OWN_STEPS, OWN_EPOCHS = 1000, 1_000_000
 
 
 def custom_task_recipe(path: Path) -> dict[str, Any]:
