@@ -11,7 +11,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_text
 from trainer.config.section import describe, validated
 from trainer.config.suggest import nearest
-from trainer.config.task_file import custom_task_recipe, with_length
+from trainer.config.task_file import custom_task_recipe, with_defaults
 from trainer.config.tasks import TASKS
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
@@ -130,7 +130,7 @@ def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: st
                 f"{key}={shown}: isn't UTF-8, so no file can hold it; give that file or folder another name"
             )
     own = values.get("task", "classification") not in TASKS
-    return validated(Recipe, with_length(values) if own else values, source)
+    return validated(Recipe, with_defaults(values) if own else values, source)
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from trainer.data.sampling.class_order import ClassDraws, drawn
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
 
-_MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the device
+MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the device
 
 
 class Samples(NamedTuple):
@@ -86,9 +86,9 @@ class Plan:
                 f"data.global_batch_size={self.global_batch_size} is not a multiple of "
                 f"data.micro_batch_size={self.micro_batch_size}: choose a micro-batch that divides it"
             )
-        if self.steps > _MOST_STEPS:
+        if self.steps > MOST_STEPS:
             raise BadInputError(
-                f"{self.steps:,} steps are more than {_MOST_STEPS:,}: lower epochs or set max_steps"
+                f"{self.steps:,} steps are more than {MOST_STEPS:,}: lower epochs or set max_steps"
             )
         if self.last == "drop" and self.samples < self.global_batch_size:
             raise BadInputError(
