@@ -16,7 +16,11 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.data.dataset import Dataset as Dataset, Field as Field
     from trainer.data.loader import Batch as Batch
     from trainer.distributed.parallel import World as World
-    from trainer.errors import BadInputError as BadInputError, DivergedError as DivergedError
+    from trainer.errors import (
+        BadInputError as BadInputError,
+        DivergedError as DivergedError,
+        StopRun as StopRun,
+    )
     from trainer.host.limits import read_limits as read_limits
     from trainer.models.images import build_model as build_model
     from trainer.observe.log import Sink as Sink
@@ -49,6 +53,7 @@ PUBLIC = {
     "Hooks and sinks": {
         "Hook": "train.hooks",
         "HookError": "train.hooks",
+        "StopRun": "errors",
         "Sink": "observe.log",
         "Tracker": "train.tracking.tracker",
     },

@@ -14,6 +14,14 @@ class DivergedError(Exception):
     """A run whose numbers went bad, so that it can't go on: one line, exit code 1, no traceback."""
 
 
+class StopRun(Exception):  # noqa: N818  (a wish, not an error)
+    """A hook raises it to end the run: one line, exit code 1, status "stopped"; `fit` raises it on.
+
+    The newest checkpoint stays. A class may be derived from it and from what a caller waits for, such as
+    `class Pruned(optuna.TrialPruned, StopRun)`.
+    """
+
+
 class OutOfMemory(Exception):  # noqa: N818  (torch's own has that name)
     """Memory ran out: a paragraph that says who holds it and what to do, exit code 1, no traceback."""
 

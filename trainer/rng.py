@@ -43,6 +43,7 @@ class Purpose(IntEnum):
     FINGERPRINT = 10
     UPDATE = 11
     ITEM = 12
+    DRAW = 13
 
 
 def key(*parts: int) -> int:

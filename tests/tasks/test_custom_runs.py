@@ -101,6 +101,19 @@ def test_fit_in_this_process() -> None:
     assert float(right) == pytest.approx(run.metrics["accuracy"])
 
 
+@pytest.mark.usefixtures("here")
+def test_defaults_learn() -> None:
+    """Nothing said: two clouds of which a seventh lies among the others, and a line."""
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)\n\n\nrun = ", WALK.read_text(), re.S)[0], names)
+    settings = {"parallel.threads": 1, "log.to": ["jsonl"]}
+    assert trainer.fit(names["Clouds"], settings).metrics["accuracy"] > 0.9
+    line = trainer.fit(Small, settings)
+    before = Small().data()[1]["y"].var()
+    assert line.metrics["loss"] < before / 100
+    assert [row["step"] for row in line.rows("eval")] == list(range(200, 2001, 200))
+
+
 class Bound(nn.Module):
     """Keeps a function of its own, as `torch.compile(self._method)` is one: a copy calls the original's."""
 
@@ -185,7 +198,9 @@ def test_fit_with_another_class_does_not_go_on() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_settings_from_python_are_paths_and_numpys_numbers_too() -> None:
-    run = trainer.fit(Small, {"optim.lr": np.float64(0.01), "data.cache_limit": None}, out=Path("run"))
+    run = trainer.fit(
+        Small, {"epochs": 1, "optim.lr": np.float64(0.01), "data.cache_limit": None}, out=Path("run")
+    )
     assert run.folder == Path("run").absolute()
 
 

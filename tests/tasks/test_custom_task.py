@@ -377,6 +377,7 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
     """Refused before the start where they would fail, whatever the task; else trained and saved."""
     own = type("Mine", (Small,), {"model": lambda _: Held(**{name: make()})})
     settings = {
+        "epochs": 1,
         "data.global_batch_size": 4,
         "data.micro_batch_size": 4,
         "ema.decay": 0.9,
@@ -389,6 +390,39 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
         assert not (here / "runs").exists()
     else:
         assert torch.equal(trainer.fit(own, settings).model().get_buffer("phase"), make())
+
+
+LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)))
+
+
+@pytest.mark.parametrize("given", [(LOADER, LOADER), LOADER, [LOADER]])
+def test_loaders_are_no_data(given: Any) -> None:
+    with pytest.raises(BadInputError, match=r"data gave a DataLoader; give the data sets .*loader\.dataset"):
+        CustomTask(type("Mine", (Small,), {"data": lambda _: given})(), "mine.py")
+
+
+class Light(nn.Module):
+    """As for another trainer."""
+
+    def training_step(self, batch: Any, _: int) -> None:
+        """Is `loss` here."""
+
+    def configure_optimizers(self) -> None:
+        """Is `optimizer` here."""
+
+
+def test_methods_of_other_trainers_are_named_by_ours() -> None:
+    line = (
+        r"method data is missing; .*training_step is loss\(model, batch\), .*optimizers is optimizer\(model\)"
+    )
+    with pytest.raises(BadInputError, match=line):
+        CustomTask(Light(), "mine.py")
+    with pytest.raises(BadInputError, match=r"this is a module: a task is a class whose model\(\) gives it"):
+        CustomTask(nn.Linear(2, 2), "mine.py")
+    logs = type("Mine", (Small,), {"loss": lambda s, *_: s.log("loss", 1)})
+    with pytest.raises(BadInputError, match=r"has no attribute 'log' \(log is here what measure gives"):
+        CustomTask(logs(), "mine.py").check()
+    assert CustomTask(type("Mine", (Small,), {"training_step": 3})(), "mine.py"), "its own affair"
 
 
 @pytest.mark.parametrize("model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d())])

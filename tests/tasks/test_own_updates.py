@@ -420,8 +420,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"scheduler": lambda _, o: lr_scheduler.ReduceLROnPlateau(o)},
         {},
-        "in scheduler: TypeError: ReduceLROnPlateau.step() missing 1 required positional argument: 'metrics'",
+        "scheduler gave a ReduceLROnPlateau, which waits for a metric; here the rate follows from",
     ),
+    ({"optimizer": lambda _, m: ([sgd(_, m)], [])}, {}, "optimizer gave a tuple; give one optimizer"),
+    ({"scheduler": lambda *_: {"interval": "step"}}, {}, "scheduler gave a dict; give one optimizer"),
     (
         {"scheduler": lambda *_: lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 1)},
         {},

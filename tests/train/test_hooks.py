@@ -23,7 +23,7 @@ from trainer.checkpoint.folder import folder_name
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.config.training import HooksConfig
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, StopRun
 from trainer.train import loop
 from trainer.train.hooks import hook_sink
 from trainer.train.run import check_request, make_task
@@ -35,6 +35,7 @@ OWN = dedent("""
     from pathlib import Path
 
     import numpy, torch
+    from trainer import StopRun
 
     TOLD = Path(__file__).with_name("told.jsonl")
     loaded = []
@@ -84,6 +85,11 @@ OWN = dedent("""
 
     class Nothing:
         pass
+
+    class Enough:
+        def after_evaluation(self, step, metrics):
+            if step == 8:
+                raise StopRun("well enough, for now")
 
     class Misspelled(Watch):
         after_evalution = Watch.after_evaluation
@@ -253,6 +259,41 @@ def test_or_is_only_told(own: Path, tmp_path: Path, alone: list[bytes]) -> None:
     )
     assert learned(tmp_path / "run") == alone
     assert len(told(own, "step")) == 8
+
+
+def test_one_may_stop_the_run(own: Path, tmp_path: Path) -> None:
+    """A wish, and no error: also where an error would be told only."""
+    done = attempt(tmp_path / "run", with_hooks(own, "Enough", hooks={"on_error": "warn"}))
+    assert (done.code, done.line) == (1, "well enough, for now")
+    assert "Traceback" not in done.said
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert (manifest["status"], manifest["reason"]) == ("stopped", "StopRun: well enough, for now")
+    assert attempt(tmp_path / "run", with_hooks(own, "Watch")).code == 0
+    assert [event[2] for event in told(own, "evaluation")] == [8, 16]
+
+
+def test_and_what_stops_it_arrives_in_a_callers_loop(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own.parent)
+
+    class TrialPruned(Exception):  # noqa: N818  (Optuna's name)
+        """Of a library that knows nothing of us."""
+
+    class Pruned(TrialPruned, StopRun):
+        """Both."""
+
+    class Prune:
+        def after_step(self, row: dict[str, Any]) -> None:
+            del row
+            raise Pruned
+
+    names: dict[str, Any] = {}
+    exec(TASK, names)
+    with pytest.raises(TrialPruned, match=r"^Prune\.after_step stops the run$"):
+        fit(names["Line"], {"parallel.threads": 1, "epochs": 1}, out="run", hooks=[Prune])
+    assert json.loads(Path("run/manifest.json").read_text())["status"] == "stopped"
+    assert Path("run/report.html").exists()
+    run = fit(names["Line"], {"parallel.threads": 1, "epochs": 1}, out="run")
+    assert run.rows()
 
 
 def test_on_two_ranks(own: Path, tmp_path: Path) -> None:

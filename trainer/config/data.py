@@ -142,6 +142,12 @@ class DataConfig(LoaderConfig):
         description="share of an image's short side that evaluation sees, timm's crop_pct; 0.875: 224 of 256 "
         "(but digits, cifar10, synthetic)",
     )
+    class_weights: Literal["balanced"] | dict[str, float] | None = Field(
+        None,
+        json_schema_extra={"words": "balanced | {class: number} | null"},
+        description="draws training samples with replacement, as many as there are: balanced (each class as "
+        "often), or by class how much likelier one of its samples is (not named: 1), such as {cat: 3}",
+    )
     augment: Literal["none", "flip", "crop", "affine"] = Field(
         "none",
         description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "
@@ -181,6 +187,20 @@ class DataConfig(LoaderConfig):
         if value[0] > value[1]:
             raise ValueError("the smallest share, then the largest, such as [0.08, 1.0]")
         return value
+
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _classes_have_names(cls, value: Any) -> Any:
+        if value is None or value == "balanced":
+            return value
+        weights = value if isinstance(value, dict) else {"": None}
+        for name, weight in weights.items():
+            if type(weight) not in (int, float) or not 0 <= weight < math.inf:
+                of = f" (of {name}: {weight})" if value is weights else ""
+                raise ValueError(
+                    f"give balanced, or numbers from 0 on by class, such as {{cat: 3, dog: 0.5}}{of}"
+                )
+        return {str(name): weight for name, weight in weights.items()}
 
     @model_validator(mode="after")
     def _path_belongs_to_images(self) -> "DataConfig":

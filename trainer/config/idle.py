@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from trainer.config.models import MODELS
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
+from trainer.config.task_file import OWN_EPOCHS, OWN_LR, OWN_STEPS
 from trainer.config.tasks import CUSTOM, TASKS
 
 _WORDS = re.compile(r"\((but )?([\w-]+(?:, [\w-]+)*)\)")
@@ -101,10 +102,10 @@ def own_defaults(recipe: Recipe, typed: set[str], own_optimizer: bool) -> str:
     if recipe.task in TASKS:
         return ""
     unsaid = []
-    if recipe.epochs == 1 and recipe.max_steps is None and "epochs" not in typed:
-        unsaid.append("epochs=1")
-    if not own_optimizer and "lr" not in recipe.optim.model_fields_set:
+    if recipe.epochs == OWN_EPOCHS and recipe.max_steps == OWN_STEPS and not {"epochs", "max_steps"} & typed:
+        unsaid.append(f"max_steps={OWN_STEPS}")
+    if not own_optimizer and recipe.optim.lr == OWN_LR and "optim.lr" not in typed:
         unsaid.append(f"optim.lr={recipe.optim.lr:g}")
     if not unsaid:
         return ""
-    return f"by default: {', '.join(unsaid)}; RECIPE and settings change that, and a short try may need more"
+    return f"by default: {', '.join(unsaid)}; RECIPE and settings change that (epochs=10, say)"

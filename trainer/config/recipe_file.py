@@ -11,7 +11,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_text
 from trainer.config.section import describe, validated
 from trainer.config.suggest import nearest
-from trainer.config.task_file import custom_task_recipe
+from trainer.config.task_file import custom_task_recipe, with_defaults
+from trainer.config.tasks import TASKS
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
 
@@ -113,7 +114,8 @@ def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: st
     """A configuration, every key of it checked.
 
     Args:
-        values: As a YAML file holds them: `{"epochs": 3, "optim": {"lr": 0.1}}`. `epochs` must be there.
+        values: As a YAML file holds them: `{"epochs": 3, "optim": {"lr": 0.1}}`. `epochs` must be there,
+            but of a task of one's own.
         settings: As --set takes them, such as "optim.lr=0.1"; they win.
         source: What the values are called in errors.
 
@@ -127,7 +129,8 @@ def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: st
             raise BadInputError(
                 f"{key}={shown}: isn't UTF-8, so no file can hold it; give that file or folder another name"
             )
-    return validated(Recipe, values, source)
+    own = values.get("task", "classification") not in TASKS
+    return validated(Recipe, with_defaults(values) if own else values, source)
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

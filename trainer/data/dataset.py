@@ -43,7 +43,8 @@ class Dataset(Protocol):
 
     A data set may have `buckets`, the number of samples in each of its buckets of similar length, whose
     samples have consecutive numbers: then those of a micro-batch are of one bucket. It may have `records`,
-    which are looked up before ranks start (`formats.records`).
+    which are looked up before ranks start (`formats.records`), and `labels`, the class of each sample, by
+    which `data.class_weights` draws.
     """
 
     fields: Mapping[str, Field]
@@ -91,6 +92,12 @@ class ArrayDataset:
     def __len__(self) -> int:
         """Number of samples."""
         return len(next(iter(self._arrays.values())))
+
+    @property
+    def labels(self) -> npt.NDArray[np.generic] | None:
+        """The field label, where that is one number for each sample."""
+        label = self._arrays.get("label")
+        return label if label is not None and label.ndim == 1 else None
 
     def fingerprint(self) -> str:
         """Of all rows, or of evenly spaced ones where they are many; see `Dataset.fingerprint`."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.data.dataset import NUM_ITEMS, Arrays, Field, as_numbers, spread
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Arrays, Field, as_numbers, spread
 from trainer.errors import BadInputError, OwnCodeError
 from trainer.host.here import shown
 from trainer.rng import Float32, Ints, Purpose, key
@@ -42,6 +42,11 @@ class ArrayItems:
     def __len__(self) -> int:
         """Number of samples."""
         return len(next(iter(self._arrays.values())))
+
+    @property
+    def labels(self) -> npt.NDArray[np.generic] | None:
+        """See `ArrayDataset`."""
+        return ArrayDataset(self._arrays).labels
 
     def __getitem__(self, sample: int) -> dict[str, Any]:
         """A sample's own copy: a transform may change it."""
@@ -113,6 +118,11 @@ class ItemDataset:
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._items)
+
+    @property
+    def labels(self) -> Any:
+        """What the data set has as `targets` or `labels`, or its arrays as label; else None."""
+        return _labels_of(self._items)
 
     def fingerprint(self) -> str:
         """Of some samples from the first to the last; or what the data set itself says."""
@@ -233,6 +243,17 @@ def is_items(part: Any) -> bool:
     return isinstance(part, torch.utils.data.Dataset) or (
         hasattr(part, "__getitem__") and not isinstance(part, str | bytes | list | tuple | np.ndarray)
     )
+
+
+def _labels_of(items: Any) -> Any:
+    if isinstance(items, torch.utils.data.Subset):
+        of_all = _labels_of(items.dataset)
+        return None if of_all is None else np.asarray(of_all)[np.asarray(items.indices)]
+    if isinstance(items, torch.utils.data.ConcatDataset):
+        parts = [_labels_of(part) for part in items.datasets]
+        return None if any(part is None for part in parts) else np.concatenate(parts)
+    targets = getattr(items, "targets", None)  # as torchvision calls them
+    return getattr(items, "labels", None) if targets is None else targets
 
 
 def _by_name(item: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A part of a data set, for tries: evenly spaced samples of it."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,12 @@ class LimitedDataset:
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._chosen)
+
+    @property
+    def labels(self) -> Any:
+        """Those of its samples, if the whole has any."""
+        labels = getattr(self._whole, "labels", None)
+        return None if labels is None else np.asarray(labels)[self._chosen]
 
     def fingerprint(self) -> str:
         """Of the whole, and how many of it; see `Dataset.fingerprint`."""

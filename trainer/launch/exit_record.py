@@ -20,6 +20,7 @@ from trainer.errors import (
     DivergedError,
     OutOfMemory,
     OwnCodeError,
+    StopRun,
 )
 from trainer.launch.signals import Stopped
 
@@ -78,8 +79,8 @@ class ExitRecord:
 def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitRecord:
     """The record of a rank that ends now.
 
-    BadInputError means 2; Stopped, DivergedError and OutOfMemory 1, each with one line; OwnCodeError 1 with a
-    line and a traceback; any other exception means 1 with its traceback.
+    BadInputError means 2; Stopped, StopRun, DivergedError and OutOfMemory 1, each with one line; OwnCodeError
+    1 with a line and a traceback; any other exception means 1 with its traceback.
 
     Args:
         rank: Its global number.
@@ -93,7 +94,7 @@ def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitR
         line, trace = " ".join(str(error).split()), getattr(error, "trace", "")
         code = EXIT_FAILED if isinstance(error, OwnCodeError) else EXIT_BAD_INPUT
         return ExitRecord(rank, code, line, trace, now, for_all=True)
-    if isinstance(error, Stopped | DivergedError | OutOfMemory):
+    if isinstance(error, Stopped | StopRun | DivergedError | OutOfMemory):
         for_all = not isinstance(error, OutOfMemory)  # which can be of one rank alone
         return ExitRecord(rank, EXIT_FAILED, str(error), time=now, for_all=for_all)
     if isinstance(error, SystemExit):

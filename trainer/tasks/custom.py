@@ -29,6 +29,7 @@ from trainer.observe.rows import is_name, why_no_metric
 from trainer.optim.own import HostSchedule, Scheduler
 from trainer.rng import Ints
 from trainer.tasks.figures import as_tensor, told, why_unfit
+from trainer.tasks.hints import of_class, of_data, of_error, of_updates
 from trainer.tasks.trial import (
     Held,
     expanded,
@@ -88,13 +89,14 @@ class CustomTask:
         self.hooks: Any = ()
         for name, what in _WANTED.items():
             if not callable(getattr(own, name, None)):
-                raise BadInputError(f"{source}: the method {name} is missing; it gives {what}")
+                raise BadInputError(f"{source}: the method {name} is missing; it gives {what}{of_class(own)}")
         _check_names(own, source)
         self.metric: str = getattr(own, "metric", "loss")
         self.lower_is_better: bool = _lower_is_better(own, self.metric, source)
         self.uniforms: int = getattr(own, "uniforms", 0)
         self.losses: tuple[str, ...] = _names(getattr(own, "losses", ()), source)
         parts = self._call("data", own.data)
+        self._refuse(of_data(parts))
         if not isinstance(parts, tuple | list) or len(parts) != 2:
             raise self._wrong("data", f"{type(parts).__name__}")
         transforms = self._transforms()
@@ -165,6 +167,7 @@ class CustomTask:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = self._call("optimizer", self._own.optimizer, model)
+        self._refuse(of_updates("optimizer", optimizer))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise self._wrong("optimizer", told(optimizer))
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -183,6 +186,7 @@ class CustomTask:
         wanted = inspect.signature(self._own.scheduler).parameters
         arguments = (optimizer, steps) if "steps" in wanted else (optimizer,)
         scheduler = self._call("scheduler", self._own.scheduler, *arguments)
+        self._refuse(of_updates("scheduler", scheduler))
         if missing := [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)]:
             raise self._wrong("scheduler", f"{told(scheduler)} without {missing[0]}")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
@@ -521,9 +525,13 @@ class CustomTask:
             where = f" line {lines[-1]}," if lines else ""
             what = (str(error) or "no message").splitlines()[0]
             raise BadInputError(
-                f"{self._source}:{where} in {method}: {type(error).__name__}: {what}; {method} gives "
-                f"{_GIVEN[method]}"
+                f"{self._source}:{where} in {method}: {type(error).__name__}: {what}{of_error(error)}; "
+                f"{method} gives {_GIVEN[method]}"
             ) from error
+
+    def _refuse(self, why: str) -> None:
+        if why:
+            raise BadInputError(f"{self._source}: {why}")
 
     def _wrong(self, method: str, given: str) -> BadInputError:
         return BadInputError(f"{self._source}: {method} gave {given}; it gives {_GIVEN[method]}")

@@ -153,6 +153,7 @@ def build(
         notes=(
             *getattr(task, "notes", ()),
             *told_of_sets(left_out_of(task)),
+            *([] if plan.draws is None else [plan.draws.told()]),
             *prepared.notes,
             *found.notes,
             *([] if rows is None else [rows.note]),

@@ -78,10 +78,10 @@ def decide(
         return New() if source is None else From(source)
     if isinstance(source, StartingPoint):
         check_beginning(folder, stored, source)
-    config, steps = recipe.model_dump(mode="json"), make_plan(recipe, task).steps
-    data = data_of(task, pretrained)
-    check_resumable(folder, stored, config, device_kind(recipe), data, resume, steps)
-    return ended(shown(folder), stored, config, resume, steps) or Resume(stored)
+    config, plan = recipe.model_dump(mode="json"), make_plan(recipe, task)
+    data = data_of(task, pretrained, plan.draws)
+    check_resumable(folder, stored, config, device_kind(recipe), data, resume, plan.steps)
+    return ended(shown(folder), stored, config, resume, plan.steps) or Resume(stored)
 
 
 def check_resumable(

@@ -180,7 +180,7 @@ def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe,
         return Path(task).stem, recipe, make_task(recipe)
     own = task() if isinstance(task, type) else task
     name = type(own).__name__
-    recipe = make_recipe({"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    recipe = make_recipe({**getattr(own, "RECIPE", {}), "task": "own"}, words, name)
     opened = CustomTask(own, name)
     with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
         opened.source_hash = text_hash(inspect.getsource(type(own)))

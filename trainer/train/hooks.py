@@ -18,7 +18,7 @@ from trainer.config.sinks import FILES
 from trainer.config.suggest import nearest
 from trainer.config.task_file import source_hash
 from trainer.config.training import HooksConfig, LogConfig, is_place
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, StopRun
 from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn
 from trainer.observe.log import Row, Sink
@@ -153,6 +153,10 @@ def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Call
         try:
             with folder_kept():
                 call(*arguments)
+        except StopRun as error:
+            if not error.args:
+                error.args = (f"{name} stops the run",)
+            raise
         except _FAILURES as error:
             line = f"{name}: {_said(error)}"
             if config.on_error == "stop":

@@ -18,7 +18,7 @@ from trainer.config.registry import named
 from trainer.config.sinks import FILES as FILE_SINKS, SINKS
 from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
-from trainer.errors import BadInputError, DivergedError
+from trainer.errors import BadInputError, DivergedError, StopRun
 from trainer.host.files import remove_unfinished, write_file, written_whole
 from trainer.launch.signals import Stopped
 from trainer.models.finetune import plain_state
@@ -82,7 +82,9 @@ def open_folder(folder: Path, run: Run, manifest: Manifest) -> Iterator[tuple[li
 
 def status_of(error: BaseException) -> str:
     """How a run stands that an error ended."""
-    return {Stopped: "stopped", DivergedError: "diverged"}.get(type(error), "failed")
+    if isinstance(error, Stopped | StopRun):
+        return "stopped"
+    return "diverged" if isinstance(error, DivergedError) else "failed"
 
 
 def _begin(folder: Path, manifest: Manifest, step: int) -> None:

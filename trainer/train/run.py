@@ -16,6 +16,7 @@ from trainer.data.check import CheckedData, check_data
 from trainer.data.dataset import Dataset
 from trainer.data.left_out import LeftOut
 from trainer.data.limited import limited
+from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
 from trainer.distributed.sharding import check_sharding
@@ -85,7 +86,9 @@ def _task_of(recipe: Recipe) -> Task:
     return task
 
 
-def data_of(task: Task, pretrained: Pretrained | None = None) -> dict[str, str]:
+def data_of(
+    task: Task, pretrained: Pretrained | None = None, draws: ClassDraws | None = None
+) -> dict[str, str]:
     """What the data is, how it is shuffled and what weights it meets first, to compare attempts by."""
     _, shards_per_block = order_of(task.train_data)
     source = getattr(task, "source_hash", None)
@@ -94,7 +97,7 @@ def data_of(task: Task, pretrained: Pretrained | None = None) -> dict[str, str]:
         "training data": task.train_data.fingerprint(),
         "evaluation data": task.evaluation_data.fingerprint(),
         **{f"evaluation data {name}": data.fingerprint() for name, data in more_sets(task).items()},
-        "order": _order(task.train_data, shards_per_block),
+        "order": draws.fingerprint() if draws else _order(task.train_data, shards_per_block),
         **({WEIGHTS: pretrained.sha256} if pretrained else {}),
     }
 
@@ -141,6 +144,34 @@ def check_files(recipe: Recipe, task: Task) -> None:
             raise BadInputError(of_set(name, str(error))) from error
 
 
+def draws_of(recipe: Recipe, task: Task) -> ClassDraws | None:
+    """What data.class_weights draws from; None without it.
+
+    Raises:
+        BadInputError: If the samples have no classes, or the order is another already.
+    """
+    data, weights = task.train_data, recipe.data.class_weights
+    if weights is None:
+        return None
+    labels = getattr(data, "labels", None)
+    if labels is None:
+        what = (
+            "these data have no classes to draw by; leave it out"
+            if recipe.data.name != "own"
+            else "the training data has no classes: give arrays a field 'label', or a data set an attribute "
+            "`labels` or `targets`, one whole number for each sample"
+        )
+        raise BadInputError(f"data.class_weights: {what}")
+    if order_of(data)[1]:
+        raise BadInputError(
+            "data.class_weights draws from all shards, and data.cache_limit keeps a few of them at a time: "
+            "leave one of them out"
+        )
+    if getattr(data, "buckets", ()):
+        raise BadInputError("data.class_weights: these data are read in buckets of like length; leave it out")
+    return weigh(labels, [str(name) for name in task.describe().get("classes", ())], weights, len(data))
+
+
 def make_plan(recipe: Recipe, task: Task) -> Plan:
     """The order of a run."""
     shards, shards_per_block = order_of(task.train_data)
@@ -155,6 +186,7 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         shards=shards,
         shards_per_block=shards_per_block,
         buckets=getattr(task.train_data, "buckets", ()),
+        draws=draws_of(recipe, task),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from trainer.config.idle import idle_keys, idle_length, own_defaults, typed_keys
 from trainer.config.recipe import Recipe
+from trainer.data.sampling.plan import MOST_STEPS
 from trainer.host.limits import read_limits
 from trainer.launch.worker import current
 from trainer.observe.console import say, warn
@@ -91,7 +92,7 @@ def _loss(start: Start) -> None:
 def _settings(start: Start) -> None:
     """What was typed has an effect, or is told; so is what a task of one's own is trained with unsaid."""
     recipe, typed = start.recipe, typed_keys(start.settings)
-    steps = make_plan(recipe.model_copy(update={"max_steps": None}), start.task).steps
+    steps = make_plan(recipe.model_copy(update={"max_steps": MOST_STEPS}), start.task).steps
     for line in (*idle_keys(recipe, typed), *idle_length(recipe, typed, steps)):
         warn(line)
     line = own_defaults(recipe, typed, brings_optimizer(start.task))

@@ -47,7 +47,7 @@ from trainer.train.manifest import BegunFrom, Manifest, Pretrained, read_run
 from trainer.train.options import Mode, StartingPoint
 from trainer.train.prepare import shapes_only
 from trainer.train.provenance import file_hash
-from trainer.train.run import WEIGHTS, data_of
+from trainer.train.run import WEIGHTS, data_of, draws_of
 from trainer.train.run_folder import KEPT
 from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
 
@@ -99,7 +99,11 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
         # Not by what weights that run began with: what it made of them is taken.
         differs=[
             *differences(before, config),
-            *(line for line in other_data(run.manifest, data_of(task)) if not line.startswith(WEIGHTS)),
+            *(
+                line
+                for line in other_data(run.manifest, data_of(task, draws=draws_of(recipe, task)))
+                if not line.startswith(WEIGHTS)
+            ),
         ],
     )
 

@@ -45,7 +45,7 @@ from trainer.train.outputs import Outputs, memory_explained, open_outputs
 from trainer.train.replaced import gather_replaced
 from trainer.train.report.write import leave_report
 from trainer.train.request import Request
-from trainer.train.run import check_request, data_of, device_kind, make_plan, make_task
+from trainer.train.run import check_request, data_of, device_kind, draws_of, make_plan, make_task
 from trainer.train.run_folder import check_inside, lock
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
@@ -82,7 +82,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
 def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> int:
     recipe, folder = request.recipe, request.folder
     kind, task = device_kind(recipe), task or make_task(recipe)
-    data = data_of(task, request.pretrained)
+    data = data_of(task, request.pretrained, draws_of(recipe, task))
     detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
     # Of what is there before the ranks meet, and so before rank 0 writes the manifest anew.
     decision = decide(

@@ -13,6 +13,7 @@ from trainer.checkpoint.folder import Damaged, Unreadable, read_state
 from trainer.checkpoint.state_dict import put_together
 from trainer.checkpoint.store import listing
 from trainer.config.recipe import Recipe
+from trainer.config.task_file import OWN_LR
 from trainer.config.training import OptimConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
@@ -80,7 +81,7 @@ def check_updates(recipe: Recipe, task: Task, model: nn.Module, plan: Plan) -> N
     unread: tuple[str, ...] = _OF_A_SCHEDULE
     if "optimizer" in brings:
         unread = tuple(name for name in OptimConfig.model_fields if name != "max_grad_norm")
-    usual = OptimConfig()
+    usual = OptimConfig(lr=OWN_LR if recipe.optim.lr == OWN_LR else OptimConfig().lr)
     for name in unread:
         if (value := getattr(recipe.optim, name)) != getattr(usual, name):
             raise BadInputError(

@@ -54,7 +54,7 @@ def check(
         return _check(str(task), recipe, None, only)
     own = task() if isinstance(task, type) else task
     name = type(own).__name__
-    recipe = make_recipe({"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    recipe = make_recipe({**getattr(own, "RECIPE", {}), "task": "own"}, words, name)
     return _check(name, recipe, CustomTask(own, name), only)
 
 

@@ -131,9 +131,15 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.fl
 
 
 def odd_order(plan: Plan) -> str:
-    """What is wrong with the order of an epoch's samples: each comes once; "" if nothing is."""
+    """What is wrong with the order of an epoch's samples: each comes once; "" if nothing is.
+
+    Of samples that are drawn: one whose class has no chance.
+    """
     steps = -(-plan.samples // plan.global_batch_size)
     epoch, sample, weight = plan.read(np.arange(steps * plan.micro_batches))
+    if plan.draws is not None:
+        never = plan.draws.by_class[np.repeat(plan.draws.chances == 0, plan.draws.counts)]
+        return "a sample of a class of weight 0 is drawn" if np.isin(sample, never).any() else ""
     counts = np.bincount(sample[(weight > 0) & (epoch == 0)].reshape(-1), minlength=plan.samples)
     if plan.last == "drop":
         counts = np.bincount(counts, minlength=2)[2:]  # some are left out, and none comes twice

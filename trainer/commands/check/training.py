@@ -325,6 +325,11 @@ class _First:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def labels(self) -> Any:
+        labels = getattr(self._data, "labels", None)
+        return None if labels is None else labels[: self._count]
+
 
 def _cut(task: Any) -> Any:
     """A copy of a task with less data."""

@@ -112,6 +112,8 @@ def check_all(
         plan = make_plan(subject.recipe, subject.task)
         odd = odd_order(plan)
         samples = f"each of {plan.samples:,} samples once an epoch"
+        if plan.draws is not None:
+            samples = f"{plan.samples:,} draws by class_weights an epoch"
         yield Row("order", "the order of the samples", "differs" if odd else "equal", odd or samples)
     with tempfile.TemporaryDirectory(prefix="trainer-check-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)

@@ -122,6 +122,11 @@ class RecordsDataset:
         """That of the records."""
         return self.records.left_out
 
+    @property
+    def labels(self) -> Ints:
+        """Those of the records."""
+        return self.records.labels
+
     def fingerprint(self) -> str:
         """That of the records, and how their pixels are taken."""
         return f"{self.records.fingerprint()}{self.records.reading}"

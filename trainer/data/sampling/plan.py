@@ -11,7 +11,7 @@ of a step are the same on any number of ranks. Resuming is starting at another s
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,14 +19,22 @@ import numpy as np
 from trainer.config.data import Last
 from trainer.data.sampling.block_order import in_blocks
 from trainer.data.sampling.bucket_order import in_buckets
+from trainer.data.sampling.class_order import ClassDraws, drawn
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
 
-_MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the device
+MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the device
 
 
 class Samples(NamedTuple):
-    """What is in some micro-batches; each array has shape (micro-batches, micro_batch_size)."""
+    """What is in some micro-batches; each array has shape (micro-batches, micro_batch_size).
+
+    Attributes:
+        epoch: What keys randomness with the sample; of samples that are drawn the number of the draw, as one
+            may come twice in an epoch.
+        sample: Its number.
+        weight: 0 for padding.
+    """
 
     epoch: Ints
     sample: Ints
@@ -51,6 +59,7 @@ class Plan:
         shards: Samples of each shard, where the data lies in shards that aren't all on this machine at once.
         shards_per_block: Of how many shards the samples are shuffled together (see `block_order`); 0: of all.
         buckets: Samples of each bucket, where a micro-batch's are to be of one bucket (see `bucket_order`).
+        draws: Where samples are drawn by the weights of their classes (see `class_order`).
 
     Raises:
         BadInputError: If the batch doesn't divide or there would be no step at all.
@@ -67,6 +76,7 @@ class Plan:
     shards: tuple[int, ...] = ()
     shards_per_block: int = 0
     buckets: tuple[int, ...] = ()
+    draws: ClassDraws | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -76,9 +86,9 @@ class Plan:
                 f"data.global_batch_size={self.global_batch_size} is not a multiple of "
                 f"data.micro_batch_size={self.micro_batch_size}: choose a micro-batch that divides it"
             )
-        if self.steps > _MOST_STEPS:
+        if self.steps > MOST_STEPS:
             raise BadInputError(
-                f"{self.steps:,} steps are more than {_MOST_STEPS:,}: lower epochs or set max_steps"
+                f"{self.steps:,} steps are more than {MOST_STEPS:,}: lower epochs or set max_steps"
             )
         if self.last == "drop" and self.samples < self.global_batch_size:
             raise BadInputError(
@@ -166,11 +176,16 @@ class Plan:
             epoch = np.broadcast_to(epoch[:, None], position.shape)
         real = position < self.samples
         position = np.where(real, position, 0)
-        return Samples(epoch, self._sample(epoch, position), real.astype(np.float32))
+        sample = self._sample(epoch, position)
+        if self.draws is not None:
+            epoch = epoch * self.samples + position
+        return Samples(epoch, sample, real.astype(np.float32))
 
     def _sample(self, epoch: Ints, position: Ints) -> Ints:
         if not self.shuffle:
             return position
+        if self.draws is not None:
+            return drawn(self.draws, self.seed, epoch, position)
         if self.shards_per_block:
             return in_blocks(self.seed, epoch, position, self.shards, self.shards_per_block)
         if self.buckets:

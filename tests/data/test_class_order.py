@@ -1,0 +1,214 @@
+"""Promise: data.class_weights draws as torch's WeightedRandomSampler does, and each draw can be looked up."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
+
+from tests.helpers.forked import attempt, small
+from tests.helpers.image_folders import opened
+from tests.helpers.run_folders import same
+from trainer.commands.check.compare import odd_order
+from trainer.config.data import Last
+from trainer.config.recipe_file import load_recipe
+from trainer.data.dataset import ArrayDataset
+from trainer.data.formats.images import ImageDataset
+from trainer.data.items import ArrayItems, ItemDataset
+from trainer.data.limited import LimitedDataset
+from trainer.data.loader import Source
+from trainer.data.sampling.class_order import ClassDraws, weigh
+from trainer.data.sampling.plan import Plan, Share, evaluation_share
+from trainer.errors import BadInputError
+from trainer.rng import Ints
+from trainer.train.run import check_request, data_of, draws_of, make_plan, make_task
+
+LABELS = np.repeat([2, 0, 1], [30, 60, 10])  # not in the order of their numbers
+WEIGHTS = {"a": 1.0, "b": 4.5, "c": 0.5}
+
+
+def draws(weights: Any = WEIGHTS) -> ClassDraws:
+    return weigh(LABELS, ("a", "b", "c"), weights, len(LABELS))
+
+
+def plan(weights: Any = WEIGHTS, seed: int = 3, last: Last = "cross", epochs: int = 400) -> Plan:
+    return Plan(len(LABELS), 12, 3, epochs, last, seed, draws=draws(weights))
+
+
+def all_of(order: Plan) -> Ints:
+    return order.read(np.arange(order.steps * order.micro_batches)).sample.reshape(-1)
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, "balanced", {"b": 0}, {"a": 0, "c": 2}])
+def test_the_chances_are_those_of_a_weight_for_each_sample(weights: Any) -> None:
+    counts = {"a": 60, "b": 10, "c": 30}
+    each = {
+        n: Fraction(1, counts[n]) if weights == "balanced" else Fraction(weights.get(n, 1)) for n in counts
+    }
+    total = sum(each[n] * counts[n] for n in counts)
+    expected = [float(each[n] * counts[n] / total) for n in counts]
+    assert draws(weights).chances.tolist() == pytest.approx(expected, abs=1e-15)
+    assert draws(weights).counts.tolist() == [60, 10, 30]
+    assert LABELS[draws(weights).by_class].tolist() == sorted(LABELS.tolist())
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, "balanced", {"b": 0}])
+def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
+    """Pearson's chi-squared: against the law, and against as many draws of torch's; each sample by itself."""
+    found = draws(weights)
+    chance = (found.chances / found.counts)[LABELS]
+    counts = np.bincount(all_of(plan(weights))[:40_000], minlength=100)
+    torchs = WeightedRandomSampler(chance.tolist(), 40_000, generator=torch.Generator().manual_seed(1))
+    theirs = np.bincount(list(torchs), minlength=100)
+    there = chance > 0
+    assert counts.sum() == theirs.sum() == 40_000
+    assert not counts[~there].any()
+    for one in (counts, theirs):
+        assert stats.chisquare(one[there], 40_000 * chance[there]).pvalue > 0.001
+    assert stats.chi2_contingency([counts[there], theirs[there]]).pvalue > 0.001
+
+
+def test_draws_are_independent_of_one_another() -> None:
+    """Of neighbors, of the same position in neighboring epochs, and of class and sample in it."""
+    label = LABELS[all_of(plan())]
+    for first, second in ((label[:-1], label[1:]), (label[:-100], label[100:])):
+        table = np.bincount(first * 3 + second, minlength=9).reshape(3, 3)
+        assert stats.chi2_contingency(table).pvalue > 0.001
+
+
+@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
+def test_a_draw_is_looked_up_from_any_start_and_for_any_number_of_ranks(last: Last) -> None:
+    order = plan(last=last, epochs=3)
+    numbers = np.arange(order.steps * order.micro_batches)
+    whole, rng = order.read(numbers), np.random.default_rng(0)
+    some = rng.permutation(numbers)[:40]
+    assert all(np.array_equal(a[some], b) for a, b in zip(whole, order.read(some), strict=True))
+    for world in (1, 2, 4):
+        shares = [Share(order, rank, world) for rank in range(world)]
+        steps = [
+            one.micro_batches(np.arange(one.batches()[-1] + 1).reshape(order.steps, -1)) for one in shares
+        ]
+        assert np.array_equal(order.read(np.concatenate(steps, 1).reshape(-1)).sample, whole.sample)
+
+
+def test_epochs_and_seeds_draw_others() -> None:
+    first, other = all_of(plan()), all_of(plan(seed=4))
+    assert (first[:100] != first[100:200]).mean() > 0.9
+    assert (first[:100] != other[:100]).mean() > 0.9
+
+
+@pytest.mark.compat
+def test_the_draws_never_change_between_versions() -> None:
+    """A resumed run must find the order it was started with; so these are written down."""
+    assert all_of(plan())[:12].tolist() == [61, 65, 68, 80, 93, 65, 11, 93, 53, 37, 87, 99]
+
+
+def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_anew() -> None:
+    dataset = ArrayDataset({"label": np.zeros(2, np.int64)})
+    order = Plan(2, 8, 8, 4, "cross", 0, draws=weigh(np.array([0, 1]), (), {"1": 0}, 2))
+    sample, extras = Source(dataset, Share(order), uniforms=2).extras(np.arange(1))
+    assert not sample.any()
+    numbers = extras["\0uniform"][0]
+    assert len({tuple(one) for one in numbers.tolist()}) == 8
+
+
+def test_what_lies_on_disk_and_in_memory_has_labels(tmp_path: Path, photographs: Path) -> None:
+    (plain,) = {tuple(opened("folder", photographs, tmp_path).labels)}
+    for kind in ("csv", "shards", "pack"):
+        (tmp_path / kind).mkdir()
+        records = opened(kind, photographs, tmp_path / kind)
+        assert tuple(ImageDataset(records, 16, True).labels) == plain, kind
+    dataset = ArrayDataset({"x": np.zeros((5, 2)), "label": np.array([1, 0, 1, 2, 2])})
+    assert np.asarray(LimitedDataset(dataset, 3).labels).tolist() == [1, 1, 2]
+    assert ArrayDataset({"x": np.zeros(5)}).labels is None
+    assert ArrayDataset({"label": np.zeros((5, 3))}).labels is None  # of boxes
+    assert LimitedDataset(ArrayDataset({"x": np.zeros(5)}), 3).labels is None
+
+
+def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:
+    pairs: Any = TensorDataset(torch.zeros(4, 2), torch.tensor([3, 1, 1, 0]))
+    assert ItemDataset(pairs, "training").labels is None
+    pairs.targets = [3, 1, 1, 0]
+    assert ItemDataset(pairs, "training").labels == [3, 1, 1, 0]
+    some: Any = ConcatDataset([Subset(pairs, [0, 3]), Subset(Subset(pairs, [1, 2]), [0])])
+    assert ItemDataset(some, "training").labels.tolist() == [3, 0, 1]
+    named: Any = TensorDataset(torch.zeros(2, 1))
+    named.labels = torch.tensor([1, 0])
+    assert ItemDataset(named, "training").labels.tolist() == [1, 0]
+    assert ItemDataset(ArrayItems({"label": np.array([1, 2])}), "training").labels.tolist() == [1, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "message"),
+    [
+        ("gpt-stdlib", "balanced", "these data have no classes to draw by; leave it out"),
+        ("digits", "{x: 2}", "there is no class 'x'; there are 0, 1, 2, 3, 4, 5, …"),
+        ("digits", "{" + ", ".join(f"{n}: 0" for n in range(10)) + "}", "leaves nothing to draw"),
+        ("digits", "{3: -1}", r"give balanced, or numbers from 0 on by class.*\(of 3: -1\)"),
+        ("digits", "{3: .nan}", "give balanced, or numbers from 0 on by class"),
+        ("digits", "equal", "give balanced, or numbers from 0 on by class"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(name: str, weights: str, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        recipe = load_recipe(name, [f"data.class_weights={weights}"])
+        check_request(recipe, make_task(recipe), 1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (np.array([0.0, 1.0]), "of type float64, and classes are whole numbers"),
+        (np.array([0, -1]), "-1 and more, and classes are numbers from 0 on"),
+        (np.array([[0, 1]]), r"of shape \(1, 2\), and there are 2 samples"),
+        (np.array([0, 3]), "a label is 3, and there are 2 classes"),
+    ],
+)
+def test_odd_labels_are_refused(labels: Any, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        weigh(labels, ("a", "b"), "balanced", 2)
+
+
+def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:
+    recipe = load_recipe("digits", ["data.class_weights={3: 5}", "data.limit=200"])
+    task = make_task(recipe)
+    line = make_plan(recipe, task).draws.told()  # type: ignore[union-attr]
+    assert line.startswith("data.class_weights: an epoch is 200 draws with replacement; 3 ")
+    other = load_recipe("digits", ["data.class_weights={3: 6}", "data.limit=200"])
+    orders = {data_of(task, draws=draws_of(one, task))["order"] for one in (recipe, other)} | {
+        data_of(task)["order"]
+    }
+    assert len(orders) == 3
+    held = evaluation_share(len(task.evaluation_data), 64, 0, 1)
+    assert held.plan.draws is None
+    assert not odd_order(make_plan(recipe, task))
+
+
+class Wrong(Plan):
+    """Draws of class b alone."""
+
+    def _sample(self, epoch: Ints, position: Ints) -> Ints:
+        return np.full_like(position, 95) + 0 * epoch
+
+
+def test_a_check_finds_a_sample_that_has_no_chance() -> None:
+    assert not odd_order(plan({"b": 0}))
+    assert odd_order(Wrong(100, 12, 3, 2, "cross", 0, draws=draws({"b": 0})))
+
+
+def test_a_run_that_is_stopped_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """With a worker in one attempt, and images that are augmented."""
+    recipe = small(data={"class_weights": {"1": 7, "2": 0}, "augment": "crop", "resident": False})
+    assert attempt(tmp_path / "whole", recipe).code == 0
+    assert attempt(tmp_path / "cut", recipe, stop_after=7).code == 75
+    worked = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 1})})
+    done = attempt(tmp_path / "cut", worked)
+    assert done.code == 0
+    assert "data.class_weights: an epoch is 64 draws with replacement; 1 " in done.said
+    assert same(tmp_path / "cut", tmp_path / "whole")
+    other = small(data={"class_weights": {"1": 7}, "augment": "crop", "resident": False})
+    assert "data.class_weights" in attempt(tmp_path / "cut", other).line

@@ -1,0 +1,135 @@
+"""The order of samples that are drawn by the weights of their classes, with replacement.
+
+Each position of an epoch draws a class, then one of its samples, by two numbers that are looked up from
+(seed, epoch, position): nothing depends on what was drawn before.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.config.suggest import nearest
+from trainer.errors import BadInputError
+from trainer.rng import Ints, Purpose, key, keys
+
+Floats = npt.NDArray[np.float64]
+_TOLD = 6  # classes
+
+
+@dataclass(frozen=True, eq=False)
+class ClassDraws:
+    """What is drawn from.
+
+    Attributes:
+        names: Of the classes.
+        counts: int64 (classes,), samples of each.
+        chances: float64 (classes,), of a draw to be of each; they add up to 1.
+        by_class: int64 (samples,), all samples, those of a class together.
+    """
+
+    names: tuple[str, ...]
+    counts: Ints
+    chances: Floats
+    by_class: Ints
+
+    def fingerprint(self) -> str:
+        """Other words for other labels or chances."""
+        digest = hashlib.sha256(self.by_class.tobytes() + self.counts.tobytes() + self.chances.tobytes())
+        return f"drawn by class {digest.hexdigest()[:16]}"
+
+    def told(self) -> str:
+        """A line on what an epoch is expected to have of the classes."""
+        samples = len(self.by_class)
+        shown = np.argsort(-self.chances / np.maximum(self.counts, 1), kind="stable")
+        if len(shown) > _TOLD:
+            shown = np.concatenate((shown[: _TOLD // 2], shown[-(_TOLD // 2) :]))
+        each = ", ".join(
+            f"{self.names[at]} {100 * self.counts[at] / samples:.3g} % -> {100 * self.chances[at]:.3g} %"
+            for at in shown.tolist()
+        )
+        more = f" (of {len(self.names):,} classes the most and the least raised)" * (len(self.names) > _TOLD)
+        return f"data.class_weights: an epoch is {samples:,} draws with replacement; {each}{more}"
+
+
+def weigh(
+    given: Any, names: Sequence[str], weights: Literal["balanced"] | Mapping[str, float], samples: int
+) -> ClassDraws:
+    """What is drawn from.
+
+    Args:
+        given: The class of each sample, whole numbers from 0 on.
+        names: Of the classes; none: their numbers.
+        weights: By name, how much likelier a sample of this class is drawn than one of weight 1; classes that
+            aren't named have 1. "balanced": one over the samples of the class, so that all classes are drawn
+            equally often.
+        samples: How many there are.
+
+    Raises:
+        BadInputError: If the labels are something else, a class isn't there, or nothing could be drawn.
+    """
+    labels = _checked(given, samples)
+    names = names or [str(number) for number in range(int(labels.max()) + 1)]
+    if labels.max() >= len(names):
+        raise BadInputError(
+            f"data.class_weights: a label is {labels.max()}, and there are {len(names)} classes"
+        )
+    counts = np.bincount(labels, minlength=len(names)).astype(np.int64)
+    if weights == "balanced":
+        each = (counts > 0).astype(np.float64)
+    else:
+        for name in weights:
+            if name not in names:
+                raise BadInputError(
+                    f"data.class_weights: there is no class '{name}'{nearest(name, names)}; there are "
+                    f"{', '.join(names[:_TOLD])}{', …' * (len(names) > _TOLD)}"
+                )
+        each = counts * np.array([weights.get(name, 1.0) for name in names])
+    up_to = np.cumsum(each)  # one after another, as on any machine
+    if not 0 < up_to[-1] < np.inf:
+        raise BadInputError(
+            "data.class_weights leaves nothing to draw: give a class that has samples a weight above 0"
+        )
+    return ClassDraws(tuple(names), counts, each / up_to[-1], np.argsort(labels, kind="stable"))
+
+
+def drawn(draws: ClassDraws, seed: int, epoch: Ints, position: Ints) -> Ints:
+    """The sample at a position of an epoch's order.
+
+    Args:
+        draws: What is drawn from.
+        seed: The run's seed.
+        epoch: int64, any shape.
+        position: int64, same shape.
+
+    Returns:
+        int64, same shape.
+    """
+    up_to = np.cumsum(draws.chances)
+    up_to /= up_to[-1]  # so that the last is 1, which no number reaches
+    of_class = np.searchsorted(up_to, _uniform(seed, 0, epoch, position), side="right")
+    inside = (_uniform(seed, 1, epoch, position) * draws.counts[of_class]).astype(np.int64)
+    samples: Ints = draws.by_class[(np.cumsum(draws.counts) - draws.counts)[of_class] + inside]
+    return samples
+
+
+def _uniform(seed: int, number: int, epoch: Ints, position: Ints) -> Floats:
+    """In [0, 1), 53 bits each."""
+    bits = keys(key(seed, Purpose.DRAW, number), epoch, position) >> np.uint64(11)
+    return np.asarray(bits.astype(np.float64) * 2.0**-53)
+
+
+def _checked(given: Any, samples: int) -> Ints:
+    labels, wrong = np.asarray(given), ""
+    if labels.shape != (samples,):
+        wrong = f"of shape {labels.shape}, and there are {samples:,} samples"
+    elif labels.dtype.kind not in "biu":
+        wrong = f"of type {labels.dtype}, and classes are whole numbers"
+    elif labels.min() < 0:
+        wrong = f"{labels.min()} and more, and classes are numbers from 0 on"
+    if wrong:
+        raise BadInputError(f"data.class_weights: the labels are {wrong}; give one for each sample")
+    return labels.astype(np.int64)
