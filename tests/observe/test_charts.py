@@ -81,6 +81,9 @@ def test_axes_have_a_few_round_ticks_between_their_ends(
 def test_a_share_that_stays_the_same_is_no_more_than_all(zero: bool) -> None:
     assert make_axis(1.0, 1.0, "share", zero=zero).high == 1
     assert make_axis(0.2, 0.2, "share", zero=zero).high < 1
+    for low, high in ((0.3, 1.0000001), (0.97, 1.02), (1.01, 1.01)):  # a clock, or the rounding of a mean
+        assert make_axis(low, high, "share", zero=zero).high == 1
+    assert make_axis(0.3, 1.6, "share", zero=zero).high > 1.5
 
 
 @given(st.integers(0, 10**15))

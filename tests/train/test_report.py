@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.report_runs import alone, manifest, train_row, write_run
 from tests.helpers.rows import read_rows
 from trainer.cli import main
+from trainer.config.recipe_file import load_recipe
 from trainer.errors import BadInputError
 from trainer.observe import phases
 from trainer.observe.charts.lines import line
@@ -23,18 +24,19 @@ from trainer.observe.rows import FILES
 from trainer.observe.text import (
     share,
 )
+from trainer.train.differences import flat
 from trainer.train.manifest import FORMAT
 from trainer.train.report import figures, page as page_of, write
 from trainer.train.report.phases import PHASES
 from trainer.train.report.read import read_run
 from trainer.train.report.write import leave_report, write_report
 
-_VOID = {"meta", "link", "br"}
+_VOID = {"meta", "link", "br", "input"}
 _TAGS = {
     *("html", "head", "title", "style", "body", "main", "header", "section", "div", "p", "h1", "h2", "h3"),
     *("dl", "dt", "dd", "ul", "li", "i", "b", "span", "small", "code", "details", "summary", "footer"),
     *("table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", *_VOID),
-    *("svg", "defs", "pattern", "line", "g", "path", "rect", "text"),
+    *("label", "svg", "defs", "pattern", "line", "g", "path", "rect", "text"),
 }
 
 
@@ -346,12 +348,57 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert re.findall(r"<tr><td><code>(.*?)</code>", differences) == ["optim.lr", "host"]
     assert "<td>0.4</td><td>0.1</td>" in differences
     figures_ = html[html.index('id="key-figures"') : html.index('id="differences"')]
-    wall = re.search(r"<tr><td>Wall time</td>(.*?)</tr>", figures_)
-    assert wall and "<b>1\u00a0h</b>" in wall[1] and "<b>8" not in wall[1]  # the shorter one is the better
+    first, second = re.findall(r"<tr style=.*?</tr>", figures_)
+    assert "<b>1\u00a0h</b>" in second and "<b>8" not in first  # the shorter one is the better
+    place = re.findall(r'id="by(\d+)"[^>]*>([^<]*)', figures_)
+    wall = next(n for n, title in place if title == "Wall time")
+    assert f"--by{wall}:1;" in first and f"--by{wall}:0;" in second
+    assert f"#key-figures:has(#by{wall}:checked) tbody tr{{order:var(--by{wall})}}" in figures_
     loss = html[html.index("<b>Training loss</b>") :].split("</figure>")[0]
     assert 'class="c0"' in loss and 'class="c1"' in loss
     same, _ = _report(one, one)
     assert "Configuration, code and environment are the same." in same
+
+
+def _chart(html: str, title: str) -> str:
+    return html[html.index(f"<b>{title}</b>") :].split("</figure>", maxsplit=1)[0]
+
+
+def test_equal_curves_are_seen_as_several(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"r{n}", rows=6) for n in range(3)]
+    loss = _chart(_report(*folders)[0], "Training loss")
+    assert re.findall(r'<g class="(c[^"]*)"', loss) == ["c0", "c1 over1", "c2 over2"]
+    assert "dashed: equal to another" in loss
+    other = write_run(tmp_path / "other", rows=9)
+    loss = _chart(_report(folders[0], other)[0], "Training loss")
+    assert re.findall(r'<g class="(c[^"]*)"', loss) == ["c0", "c1"] and "dashed:" not in loss
+
+
+@pytest.mark.parametrize(("top5", "tile"), [(1.0, "100"), (1.0000001, "100"), (0.99437, "99.44"), (0.0, "0")])
+def test_one_evaluation_is_shown_in_the_unit_of_its_chart(tmp_path: Path, top5: float, tile: str) -> None:
+    folder = write_run(tmp_path / "run", rows=1)
+    row = {"kind": "eval", "step": 50, "epoch": 1, "loss": 1.75, "top5": top5, "perplexity": 5.7}
+    (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "summary.jsonl").unlink()
+    html, _ = _report(folder)
+    assert f'<dt>Top5</dt><dd class="whole">{tile}\u00a0%</dd>' in html
+    ends = {"Loss": ("0.0", "2.0"), "Top5": ("0", "100"), "Perplexity": ("0", "6")}
+    for title, (low, high) in ends.items():
+        ticks = re.findall(r'x="-8"[^>]*text-anchor="end">([^<]*)', _chart(html, title))
+        assert (ticks[0], ticks[-1]) == (low, high) or (title == "Top5" and not top5), title
+    two, _ = _report(folder, write_run(tmp_path / "other", rows=3))
+    assert f"{tile}\u00a0%" in two
+
+
+def test_the_configuration_is_what_the_run_reads(tmp_path: Path) -> None:
+    config = load_recipe("digits", []).model_dump(mode="json")
+    html, parsed = _report(write_run(tmp_path, rows=3, config=config))
+    keys = re.findall(r"<dt>([a-z_.0-9]+)</dt>", html[html.index('<dl class="config">') :])
+    assert {"optim.lr", "data.name", "seed", "regularization.mixup"} <= {*keys}
+    assert not [key for key in keys if key.startswith(("language.", "audio.", "detection."))]
+    assert "optim.momentum" in keys or "optim.betas" in keys
+    hidden = len(flat(config)) - len(keys)
+    assert hidden > 20 and f"{len(keys)} keys, and {hidden} that it doesn\u2019t read" in parsed.text
 
 
 def test_of_many_runs_the_later_ones_are_dashed(tmp_path: Path) -> None:

@@ -62,22 +62,33 @@ def _values(section: type[BaseModel], name: str) -> set[str]:
 
 def idle_keys(recipe: Recipe, typed: set[str]) -> Iterator[str]:
     """A line for each key that was typed and isn't read, with the choice that makes it idle."""
-    task = TASKS.get(recipe.task, CUSTOM)
-    for dotted in sorted(typed):
-        name, _, key = dotted.partition(".")
-        section = getattr(recipe, name, None)
-        if dotted in task.ignores:
-            yield f"{dotted} has no effect: task={recipe.task} doesn't read it"
-        elif isinstance(section, BaseModel) and key in type(section).model_fields:
-            found = condition(type(section), key)
-            if (
-                found is not None
-                and (str(value := getattr(section, found.choice)) in found.values) == found.but
-            ):
-                with_what = "all but " * found.but + ", ".join(found.values)
-                yield (
-                    f"{dotted} has no effect with {name}.{found.choice}={value}: it is read with {with_what}"
-                )
+    config = recipe.model_dump()
+    yield from (f"{key} has no effect{why}" for key in sorted(typed) if (why := _why_idle(config, key)))
+
+
+def is_read(config: Mapping[str, Any], dotted: str) -> bool:
+    """Whether a run of this configuration, as plain values, reads a key."""
+    task = TASKS.get(str(config.get("task")), CUSTOM)
+    others = {kind.section for kind in TASKS.values()} - {task.section}
+    return (
+        dotted.partition(".")[0] not in others and dotted not in task.unread and not _why_idle(config, dotted)
+    )
+
+
+def _why_idle(config: Mapping[str, Any], dotted: str) -> str:
+    """What makes a key idle; empty if nothing does."""
+    if dotted in TASKS.get(str(config.get("task")), CUSTOM).ignores:
+        return f": task={config.get('task')} doesn't read it"
+    name, _, key = dotted.partition(".")
+    section, values = Recipe.model_fields.get(name), config.get(name)
+    kind = section.annotation if section else None
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(values, Mapping)):
+        return ""
+    found = condition(kind, key) if key in kind.model_fields else None
+    if found is None or (str(value := values.get(found.choice)) in found.values) != found.but:
+        return ""
+    with_what = "all but " * found.but + ", ".join(found.values)
+    return f" with {name}.{found.choice}={value}: it is read with {with_what}"
 
 
 def idle_length(recipe: Recipe, typed: set[str], steps_of_epochs: int) -> Iterator[str]:

@@ -18,29 +18,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# Dense peaks in FLOP/s as NVIDIA's data sheets give them, at the boost clock: of the first name that is part
-# of the device's. bf16 and fp16, then TF32; 0: it has none.
-_PEAKS = {
-    "GB200": (2500e12, 1250e12),
-    "B200": (2250e12, 1125e12),
-    "H200": (989.5e12, 494.7e12),
-    "H100 PCIe": (756e12, 378e12),
-    "H100 NVL": (835e12, 417.5e12),
-    "H100": (989.5e12, 494.7e12),
-    "GH200": (989.5e12, 494.7e12),
-    "A100": (312e12, 156e12),
-    "A30": (165e12, 82e12),
-    "A10G": (70e12, 35e12),
-    "A10": (125e12, 62.5e12),
-    "A40": (149.7e12, 74.8e12),
-    "L40S": (362e12, 183e12),
-    "L40": (181e12, 90.5e12),
-    "L4": (121e12, 60.5e12),
-    "RTX 4090": (165.2e12, 82.6e12),
-    "RTX 3090": (71e12, 35.6e12),
-    "V100": (125e12, 0.0),
-    "T4": (65e12, 0.0),
-}
+# Dense peaks in TFLOP/s at the boost clock, with sums in float32: bf16, fp16, TF32; 0: the GPU has none. By
+# the whole name, as nvidia-smi tells it (older drivers leave "NVIDIA" out). Sources: NVIDIA's data sheet of
+# the GPU; for RTX cards the tables of the whitepapers of Turing, GA102, Ada and RTX Blackwell. A slice (MIG,
+# vGPU), a laptop's chip and a cut-down variant have other names, and so no peak.
+_PEAKS: tuple[tuple[tuple[float, float, float], tuple[str, ...]], ...] = (
+    ((2500, 2500, 1250), ("GB200",)),
+    ((2250, 2250, 1125), ("B200",)),
+    ((989.5, 989.5, 494.7), ("H100 80GB HBM3", "H200", "GH200 120GB", "GH200 480GB", "GH200 144G HBM3e")),
+    ((835, 835, 417.5), ("H100 NVL", "H200 NVL")),
+    ((756, 756, 378), ("H100 PCIe",)),
+    ((312, 312, 156), ("A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe")),
+    ((165, 165, 82), ("A30",)),
+    ((125, 125, 62.5), ("A10",)),
+    ((70, 70, 35), ("A10G",)),
+    ((149.7, 149.7, 74.8), ("A40",)),
+    ((362, 362, 183), ("L40S",)),
+    ((181, 181, 90.5), ("L40",)),
+    ((121, 121, 60.5), ("L4",)),
+    ((503.8, 503.8, 251.9), ("RTX PRO 6000 Blackwell Workstation Edition",)),
+    ((438.9, 438.9, 219.5), ("RTX PRO 6000 Blackwell Max-Q Workstation Edition",)),
+    ((364.2, 364.2, 182.1), ("RTX 6000 Ada Generation",)),
+    ((154.8, 154.8, 77.4), ("RTX A6000",)),
+    ((209.5, 209.5, 104.8), ("GeForce RTX 5090",)),
+    ((165.2, 165.2, 82.6), ("GeForce RTX 4090",)),
+    ((71, 71, 35.6), ("GeForce RTX 3090",)),
+    ((0, 130.5, 0), ("Quadro RTX 6000",)),
+    ((0, 125, 0), ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB")),
+    ((0, 112, 0), ("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB")),
+    ((0, 130, 0), ("Tesla V100S-PCIE-32GB",)),
+    ((0, 65, 0), ("Tesla T4",)),
+)
 # Of an operation that asks the device for a value, and so waits for all that it was given.
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 _COPIES = ("aten::_to_copy", "aten::copy_")  # .cpu(), .numpy(), .tolist() and to("cpu")
@@ -48,11 +56,11 @@ _COPIES = ("aten::_to_copy", "aten::copy_")  # .cpu(), .numpy(), .tolist() and t
 
 def peak_flops(device_name: str, mode: str) -> float | None:
     """Peak FLOP/s of a GPU for `precision.mode` ("bf16", "fp16", "tf32"); None where it isn't known."""
-    low = mode in ("bf16", "fp16")
-    if not low and mode != "tf32":
+    if mode not in ("bf16", "fp16", "tf32"):
         return None
-    found = next((peaks for name, peaks in _PEAKS.items() if name in device_name), None)
-    return (found[0 if low else 1] or None) if found else None
+    name = device_name.removeprefix("NVIDIA ")
+    peaks = next((peaks for peaks, names in _PEAKS if name in names), (0, 0, 0))
+    return peaks[("bf16", "fp16", "tf32").index(mode)] * 1e12 or None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from trainer.observe.text import number
 Kind = Literal["number", "count", "si", "share", "bytes"]
 # A range that spans this factor is shown on a logarithmic axis, where that is possible.
 _WIDE = 20.0
+# A share above all of it by so little is measured so: a clock, or the rounding of a mean.
+_ABOUT_ALL = 1.05
 # What is nearer to 0 is shown there: no arithmetic here loses itself among subnormal numbers.
 _LEAST = 1e-100
 _BYTES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
@@ -68,10 +70,12 @@ def make_axis(
         may_log: Whether it may be logarithmic: it is if the values span much.
     """
     low, high = (0.0 if abs(value) < _LEAST else value for value in (low, high))
+    if kind == "share" and 1 < high <= _ABOUT_ALL:
+        low, high = min(low, 1.0), 1.0
     if may_log and low > 0 and high / low > _WIDE:
         return _logarithmic(low, high, unit)
     if zero:
-        low = min(low, 0.0)
+        low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin, largest_share = abs(high) / 2 or 1.0, high
         low, high = (low if zero and high >= 0 else low - margin), high + margin

@@ -95,19 +95,24 @@ def line_chart(
         return ""
     cells = [cell for one in lines for _, cell in one.drawn]
     low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
-    up, along = make_axis(low, high, kind, unit, zero, may_log), step_axis(last)
+    # A curve of one point tells no range: the axis begins at 0, as a bar's would.
+    alone = all(len(one.drawn) == 1 for one in lines)
+    up, along = make_axis(low, high, kind, unit, zero or alone, may_log), step_axis(last)
+    places = [[(step, round(HEIGHT * up.at(cell.mean))) for step, cell in one.drawn] for one in lines]
+    over = [places[:n].count(place) for n, place in enumerate(places)]  # to the pixel at the same places
     named = [one for one in lines if one.look >= 0]
     told = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
     parts = [
         axes(up, along),
         STRETCHED,
-        *(curve(one, up, along) for one in lines),
+        *(curve(one, up, along, hides) for one, hides in zip(lines, over, strict=True)),
         "</svg>",
         *(_mark(mark, along) for mark in marks),
         _ends(named, up, along) if len(named) <= _ENDS else "",
     ]
     key = _key(lines) if keyed and len(lines) > 1 else ""
-    return figure_of(title, parts, "logarithmic" * up.log, key, f"{title}. {told}")
+    notes = ["logarithmic"] * up.log + ["dashed: equal to another"] * any(over)
+    return figure_of(title, parts, ", ".join(notes), key, f"{title}. {told}")
 
 
 def _told(one: Line, kind: Kind, unit: str) -> str:
@@ -165,8 +170,12 @@ def percent(part: float) -> str:
     return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
 
 
-def curve(one: Line, up: Axis, along: Axis) -> str:
-    """Means as a line, with the range around it where rows were joined; a single point is a dot."""
+def curve(one: Line, up: Axis, along: Axis, hides: int = 0) -> str:
+    """Means as a line, with the range around it where rows were joined; a single point is a dot.
+
+    Args:
+        hides: How many curves lie at the same place, which gaps in this one let through.
+    """
 
     def place(step: int, value: float) -> tuple[int, int]:
         return round(ACROSS * along.at(step)), round(DOWN * (1 - up.at(value)))
@@ -189,7 +198,8 @@ def curve(one: Line, up: Axis, along: Axis) -> str:
     dots = every if len(every) <= _DOTS and one.look >= 0 else [every[-1]]
     if one.look >= 0:
         paths.append(f'<path class="dot" d="{"".join(f"M{x},{y}h.01" for x, y in dots)}"/>')
-    return f'<g class="{_look(one)}">{"".join(paths)}</g>'
+    gaps = f" over{min(hides, 3)}" if hides else ""
+    return f'<g class="{_look(one)}{gaps}">{"".join(paths)}</g>'
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:

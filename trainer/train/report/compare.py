@@ -1,5 +1,6 @@
 """The parts of the page about several runs, side by side."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,12 +9,12 @@ from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import thinned
 from trainer.observe.text import DASH, escaped, plain
 from trainer.train.differences import flat
-from trainer.train.report.figures import Figure, joined, kinds, last_step, metrics, status, totals
-from trainer.train.report.parts import grid, section, table
+from trainer.train.report.figures import Figure, joined, kinds, last_step, metrics, scale_of, status, totals
+from trainer.train.report.parts import grid, section, sortable, table
 from trainer.train.report.phases import PHASES, phase_bar
 from trainer.train.report.read import RecordedRun
 from trainer.train.report.record import gpus_of, hash_of, verdict
-from trainer.train.report.sections import scale_of, title_of
+from trainer.train.report.sections import title_of
 
 _POINTS = 1600  # of a chart, over all runs
 _DIFFERENCES = 200
@@ -43,21 +44,29 @@ def names_of(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def key_figures(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
-    """A table with a column for each run; the best of a row is bold."""
-    rows = [
-        ["Status", *(status(run)[0] for run in runs)],
-        ["Verdict", *(f'<span class="long">{verdict(run)[0]}</span>' for run in runs)],
-    ]
+    """A table with a row for each run, sorted by the column that is chosen; the best of a column is bold."""
+    heads, columns, orders = ["Status"], [[status(run)[0] for run in runs]], list[list[int]]()
+    orders.append(_order([float(text != columns[0][0]) for text in columns[0]]))
     for kind in kinds(runs):
         figures = [kind.of(run) for run in runs]
         if any(figures):
             best = _best(figures, kind.better)
-            rows.append([_heading(kind.name, figures), *(_cell(figure, best) for figure in figures)])
+            heads.append(_heading(kind.name, figures))
+            columns.append([_cell(figure, best) for figure in figures])
+            sign = -1 if kind.better > 0 else 1
+            orders.append(_order([math.inf if one is None else sign * one.value for one in figures]))
+    said = [f'<span class="long">{verdict(run)[0]}</span>' for run in runs]
     return section(
         "Key figures",
-        table(["", *_heads(names)], rows, range(1, len(runs) + 1)),
-        "The best of a row is bold.",
+        sortable(["Run", *heads, "Verdict"], zip(_heads(names), *columns, said, strict=True), orders),
+        "The best of a column is bold. Choose a column to sort the runs by it, the best first.",
     )
+
+
+def _order(values: Sequence[float]) -> list[int]:
+    """The place of each value among all."""
+    places = sorted(range(len(values)), key=values.__getitem__)
+    return [places.index(n) for n in range(len(values))]
 
 
 def _heads(names: Sequence[str]) -> list[str]:

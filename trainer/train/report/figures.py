@@ -1,16 +1,18 @@
 """Figures of a whole run, each as a number and as text; None where the run doesn't say."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeGuard
 
+from trainer.observe.charts.axis import Kind as Scale
 from trainer.observe.charts.thin import Cell, Point
 from trainer.observe.text import count, duration, escaped, number, scaled, share, size
 from trainer.train.report.phases import PHASES
 from trainer.train.report.read import RecordedRun
 
 _SET_PARTS = 3  # eval/NAME/metric
+_ROUNDING = 1e-6  # of a mean over many samples
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
 
 
@@ -158,8 +160,19 @@ def _loss(run: RecordedRun) -> Figure | None:
     return Figure(cells[-1].mean, number(cells[-1].mean), "last, training") if cells else None
 
 
-def metric_figure(metric: str) -> Callable[[RecordedRun], Figure | None]:
+def scale_of(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
+    """How a metric is written, in tiles as in charts, and its unit: accuracies from 0 to 1 as percent."""
+    percent = metric.startswith(("accuracy", "top")) and all(
+        -_ROUNDING <= cell.low <= cell.high <= 1 + _ROUNDING for cell in cells
+    )
+    return ("share", " correct") if percent else ("number", metric)
+
+
+def metric_figure(metric: str, scale: Scale = "number") -> Callable[[RecordedRun], Figure | None]:
     """The last value of a metric, with the best one below it."""
+
+    def text(value: float) -> str:
+        return f"{number(100 * value)}\u00a0%" if scale == "share" else number(value)
 
     def of(run: RecordedRun) -> Figure | None:
         cells = [
@@ -171,8 +184,8 @@ def metric_figure(metric: str) -> Callable[[RecordedRun], Figure | None]:
         up = more_is_better(metric)
         step, cell = (max if up else min)(cells, key=lambda item: item[1].high if up else item[1].low)
         best = cell.high if up else cell.low
-        note = "its best" if math.isclose(best, last) else f"best {number(best)} at step {count(step)}"
-        return Figure(last, number(last), note)
+        note = "its best" if math.isclose(best, last) else f"best {text(best)} at step {count(step)}"
+        return Figure(last, text(last), note)
 
     return of
 
@@ -238,10 +251,13 @@ KINDS = (
 )
 
 
-def kinds(runs: Iterable[RecordedRun]) -> list[Kind]:
+def kinds(runs: Sequence[RecordedRun]) -> list[Kind]:
     """Figures of these runs: their metrics first."""
     names = list(dict.fromkeys(name for run in runs for name in metrics(run)))[:6]
-    own = [Kind(name, metric_figure(name), 1 if more_is_better(name) else -1) for name in names]
+    own = []
+    for name in names:
+        scale, _ = scale_of(name, [cell for run in runs if (cell := joined(run.evaluation, name))])
+        own.append(Kind(name, metric_figure(name, scale), 1 if more_is_better(name) else -1))
     return [*own, *KINDS]
 
 

@@ -46,6 +46,34 @@ def table(
     )
 
 
+def sortable(head: Sequence[str], rows: Iterable[Sequence[str]], orders: Sequence[Sequence[int]]) -> str:
+    """A table of figures whose rows are sorted by the column that is chosen, without a script.
+
+    Args:
+        head: The first column is in the order of the rows; the last ones have no order.
+        orders: For each column after the first, the place of each row.
+    """
+    choices = [
+        f'<th><label><input type="radio" name="order" id="by{n}"{" checked" * (n == 0)}>{title}</label></th>'
+        for n, title in enumerate(head[: len(orders) + 1])
+    ]
+    choices += [f"<th>{title}</th>" for title in head[len(orders) + 1 :]]
+    rules = [
+        f"#key-figures:has(#by{n}:checked) tbody tr{{order:var(--by{n})}}" for n in range(1, len(orders) + 1)
+    ]
+    body = []
+    for row, places in zip(rows, zip(*orders, strict=True), strict=True):
+        style = ";".join(f"--by{n}:{place}" for n, place in enumerate(places, 1))
+        first, *others = row
+        cells = "".join(f'<td class="n">{cell}</td>' for cell in others)
+        body.append(f'<tr style="{style}"><td>{first}</td>{cells}</tr>')
+    return (
+        f"<style>{''.join(rules)}</style>"
+        f'<div class="scroll" tabindex="0"><table class="sortable" style="--columns:{len(head)}">'
+        f"<thead><tr>{''.join(choices)}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
 def grid(*figures: str) -> str:
     """Charts beside each other; nothing if there are none."""
     shown = [figure for figure in figures if figure]

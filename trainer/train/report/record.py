@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.config.idle import is_read
 from trainer.observe.text import DASH, count, escaped, number, plain, scaled, share, size
 from trainer.train.differences import flat
 from trainer.train.report.figures import energy, is_number, kinds, money, money_per_thousand, status
@@ -51,14 +52,13 @@ def _sentence(row: dict[str, Any]) -> str:
 def key_figures(run: RecordedRun) -> str:
     """The figures to look at first."""
     how, _ = status(run)
-    cells = [("Status", how, _progress(run))]
+    cells = [("Status", f"<dd>{how}</dd>", _progress(run))]
     for kind in kinds([run]):
         if figure := kind.of(run):
-            cells.append(
-                (kind.name.replace("_", " ").capitalize() if kind.name.islower() else kind.name, *figure[1:])
-            )
+            name = kind.name.replace("_", " ").capitalize() if kind.name.islower() else kind.name
+            cells.append((name, f'<dd class="whole">{figure.text}</dd>', figure.note))
     items = "".join(
-        f"<div><dt>{escaped(name, 60)}</dt><dd>{text}</dd><dd class=note>{note}</dd></div>"
+        f'<div><dt>{escaped(name, 60)}</dt>{text}<dd class="note">{note}</dd></div>'
         for name, text, note in cells
     )
     return f'<dl class="figures">{items}</dl>'
@@ -298,14 +298,17 @@ def cost(run: RecordedRun) -> str:
 
 
 def configuration(run: RecordedRun) -> str:
-    """Every key."""
+    """Every key that the run reads."""
     config = run.manifest.get("config")
-    keys = list(flat(config).items()) if isinstance(config, dict) else []
+    config = config if isinstance(config, dict) else {}
+    every = flat(config)
+    keys = [(key, value) for key, value in every.items() if is_read(config, key)]
+    idle = f", and {count(len(every) - len(keys))} that it doesn&rsquo;t read" * (len(keys) < len(every))
     rows = "".join(
         f"<div><dt>{escaped(key, 80)}</dt><dd>{escaped(value, 200)}</dd></div>" for key, value in keys[:_KEYS]
     )
     body = (
-        f'<details><summary>{count(len(keys))} keys</summary><dl class="config">{rows}</dl></details>'
+        f'<details><summary>{count(len(keys))} keys{idle}</summary><dl class="config">{rows}</dl></details>'
         if rows
         else ""
     )

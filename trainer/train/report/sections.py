@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from trainer.observe.charts.axis import Kind
 from trainer.observe.charts.heat import heat_map
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
-from trainer.observe.charts.thin import Cell
 from trainer.observe.text import DASH, count, duration, escaped, share, size
-from trainer.train.report.figures import joined, last_step, metrics, sets, totals
+from trainer.train.report.figures import joined, last_step, metrics, scale_of, sets, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
 from trainer.train.report.read import KNOWN, LAYERS, RecordedRun
@@ -159,14 +158,6 @@ def layers(run: RecordedRun) -> str:
 def title_of(name: str) -> str:
     """A figure's name as a title."""
     return name.replace("_", " ").capitalize()
-
-
-def scale_of(metric: str, cells: Iterable[Cell]) -> tuple[Kind, str]:
-    """How a metric is written, and its unit: accuracies from 0 to 1 as percent."""
-    percent = metric.startswith(("accuracy", "top")) and all(
-        0 <= cell.low <= cell.high <= 1 for cell in cells
-    )
-    return ("share", " correct") if percent else ("number", metric)
 
 
 def time(run: RecordedRun) -> str:
