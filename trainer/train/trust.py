@@ -76,8 +76,8 @@ class Code(NamedTuple):
 def own_code(recipe: Recipe) -> list[Code]:
     """The Python code that a recipe names and that isn't the trainer's; and where else it has a run write."""
     found = []
-    if (place := recipe.checkpoint.folder) is not None:
-        found.append(Code(_PLACE, str(place), "", hashlib.sha256(os.fsencode(place)).hexdigest()))
+    if (folder := recipe.checkpoint.folder) is not None:
+        found.append(Code(_PLACE, str(folder), "", hashlib.sha256(os.fsencode(folder)).hexdigest()))
     if recipe.task not in TASKS and recipe.task != "own":
         found.append(_code("task", recipe.task, Path(recipe.task), ""))
     hooks = recipe.hooks.use if recipe.hooks.enabled else []

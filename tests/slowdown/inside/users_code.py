@@ -108,7 +108,7 @@ def costly_samples(seconds: float) -> None:
     """A transform in Python: each sample costs so many CPU seconds more."""
     from trainer.data.formats.images import ImageDataset
 
-    original = ImageDataset._image
+    original = ImageDataset._cut
 
     def image(self: ImageDataset, *arguments: Any, **named: Any) -> torch.Tensor:
         until = time.thread_time() + seconds
@@ -116,4 +116,4 @@ def costly_samples(seconds: float) -> None:
             pass
         return original(self, *arguments, **named)
 
-    ImageDataset._image = image  # type: ignore[method-assign]
+    ImageDataset._cut = image  # type: ignore[method-assign]
