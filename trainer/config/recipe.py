@@ -154,11 +154,6 @@ class Recipe(Section):
             )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
-        if self.log.layers_every and self.compile.mode != "none" and self.compile.scope == "model":
-            raise ValueError(
-                "log.layers_every looks at the parts of the model as they run, which one that is compiled as "
-                "a whole doesn't show: set compile.scope=blocks, or compile.mode=none"
-            )
         if self.parallel.strategy != "ddp":
             self._compile_what_is_gathered()
             self._refuse_what_cannot_be_sharded()
@@ -184,8 +179,6 @@ class Recipe(Section):
             "compile.scope=model": self.compile.mode != "none"
             and self.compile.scope == "model"
             and "compiles a model whose blocks are gathered one by one: use compile.scope=blocks",
-            "log.layers_every": self.log.layers_every > 0
-            and "looks at whole gradients on one rank: leave it out",
             "precision.debug": self.precision.debug
             and "looks at the weights of modules before FSDP has gathered them: leave it out",
         }
