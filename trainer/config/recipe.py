@@ -146,11 +146,10 @@ class Recipe(Section):
                 "regularization.mixup and cutmix would mix the padding of data.last_batch=weighted into "
                 "samples; use data.last_batch=cross"
             )
-        unable = {"managed": "pytorch#163257", "async": "pytorch#158641"}
-        if self.memory.allocator in unable and self.compile.mode != "none" and self.compile.cuda_graphs:
+        if self.memory.allocator == "async" and self.compile.mode != "none" and self.compile.cuda_graphs:
             raise ValueError(
-                f"memory.allocator={self.memory.allocator} can't serve CUDA graphs "
-                f"({unable[self.memory.allocator]}): use compile.mode=default, or another allocator"
+                "memory.allocator=async can't serve CUDA graphs (pytorch#158641): use "
+                "compile.mode=default, or another allocator"
             )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")

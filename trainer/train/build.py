@@ -168,10 +168,8 @@ def set_determinism(recipe: Recipe) -> None:
     See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
     same state with the same samples and randomness, but atomic additions come in another order each time.
     """
-    # cuDNN's timing may choose another algorithm in the next process; and it asks the allocator what is free,
-    # which one that is plugged in doesn't tell (pytorch#98481).
-    plugged_in = recipe.memory.allocator == "managed"
-    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic and not plugged_in
+    # cuDNN's timing may choose another algorithm in the next process.
+    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic
     torch.use_deterministic_algorithms(recipe.deterministic)
     if recipe.deterministic:
         # Read when cuBLAS starts, which nothing has done yet.
