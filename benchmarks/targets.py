@@ -282,8 +282,7 @@ TARGETS = (
             bench(
                 *(
                     "price",
-                    "trainer",
-                    "bench",
+                    "benchmarks",
                     "setting",
                     "resnet50-synthetic",
                     "deterministic=true",
