@@ -280,17 +280,8 @@ TARGETS = (
         "known",
         (
             bench(
-                *(
-                    "price",
-                    "trainer",
-                    "bench",
-                    "setting",
-                    "resnet50-synthetic",
-                    "deterministic=true",
-                    "--rounds",
-                    "7",
-                ),
-                *("--steps", "5", "--set", "data.micro_batch_size=256"),
+                *("price", "benchmarks", "setting", "resnet50-synthetic", "deterministic=true"),
+                *("--rounds", "7", "--steps", "5", "--set", "data.micro_batch_size=256"),
             ),
         ),
         _code("price"),

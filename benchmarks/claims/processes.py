@@ -74,9 +74,9 @@ def _utilization(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG
 
 
 def _managed(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
-    """Counts the recipes that take managed memory without being asked."""
+    """Counts the recipes that take GPU memory from another allocator than PyTorch's without being asked."""
     recipes = [validated(Recipe, read_recipe(name), name) for name in recipe_names()]
-    managed = sum(recipe.memory.allocator == "managed" for recipe in recipes)
+    managed = sum(recipe.memory.allocator != "native" for recipe in recipes)
     series = Series({"recipes": [len(recipes)], "managed": [managed]}, "recipes", counted=True)
     return Measurement("memory.allocator of every recipe as it is", {"count": series})
 

@@ -389,7 +389,7 @@ def test_the_link_of_whole_all_reduces(tmp_path: Path) -> None:
         (["--figures", str(EXAMPLE), "--seed", "-1"], "--seed -1"),
         (
             ["--figures", str(EXAMPLE), "--comm", str(EXAMPLE)],
-            "not what `python -m benchmarks comm --json` prints",
+            "not what `benchmarks comm --json` prints",
         ),
         (["--measure", "nowhere"], "--comm comm.json"),
     ],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks import setting
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main, make_parser
 from benchmarks.setting import bench_setting
 from tests.helpers.clock import Clock
 from trainer.errors import BadInputError
@@ -40,5 +40,9 @@ def test_nothing_to_measure_and_bad_settings(capsys: Capsys) -> None:
     for one in ("log.every=1", "parallel.threads=1"):
         with pytest.raises(BadInputError, match="steps alone are timed"):
             bench_setting("digits", [one], [], rounds=1, steps=1)
+    words = ["setting", "digits", "data.workers=1", "data.workers=2"]  # none of them is a --set
+    assert make_parser(words).parse_args(words).settings == words[2:]
+    assert main(["setting", "digits", "data.micro_batch_size=auto", "--rounds", "1", "--steps", "1"]) == 2
+    assert "data.micro_batch_size=auto: a number is needed here" in capsys.readouterr().err
     assert main(["setting", "digits", "optim.max_grad_nom=0"]) == 2
     assert "did you mean 'optim.max_grad_norm'" in capsys.readouterr().err

@@ -151,7 +151,5 @@ def test_a_key_and_its_value_alone_are_a_setting(command: str) -> None:
 
 
 def test_where_words_may_look_like_settings_they_are_not_taken_for_some() -> None:
-    sides = make_parser().parse_args(["bench", "setting", "digits", "data.workers=1", "data.workers=2"])
-    assert (sides.settings, sides.set) == (["data.workers=1", "data.workers=2"], [])
     files = make_parser().parse_args(["predict", "RUN", "a=b.png"])
     assert (files.files, files.set) == ([Path("a=b.png")], [])

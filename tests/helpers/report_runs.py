@@ -155,11 +155,6 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
             if n % max(1, rows // 20) == 0:
                 quality = {"loss": 0.9 * row["loss"], "accuracy": 0.78 * (1 - math.exp(-4 * n / rows))}
                 _write(files["eval"], {"kind": "eval", "step": step, "epoch": row["epoch"], **quality})
-                flow = {
-                    f"{one}/layer{m}": 0.1 * m * n for one in ("grad_rms", "act_rms") for m in range(1, 5)
-                }
-                flow |= {f"act_zeros/layer{m}": m / 8 for m in range(1, 5)}
-                _write(files["layers"], {"kind": "layers", "step": step, "epoch": row["epoch"], **flow})
                 for at in ("start", "end"):
                     held = {"memory/allocated_bytes": 2e10, "memory/reserved_bytes": 6.4e10}
                     _write(

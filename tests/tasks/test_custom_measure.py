@@ -268,7 +268,7 @@ def test_a_loss_may_take_gradients() -> None:
         "loss": penalized,
         "measure": lambda _, model, batch: {"loss": Small().loss(model, batch)},
     }
-    for more in ({}, {"log.layers_every": 1}, {"memory.checkpointing": "none", "precision.debug": True}):
+    for more in ({}, {"memory.checkpointing": "none", "precision.debug": True}):
         run = fit(settings={"epochs": 30, "optim.name": "sgd", "optim.lr": 0.05, **more}, **methods)
         assert run.model().weight.detach().abs().max() < 0.5  # type: ignore[operator]
     with pytest.raises(BadInputError, match="loss gave a mean"):

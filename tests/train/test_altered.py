@@ -26,7 +26,7 @@ from trainer.train.run_folder import is_abandoned, lock
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, with rows of every kind."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    ended = attempt(folder, small(log={"every": 2, "to": ["jsonl"], "layers_every": 4}))
+    ended = attempt(folder, small(log={"every": 2, "to": ["jsonl"]}))
     assert ended.code == 0, ended.said
     return folder
 
@@ -50,7 +50,7 @@ def _promised(folder: Path) -> list[str]:
 def test_a_flipped_byte_is_named_wherever_it_is(whole: Path, tmp_path: Path) -> None:
     assert contradictions(read_recorded(whole)) == []
     names = _promised(whole)
-    assert {"memory.jsonl", "verdicts.jsonl", "summary.jsonl", "layers.jsonl", "ema.safetensors"} <= {*names}
+    assert {"memory.jsonl", "verdicts.jsonl", "summary.jsonl", "ema.safetensors"} <= {*names}
     assert sum(name.startswith("checkpoints/") for name in names) >= 5
     for name in names:
         for share in (0.37, 1.0):

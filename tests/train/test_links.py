@@ -29,7 +29,7 @@ _MOST = 8  # attempts, each with more names that were refused put back
 
 def talkative() -> Recipe:
     """A run that writes all that it can."""
-    return small(log={"every": 2, "to": ["jsonl", "csv", "tensorboard"], "layers_every": 2})
+    return small(log={"every": 2, "to": ["jsonl", "csv", "tensorboard"]})
 
 
 def _profiled() -> None:

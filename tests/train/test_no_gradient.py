@@ -62,7 +62,6 @@ def trained(world: World, ragged: bool, losses: bool, sections: dict[str, Any]) 
     return seen
 
 
-LAYERS: dict[str, Any] = {"log": {"layers_every": 1}}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"optim": {"max_grad_norm": 1.0}},
@@ -72,11 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"precision": {"mode": "fp16"}, "optim": {"name": "sgd", "max_grad_norm": 1.0}, "ema": {"decay": 0.9}},
     {"anomaly": {"nonfinite": "skip"}, "optim": {"max_grad_norm": 1.0}},
     {"parallel": {"threads": 1, "reduction": "tree"}},
-    {
-        "precision": {"mode": "fp16"},
-        "parallel": {"threads": 1, "reduction": "tree"},
-        "log": {"layers_every": 1},
-    },
+    {"precision": {"mode": "fp16"}, "parallel": {"threads": 1, "reduction": "tree"}},
 ]
 
 

@@ -29,7 +29,7 @@ _SECONDS = 60  # a command that reads something endless never ends
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    recipe = small(log={"every": 4, "to": ["jsonl", "csv"], "layers_every": 8}, checkpoint={"every": 10})
+    recipe = small(log={"every": 4, "to": ["jsonl", "csv"]}, checkpoint={"every": 10})
     ended = attempt(folder, recipe)
     assert ended.code == 0, ended.said
     return folder

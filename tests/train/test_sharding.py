@@ -416,7 +416,6 @@ def test_all_ranks_begin_with_the_first_ones_weights(ranks: Ranks) -> None:
         ({"parallel": FSDP, "optim": {"name": "muon"}}, "optim.name=muon needs whole matrices"),
         ({"parallel": FSDP, "model": {"channels_last": True}}, "model.channels_last lays parameters out"),
         ({"parallel": FSDP, "compile": {"mode": "default", "scope": "model"}}, "use compile.scope=blocks"),
-        ({"parallel": FSDP, "log": {"layers_every": 5}}, "log.layers_every looks at whole gradients"),
         ({"parallel": FSDP, "precision": {"debug": True}}, "precision.debug looks at the weights"),
     ],
 )

@@ -11,7 +11,7 @@ from trainer.config.data import check_url
 from trainer.config.models import described, read_by
 from trainer.config.section import Section
 
-Allocator = Literal["native", "expandable", "async", "managed"]
+Allocator = Literal["native", "expandable", "async"]
 
 # What names weights elsewhere; anything else is a path.
 HUB = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+(/[\w.-]+)*)")
@@ -164,8 +164,7 @@ class MemoryConfig(Section):
     allocator: Allocator = Field(
         "native",
         description="who hands out GPU memory: native (PyTorch's), expandable (PyTorch's with segments that "
-        "grow: less is lost in pieces where sizes vary), async (CUDA's own, driver 470 on), managed (unified "
-        "memory through RMM, for what is larger than the card; driver 525 on, slower)",
+        "grow: less is lost in pieces where sizes vary), async (CUDA's own, driver 470 on)",
     )
     empty_cache: Literal["never", "after_eval"] = Field(
         "never",
@@ -182,10 +181,8 @@ class MemoryConfig(Section):
             raise ValueError("memory.checkpointing=names and memory.names=[…] belong together")
         if (self.checkpointing == "budget") != (self.budget_gib is not None):
             raise ValueError("memory.checkpointing=budget and memory.budget_gib=… belong together")
-        if self.history and self.allocator in ("async", "managed"):
-            raise ValueError(
-                f"memory.history is PyTorch's own allocator's: not with memory.allocator={self.allocator}"
-            )
+        if self.history and self.allocator == "async":
+            raise ValueError("memory.history is PyTorch's own allocator's: not with memory.allocator=async")
         if self.every > 1 and self.checkpointing != "blocks":
             raise ValueError("memory.every needs memory.checkpointing=blocks")
         return self

@@ -146,19 +146,13 @@ class Recipe(Section):
                 "regularization.mixup and cutmix would mix the padding of data.last_batch=weighted into "
                 "samples; use data.last_batch=cross"
             )
-        unable = {"managed": "pytorch#163257", "async": "pytorch#158641"}
-        if self.memory.allocator in unable and self.compile.mode != "none" and self.compile.cuda_graphs:
+        if self.memory.allocator == "async" and self.compile.mode != "none" and self.compile.cuda_graphs:
             raise ValueError(
-                f"memory.allocator={self.memory.allocator} can't serve CUDA graphs "
-                f"({unable[self.memory.allocator]}): use compile.mode=default, or another allocator"
+                "memory.allocator=async can't serve CUDA graphs (pytorch#158641): use "
+                "compile.mode=default, or another allocator"
             )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
-        if self.log.layers_every and self.compile.mode != "none" and self.compile.scope == "model":
-            raise ValueError(
-                "log.layers_every looks at the parts of the model as they run, which one that is compiled as "
-                "a whole doesn't show: set compile.scope=blocks, or compile.mode=none"
-            )
         if self.parallel.strategy != "ddp":
             self._compile_what_is_gathered()
             self._refuse_what_cannot_be_sharded()
@@ -184,8 +178,6 @@ class Recipe(Section):
             "compile.scope=model": self.compile.mode != "none"
             and self.compile.scope == "model"
             and "compiles a model whose blocks are gathered one by one: use compile.scope=blocks",
-            "log.layers_every": self.log.layers_every > 0
-            and "looks at whole gradients on one rank: leave it out",
             "precision.debug": self.precision.debug
             and "looks at the weights of modules before FSDP has gathered them: leave it out",
         }

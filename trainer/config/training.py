@@ -353,12 +353,6 @@ class LogConfig(Section):
     """What is logged."""
 
     every: int = Field(50, ge=1, description="steps between two rows of metrics")
-    layers_every: int = Field(
-        0,
-        ge=0,
-        description="steps between two looks at the activations and gradients of each part of the model; "
-        "0: none",
-    )
     to: tuple[str, ...] = Field(
         ("jsonl", "tensorboard"),
         description=f"where rows go besides the console: {sinks.described()}; also a name that an installed "

@@ -1,20 +1,18 @@
 """Which allocator hands out GPU memory, and what each needs.
 
 PyTorch reads the choice when it is imported, so the launcher sets it in the environment of the ranks. See
-https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management and, for managed memory, RMM's guide.
+https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management.
 """
 
-import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from trainer.config.model import Allocator
 from trainer.errors import BadInputError
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # from 2.9 on, and before
 _OPTIONS = {"expandable": ("expandable_segments", "True"), "async": ("backend", "cudaMallocAsync")}
-# The first drivers that bring CUDA 11.4 (torch wants it for cudaMallocAsync) and 12.0 (RMM's wheels).
-_DRIVERS = {"async": "470.42", "managed": "525.60"}
+_ASYNC_DRIVER = "470.42"  # the first that brings CUDA 11.4, which torch wants for cudaMallocAsync
 
 
 def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: str) -> dict[str, str]:
@@ -46,27 +44,24 @@ def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: 
     }
 
 
-def check_allocator(choice: Allocator, environ: Mapping[str, str], driver: str | None) -> None:
+def check_allocator(
+    choice: Allocator, environ: Mapping[str, str], driver_version: Callable[[], str | None]
+) -> None:
     """Makes sure that a rank on GPUs has the allocator that it was told to use.
 
     Args:
         choice: `memory.allocator`.
         environ: Of the rank.
-        driver: NVIDIA's version; None if it isn't known.
+        driver_version: Gives that of NVIDIA's driver; None if it isn't known.
 
     Raises:
-        BadInputError: If the driver is too old for it, a library is missing, or torch didn't hear of it.
+        BadInputError: If the driver is too old for it, or torch didn't hear of it.
     """
-    floor = _DRIVERS.get(choice)
-    if driver is not None and floor is not None and _release(driver) < _release(floor):
+    driver = driver_version() if choice == "async" else None
+    if driver is not None and _release(driver) < _release(_ASYNC_DRIVER):
         raise BadInputError(
-            f"memory.allocator={choice} needs driver {floor} or newer, and here is {driver}; use native or "
-            "expandable, or a newer driver"
-        )
-    if choice == "managed" and importlib.util.find_spec("rmm") is None:
-        raise BadInputError(
-            "memory.allocator=managed needs RMM, which isn't installed: pip install rmm-cu12 (rmm-cu13 for a "
-            "PyTorch with CUDA 13), or use another allocator"
+            f"memory.allocator=async needs driver {_ASYNC_DRIVER} or newer, and here is {driver}; use "
+            "native or expandable, or a newer driver"
         )
     if choice in _OPTIONS:
         key, value = _OPTIONS[choice]

@@ -186,13 +186,6 @@ def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:
         return [bus_id for gpu in nvml.gpus if (bus_id := nvml.bus_id(gpu))]
 
 
-def gpu_bytes(environ: Mapping[str, str], gpu: int) -> int:
-    """The memory of a visible GPU; 0 if NVML doesn't tell."""
-    with Nvml(environ) as nvml:
-        memory = [nvml.ask("nvmlDeviceGetMemoryInfo", handle) for handle in nvml.gpus[gpu : gpu + 1]]
-    return int(memory[0].total) if memory and memory[0] is not None else 0
-
-
 def driver_version() -> str | None:
     """The version of NVIDIA's driver; None where there is none."""
     with Nvml({}) as nvml:

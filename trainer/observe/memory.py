@@ -12,11 +12,6 @@ _FRESH_SECONDS = 0.25
 _RESIDENT = [-1.0, 0.0]  # when this process looked last, and what it saw
 
 
-def tells_figures() -> bool:
-    """Whether torch's allocator tells what it holds: one that is plugged in does not (pytorch#133281)."""
-    return str(torch.cuda.memory.get_allocator_backend()) != "pluggable"
-
-
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """What torch's allocator holds on a GPU, as keys of a row; nothing on a CPU. Never waits for the device.
 
@@ -24,7 +19,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     CUDA context and the kernels (some hundred MiB), workspaces and buffers of cuBLAS and NCCL, and what other
     processes have.
     """
-    if device.type != "cuda" or not tells_figures():
+    if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # the flat one of memory_stats costs more
     if not stats:

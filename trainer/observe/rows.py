@@ -5,7 +5,6 @@ FILES = {
     "train": "metrics.jsonl",
     "eval": "evaluations.jsonl",
     "memory": "memory.jsonl",
-    "layers": "layers.jsonl",
     "verdict": "verdicts.jsonl",
     "end": "summary.jsonl",
 }

@@ -15,7 +15,6 @@ from trainer.distributed.parallel import World, is_sharded, replicate
 from trainer.distributed.sharding import shard
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.batchnorm import StepStatistics
-from trainer.models.layers import LayerStatistics
 from trainer.models.precision import (
     check_precision,
     gathered_in,
@@ -84,9 +83,6 @@ def build(
     replica = replicate(loss_of, world.group, recipe.parallel, device)
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     optimizer, lr = make_updates(recipe, task, model, plan, device, generators)
-    layers = None
-    if recipe.log.layers_every and world.rank == 0:
-        layers = LayerStatistics(model, recipe.log.layers_every, device)
     skips, sharing = recipe.anomaly.skips_updates, None if rows is None else rows.group
     precision = make_precision(recipe.precision, device, skips, sharing)
     statistics = StepStatistics(model, None if in_tree else world.group, found)
@@ -143,7 +139,6 @@ def build(
         items=count_items(plan, task.train_data.num_items, world.group),
         recent=make_recent_losses(recipe.anomaly, recipe.log.every, device),
         nonfinite=prepared.nonfinite,
-        layers=layers,
         generators=tuple(generators),
         first_key=first_key,
         loader=loader,
@@ -174,10 +169,8 @@ def set_determinism(recipe: Recipe) -> None:
     See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
     same state with the same samples and randomness, but atomic additions come in another order each time.
     """
-    # cuDNN's timing may choose another algorithm in the next process; and it asks the allocator what is free,
-    # which one that is plugged in doesn't tell (pytorch#98481).
-    plugged_in = recipe.memory.allocator == "managed"
-    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic and not plugged_in
+    # cuDNN's timing may choose another algorithm in the next process.
+    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic
     torch.use_deterministic_algorithms(recipe.deterministic)
     if recipe.deterministic:
         # Read when cuBLAS starts, which nothing has done yet.

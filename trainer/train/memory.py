@@ -24,7 +24,6 @@ from trainer.models.parts import Part, parameters_of, parts
 from trainer.models.precision import gathered_in
 from trainer.observe.console import ProgressBar
 from trainer.observe.flops import Count
-from trainer.observe.memory import tells_figures
 from trainer.observe.text import DASH, count, rough_size, scaled
 from trainer.optim.optimizers import bytes_of_moments, moments_kept
 from trainer.tasks import Task
@@ -161,7 +160,7 @@ def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, l
         loading_bytes: What the loaders of a rank will take of the container's memory.
     """
     gpu = world.device.type == "cuda"
-    if world.local_rank or (gpu and not tells_figures()):
+    if world.local_rank:
         return ""
     room, sharing = (room_of_gpu(world.device), 1) if gpu else (read_room(), world.local_size)
     needs = memory_to_come(recipe, task, model, world, room.spare_bytes / sharing)

@@ -18,7 +18,6 @@ from trainer.distributed.parallel import gather_rows
 from trainer.errors import OutOfMemory
 from trainer.host.latest import link_latest
 from trainer.host.limits import read_limits
-from trainer.models.layers import LayerStatistics
 from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.checksums import Checksums
 from trainer.observe.console import ProgressBar, warn
@@ -178,7 +177,6 @@ def open_outputs(
         each_step=(
             *([profile.step_done] if profile else []),
             progress_bar.step_done,
-            *([_layers_to(logger, run.layers)] if run.layers is not None else []),
             *([_compiled(run, progress_bar)] if run.compiled else []),
             *([checkpoints.look] if written else []),
         ),
@@ -217,14 +215,6 @@ def _make_logger(
 ) -> MetricLogger:
     take, logged = partial(take_metrics, run), run.state.logged
     return MetricLogger(run.plan, run.world.device, sinks, take, checksums, logged, sources, left_out)
-
-
-def _layers_to(logger: MetricLogger, layers: LayerStatistics) -> Callable[[int], None]:
-    def look(done: int) -> None:
-        if (flow := layers.take()) is not None:
-            logger.stage_later(done, "layers", flow.values, flow.metrics)
-
-    return look
 
 
 def _compiled(run: Run, progress_bar: ProgressBar) -> Callable[[int], None]:

@@ -23,7 +23,6 @@ from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World
 from trainer.distributed.sharding import Rows, own_part, own_rows, parameter_of, weights, whole_shapes
 from trainer.models.batchnorm import StepStatistics
-from trainer.models.layers import LayerStatistics
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import Precision
 from trainer.observe.diagnosis import explained
@@ -113,7 +112,6 @@ class Run:
         items: What losses are divided by.
         recent: Loss and gradient norm of the last steps, for anomaly detection; or None.
         nonfinite: Looks for the first module that gives no finite numbers, or None.
-        layers: Looks at what flows through the model, now and then, on rank 0; or None.
         generators: Random generators that a forward pass may draw from.
         first_key: Of this rank's first micro-batch in step 0.
         loader: Loads the batches of `share`.
@@ -143,7 +141,6 @@ class Run:
     items: ItemCount
     recent: RecentLosses | None
     nonfinite: FirstNonFinite | None
-    layers: LayerStatistics | None
     generators: tuple[torch.Generator, ...]
     first_key: int
     loader: Loader

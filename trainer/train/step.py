@@ -59,8 +59,6 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
     expected, last = items.begin(step), run.gradient_accumulation_steps - 1
     first_key = run.first_key + step * run.micro_batches
     PHASE_TIMER.step = step + 1
-    if run.layers is not None:
-        run.layers.begin_step(step)
     for index in range(run.gradient_accumulation_steps):
         enter_phase("data")
         batch = next(batches)
@@ -95,8 +93,6 @@ def _update(run: Run, step: int, loss: torch.Tensor) -> None:
     # overflowed in fp16, or aren't finite with anomaly.nonfinite=skip) moves neither schedule nor average.
     state, precision = run.state, run.precision
     precision.unscale(state.optimizer)
-    if run.layers is not None:
-        run.layers.end_step()
     if run.max_grad_norm:
         state.norm = run.gradients.clip(run.max_grad_norm)
     elif run.recent is not None:

@@ -22,14 +22,15 @@ from trainer.distributed.parallel import (
 from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
 from trainer.host.affinity import unpin_main_thread, within
+from trainer.host.allocator import check_allocator
 from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
+from trainer.host.nvml import driver_version
 from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, current, requested
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.tasks import Task
-from trainer.train.allocator import set_up_allocator
 from trainer.train.anomaly import AnomalyDetector, Finding, anomalies_before, left_out, read_anomalies
 from trainer.train.build import build
 from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
@@ -105,7 +106,7 @@ def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> 
         case _:
             assert_never(decision)
     if kind == "cuda":
-        set_up_allocator(recipe.memory.allocator, os.environ)
+        check_allocator(recipe.memory.allocator, os.environ, driver_version)
     with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watchdog:
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
         while (done := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:

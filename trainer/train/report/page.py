@@ -32,7 +32,6 @@ def _one(run: RecordedRun) -> str:
         record.what(run),
         record.model(run),
         sections.curves(run),
-        sections.layers(run),
         sections.time(run),
         sections.throughput(run),
         sections.memory(run),

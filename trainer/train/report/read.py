@@ -20,7 +20,6 @@ from trainer.train.manifest import read_facts
 from trainer.train.run_folder import is_abandoned
 
 _POINTS = 400
-_LAYER_POINTS = 100  # each has hundreds of figures
 _LINE = 1 << 20  # bytes of a row; a longer line is none
 _LATEST = 10**15  # steps
 _TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are kept
@@ -33,7 +32,6 @@ KNOWN = {
     *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu"),
 }
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
-LAYERS = ("grad_rms/", "act_rms/", "act_zeros/")  # of rows of kind "layers": what is shown of them
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 
@@ -92,7 +90,6 @@ class RecordedRun:
         evaluation: Rows of kind "eval", thinned.
         epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
         epoch_end: The same at its end.
-        layers: Rows of kind "layers", thinned.
         freed: The same after an evaluation, where the allocator gave memory back.
         end: The last row of kind "end", or {}.
         verdicts: Rows of kind "verdict" but the last word.
@@ -113,7 +110,6 @@ class RecordedRun:
     epoch_start: list[Point] = field(default_factory=list)
     epoch_end: list[Point] = field(default_factory=list)
     freed: list[Point] = field(default_factory=list)
-    layers: list[Point] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     verdicts: Some = field(default_factory=Some)
     verdict: dict[str, Any] | None = None
@@ -153,7 +149,6 @@ def _read_rows(run: RecordedRun) -> None:
         "memory start": ThinnedRows(_POINTS, _known(set())),
         "memory end": ThinnedRows(_POINTS, _known(set())),
         "memory evaluation": ThinnedRows(_POINTS, _known(set())),
-        "layers": ThinnedRows(_LAYER_POINTS, lambda name: name.startswith(LAYERS)),
     }
     for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
         row = _parsed(line)
@@ -177,7 +172,7 @@ def _read_rows(run: RecordedRun) -> None:
             run.end = row
     run.train, run.evaluation = rows["train"].points(), rows["eval"].points()
     run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
-    run.freed, run.layers = rows["memory evaluation"].points(), rows["layers"].points()
+    run.freed = rows["memory evaluation"].points()
 
 
 def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:

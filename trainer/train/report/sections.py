@@ -3,16 +3,14 @@
 from collections.abc import Iterable
 
 from trainer.observe.charts.axis import Kind
-from trainer.observe.charts.heat import heat_map
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.text import DASH, count, duration, escaped, share, size
 from trainer.train.report.figures import joined, last_step, metrics, scale_of, sets, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
-from trainer.train.report.read import KNOWN, LAYERS, RecordedRun
+from trainer.train.report.read import KNOWN, RecordedRun
 
 _MARKS = 30
-_LAYERS = 64
 
 # Charts: title, how values are written, unit, and curves by name; what comes after "limit:" isn't passed.
 _Chart = tuple[str, Kind, str, dict[str, str]]
@@ -137,22 +135,6 @@ def curves(run: RecordedRun) -> str:
     if any(point.rows > 1 for point in run.train):
         notes.append("Rows are joined here: lines are their means, the pale band is their range.")
     return section("Curves", grid(*shown), " ".join(notes))
-
-
-def layers(run: RecordedRun) -> str:
-    """Gradients and activations of each part of the model over the steps."""
-    titles = ("Gradients, root mean square", "Activations, root mean square", "Zeros among the activations")
-    names = dict.fromkeys(name for point in run.layers for name in point.cells)
-    maps = list[str]()
-    for title, prefix in zip(titles, LAYERS, strict=True):
-        figures = [(name.removeprefix(prefix), name) for name in names if name.startswith(prefix)]
-        kind: Kind = "share" if prefix == "act_zeros/" else "number"
-        maps.append(heat_map(title, run.layers, figures[:_LAYERS], last_step(run), kind))
-    note = (
-        "Every log.layers_every steps. Gradients: of all ranks, before clipping. Activations: what each part "
-        "gave, on rank 0. Hatched: not finite."
-    )
-    return section("Layers", "".join(maps), note)
 
 
 def title_of(name: str) -> str:

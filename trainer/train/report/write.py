@@ -40,9 +40,8 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
 def leave_report(folder: Path) -> None:
     """Writes RUN/report.html at the end of a training; what goes wrong is told, not raised."""
     try:
-        for name in ("metrics.jsonl", "layers.jsonl"):
-            if (rows := folder / name).exists() and rows.stat().st_size > _QUICK:
-                raise BadInputError(f"{name} is large: trainer report {folder} takes its time")
+        if (rows := folder / "metrics.jsonl").exists() and rows.stat().st_size > _QUICK:
+            raise BadInputError(f"{rows.name} is large: trainer report {folder} takes its time")
         write_report([folder], folder / NAME)
     except Exception as error:  # whatever it is, the training is done and worth more
         warn(f"no report was written ({plain(' '.join(f'{error or type(error).__name__}'.split()))})")

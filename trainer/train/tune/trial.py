@@ -22,13 +22,13 @@ from trainer.data.workers import Loading
 from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
 from trainer.host.affinity import unpin_main_thread, within
+from trainer.host.allocator import check_allocator
 from trainer.host.limits import read_limits
 from trainer.host.memory_room import cap_own
+from trainer.host.nvml import driver_version
 from trainer.host.processes import peak_bytes, status_of
 from trainer.launch.worker import cpu_shares, requested
-from trainer.observe.memory import tells_figures
 from trainer.observe.oom import held_by
-from trainer.train.allocator import set_up_allocator
 from trainer.train.build import build
 from trainer.train.evaluate import evaluate
 from trainer.train.loading import choose_loading
@@ -81,7 +81,7 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
     if kind == "cpu" and request["room"]:
         cap_own(request["room"])
     if kind == "cuda":
-        set_up_allocator(recipe.memory.allocator, os.environ)
+        check_allocator(recipe.memory.allocator, os.environ, driver_version)
     if "tensorboard" in recipe.log.to:
         import tensorboard.summary.writer  # noqa: F401
     task = make_task(recipe)
@@ -193,7 +193,7 @@ def _peaks(device: torch.device) -> dict[str, int]:
     """The most that was in use: of the host by this process, of a GPU by all."""
     resident, files = peak_bytes(), status_of().get("RssFile", 0)
     metrics = {"resident": resident, "files": files}
-    if device.type == "cuda" and tells_figures():  # managed memory isn't bounded by the device
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)  # CUDA's context, NCCL, other processes
