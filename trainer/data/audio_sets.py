@@ -1,5 +1,7 @@
 """Recordings by name: embedded telephone tones, synthetic noise, and folders."""
 
+import codecs
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,13 +12,16 @@ from trainer.config.data import DataConfig
 from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
-from trainer.data.formats.files import Files, in_folder
+from trainer.data.formats.files import Files, in_folder, readable
+from trainer.data.formats.names import hint
+from trainer.data.formats.signatures import what_it_is
 from trainer.data.sources import class_notes, common_classes, data_path
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key
 
 # Of Speech Commands (Warden, 2018): paths below its folder, of what isn't for training.
 VALIDATION, TESTING = "validation_list.txt", "testing_list.txt"
+_HEAD = 4096
 _NOISE = "_background_noise_"  # its folder of long recordings, which is no class
 
 
@@ -115,18 +120,21 @@ def listed(root: Path, part: str) -> tuple[Files, Files]:
 
 def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
     try:
-        lines = file.read_bytes().splitlines()
+        text = file.read_bytes()
     except OSError as error:
         raise BadInputError(
             f"{file}: can't be read ({error.strerror}); both lists are needed, or neither"
         ) from error
+    if b"\0" in text:
+        raise BadInputError(f"{file}: {what_it_is(text[:_HEAD]) or 'holds zero bytes'}; save it as UTF-8")
     found = []
-    for line, path in enumerate(lines, 1):
+    for line, path in enumerate(text.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not path.strip():
             continue
         if path.strip() not in number:
-            shown = path.strip().decode("utf-8", "backslashreplace")
-            raise BadInputError(f"{file}: line {line}: no recording '{shown}' below this folder")
+            name = readable(path.strip())
+            more = hint(os.fsencode(file.parent), path.strip())
+            raise BadInputError(f"{file}: line {line}: no recording '{name}' below this folder{more}")
         found.append(number[path.strip()])
     return found
 

@@ -60,7 +60,7 @@ def check_data(how: Check, remote: bool, parts: Sequence[CheckedData]) -> None:
         if records is not None and (line := records.absent()):
             raise BadInputError(line)
     for part in parts:
-        remarks = getattr(getattr(part.dataset, "pictures", None), "remarks", None)
+        remarks = getattr(getattr(part.dataset, "pictures", part.dataset), "remarks", None)
         if remarks is not None and (line := remarks(how == "full")):
             warn(f"{part.what} data: {line}")
     for part in parts:

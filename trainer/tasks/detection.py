@@ -217,8 +217,11 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
         CocoPictures(root, part, data.on_corrupt, reading_of(data)) for part in ("train", "val")
     )
     if train.categories != evaluation.categories:
-        odd = min(set(train.categories.items()) ^ set(evaluation.categories.items()))
+        odd = min(set(train.categories.items()) ^ set(evaluation.categories.items()))[0]
+        here, there = (
+            repr(part.categories[odd]) if odd in part.categories else "none" for part in (train, evaluation)
+        )
         raise BadInputError(
-            f"{root}: category {odd[0]} ('{odd[1]}') isn't the same in train and val: make the lists equal"
+            f"{root}: category {odd} isn't the same in train ({here}) and val ({there}): make the lists equal"
         )
     return train, evaluation

@@ -1,7 +1,9 @@
 """A folder of recordings by class, wav or flac: `root/<class>/**/<file>`; int16 crops for the device."""
 
+import contextlib
 import io
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,8 @@ import numpy.typing as npt
 
 from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt
-from trainer.data.dataset import Arrays, Field
+from trainer.data.dataset import Arrays, Field, spread
+from trainer.data.formats.audio_end import behind, past_id3, samples_of_wav
 from trainer.data.formats.files import Files, NotAFileError, open_regular, readable
 from trainer.data.formats.records import RecordsDataset
 from trainer.data.formats.signatures import what_it_is
@@ -22,9 +25,9 @@ LABEL = "label"
 
 SUFFIXES = (".wav", ".flac")
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
-_CHUNKS = 64  # of a wav file that may come before its samples
-_UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
+_FLOATS = ("FLOAT", "DOUBLE")
 _BLOCK = 1 << 20
+_LOOKED_AT, _BYTES, _THREADS = 1000, 1 << 30, 16  # recordings whose ends are looked at before a run
 _HEAD = 4096  # bytes that tell what a file is
 _LOUDEST = 16.0  # of floats: 24 dB above full scale; 16-bit values written as floats are in the thousands
 
@@ -57,6 +60,7 @@ class AudioFolder(RecordsDataset):
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
         super().__init__(files, {AUDIO: Field((length,), np.dtype(np.int16))}, on_corrupt)
         self._files, self._length, self._rate = files, length, sample_rate
+        self._measured = set[bytes]()  # recordings of floats, each measured once by a process
         self.uniforms = 1 if random_crop else 0
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
@@ -72,6 +76,32 @@ class AudioFolder(RecordsDataset):
             self._cut(self._files.path(sample), None if where is None else where[row], audio[row])
 
         return self._filled(samples, fill, out)
+
+    def remarks(self, everything: bool) -> str:
+        """A line on recordings with more behind their end, or with floats that are clipped; or "".
+
+        Args:
+            everything: Whether each recording is looked at, or some of them.
+        """
+        chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            if not everything:  # the end of flac is found by reading all before it
+                sizes = np.cumsum(list(pool.map(lambda sample: _size(self._files.path(sample)), chosen)))
+                chosen = chosen[: int(np.searchsorted(sizes, _BYTES, "right"))]
+            found = list(pool.map(lambda sample: _odd(self._files.path(sample)), chosen))
+        lines = []
+        for place, kind in enumerate(
+            ("have more behind their end", "hold floats beyond 1.0, which are clipped")
+        ):
+            if odd := [
+                (sample, what[place]) for sample, what in zip(chosen, found, strict=True) if what[place]
+            ]:
+                first, what = odd[0]
+                lines.append(
+                    f"{len(odd):,} of {len(chosen):,} recordings that were looked at {kind}; the first: "
+                    f"{self.records.name(first)} ({what})"
+                )
+        return "; ".join(lines)
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
         """Writes a cut, int16 (length,): the center if `random`, in [0, 1), is None."""
@@ -98,7 +128,7 @@ class AudioFolder(RecordsDataset):
 
         if size == 0:
             raise Corrupt("is empty")
-        if wav_cut_short(file, size):
+        if (span := samples_of_wav(file, size)) and span.end > size:
             raise Corrupt("is cut short")
         try:
             with soundfile.SoundFile(_without_tag(file, size), closefd=False) as sound:
@@ -126,9 +156,12 @@ class AudioFolder(RecordsDataset):
                 spare = max(0, frames - self._length)
                 start = spare // 2 if random is None else int(random * (spare + 1))
                 wanted = min(frames, self._length)
-                sound.seek(start)
                 # Of floats soundfile would only keep the whole part, which is 0.
-                floats = sound.subtype in ("FLOAT", "DOUBLE")
+                floats = sound.subtype in _FLOATS
+                if floats and path not in self._measured:
+                    _peak(sound)
+                    self._measured.add(path)
+                sound.seek(start)
                 channels = sound.read(wanted, "float64" if floats else "int16", always_2d=True)
         except soundfile.SoundFileError as error:
             # Without its beginning, which names the descriptor, another one each time.
@@ -145,57 +178,66 @@ class AudioFolder(RecordsDataset):
 
 
 def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-    """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1], or clipped to it.
-
-    Raises:
-        Corrupt: If a value isn't finite, or so large that another range was meant.
-    """
+    """Mean of the channels, (samples, channels) to int16 (samples,); floats are clipped to [-1, 1]."""
     count = channels.shape[1]
     if channels.dtype == np.float64:
-        mean = channels.mean(1)
-        if not np.isfinite(mean).all():
-            raise Corrupt("holds what isn't a number")
-        if (largest := float(np.abs(channels).max())) > _LOUDEST:
-            raise Corrupt(
-                f"holds floats up to {largest:,.0f}, and full scale is 1.0: clipped to it, nothing would be "
-                "left but a square wave; write it again, divided by 32768, say"
-            )
-        return np.asarray(np.clip(np.rint(np.clip(mean, -1, 1) * 32768), -32768, 32767), np.int16)
+        mean = np.clip(channels.mean(1), -1, 1)
+        return np.asarray(np.clip(np.rint(mean * 32768), -32768, 32767), np.int16)
     mixed = channels[:, 0] if count == 1 else (channels.sum(1, dtype=np.int64) + count // 2) // count
     return np.asarray(mixed, np.int16)
 
 
+def _odd(path: bytes) -> tuple[str, str]:
+    """What lies behind the end of a recording, and how far its floats exceed full scale; "" if nothing."""
+    import soundfile
+
+    try:
+        file, facts = open_regular(path)
+    except OSError:  # whoever trains on it says so
+        return "", ""
+    rest, loud = "", 0.0
+    try:
+        rest = behind(file, facts.st_size)
+        if samples_of_wav(file, facts.st_size):
+            with soundfile.SoundFile(file, closefd=False) as sound:
+                loud = _peak(sound) if sound.subtype in _FLOATS else loud
+    except (OSError, ValueError, soundfile.SoundFileError, Corrupt):
+        return rest, ""
+    finally:
+        os.close(file)
+    return rest, f"up to {loud:.4g}" if loud > 1 else ""
+
+
+def _size(path: bytes) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size  # noqa: PTH116  (bytes)
+    return 0
+
+
+def _peak(sound: Any) -> float:
+    """The largest of a recording's floats, all of it: what is wrong with it doesn't depend on the cut.
+
+    Raises:
+        Corrupt: If a value isn't finite, or so large that another range was meant.
+    """
+    largest = 0.0
+    sound.seek(0)
+    while len(block := sound.read(_BLOCK, "float64")):
+        if not np.isfinite(block).all():
+            raise Corrupt("holds what isn't a number")
+        largest = max(largest, float(np.abs(block).max()))
+    if largest > _LOUDEST:
+        raise Corrupt(
+            f"holds floats up to {largest:,.0f}, and full scale is 1.0: clipped to it, nothing would be "
+            "left but a square wave; write it again, divided by 32768, say"
+        )
+    return largest
+
+
 def _without_tag(file: int, size: int) -> int | io.BytesIO:
     """The file, or what lies behind an ID3 tag at its beginning: libsndfile can't seek in FLAC with one."""
-    header = read_at(file, 0, 10)
-    if header[:3] != b"ID3" or len(header) < 10:
-        return file
-    # Four digits of seven bits; a footer repeats the header.
-    length = sum(digit << shift for digit, shift in zip(header[6:10], (21, 14, 7, 0), strict=True))
-    begin = 10 + length + 10 * bool(header[5] & 0x10)
-    return io.BytesIO(read_at(file, begin, max(0, size - begin))) if begin < size else file
-
-
-def wav_cut_short(file: int, size: int) -> bool:
-    """Whether a wav file ends before its samples do; libsndfile would take it for a shorter one.
-
-    Args:
-        file: An open file.
-        size: Its bytes.
-    """
-    header = read_at(file, 0, 12)
-    if header[:4] != b"RIFF" or header[8:12] != b"WAVE":
-        return False
-    position = 12
-    for _ in range(_CHUNKS):
-        chunk = read_at(file, position, 8)
-        if len(chunk) < 8:
-            return True
-        length = int.from_bytes(chunk[4:], "little")
-        if chunk[:4] == b"data":
-            return length not in _UNKNOWN_SIZES and position + 8 + length > size
-        position += 8 + length + length % 2
-    return False
+    begin = past_id3(file, 0)
+    return io.BytesIO(read_at(file, begin, max(0, size - begin))) if 0 < begin < size else file
 
 
 def _read_all(file: int) -> None:

@@ -19,13 +19,18 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
 from trainer.data.formats.files import Files, Listed
+from trainer.data.formats.labels import folded, shown
+from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
+from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, one, tally
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 
 _YEARS = ("", "2017", "2014")
+_ROBOFLOWS = {"val": ("valid",)}  # its name of a part
+_HEAD = 4096
 _LOOKED_AT, _THREADS = 1000, 16
 _LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
 _LARGEST_NUMBER = 1 << 62
@@ -178,28 +183,41 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
         file = root / "annotations" / f"instances_{part}{year}.json"
         if file.is_file():
             folder = root / f"{part}{year}"
-            if not folder.is_dir():
+            inner = root / "images" / folder.name  # as CVAT writes it
+            if not folder.is_dir() and not inner.is_dir():
                 raise BadInputError(f"{folder}: no such folder, and {file} describes its images")
+            return file, folder if folder.is_dir() else inner
+    for folder in (root / name for name in (part, *_ROBOFLOWS.get(part, ()))):
+        if (file := folder / "_annotations.coco.json").is_file():
             return file, folder
     raise BadInputError(
         f"{root}: no annotations/instances_{part}.json or instances_{part}2017.json; data.name=coco needs "
-        "these, and the images in train/ and val/ (or train2017/ and val2017/)"
+        "these, and the images in train/ and val/ (or train2017/ and val2017/), or Roboflow's train/ and "
+        "valid/ with _annotations.coco.json in each"
     )
 
 
 def _load(file: Path) -> Mapping[str, Any]:
     try:
         # The outlines of things are most of such a file, and nobody here reads them.
-        told = strict_json.parse_quickly(file.read_bytes(), _LARGEST, object_pairs_hook=_without_outlines)
+        data = file.read_bytes()
+        told = strict_json.parse_quickly(data, _LARGEST, object_pairs_hook=_without_outlines)
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise BadInputError(f"{file}: not readable JSON ({error})") from error
+        what = what_it_is(data[:_HEAD]) or ("text in UTF-16 or UTF-32" if b"\0" in data[:_HEAD] else "")
+        reason = first_line(error) if not what or what.startswith("text that begins") else what
+        raise BadInputError(f"{file}: not readable JSON ({reason})") from error
     for name in ("images", "annotations", "categories"):
         if not isinstance(told, dict) or not isinstance(told.get(name), list):
             raise BadInputError(f"{file}: no list '{name}': not COCO's format of instances")
-        if not all(isinstance(entry, dict) and _is_id(entry.get("id")) for entry in told[name]):
-            raise BadInputError(f"{file}: an entry of '{name}' has no id that is a whole number")
+        for place, entry in enumerate(told[name]):
+            if not isinstance(entry, dict) or (number := _whole(entry.get("id"))) is None:
+                value = f" ({shown(entry['id'])})" if isinstance(entry, dict) and "id" in entry else ""
+                raise BadInputError(
+                    f"{file}: entry {place} of '{name}' has no id that is a whole number{value}"
+                )
+            entry["id"] = number
         [(most, times)] = Counter(entry["id"] for entry in told[name]).most_common(1) or [(0, 0)]
         if times > 1:
             raise BadInputError(f"{file}: id {most} is there twice in '{name}'")
@@ -213,6 +231,13 @@ def _without_outlines(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise ValueError(f"{name!r} is there twice in one entry")
     entry.pop("segmentation", None)
     return entry
+
+
+def _whole(value: Any) -> int | None:
+    """A number of a thing, which may be written as a float: 3.0 is 3; None if it is none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if _is_id(value) else None
 
 
 def _is_id(value: Any) -> bool:
@@ -235,7 +260,7 @@ def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) ->
             raise BadInputError(f"{file}: category {entry['id']} has no name")
     if not told["categories"]:
         raise BadInputError(f"{file}: has no categories")
-    used = {number for entry in told["annotations"] if _is_id(number := entry.get("category_id"))}
+    used = {_whole(entry.get("category_id")) for entry in told["annotations"]}
     above = [entry.get("supercategory") for entry in told["categories"]]
     names = dict[int, str]()
     for entry in sorted(told["categories"], key=lambda entry: entry["id"]):
@@ -246,6 +271,17 @@ def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) ->
             names[entry["id"]] = entry["name"]
     if not names:
         raise BadInputError(f"{file}: has no categories with boxes")
+    if (first := min(names)) < 0:
+        raise BadInputError(
+            f"{file}: category {first} ('{names[first]}') has an id below 0, as if there were none"
+        )
+    by_sight = dict[str, int]()
+    for number, name in names.items():
+        if (other := by_sight.setdefault(folded(name), number)) != number:
+            raise BadInputError(
+                f"{file}: category {number} ({shown(name)}) can hardly be told from category {other} "
+                f"({shown(names[other])}); make them one, or rename one"
+            )
     return names
 
 
@@ -254,12 +290,13 @@ def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tupl
     images = {}
     for entry in told["images"]:
         number, name = entry["id"], entry.get("file_name")
-        height, width = entry.get("height"), entry.get("width")
+        height, width = (_whole(entry.get(side)) for side in ("height", "width"))
         if not _is_name(name) or "\0" in name:
             raise BadInputError(f"{file}: image {number} has no file_name")
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise BadInputError(f"{file}: image {number}: file_name {name!r} leads out of {folder}")
-        if not (_is_id(height) and _is_id(width) and height > 0 and width > 0):
+            more = hint(os.fsencode(folder), os.fsencode(name))
+            raise BadInputError(f"{file}: image {number}: file_name {name!r} leads out of {folder}{more}")
+        if not height or not width or height < 0 or width < 0:
             raise BadInputError(f"{file}: image {number} ({name!r}) has no height and width")
         images[number] = (name, height, width)
     return images
@@ -277,12 +314,14 @@ def _instances(
     class_of = {number: index for index, number in enumerate(categories)}
     found: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
     for entry in told["annotations"]:
-        number, where = entry.get("image_id"), f"{file}: annotation {entry['id']}"
-        if not _is_id(number) or number not in images:
-            raise BadInputError(f"{where}: there is no image {number!r}")
-        category, crowd = entry.get("category_id"), entry.get("iscrowd", 0)
-        if not _is_id(category) or category not in class_of:
-            raise BadInputError(f"{where} of image {number}: there is no category {category!r}")
+        number, where = _whole(entry.get("image_id")), f"{file}: annotation {entry['id']}"
+        if number is None or number not in images:
+            raise BadInputError(f"{where}: there is no image {shown(entry.get('image_id'))}")
+        category, crowd = _whole(entry.get("category_id")), entry.get("iscrowd", 0)
+        if category is None or category not in class_of:
+            raise BadInputError(
+                f"{where} of image {number}: there is no category {shown(entry.get('category_id'))}"
+            )
         if crowd not in (0, 1):
             raise BadInputError(f"{where} of image {number}: iscrowd is {crowd!r}, neither 0 nor 1")
         name, height, width = images[number]

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.config.data import DataConfig
-from trainer.data.check import counted, unreadable
+from trainer.data.check import Wrong, counted, unreadable
 from trainer.data.dataset import spread
 from trainer.data.formats.labels import in_order
+from trainer.data.formats.names import hint
 from trainer.data.formats.records import Records
 from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
 from trainer.data.shared import Columns, joined
@@ -92,6 +93,9 @@ class Files(Records):
         text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
         names = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         wrong = unreadable(self._root, names)
+        if wrong:
+            number, reason = wrong[0]
+            wrong[0] = Wrong(number, reason + hint(self._root, names[number]))
         if self._listed is None:
             what = f"files below {readable(self._root)}"
             return counted(wrong, len(self), what, self.name, "mend or remove what is wrong")

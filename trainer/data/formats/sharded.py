@@ -21,6 +21,7 @@ from trainer.checkpoint.tensor_file import encode
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, counted
 from trainer.data.formats.files import fill_exactly, readable
+from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns
@@ -117,7 +118,8 @@ class ShardedRecords(Records):
             try:
                 os.close(self._opened(shard))
             except OSError as error:
-                wrong.append(Wrong(number, error.strerror or str(error)))
+                more = hint(os.fsencode(str(self._place)), os.fsencode(shard.name))
+                wrong.append(Wrong(number, f"{error.strerror or error}{more}"))
         return counted(
             wrong,
             len(self.about.shards),

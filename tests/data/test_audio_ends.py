@@ -1,0 +1,116 @@
+"""Promise: what lies behind a recording's end is told with its place, what is wrong is wrong for each cut."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_audio import FORMAT, RATE, SOUND, Read, folder, pieces, ramp, write
+from trainer.data.check import CheckedData, check_data
+from trainer.errors import BadInputError
+
+soundfile = pytest.importorskip("soundfile")
+
+
+def encoded(form: str, sound: Any, **how: Any) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, sound, RATE, format=form, **how)
+    return buffer.getvalue()
+
+
+NOISE = np.random.default_rng(0).integers(-9999, 9999, 9000).astype(np.int16)
+OTHER = NOISE[::-1].copy()
+FLAC, WAV = encoded("FLAC", NOISE), encoded("WAV", NOISE)
+RIFX, RF64 = encoded("WAV", NOISE, endian="BIG"), encoded("RF64", NOISE)
+LIST = b"LIST\4\0\0\0INFO"
+ID3V2, APE = b"ID3\4\0\0\0\0\0\5hello", b"APETAGEX" + bytes([0, 0, 0, 0, 7]) + bytes(26)
+
+
+def one_file(root: Path, content: bytes, suffix: str = "wav") -> Path:
+    (root / "a").mkdir(exist_ok=True)
+    path = root / "a" / f"x.{suffix}"
+    path.write_bytes(content)
+    return path
+
+
+BEHIND = [
+    (FLAC, b""),
+    (FLAC, FLAC),
+    (FLAC, encoded("FLAC", OTHER)),
+    (FLAC, encoded("FLAC", ramp(77))),
+    (FLAC, WAV),
+    (FLAC, b"rubbish"),
+    (FLAC + b"TAG" + bytes(125), FLAC),
+    (FLAC + ID3V2 + APE + bytes(70), b""),
+    (encoded("FLAC", np.stack([NOISE, OTHER], 1)), b"\1"),
+    (ID3V2 + FLAC, FLAC),
+    (encoded("FLAC", ramp(1)), FLAC),
+    (WAV, b"rubbish"),
+    (WAV, WAV),
+    (WAV, FLAC),
+    (WAV + LIST, b"\1" * 9),
+    (pieces(FORMAT, (b"data", SOUND[:-1])), b"rubbish"),
+    (pieces(FORMAT, (b"data", SOUND[:-1]))[:-1] + LIST, b"rubbish"),
+    (WAV + LIST + ID3V2 + bytes(5000), b""),
+    (WAV + b"TAG" + bytes(125), b""),
+    (RIFX, b"rubbish"),
+    (RIFX + b"LIST\0\0\0\4abcd", b""),
+    (RF64, WAV),
+    (RF64 + LIST, b""),
+]
+
+
+@pytest.mark.parametrize(("content", "rest"), BEHIND, ids=map(str, range(len(BEHIND))))
+def test_what_lies_behind_the_end(tmp_path: Path, content: bytes, rest: bytes) -> None:
+    file = one_file(tmp_path, content + rest)
+    line = folder(tmp_path).remarks(False)
+    if not rest:
+        assert line == ""
+    else:
+        assert line.startswith(
+            "1 of 1 recordings that were looked at have more behind their end; the first: "
+            f"{file} ({len(rest):,} bytes at byte {len(content):,}: "
+        )
+
+
+def test_it_is_warned_of_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one_file(tmp_path, WAV + b"rubbish")
+    check_data("fast", False, [CheckedData("training", folder(tmp_path), 0)])
+    assert "training data: 1 of 1 recordings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", [RIFX, RF64, pieces(FORMAT, (b"data", SOUND))], ids=["RIFX", "RF64", "RIFF"]
+)
+def test_each_kind_of_wav_that_is_cut_short(tmp_path: Path, content: bytes) -> None:
+    """libsndfile takes it for a shorter one."""
+    for missing in (1, len(content) // 3):
+        one_file(tmp_path, content[:-missing])
+        with pytest.raises(BadInputError, match=r"x\.wav: is cut short"):
+            Read(folder(tmp_path))
+
+
+@pytest.mark.parametrize("random", [None, 0.0, 0.5, 0.99])
+@pytest.mark.parametrize(
+    ("value", "reason"), [(30_000.0, "full scale is 1.0"), (np.nan, "isn't a number"), (-np.inf, "a number")]
+)
+def test_floats_are_refused_whatever_the_cut(
+    tmp_path: Path, value: float, reason: str, random: float | None
+) -> None:
+    sound = np.zeros((3000, 2), np.float32)
+    sound[2000, 1] = value
+    write(tmp_path / "a" / "x.wav", sound, subtype="FLOAT")
+    data = folder(tmp_path, random_crop=random is not None)
+    for _ in range(2):
+        with pytest.raises(BadInputError, match=reason):
+            Read(data, random=random)
+
+
+def test_floats_that_are_clipped_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "x.wav", np.linspace(-1, 1, 500, dtype=np.float32), subtype="FLOAT")
+    assert folder(tmp_path).remarks(False) == ""
+    write(tmp_path / "a" / "x.wav", np.linspace(-1.5, 1, 500), subtype="DOUBLE")
+    assert folder(tmp_path).remarks(True).endswith("beyond 1.0, which are clipped; the first: "
+                                                  f"{tmp_path}/a/x.wav (up to 1.5)")  # fmt: skip

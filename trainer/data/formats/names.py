@@ -1,0 +1,48 @@
+"""How a file that isn't there under the name that is written down may be called instead."""
+
+import os
+from collections.abc import Sequence
+from urllib.parse import unquote
+
+from trainer.data.formats.labels import folded, shown
+
+_FARTHEST = 3  # parts of a name, from its end, that are looked for by themselves
+
+
+def hint(root: bytes, name: bytes) -> str:
+    """What to do about a name that leads to no file, such as "; there is 'a/é.jpg': write it so"; or "".
+
+    Found are names that differ in Unicode form, case, spaces, the kind of slash, percent signs or folders.
+
+    Args:
+        root: The folder that the name is relative to.
+        name: As it is written down.
+    """
+    text = os.fsdecode(name)
+    url = "; this is a URL: fetch the files, and write their names" if "://" in text else ""
+    parts = [part for part in text.replace("\\", "/").split("/") if part.strip(". ")]
+    for first in dict.fromkeys((0, *range(max(0, len(parts) - _FARTHEST), len(parts)))):
+        if found := _found(root, parts[first:]):
+            return f"{url}; there is {shown(found)}: write it so"
+    return url
+
+
+def seen(name: str) -> str:
+    """What names have in common that differ in Unicode form, case, spaces or percent signs."""
+    return folded(unquote(name)).casefold()
+
+
+def _found(root: bytes, parts: Sequence[str]) -> str:
+    """A path below a folder that looks like these parts; "" if there is none."""
+    path = ""
+    for part in parts:
+        try:
+            here = os.listdir(os.path.join(root, os.fsencode(path)))  # noqa: PTH118, PTH208  (bytes)
+        except OSError:
+            return ""
+        names = sorted(map(os.fsdecode, here))
+        wanted = part if part in names else next((each for each in names if seen(each) == seen(part)), "")
+        if not wanted:
+            return ""
+        path = os.path.join(path, wanted)  # noqa: PTH118
+    return path
