@@ -50,7 +50,7 @@ def altered_rows(folder: Path, facts: Mapping[str, Any]) -> list[str]:
 
 
 def unhashed_rows(folder: Path, facts: Mapping[str, Any]) -> str:
-    """A line on files of rows that have no hash, and no other file with the same; nothing if there are none."""
+    """A line on files of rows that have no hash and stand in no other file; nothing if there are none."""
     hashes = facts.get("rows")
     known = hashes if isinstance(hashes, dict) else {}
     some = [name for name in _SHOWN_ALONE if name not in known and _holds_something(folder / name)]
