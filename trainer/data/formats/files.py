@@ -27,6 +27,7 @@ IMAGES = (*_JPEG, ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tif
 
 # Of how many files the fingerprint holds the size, and of how many the content.
 _SIZES, _CONTENTS = 10_000, 32
+LARGEST_FILE = 2 << 30  # more than an image of as many pixels as are decoded has in any format
 
 
 class Listed(NamedTuple):
@@ -149,8 +150,10 @@ def read_exactly(file: int, start: int, count: int) -> bytearray:
     """Bytes of an open file.
 
     Raises:
-        OSError: If there are fewer.
+        OSError: If there are fewer, or more than any image has.
     """
+    if count > LARGEST_FILE:
+        raise OSError(errno.EFBIG, f"has {count:,} bytes, and an image {LARGEST_FILE:,} at most")
     data = bytearray(count)
     fill_exactly(file, start, memoryview(data))
     return data

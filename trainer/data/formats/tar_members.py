@@ -14,6 +14,21 @@ from trainer.errors import BadInputError
 _BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
 _MAGIC, _MAGIC_AT = b"ustar", 257
 _MEND = "make the shard again"
+_LONGEST_NAME, _LARGEST_HEADER = 4096, 1 << 20
+_MORE_HEADERS = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+
+
+class _Bounded(tarfile.TarInfo):
+    """A member whose headers are read up to a bound: `tarfile` reads as much as they say."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _MORE_HEADERS and self.size > _LARGEST_HEADER:
+            raise ValueError(f"a header of {self.size:,} bytes at byte {tar.offset:,}")
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return member
 
 
 def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
@@ -31,6 +46,10 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
         with _opened(file) as tar:
             for member in tar:
                 name = readable(os.fsencode(member.name))
+                if len(member.name) > _LONGEST_NAME:
+                    raise BadInputError(
+                        f"{file}: a name of {len(member.name):,} characters at byte {member.offset:,}; {_MEND}"
+                    )
                 if member.size < 0:  # `tarfile` goes back by it, to the same header for ever
                     raise BadInputError(f"{file}: damaged header at byte {member.offset:,}; {_MEND}")
                 if member.name.startswith("/") or ".." in member.name.split("/"):
@@ -44,14 +63,15 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
                 elif member.isfile():
                     yield member
             end = tar.offset
-    except (tarfile.TarError, ValueError, MemoryError) as error:  # the latter two of sizes above all bounds
+    # The latter ones of sizes above all bounds, and of headers for headers.
+    except (tarfile.TarError, ValueError, MemoryError, OverflowError, RecursionError) as error:
         raise BadInputError(f"{file}: not a readable tar file ({error})") from error
     left_out += _behind(file, end)
 
 
 def _opened(file: Path) -> tarfile.TarFile:
     try:
-        return tarfile.open(file, "r:", encoding="utf-8", errors="surrogateescape")
+        return tarfile.open(file, "r:", encoding="utf-8", errors="surrogateescape", tarinfo=_Bounded)
     except tarfile.TarError as error:
         with file.open("rb") as stream:
             what = what_it_is(stream.read(_BLOCK))

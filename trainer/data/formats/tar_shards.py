@@ -102,8 +102,10 @@ def tar_files(folder: Path) -> tuple[list[Path], list[LeftOut]]:
         if file.name in (INDEX, COLUMNS, f".{INDEX}", f".{COLUMNS}"):
             continue
         reason = by_suffix(file.name)
-        if reason == ".tar":
+        if reason == ".tar" and file.is_file():
             files.append(file)
+        elif reason == ".tar" and not file.is_dir():
+            left_out.append(one("pipe{s}, device{s} and link{s} to nowhere", file.name))
         elif reason in _COMPRESSED:
             left_out.append(one(_PACKED, file.name))
         else:
