@@ -45,6 +45,8 @@ class AudioFolder(RecordsDataset):
         on_corrupt: What to do about a file that can't be decoded.
     """
 
+    records: Files
+
     def __init__(
         self, files: Files, seconds: float, sample_rate: int, random_crop: bool, on_corrupt: OnCorrupt
     ) -> None:
@@ -56,7 +58,7 @@ class AudioFolder(RecordsDataset):
         except (ImportError, OSError) as error:
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
         super().__init__(files, {AUDIO: Field((length,), np.dtype(np.int16))}, on_corrupt)
-        self._files, self._length, self._rate = files, length, sample_rate
+        self._length, self._rate = length, sample_rate
         self.uniforms = 1 if random_crop else 0
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
@@ -69,7 +71,7 @@ class AudioFolder(RecordsDataset):
         where = random[:, 0].tolist() if random is not None and self.uniforms else None
 
         def fill(row: int, sample: int) -> None:
-            self._cut(self._files.path(sample), None if where is None else where[row], audio[row])
+            self._cut(self.records.path(sample), None if where is None else where[row], audio[row])
 
         return self._filled(samples, fill, out)
 
