@@ -67,6 +67,11 @@ _ELSEWHERE = {
     "--ranks": "--nproc-per-node",
     "--ranks-per-node": "--nproc-per-node",
     "--master": "--master-addr",
+    **dict.fromkeys(
+        ("--enable-progress-bar", "--disable-tqdm", "--no-progress-bar", "--no-bar"), "--no-progress"
+    ),
+    **dict.fromkeys(("--dry-run", "--sanity-check", "--smoke-test"), "--fast-dev-run"),
+    **dict.fromkeys(("--ckpt-path", "--initial-checkpoint", "--pretrained", "--resume-from"), "--from"),
 }
 # What other tools call a command of ours.
 _COMMANDS_ELSEWHERE = {
@@ -101,7 +106,7 @@ class Parser(argparse.ArgumentParser):
             flag, known = unknown[0].partition("=")[0], self._option_string_actions
             if flag in self.told:
                 self.error(f"{message}; {self.told[flag]}")
-            meant = _ELSEWHERE.get(flag, "")
+            meant = _ELSEWHERE.get(flag.replace("_", "-"), "")
             key = MEANT.get(flag.lstrip("-").replace("-", "_"), "")
             if "--set" in known and key:
                 self.error(f"{message}; did you mean '{key}=…'?")

@@ -34,6 +34,7 @@ class Launch:
         logs: Folder for what ranks write to the terminal, all but the first; None: to the terminal.
         as_json: Whether their lines are JSON.
         verbosity: How much the first rank tells.
+        bars: Whether it draws a bar on a terminal.
     """
 
     path: list[str]
@@ -42,6 +43,7 @@ class Launch:
     logs: str | None
     as_json: bool = False
     verbosity: Verbosity = "normal"
+    bars: bool = True
 
 
 def write_launch(folder: Path, launch: Launch) -> None:
@@ -54,6 +56,7 @@ def write_launch(folder: Path, launch: Launch) -> None:
         "logs": launch.logs,
         "as_json": launch.as_json,
         "verbosity": launch.verbosity,
+        "bars": launch.bars,
     }
     _write(folder / _LAUNCH, told)
 
@@ -62,8 +65,8 @@ def read_launch(folder: Path) -> Launch:
     """Reads what `write_launch` wrote."""
     told = _read(folder / _LAUNCH)
     each = tuple(frozenset(listed_cpus(text) or ()) for text in told["cpus"])
-    cpus = CpuShares(each, told["pinned"])
-    return Launch(told["path"], told["parent"], cpus, told["logs"], told["as_json"], told["verbosity"])
+    same = {name: told[name] for name in ("path", "parent", "logs", "as_json", "verbosity", "bars")}
+    return Launch(cpus=CpuShares(each, told["pinned"]), **same)
 
 
 def write_request(folder: Path, request: Mapping[str, Any], ranks: Iterable[int]) -> None:

@@ -38,6 +38,7 @@ class _Log:
     as_json = False
     rank: int | None = None
     verbosity: Verbosity = "normal"
+    bars = True
 
 
 def log_as_json(rank: int | None = None) -> None:
@@ -48,6 +49,16 @@ def log_as_json(rank: int | None = None) -> None:
 def set_verbosity(verbosity: Verbosity) -> None:
     """From now on this process, and what it forks, tells more or less."""
     _Log.verbosity = verbosity
+
+
+def without_bars() -> None:
+    """From now on this process, and what it forks, writes lines where it would draw a bar."""
+    _Log.bars = False
+
+
+def draws_bars() -> bool:
+    """Whether it does on a terminal."""
+    return _Log.bars
 
 
 def verbosity() -> Verbosity:
@@ -121,7 +132,7 @@ class ProgressBar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console()
-        if console.is_terminal:
+        if console.is_terminal and _Log.bars:
             self._bar = Progress(
                 TextColumn("training"),
                 BarColumn(bar_width=20),
@@ -245,7 +256,7 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
 @contextlib.contextmanager
 def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
     """Yields what is told of work done: a bar, or a line for the first, every tenth and every half minute."""
-    if sys.stderr.isatty() and not _Log.as_json:
+    if sys.stderr.isatty() and _Log.bars and not _Log.as_json:
         from rich.console import Console
         from rich.progress import Progress
 
@@ -269,7 +280,7 @@ def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
 @contextlib.contextmanager
 def staged() -> Iterator[Callable[[str], object]]:
     """Yields what is told of each stage as it begins: a clock beside the stage, or a line for each."""
-    if not sys.stderr.isatty() or _Log.as_json:
+    if not sys.stderr.isatty() or not _Log.bars or _Log.as_json:
         yield tell
         return
     from rich.console import Console
