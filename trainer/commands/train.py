@@ -14,6 +14,7 @@ from trainer.errors import BadInputError
 from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
+from trainer.observe.wording import Start, started_by
 from trainer.train.trust_flag import add_trust
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def add_parser(commands: Any) -> None:
     train.add_argument(
         "--fast-dev-run",
         action="store_true",
-        help="try a recipe: one step, and one evaluation on as many samples; nothing is kept; what --set says "
-        "wins",
+        help="try a recipe: one step, and one evaluation on as many samples; nothing is kept; "
+        "what --set says wins",
     )
     train.add_argument(
         "--profile",
@@ -172,9 +173,19 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     with paths_from_here(), contextlib.ExitStack() as stack:
+        stack.enter_context(started_by(_start(options)))
         if options.fast_dev_run:
             _try_fast(options, stack)
         return _train(options)
+
+
+def _start(options: argparse.Namespace) -> Start:
+    """How the run folder is named."""
+    if options.name is not None:
+        return "--name"
+    if options.resume not in _MODES:
+        return "--resume"
+    return "" if options.out is None else "--out"
 
 
 def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:

@@ -14,10 +14,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
 from trainer.observe.text import duration, seconds_left
+from trainer.observe.wording import Start, set_start, start, worded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -56,24 +57,44 @@ def without_bars() -> None:
     _Log.bars = False
 
 
-def draws_bars() -> bool:
-    """Whether it does on a terminal."""
-    return _Log.bars
-
-
-def verbosity() -> Verbosity:
-    """How much it tells."""
-    return _Log.verbosity
-
-
 def logs_as_json() -> bool:
-    """Whether it does."""
+    """Whether its lines are JSON."""
     return _Log.as_json
+
+
+class Told(NamedTuple):
+    """How the processes of a launch write.
+
+    Attributes:
+        as_json: Whether their lines are JSON.
+        verbosity: How much the first rank tells.
+        bars: Whether it draws a bar on a terminal.
+        start: How the run was started.
+    """
+
+    as_json: bool = False
+    verbosity: Verbosity = "normal"
+    bars: bool = True
+    start: Start = "--out"
+
+
+def told_here() -> Told:
+    """How this process writes."""
+    return Told(_Log.as_json, _Log.verbosity, _Log.bars, start())
+
+
+def tell_as(told: Told, rank: int) -> None:
+    """From now on a rank writes as its launcher does; what a start does the first one tells alone."""
+    set_verbosity("normal" if rank and told.verbosity == "verbose" else told.verbosity)
+    _Log.bars = told.bars
+    set_start(told.start)
+    if told.as_json:
+        log_as_json(rank)
 
 
 def as_line(text: str, level: Level) -> str:
     """What is written of a text, without secrets: itself, or an object for it."""
-    text = redact_text(text)
+    text = worded(redact_text(text))
     if not _Log.as_json:
         return text
     now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
@@ -179,7 +200,7 @@ class ProgressBar:
         if self._bar is None:
             say(line)
         else:
-            self._bar.console.print(redact_text(line), highlight=False, markup=False, soft_wrap=True)
+            self._bar.console.print(worded(redact_text(line)), highlight=False, markup=False, soft_wrap=True)
 
     def table(
         self,
