@@ -23,6 +23,7 @@ COMMANDS = (
     "new",
     "check",
     "recipes",
+    "runs",
     "checkpoints",
     "evaluate",
     "report",
@@ -66,6 +67,21 @@ _ELSEWHERE = {
     "--ranks": "--nproc-per-node",
     "--ranks-per-node": "--nproc-per-node",
     "--master": "--master-addr",
+    **dict.fromkeys(
+        ("--enable-progress-bar", "--disable-tqdm", "--no-progress-bar", "--no-bar"), "--no-progress"
+    ),
+    **dict.fromkeys(("--dry-run", "--sanity-check", "--smoke-test"), "--fast-dev-run"),
+    **dict.fromkeys(("--ckpt-path", "--initial-checkpoint", "--pretrained", "--resume-from"), "--from"),
+}
+# What other tools call a command of ours.
+_COMMANDS_ELSEWHERE = {
+    **dict.fromkeys(("list", "ls", "list-runs", "history", "experiments"), "runs"),
+    **dict.fromkeys(("validate", "test", "eval", "val"), "evaluate"),
+    **dict.fromkeys(("fit", "run"), "train"),
+    **dict.fromkeys(("models", "list-recipes", "configs"), "recipes"),
+    **dict.fromkeys(("lr-find", "lr_find", "sweep"), "tune"),
+    "resume": "train --resume",
+    "compare": "report",
 }
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")  # argparse's words
 _SETTING = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
@@ -90,7 +106,7 @@ class Parser(argparse.ArgumentParser):
             flag, known = unknown[0].partition("=")[0], self._option_string_actions
             if flag in self.told:
                 self.error(f"{message}; {self.told[flag]}")
-            meant = _ELSEWHERE.get(flag, "")
+            meant = _ELSEWHERE.get(flag.replace("_", "-"), "")
             key = MEANT.get(flag.lstrip("-").replace("-", "_"), "")
             if "--set" in known and key:
                 self.error(f"{message}; did you mean '{key}=…'?")
@@ -112,7 +128,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends with code 2."""
         if found := _CHOICE.search(message):
-            message += nearest(found[1], re.findall(r"[\w-]+", found[2]))
+            meant = _COMMANDS_ELSEWHERE.get(found[1], "") if "'runs'" in found[2] else ""
+            hint = (
+                f"; that is 'trainer {meant}' here"
+                if meant
+                else nearest(found[1], re.findall(r"[\w-]+", found[2]))
+            )
+            message += hint
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.helpers import preloaded
 from tests.helpers.rows import read_rows
@@ -271,3 +273,72 @@ def test_a_run_without_classes_has_metrics_only(tmp_path: Path, capsys: pytest.C
     assert "confusion" not in told
     assert open_run(run).recipe.task == "language"
     assert main(["evaluate", str(run), "--plot", "matrix.svg"]) == 2
+
+
+@pytest.fixture(scope="module")
+def somebodys(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The averaged weights of a run, as Lightning's module would name them, with something beside them."""
+    state = load_file(digits_run / "ema.safetensors")
+    file = tmp_path_factory.mktemp("weights") / "theirs.safetensors"
+    save_file({**{f"model.{name}": one for name, one in state.items()}, "loss.w": torch.ones(3)}, file)
+    return file
+
+
+@pytest.mark.parametrize(
+    "words", [("digits", "model.width=16", "--weights"), ("--set", "model.width=16", "digits", "seed=9", "--weights")]
+)
+def test_somebodys_weights_are_measured_without_training(
+    words: Sequence[str], digits_run: Path, somebodys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, row = asked(capsys, *words, somebodys), last_row(digits_run)
+    assert told["metrics"]["accuracy"] == row["accuracy"]
+    assert told["metrics"]["loss"] == pytest.approx(row["loss"], rel=1e-6)
+    assert "behind 'model.'; 1 others of the file are left out" in told["weights"]
+    assert told["run"] == "digits"
+
+
+def test_a_runs_configuration_is_a_recipe_for_them(
+    digits_run: Path, somebodys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = asked(capsys, digits_run / "config.yaml", "--weights", somebodys)
+    assert told["metrics"] == {name: last_row(digits_run)[name] for name in told["metrics"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["digits"], "digits: is a recipe, which has no weights: give a run folder, or --weights FILE"),
+        (["mine.yaml"], "mine.yaml: is a recipe"),
+        (["no-run"], "no-run: not a run folder"),
+        (["OTHER"], "or a recipe: trainer evaluate --weights OTHER RECIPE"),
+        (["RUN", "--weights", "OTHER"], "RUN is a folder: --weights needs a recipe, such as RUN/config.yaml"),
+        (["digits", "--weights", "gone.safetensors"], "--weights: can't read gone.safetensors"),
+        (["digits", "--weights", "x.ckpt"], "--weights: x.ckpt is not a safetensors file. A pickle can run"),
+        (["digits", "--weights", "hub:x"], "give hub:ORG/NAME@REVISION"),
+        (
+            ["digits", "--weights", "OTHER", "--checkpoint", "best"],
+            "give one of them; a checkpoint is a run's",
+        ),
+        (["digits", "--weights", "OTHER", "--on", "far"], "--on far: there is no such evaluation set"),
+        (["digits", "--weights", "OTHER", "model.width=8"], "Choose|It holds another model"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    words: list[str],
+    message: str,
+    digits_run: Path,
+    somebodys: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.ckpt").write_bytes(b"PK\x03\x04 is a zip archive, as torch.save writes them")
+    places = {"RUN": str(digits_run), "OTHER": str(somebodys)}
+    for word, place in places.items():
+        message = message.replace(word, place)
+    assert main(["evaluate", *(places.get(word, word) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert any(each in error for each in message.split("|")), error
+    assert "reinit" not in error
+    assert error.count("\n") == 1

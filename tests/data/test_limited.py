@@ -1,12 +1,31 @@
 """Promise: data.limit trains and measures on a few evenly spaced samples of any data, always the same."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+from PIL import Image
 
+from tests.helpers.image_folders import opened, picture
 from trainer.config.recipe_file import load_recipe
+from trainer.data.builtin.digits_canvas import DigitsCanvas
+from trainer.data.builtin.synthetic_boxes import SyntheticPictures
+from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Bad
-from trainer.data.dataset import ArrayDataset
+from trainer.data.dataset import ArrayDataset, Dataset, spread
+from trainer.data.formats.arrow import ArrowImages
+from trainer.data.formats.audio import SUFFIXES, AudioFolder
+from trainer.data.formats.boxes import BoxAugment, BoxedImages
+from trainer.data.formats.coco import CocoPictures
+from trainer.data.formats.files import in_folder
+from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.records import Records
+from trainer.data.formats.tokens import TokenDataset
+from trainer.data.items import ArrayItems, ItemDataset
 from trainer.data.limited import LimitedDataset, limited
+from trainer.errors import BadInputError
 from trainer.train.run import check_request, data_of, make_plan, make_task
 
 
@@ -20,7 +39,7 @@ class Corrupt(ArrayDataset):
 
 
 def test_it_reads_evenly_spaced_samples_and_numbers_them_anew() -> None:
-    few = LimitedDataset(Corrupt({"x": np.arange(10)}), 4)
+    few = LimitedDataset(Corrupt({"x": np.arange(10)}), np.array([0, 3, 6, 9]))
     out = {"x": np.zeros(2, np.int64)}
     assert [bad.sample for bad in few.read(np.array([0, 3]), None, out)] == [3]
     assert out["x"].tolist() == [0, 9]
@@ -46,3 +65,137 @@ def test_of_every_task(recipe: str) -> None:
     check_request(one, task, 1)
     other = make_task(load_recipe(name, [*few, "data.limit=9"]))
     assert data_of(task)["training data"] != data_of(other)["training data"]
+
+
+def _hf(root: Path) -> Dataset:
+    from tests.data.test_arrow import png, write
+
+    images = [{"bytes": png(20 * n), "path": None} for n in range(9)]
+    folder = write(root / "train", {"image": images, "label": [n % 2 for n in range(9)]})
+    return ImageDataset(ArrowImages(folder, "image", "label"), 8, random_crop=False)
+
+
+def _audio(root: Path) -> Dataset:
+    soundfile = pytest.importorskip("soundfile")
+    for number in range(9):
+        (root / "ab"[number % 2]).mkdir(exist_ok=True)
+        sound = np.full(100, 100 * number, np.int16)
+        soundfile.write(root / "ab"[number % 2] / f"{number}.wav", sound, 1000)
+    return AudioFolder(in_folder(root, SUFFIXES), 0.05, 1000, False, "fail")
+
+
+def _coco(root: Path) -> Dataset:
+    (root / "annotations").mkdir()
+    (root / "train").mkdir()
+    boxes = [(n, k) for n in range(9) for k in range(n % 3)]
+    told = {
+        "images": [{"id": n, "file_name": f"{n}.png", "height": 20, "width": 30} for n in range(9)],
+        "annotations": [
+            {"id": at, "image_id": n, "category_id": 1, "bbox": [n, k, 3 + k, 4]}
+            for at, (n, k) in enumerate(boxes)
+        ],
+        "categories": [{"id": 1, "name": "thing"}],
+    }
+    for n in range(9):
+        Image.fromarray(np.full((20, 30, 3), 9 * n, np.uint8)).save(root / "train" / f"{n}.png")
+    (root / "annotations" / "instances_train.json").write_text(json.dumps(told))
+    return BoxedImages(CocoPictures(root, "train", "fail"), 32, 4, None)
+
+
+def _tokens(root: Path) -> Dataset:
+    from tests.data.test_tokens import token_file
+
+    return TokenDataset(token_file(root, np.arange(60)), 6, "uint16")
+
+
+def _items(root: Path) -> Dataset:  # noqa: ARG001
+    return ItemDataset(ArrayItems({"x": np.arange(18).reshape(9, 2)}), "training")
+
+
+def _of_files(kind: str) -> Any:
+    def make(root: Path, photographs: Path) -> Dataset:
+        return ImageDataset(opened(kind, photographs, root), 8, random_crop=False)
+
+    return make
+
+
+MAKERS: dict[str, Any] = {
+    **{kind: _of_files(kind) for kind in ("folder", "csv", "parquet", "shards", "pack", "raw")},
+    **{make.__name__[1:]: make for make in (_hf, _audio, _coco, _tokens, _items)},
+    "canvas": lambda _: BoxedImages(DigitsCanvas(0, 9), 96, 8, None),
+    "noise": lambda _: BoxedImages(SyntheticPictures(32, 3, 9, 0), 32, 8, None),
+    "arrays": lambda _: ArrayDataset({"x": np.arange(9), "label": np.arange(9) % 2}),
+}
+
+
+def batch(data: Dataset, samples: Any) -> dict[str, bytes]:
+    out = {name: np.zeros((len(samples), *field.shape), field.dtype) for name, field in data.fields.items()}
+    assert not data.read(np.asarray(samples), None, out)
+    return {name: array.tobytes() for name, array in out.items()}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_of_every_format(kind: str, tmp_path: Path, photographs: Path) -> None:
+    """The same bits for the same samples, and files that are looked up as those of the whole are."""
+    make = MAKERS[kind]
+    whole = make(tmp_path, photographs) if kind in _FILES else make(tmp_path)
+    few, chosen = limited(whole, 4), spread(len(whole), 4)
+    assert len(few) == 4
+    assert few.fields == whole.fields
+    assert batch(few, range(4)) == batch(whole, chosen)
+    prints = {data.fingerprint() for data in (whole, few, limited(whole, 3))}
+    assert len(prints) == 3, "each its own"
+    assert few.fingerprint() == limited(whole, 4).fingerprint()
+    records: Any = getattr(whole, "records", None)
+    assert (getattr(few, "records", None) is None) == (records is None)
+    if isinstance(records, Records):
+        some: Any = few
+        numbers = chosen.tolist()
+        assert type(few) is type(whole), "predict and the diagnosis ask for it"
+        assert [some.records.name(n) for n in range(4)] == [records.name(n) for n in numbers]
+        assert some.records.labels.tolist() == records.labels[chosen].tolist()
+        assert some.records.reading == records.reading
+        assert some.records.absent() == ""
+        assert some.left_out == whole.left_out
+
+
+_FILES = ("folder", "csv", "parquet", "shards", "pack", "raw")
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "coco", "audio"])
+def test_what_is_missing_is_counted_of_the_few(kind: str, tmp_path: Path) -> None:
+    if kind in _FILES:
+        root = tmp_path / "images"
+        for number in range(9):
+            (root / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+            picture().save(root / "ab"[number % 2] / f"{number}.png")
+        whole: Any = _of_files(kind)(tmp_path, root)
+    else:
+        whole = MAKERS[kind](tmp_path)
+    few: Any = limited(whole, 3)
+    for number in (1, int(spread(len(whole), 3)[1])):
+        Path(whole.records.name(number)).unlink()
+    check_data("fast", False, [CheckedData("training", limited(whole, 2), 0)])
+    with pytest.raises(BadInputError, match=r"^1 of 3 files .* can't be read"):
+        check_data("fast", False, [CheckedData("training", few, 0)])
+
+
+def test_what_stands_in_is_of_the_few(broken: Path) -> None:
+    whole = ImageDataset(in_folder(broken), 8, random_crop=False, on_corrupt="quarantine")
+    few: Any = limited(whole, 30)
+    assert len(few) < len(whole)
+    names = {few.records.name(n) for n in range(len(few))}
+    out = {name: np.zeros((len(few), *field.shape), field.dtype) for name, field in few.fields.items()}
+    bad = few.read(np.arange(len(few)), None, out)
+    assert bad and {one.name for one in bad} <= names
+
+
+def test_a_mosaic_is_of_the_few() -> None:
+    whole = BoxedImages(DigitsCanvas(0, 40), 96, 8, BoxAugment(mosaic=1.0))
+    few: Any = limited(whole, 3)
+    read = list[int]()
+    inner = few.pictures.read
+    few.pictures.read = lambda sample: (read.append(sample), inner(sample))[1]
+    out = {name: np.zeros((1, *field.shape), field.dtype) for name, field in few.fields.items()}
+    few.read(np.array([0]), np.full((1, few.uniforms), 0.9, np.float32), out)
+    assert read == [2, 2, 2, 0]

@@ -17,7 +17,9 @@ from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
+from trainer.data.dataset import spread
 from trainer.data.formats.sharded import About
+from trainer.data.limited import limited
 from trainer.data.loader import RingLoader, Source
 from trainer.data.remote.cache import Cached, CachedShards, fitting_shards_per_block
 from trainer.data.sampling.plan import Plan, Share
@@ -151,6 +153,19 @@ def test_an_evicted_shard_does_not_take_up_the_disk(s3: S3, about: About, tmp_pa
         shards.read(sample)
     assert len(shards._files) <= 3
     assert sum(os.fstat(file).st_nlink == 0 for file in shards._files.values()) <= 1
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(10, (3, 2, 2, 3)), (3, (1, 1, 1)), (2, (1, 1))])
+def test_a_few_of_them_keep_the_order_of_shards(
+    s3: S3, about: About, tmp_path: Path, limit: int, sizes: tuple[int, ...]
+) -> None:
+    whole = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B"), 0).train
+    few = limited(whole, limit)
+    assert order_of(few) == (sizes, 1)
+    shards = cast(Any, few).records
+    assert [shards.digest(n) for n in range(limit)] == [
+        cast(Any, whole).records.digest(int(n)) for n in spread(len(whole), limit)
+    ]
 
 
 def test_a_limit_below_two_shards_names_the_smallest(s3: S3, about: About, tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def test_the_latest_is_resumed_and_begun_from() -> None:
     link_latest(folder.absolute())
     assert parsed("digits", "--resume", "latest").out == folder
     assert parsed("digits", "--from", "latest@7").source[:2] == (folder, "7")
-    for command in ("report", "verify", "checkpoints", "evaluate", "predict"):
+    for command in ("report", "verify", "checkpoints", "predict"):
         options = vars(make_parser().parse_args([command, "latest"]))
-        assert folder in (options.get("folder"), options.get("run_or_weights"), *options.get("folders", ()))
+        assert folder in (options.get("folder"), *options.get("folders", ()))
 
 
 def test_a_run_links_itself(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_each_set_has_the_numbers_of_its_own_pictures(
     assert main(["evaluate", str(run), "--on", "tset"]) == 2
     said = capsys.readouterr().err
     assert (
-        said == "trainer: error: --on tset: the run has no such evaluation set; did you mean 'test'? (there "
+        said == "trainer: error: --on tset: there is no such evaluation set; did you mean 'test'? (there "
         "are: data, test, far)\n"
     )
 

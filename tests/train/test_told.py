@@ -7,7 +7,6 @@ import pytest
 
 from tests.helpers.small_task import Small
 from trainer import BadInputError, fit
-from trainer.train.from_python import _in_python
 from trainer.train.report.write import report_failure
 
 
@@ -37,23 +36,3 @@ def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(BadInputError, match=r'seed: 0, now 1.*by out=.*resume="force"') as error:
         fit(Small, {**SETTINGS, "seed": 1}, out=tmp_path / "run")
     assert "--" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("typed", "here"),
-    [
-        ("needs --set data.path=DIR", 'needs settings={"data.path": "DIR"}'),
-        ("with --set 'model.reinit=[\"head\"]'", 'with settings={"model.reinit": ["head"]}'),
-        ("--set optim.lr=0.1: x", 'settings={"optim.lr": 0.1}: x'),
-        (
-            "unknown key 'a'; --help-config shows every key",
-            "unknown key 'a'; docs/configuration.md has every key",
-        ),
-        (
-            "to go on give --resume runs/a, else --from runs/a",
-            'to go on give out="runs/a", else from_run runs/a',
-        ),
-    ],
-)
-def test_no_remedy_in_python_speaks_of_the_command_line(typed: str, here: str) -> None:
-    assert _in_python(typed) == here

@@ -1,6 +1,7 @@
 """`trainer train RECIPE`: starts the ranks of a run, or is one of them."""
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -12,7 +13,8 @@ from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
-from trainer.observe.console import log_as_json, set_verbosity
+from trainer.observe.console import log_as_json, set_verbosity, without_bars
+from trainer.observe.wording import Start, started_by
 from trainer.train.trust_flag import add_trust
 
 if TYPE_CHECKING:
@@ -86,6 +88,12 @@ def add_parser(commands: Any) -> None:
         help="stop after N steps of the run with a checkpoint, as a signal would (code 75)",
     )
     train.add_argument(
+        "--fast-dev-run",
+        action="store_true",
+        help="try a recipe: one step, and one evaluation on as many samples; nothing is kept; "
+        "what --set says wins",
+    )
+    train.add_argument(
         "--profile",
         action="store_const",
         const="torch",
@@ -105,6 +113,11 @@ def add_parser(commands: Any) -> None:
         default="text",
         help="json: each line of launcher and ranks is an object with time, level, rank and message, without "
         "a progress bar (default: text)",
+    )
+    train.add_argument(
+        "--no-progress",
+        action="store_true",
+        help="no progress bar on a terminal: a line now and then, as in a file (-q: neither)",
     )
     how_much = train.add_mutually_exclusive_group()
     how_much.add_argument(
@@ -159,8 +172,39 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    with paths_from_here():
+    with paths_from_here(), contextlib.ExitStack() as stack:
+        stack.enter_context(started_by(_start(options)))
+        if options.fast_dev_run:
+            _try_fast(options, stack)
         return _train(options)
+
+
+def _start(options: argparse.Namespace) -> Start:
+    """How the run folder is named."""
+    if options.name is not None:
+        return "--name"
+    if options.resume not in _MODES:
+        return "--resume"
+    return "" if options.out is None else "--out"
+
+
+def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+    """Makes a fast try of a run: settings and a folder."""
+    from trainer.config.recipe_file import provisional
+    from trainer.launch.nodes.discover import is_rank, rank_variables
+    from trainer.train.fast_try import check_alone, fast_settings, folder_for_a_try
+    from trainer.train.tune.tuned import with_tuned
+
+    resume = None if options.resume in _MODES else options.resume
+    several = is_rank({**os.environ, **rank_variables(os.environ)}) and "torchrun"
+    check_alone(
+        out=options.out, name=options.name, resume=resume, nnodes=options.nnodes, several_nodes=several
+    )
+    find_recipe(options, None)
+    check_code(options)
+    recipe, _ = provisional(options.recipe, with_tuned(options.tuned, options.set), options.values)
+    options.set = [*fast_settings(recipe), *options.set]
+    options.out = stack.enter_context(folder_for_a_try())
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -172,6 +216,8 @@ def _train(options: argparse.Namespace) -> int:
     variables = {**os.environ, **rank_variables(os.environ)}
     rank = int(variables["RANK"]) if is_rank(variables) else None
     set_verbosity("normal" if rank and options.verbosity == "verbose" else options.verbosity)
+    if options.no_progress:
+        without_bars()
     if options.log_format == "json":
         log_as_json(rank)
     name_folder(options)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainer.config.data import DataConfig, EvaluationSetConfig
 from trainer.config.formats import read_by
@@ -32,6 +32,11 @@ from trainer.config.training import (
     ParallelConfig,
 )
 
+WHY_NO_MPS = (
+    "a Mac's GPU isn't used: MPS has no float64 and no process groups, and that its bits repeat was never "
+    "tested"
+)
+
 
 def of_set(name: str, text: str) -> str:
     """What is said of keys of the section data, where they are an evaluation set's."""
@@ -52,7 +57,9 @@ class Recipe(Section):
     seed: int = Field(0, ge=0, lt=1 << 63, description="keys the weights, the order and all other randomness")
     epochs: int = Field(..., ge=1, le=10**9, description="how often the data is seen")
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPUs if there are any")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: the GPUs if there are any; a Mac's isn't used"
+    )
     cudnn_benchmark: bool = Field(
         True, description="let cuDNN time its algorithms once; shapes are fixed here"
     )
@@ -76,6 +83,13 @@ class Recipe(Section):
     log: LogConfig = LogConfig()
     hooks: HooksConfig = HooksConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _no_mac(cls, value: object) -> object:
+        if value in ("mps", "metal"):
+            raise ValueError(f"{WHY_NO_MPS}; use device=cpu, or leave it out")
+        return value
 
     @model_validator(mode="after")
     def _task_with_its_data_and_model(self) -> "Recipe":

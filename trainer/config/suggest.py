@@ -28,6 +28,10 @@ MEANT = {
     "max_epochs": "epochs",
     "max_windows": "max_steps",
     "warmup": "optim.warmup_steps",
+    "limit_train_batches": "data.limit",
+    "limit_val_batches": "data.limit",
+    "overfit_batches": "data.limit",
+    "max_train_samples": "data.limit",
 }
 
 

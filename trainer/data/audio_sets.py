@@ -2,7 +2,6 @@
 
 import codecs
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +114,7 @@ def listed(root: Path, part: str) -> tuple[Files, Files]:
     rest = [sample for sample in range(len(files)) if sample not in held_out]
     if not rest or not wanted:
         raise BadInputError(f"{root}: its lists leave nothing {'to measure on' if rest else 'to train on'}")
-    return _chosen(root, files, rest), _chosen(root, files, sorted(wanted))
+    return files.only(np.array(rest)), files.only(np.array(sorted(wanted)))
 
 
 def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
@@ -137,11 +136,6 @@ def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
             raise BadInputError(f"{file}: line {line}: no recording '{name}' below this folder{more}")
         found.append(number[path.strip()])
     return found
-
-
-def _chosen(root: Path, files: Files, samples: Sequence[int]) -> Files:
-    names = [files.file_name(sample) for sample in samples]
-    return Files(root, names, files.labels[np.asarray(samples)].tolist(), files.classes, None, files.left_out)
 
 
 def _synthetic(config: DataConfig, length: int, seed: int) -> AudioData:

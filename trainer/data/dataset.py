@@ -43,8 +43,8 @@ class Dataset(Protocol):
 
     A data set may have `buckets`, the number of samples in each of its buckets of similar length, whose
     samples have consecutive numbers: then those of a micro-batch are of one bucket. It may have `records`,
-    which are looked up before ranks start (`formats.records`), and `labels`, the class of each sample, by
-    which `data.class_weights` draws.
+    which are looked up before ranks start (`formats.records`), `labels`, the class of each sample, by which
+    `data.class_weights` draws, and `only(samples)`, which gives the data set of some of its samples.
     """
 
     fields: Mapping[str, Field]

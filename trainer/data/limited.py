@@ -11,20 +11,22 @@ from trainer.rng import Float32, Ints
 
 
 class LimitedDataset:
-    """Some samples of a data set, numbered anew in its order."""
+    """Evenly spaced samples, numbered anew, of a data set that has no `only` of its own."""
 
-    def __init__(self, whole: Dataset, limit: int) -> None:
-        """Takes `limit` of them, from the first to the last."""
-        self._whole, self._chosen = whole, spread(len(whole), limit)
+    def __init__(self, whole: Dataset, chosen: Ints) -> None:
+        self._whole, self._chosen = whole, chosen
         self.fields: Mapping[str, Field] = whole.fields
         self.num_items, self.uniforms, self.in_process = whole.num_items, whole.uniforms, whole.in_process
         self.arrays: Arrays | None = None
         if whole.arrays is not None:
-            self.arrays = {name: array[self._chosen] for name, array in whole.arrays.items()}
+            self.arrays = {name: array[chosen] for name, array in whole.arrays.items()}
         self.left_out = getattr(whole, "left_out", ())
         self.brought = getattr(whole, "brought", ())
+        self.records = getattr(whole, "records", None)
+        if hasattr(self.records, "only"):
+            self.records = self.records.only(chosen)
         ends = np.cumsum([0, *getattr(whole, "buckets", ())])
-        counts = np.diff(np.searchsorted(self._chosen, ends)).tolist()
+        counts = np.diff(np.searchsorted(chosen, ends)).tolist()
         self.buckets = tuple(count for count in counts if count)
 
     def __len__(self) -> int:
@@ -42,11 +44,19 @@ class LimitedDataset:
         return f"{len(self)} evenly spaced of {self._whole.fingerprint()}"
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
-        """See `Dataset.read`."""
+        """See `Dataset.read`; of the corrupt samples, those that are among these."""
         replaced = self._whole.read(self._chosen[samples], random, out) or ()
-        return [bad._replace(sample=int(np.searchsorted(self._chosen, bad.sample))) for bad in replaced]
+        numbers = {int(self._chosen[sample]): int(sample) for sample in samples}
+        return [bad._replace(sample=numbers[bad.sample]) for bad in replaced if bad.sample in numbers]
 
 
 def limited(dataset: Dataset, limit: int | None) -> Dataset:
-    """At most so many samples of a data set."""
-    return dataset if limit is None or len(dataset) <= limit else LimitedDataset(dataset, limit)
+    """At most so many samples of a data set, which then is as if there were no others.
+
+    One that knows how to do without the rest has a method `only(samples)`.
+    """
+    if limit is None or len(dataset) <= limit:
+        return dataset
+    chosen, only = spread(len(dataset), limit), getattr(dataset, "only", None)
+    part: Dataset = LimitedDataset(dataset, chosen) if only is None else only(chosen)
+    return part

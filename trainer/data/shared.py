@@ -72,6 +72,13 @@ class Columns:
                 rest = rest[os.write(file, rest) :]
         return cls(file)
 
+    def rows(self, samples: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """Copies of some samples' rows, in this order; names are cut out of what was `joined`."""
+        arrays = {name: array[samples] for name, array in self._arrays.items() if name != "name"}
+        if "name" in self:
+            arrays |= joined([name_at(self, sample) for sample in samples.tolist()])
+        return arrays
+
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """An array; writing to it is an error."""
         return self._arrays[name]

@@ -18,9 +18,10 @@ from typing import Any
 
 from trainer.host.affinity import CpuShares, cpus_text
 from trainer.host.limits import listed_cpus
-from trainer.observe.console import Verbosity
+from trainer.observe.console import Told
 
 _LAUNCH = "launch.json"
+_AS_TEXT = Told()
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,14 @@ class Launch:
         parent: Process id of who starts the next: the launcher, or the agent that it started.
         cpus: What the ranks keep to.
         logs: Folder for what ranks write to the terminal, all but the first; None: to the terminal.
-        as_json: Whether their lines are JSON.
-        verbosity: How much the first rank tells.
+        told: How they write lines.
     """
 
     path: list[str]
     parent: int
     cpus: CpuShares
     logs: str | None
-    as_json: bool = False
-    verbosity: Verbosity = "normal"
+    told: Told = _AS_TEXT
 
 
 def write_launch(folder: Path, launch: Launch) -> None:
@@ -52,8 +51,7 @@ def write_launch(folder: Path, launch: Launch) -> None:
         "cpus": [cpus_text(cpus) for cpus in launch.cpus.each],
         "pinned": launch.cpus.pinned,
         "logs": launch.logs,
-        "as_json": launch.as_json,
-        "verbosity": launch.verbosity,
+        "told": launch.told,
     }
     _write(folder / _LAUNCH, told)
 
@@ -63,7 +61,7 @@ def read_launch(folder: Path) -> Launch:
     told = _read(folder / _LAUNCH)
     each = tuple(frozenset(listed_cpus(text) or ()) for text in told["cpus"])
     cpus = CpuShares(each, told["pinned"])
-    return Launch(told["path"], told["parent"], cpus, told["logs"], told["as_json"], told["verbosity"])
+    return Launch(told["path"], told["parent"], cpus, told["logs"], Told(*told["told"]))
 
 
 def write_request(folder: Path, request: Mapping[str, Any], ranks: Iterable[int]) -> None:

@@ -40,7 +40,7 @@ from trainer.launch.forked import ForkedRank
 from trainer.launch.nodes.rendezvous import Rendezvous
 from trainer.launch.signals import SignalReceiver, blocked
 from trainer.launch.termination import leave_message
-from trainer.observe.console import Level, logs_as_json, tell, verbosity
+from trainer.observe.console import Level, tell, told_here
 
 HERE = "127.0.0.1"  # where the ranks of one host meet
 # torchrun's dynamic rendezvous (c10d) unpickles what anybody wrote to a store that listens on all interfaces;
@@ -185,7 +185,7 @@ class WorkerGroup:
             logs = None if self.logs is None else str(self.logs)
             try:
                 path = list(local.path or sys.path)
-                told = Launch(path, os.getpid(), local.cpus, logs, logs_as_json(), verbosity())
+                told = Launch(path, os.getpid(), local.cpus, logs, told_here())
                 write_launch(self._folder, told)
                 write_request(self._folder, request, self.ranks)
             except OSError as error:

@@ -33,7 +33,7 @@ from trainer.launch import signals
 from trainer.launch.exit_record import ExitRecord, record_of
 from trainer.launch.folder import Launch, read_launch, take_request
 from trainer.launch.nodes.discover import mark_of_rank
-from trainer.observe.console import log_as_json, set_verbosity, tell
+from trainer.observe.console import tell, tell_as
 
 _PR_SET_PDEATHSIG = 1
 _ADDED = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -106,10 +106,7 @@ class Worker:
             signals.unblock()
             self.launch = None if self._folder is None else read_launch(self._folder)
             if self.launch is not None:
-                told_once = self.rank and self.launch.verbosity == "verbose"
-                set_verbosity("normal" if told_once else self.launch.verbosity)
-                if self.launch.as_json:
-                    log_as_json(self.rank)
+                tell_as(self.launch.told, self.rank)
             die_with_parent(None if self.launch is None else self.launch.parent)
             bind(cpu_shares_of(self.launch))
             print_anything()

@@ -28,13 +28,13 @@ _CONVERT = (
 )
 
 
-def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> str:
+def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> str:
     """Copies weights from a file into a model, in place; into one on the meta device, only checks them.
 
     Args:
         model: Takes the weights, converted to its dtypes and memory format.
         file: A safetensors file whose names are those of the model's state_dict, or these behind one prefix.
-        reinit: Patterns of names that are not read: they keep their initialization.
+        reinit: Patterns of names that are not read: they keep their initialization. None: none may.
 
     Returns:
         How many tensors were taken over, and behind which prefix, for people.
@@ -50,9 +50,10 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> str:
             slices = {name: opened.get_slice(there) for name, there in given.items()}
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             modules = [name for name, _ in model.named_modules() if name]
-            matching([*state, *shapes, *modules], reinit, "model.reinit")
+            matching([*state, *shapes, *modules], reinit or (), "model.reinit")
             # "fc" stands for all of that module, as "fc.*" does.
-            names = _agreed(state, shapes, file, [*reinit, *(f"{pattern}.*" for pattern in reinit)])
+            left_out = None if reinit is None else [*reinit, *(f"{pattern}.*" for pattern in reinit)]
+            names = _agreed(state, shapes, file, left_out)
             for name in names:
                 _check_format(name, state[name], slices[name].get_dtype(), file)
             for name in names if next(model.parameters()).device.type != "meta" else ():
@@ -113,10 +114,10 @@ def _check_agreement(
 
 
 def _agreed(
-    state: dict[str, Any], shapes: dict[str, tuple[int, ...]], file: Path, reinit: Sequence[str]
+    state: dict[str, Any], shapes: dict[str, tuple[int, ...]], file: Path, reinit: Sequence[str] | None
 ) -> list[str]:
     def kept(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in reinit)
+        return not any(fnmatchcase(name, pattern) for pattern in reinit or ())
 
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if kept(name)}
     # BatchNorm's counters: files from before there were any lack them, and they don't matter here.
@@ -126,7 +127,7 @@ def _agreed(
     differing = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
     if not wanted:
         raise BadInputError(
-            f"model.reinit={list(reinit)}: nothing is left to take from {file}; leave out both"
+            f"model.reinit={list(reinit or ())}: nothing is left to take from {file}; leave out both"
         )
     shapes_differ = [f"{name} {list(shapes[name])} for {list(wanted[name])}" for name in differing]
     problems = [
@@ -143,7 +144,9 @@ def _agreed(
         quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
         remedy = (
             f"Choose the same model, or let these start anew with --set 'model.reinit=[{quoted}]'"
-            if len(patterns) <= _SHOWN and len(missing) + len(differing) < len(wanted) / 2
+            if reinit is not None
+            and len(patterns) <= _SHOWN
+            and len(missing) + len(differing) < len(wanted) / 2
             else "It holds another model: choose the one that it was saved from"
         )
         raise BadInputError(f"model.pretrained: {file} and the model differ: {'; '.join(problems)}. {remedy}")

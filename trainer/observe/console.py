@@ -14,10 +14,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
 from trainer.observe.text import duration, seconds_left
+from trainer.observe.wording import Start, set_start, start, worded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -38,6 +39,7 @@ class _Log:
     as_json = False
     rank: int | None = None
     verbosity: Verbosity = "normal"
+    bars = True
 
 
 def log_as_json(rank: int | None = None) -> None:
@@ -50,19 +52,49 @@ def set_verbosity(verbosity: Verbosity) -> None:
     _Log.verbosity = verbosity
 
 
-def verbosity() -> Verbosity:
-    """How much it tells."""
-    return _Log.verbosity
+def without_bars() -> None:
+    """From now on this process, and what it forks, writes lines where it would draw a bar."""
+    _Log.bars = False
 
 
 def logs_as_json() -> bool:
-    """Whether it does."""
+    """Whether its lines are JSON."""
     return _Log.as_json
+
+
+class Told(NamedTuple):
+    """How the processes of a launch write.
+
+    Attributes:
+        as_json: Whether their lines are JSON.
+        verbosity: How much the first rank tells.
+        bars: Whether it draws a bar on a terminal.
+        start: How the run was started.
+    """
+
+    as_json: bool = False
+    verbosity: Verbosity = "normal"
+    bars: bool = True
+    start: Start = "--out"
+
+
+def told_here() -> Told:
+    """How this process writes."""
+    return Told(_Log.as_json, _Log.verbosity, _Log.bars, start())
+
+
+def tell_as(told: Told, rank: int) -> None:
+    """From now on a rank writes as its launcher does; what a start does the first one tells alone."""
+    set_verbosity("normal" if rank and told.verbosity == "verbose" else told.verbosity)
+    _Log.bars = told.bars
+    set_start(told.start)
+    if told.as_json:
+        log_as_json(rank)
 
 
 def as_line(text: str, level: Level) -> str:
     """What is written of a text, without secrets: itself, or an object for it."""
-    text = redact_text(text)
+    text = worded(redact_text(text))
     if not _Log.as_json:
         return text
     now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
@@ -121,7 +153,7 @@ class ProgressBar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console()
-        if console.is_terminal:
+        if console.is_terminal and _Log.bars:
             self._bar = Progress(
                 TextColumn("training"),
                 BarColumn(bar_width=20),
@@ -168,7 +200,7 @@ class ProgressBar:
         if self._bar is None:
             say(line)
         else:
-            self._bar.console.print(redact_text(line), highlight=False, markup=False, soft_wrap=True)
+            self._bar.console.print(worded(redact_text(line)), highlight=False, markup=False, soft_wrap=True)
 
     def table(
         self,
@@ -245,7 +277,7 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
 @contextlib.contextmanager
 def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
     """Yields what is told of work done: a bar, or a line for the first, every tenth and every half minute."""
-    if sys.stderr.isatty() and not _Log.as_json:
+    if sys.stderr.isatty() and _Log.bars and not _Log.as_json:
         from rich.console import Console
         from rich.progress import Progress
 
@@ -269,7 +301,7 @@ def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
 @contextlib.contextmanager
 def staged() -> Iterator[Callable[[str], object]]:
     """Yields what is told of each stage as it begins: a clock beside the stage, or a line for each."""
-    if not sys.stderr.isatty() or _Log.as_json:
+    if not sys.stderr.isatty() or not _Log.bars or _Log.as_json:
         yield tell
         return
     from rich.console import Console

@@ -6,7 +6,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.here import from_here, paths_from_here
-from trainer.host.strict_json import parse_quickly
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, OWN
+from trainer.observe.wording import started_by
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.decision import Finished, From, decide
@@ -97,16 +96,13 @@ def fit(
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
-    with _one_at_a_time(), process_state_kept(), paths_from_here():
+    with started_by("fit"), _one_at_a_time(), process_state_kept(), paths_from_here():
         try:
             return _fit(task, settings or {}, out, resume, from_run, hooks)
         except HookError as error:
             if not isinstance(error.__cause__, Exception):  # sys.exit(): it would look like a run's good end
                 raise
             raise error.__cause__ from error.__cause__.__cause__
-        except BadInputError as error:
-            error.args = (_in_python(str(error)),)
-            raise
 
 
 def _fit(
@@ -215,38 +211,6 @@ def _one_at_a_time() -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-_WORDS = (
-    (r"^--out ", "out="),
-    (r"--out (\S+) --resume (force|never|newest|auto)", r'out="\1", resume="\2"'),
-    (r"^--from ", "from_run="),
-    (r"--resume (force|never|newest|auto)", r'resume="\1"'),
-    (r"--resume (\S+?)(?=[,;]|$)", r'out="\1"'),
-    (r"--help-config shows every key", "docs/configuration.md has every key"),
-    (r"--out\b", "out"),
-    (r"--from\b", "from_run"),
-)
-_SETTING = re.compile(r"--set (?P<quote>')?(?P<key>[\w.]+)=(?P<value>(?(quote)[^']*|[^\s:,;]*))(?(quote)')")
-
-
-def _in_python(line: str) -> str:
-    """A message of the command line, in the words of `fit`."""
-    line = _SETTING.sub(_as_settings, line).replace("--set ", "settings: ")
-    for typed, here in _WORDS:
-        line = re.sub(typed, here, line)
-    return line
-
-
-def _as_settings(found: re.Match[str]) -> str:
-    value = found["value"]
-    with contextlib.suppress(ValueError):
-        return f'settings={{"{found["key"]}": {_python(parse_quickly(value))}}}'
-    return f'settings={{"{found["key"]}": "{value}"}}'
-
-
-def _python(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str | list) else repr(value)
 
 
 def _plain(value: Any) -> Any:

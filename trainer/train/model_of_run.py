@@ -46,7 +46,7 @@ _ELSEWHERE = [*(key for key in FREE if key.startswith(("data.", "evaluation.sets
 # Of `Task.describe`: what gives a model's inputs and outputs their meaning.
 _MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
 # What only training needs: hooks that drop branches would be exported, weights come from the run.
-_NOT_NOW = (
+NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
     *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
     "hooks.enabled=false",
@@ -74,6 +74,11 @@ class OpenedRun(NamedTuple):
     model: nn.Module
     weights: str
 
+    @property
+    def threads(self) -> int:
+        """Of each rank in the newest attempt: part of the arithmetic on a CPU."""
+        return self.manifest.attempts[-1].threads
+
 
 def open_run(
     folder: Path,
@@ -96,7 +101,7 @@ def open_run(
         BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.
     """
     run = read_run(folder)
-    recipe = _with_set(_recipe_of(run, settings, trust), on)
+    recipe = with_set(_recipe_of(run, settings, trust), on)
     known = run.manifest.fingerprint.get("task")
     if known and known != source_hash(Path(recipe.task)):  # before it is run
         raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
@@ -170,13 +175,16 @@ def stored_weights(
     return run, f"{FOLDER}/{found.path.name}/{kind}.safetensors", tensors
 
 
-def _with_set(recipe: Recipe, on: str) -> Recipe:
-    """With the set that is asked for, alone: the others needn't be here."""
+def with_set(recipe: Recipe, on: str) -> Recipe:
+    """With the set that is asked for, alone: the others needn't be here.
+
+    Raises:
+        BadInputError: If there is none of that name.
+    """
     sets = recipe.evaluation.sets
     if on not in (names := [MAIN_SET, *sets]):
         raise BadInputError(
-            f"--on {on}: the run has no such evaluation set{nearest(on, names)} (there are: "
-            f"{', '.join(names)})"
+            f"--on {on}: there is no such evaluation set{nearest(on, names)} (there are: {', '.join(names)})"
         )
     chosen = {name: one for name, one in sets.items() if name == on}
     evaluation = recipe.evaluation.model_copy(update={"sets": chosen, "decides": on})
@@ -203,7 +211,7 @@ def _recipe_of(run: RunFolder, settings: Sequence[str], trust: bool) -> Recipe:
                 f"--set {setting}: the model is the run's as it was trained; only what says where the data "
                 "lies can be set, such as data.path"
             )
-    config = own_config(run, [*settings, *_NOT_NOW])
+    config = own_config(run, [*settings, *NOT_NOW])
     recipe = validated(Recipe, config, str(run.path / MANIFEST))
     check_run(run.path, recipe, settings, trust)
     return recipe

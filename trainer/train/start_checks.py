@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+
 from trainer.config.idle import idle_keys, idle_length, own_defaults, typed_keys
-from trainer.config.recipe import Recipe
+from trainer.config.recipe import WHY_NO_MPS, Recipe
 from trainer.data.sampling.plan import MOST_STEPS
 from trainer.host.limits import read_limits
 from trainer.launch.worker import current
@@ -89,6 +91,11 @@ def _loss(start: Start) -> None:
     warn_of_loss(start.folder)
 
 
+def _mac(start: Start) -> None:
+    if start.recipe.device == "auto" and torch.backends.mps.is_available():
+        say(f"  {WHY_NO_MPS}: this trains on the CPU")
+
+
 def _settings(start: Start) -> None:
     """What was typed has an effect, or is told; so is what a task of one's own is trained with unsaid."""
     recipe, typed = start.recipe, typed_keys(start.settings)
@@ -107,6 +114,7 @@ CHECKS: tuple[tuple[Place, Callable[[Start], None]], ...] = (
     ("job", _outside),
     ("job", _loss),
     ("job", _settings),
+    ("job", _mac),
 )
 
 

@@ -1,7 +1,6 @@
 """What a run says at its start and at its end, and what it leaves then."""
 
 import math
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -14,13 +13,13 @@ from trainer.checkpoint.store import listing
 from trainer.config.training import MAIN_SET
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.here import shown
-from trainer.launch.worker import current
 from trainer.observe.advice import Advisor
 from trainer.observe.console import ProgressBar, warn
 from trainer.observe.diagnosis import Verdict
 from trainer.observe.log import Logged, MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
+from trainer.observe.wording import start
 from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.evaluate import in_set, out_of_patience
 from trainer.train.manifest import Manifest, update_manifest
@@ -95,9 +94,8 @@ def finish(
     board = f"{_as_typed(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
     setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that is read
     again = f"{_as_typed(programs / 'trainer')} train {manifest.recipe} --set {setting}"
-    from_python = current() is None and "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ
-    if from_python:
-        again = "fit(…) with other settings (docs/configuration.md has every key)"
+    if start() == "fit":
+        again = "fit(…) with other settings"
     progress_bar.say(
         f"\n  {metric:<12} {metrics[metric]:.4f}\n"
         f"{_others(run)}"
@@ -108,7 +106,7 @@ def finish(
         f"  run folder   {shown(folder)}\n"
         f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
-        f"{again}{'' if from_python else ' (--help-config shows every key)'}"
+        f"{again} (--help-config shows every key)"
     )
 
 

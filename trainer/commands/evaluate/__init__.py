@@ -1,6 +1,7 @@
-"""`trainer evaluate RUN`: a run's model, measured on its own or on other evaluation data.
+"""`trainer evaluate RUN`: a run's model, measured on its own or on other data; or somebody's weights.
 
 - `evaluate`: what is asked for, and the ranks that do it
+- `weights`: a recipe's model with the weights of a file
 - `rank`: a rank's part: model, data, metrics
 - `details`: what goes beyond the metrics of training: classes, the confusion matrix, COCO's twelve figures
 - `show`: tables, JSON and the matrix as a picture
@@ -10,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import BadInputError
 from trainer.host.latest import run_path
 from trainer.train.trust_flag import add_trust
 
@@ -18,14 +20,19 @@ def add_parser(commands: Any) -> None:
     """Adds `evaluate` to the commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="measure a run's model again, on its own or other data",
+        help="measure a run's model again, on its own or other data; or somebody's weights (--weights)",
         allow_abbrev=False,
     )
     evaluate.add_argument(
-        "run_or_weights",
-        type=run_path,
-        metavar="RUN|WEIGHTS",
-        help="run folder, or latest; or model.safetensors or ema.safetensors in one",
+        "what",
+        metavar="RUN|WEIGHTS|RECIPE",
+        help="run folder, or latest; or model.safetensors or ema.safetensors in one; with --weights a recipe",
+    )
+    evaluate.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="measure these on the data of a recipe, without training: a safetensors file, "
+        "hub:ORG/NAME@REVISION or torchvision:WEIGHTS (as model.pretrained)",
     )
     evaluate.add_argument(
         "--checkpoint",
@@ -37,13 +44,13 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="other data, such as data.path; repeatable",
+        help="other data, such as data.path; with --weights any key of the recipe; repeatable",
     )
     evaluate.add_argument(
         "--on",
         default="data",
         metavar="SET",
-        help="one of the run's evaluation.sets (default: data, the main one)",
+        help="one of the evaluation.sets (default: data, the main one)",
     )
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.add_argument(
@@ -56,10 +63,27 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.train.manifest import read_run
-
-    if options.run_or_weights.suffix != ".safetensors":
-        read_run(options.run_or_weights)  # what is no run is said before torch is imported
+    if options.weights is None:
+        options.what = str(_run_of(options.what))
     from trainer.commands.evaluate.evaluate import evaluate_run
 
     return evaluate_run(options)
+
+
+def _run_of(word: str) -> Path:
+    """The run that is named; what is none is said before torch is imported."""
+    from trainer.config.recipe_file import recipe_names
+    from trainer.train.manifest import read_run
+
+    try:
+        run = run_path(word)
+        if run.suffix != ".safetensors":
+            read_run(run)
+        return run
+    except (BadInputError, argparse.ArgumentTypeError) as error:
+        if word not in recipe_names() and Path(word).suffix not in (".yaml", ".yml", ".py"):
+            raise BadInputError(str(error)) from error
+        raise BadInputError(
+            f"{word}: is a recipe, which has no weights: give a run folder, or --weights FILE to measure "
+            "somebody's"
+        ) from error

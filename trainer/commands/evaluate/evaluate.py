@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from trainer.commands.evaluate.rank import RESULT, measure
+from trainer.commands.evaluate.rank import RESULT, asked, measure
 from trainer.commands.evaluate.show import MOST_DRAWN, as_json, chart, lines
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.latest import MANIFEST
 from trainer.launch.launcher import launch
 from trainer.train.local_ranks import plan_local_ranks
-from trainer.train.model_of_run import open_run
 from trainer.train.run import device_kind
 
 _RANK = "trainer.commands.evaluate.rank"
@@ -39,19 +39,12 @@ def evaluate_run(options: argparse.Namespace) -> int:
     """
     if options.plot is not None and options.plot.suffix != ".svg":
         raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
-    folder, weights = _folder_of(options.run_or_weights)
-    opened = open_run(folder, options.set, options.checkpoint, weights, options.on, options.trust)
+    request = _request(options)
+    opened = asked(request, options.trust)
     if options.plot is not None and opened.recipe.task not in ("classification", "audio"):
         raise BadInputError(f"--plot: task={opened.recipe.task} has no confusion matrix")
     if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_DRAWN:
         raise BadInputError(f"--plot: at most {MOST_DRAWN} classes can be drawn; --json has the matrix")
-    request = {
-        "folder": str(folder),
-        "settings": list(options.set),
-        "checkpoint": options.checkpoint,
-        "weights": weights,
-        "on": options.on,
-    }
     local = plan_local_ranks(opened.recipe, options.gpus, options.nproc_per_node)
     if local.ranks == 1:
         # Here: RANK and its like in the environment are somebody else's.
@@ -70,16 +63,26 @@ def evaluate_run(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _folder_of(path: Path) -> tuple[Path, str | None]:
-    """The run folder, and which of its files with weights was named."""
-    if path.suffix != ".safetensors":
-        return path, None
-    if not (path.parent / "manifest.json").is_file():
-        raise BadInputError(
-            f"{path}: isn't in a run folder, whose manifest.json says which model and data it is of; "
-            "give a run folder"
-        )
-    return path.parent, path.name
+def _request(options: argparse.Namespace) -> dict[str, Any]:
+    """What the ranks are told: of a run, which of its weights; or a recipe and somebody's weights."""
+    word = options.what
+    request = {"what": word, "file": options.weights, "settings": list(options.set), "on": options.on}
+    if options.weights is not None:
+        if options.checkpoint is not None:
+            raise BadInputError(
+                f"--weights {options.weights} and --checkpoint {options.checkpoint}: give one of them; a "
+                "checkpoint is a run's own"
+            )
+        return request
+    folder, name = Path(word), None
+    if folder.suffix == ".safetensors":
+        folder, name = folder.parent, folder.name
+        if not (folder / MANIFEST).is_file():
+            raise BadInputError(
+                f"{word}: isn't in a run folder, whose manifest.json says which model and data it is of; "
+                f"give a run folder, or a recipe: trainer evaluate --weights {word} RECIPE"
+            )
+    return request | {"what": str(folder), "checkpoint": options.checkpoint, "weights": name}
 
 
 def _print(told: dict[str, Any], options: argparse.Namespace) -> None:

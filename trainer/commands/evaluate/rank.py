@@ -13,10 +13,10 @@ _TIMEOUT_SECONDS = 1800.0
 
 
 def measure(opened: Any, world: Any) -> dict[str, Any]:
-    """Measures a run's model with all ranks; the same on each of them.
+    """Measures a model with all ranks; the same on each of them.
 
     Args:
-        opened: From `trainer.train.model_of_run.open_run`; its model is moved to this rank's device.
+        opened: From `asked`; its model is moved to this rank's device.
         world: The ranks, a `trainer.distributed.parallel.World`.
     """
     import torch
@@ -32,7 +32,7 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
     from trainer.train.replaced import count_replaced
 
     recipe = opened.recipe
-    torch.set_num_threads(opened.manifest.attempts[-1].threads)
+    torch.set_num_threads(opened.threads)
     check_precision(recipe.precision, world.device)
     set_matmul_mode(recipe.precision)
     set_determinism(recipe)
@@ -62,17 +62,27 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
     }
 
 
+def asked(request: dict[str, Any], trust: bool) -> Any:
+    """Opens what a request names: a run, or a recipe and somebody's weights."""
+    if request["file"] is not None:
+        from trainer.commands.evaluate.weights import open_weights
+
+        return open_weights(request["what"], request["file"], request["settings"], request["on"], trust)
+    from trainer.train.model_of_run import open_run
+
+    which = {name: request[name] for name in ("settings", "checkpoint", "weights", "on")}
+    return open_run(Path(request["what"]), **which, trust=trust)
+
+
 def main(request: dict[str, Any]) -> int:
     """Does a rank's part; the first leaves the result in a file."""
     import os
 
     from trainer.distributed.parallel import joined_world
     from trainer.host.files import write_whole
-    from trainer.train.model_of_run import open_run
     from trainer.train.run import device_kind
 
-    which = {name: request[name] for name in ("settings", "checkpoint", "weights", "on")}
-    opened = open_run(Path(request["folder"]), **which, trust=True)  # the command has asked
+    opened = asked(request, trust=True)  # the command has looked
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
         told = measure(opened, world)
     if os.environ["RANK"] == "0":

@@ -1,17 +1,14 @@
 """What `trainer evaluate` found, for people, for programs, and as a picture."""
 
-import io
 import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from trainer.config.training import MAIN_SET
 from trainer.data.left_out import LeftOut, told as line_of
+from trainer.observe.table import table
 from trainer.observe.text import escaped
 
 _MOST_CLASSES = 40  # in a table; the JSON has all of them
@@ -36,11 +33,11 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
     if told.get("replaced"):
         yield f"  replaced: {told['replaced']:,} samples, which can't be decoded"
     if "coco" in told:
-        yield _table(("figure", "value"), [(name, _figure(value)) for name, value in told["coco"].items()])
+        yield table(("figure", "value"), [(name, _figure(value)) for name, value in told["coco"].items()])
     if "confusion" in told:
         rows = per_class(told["confusion"], told["classes"])
         names = ("class", "samples", "precision", "recall", "f1", "most often taken for")
-        yield _table(
+        yield table(
             names,
             [
                 (
@@ -51,6 +48,7 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
                 )
                 for row in rows[:_MOST_CLASSES]
             ],
+            left=(0, 5),
         )
         if len(rows) > _MOST_CLASSES:
             yield f"{len(rows) - _MOST_CLASSES} more classes: --json has all of them"
@@ -126,14 +124,3 @@ def chart(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> str:
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number in (0, 5) else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=200, highlight=False, markup=False).print(table)
-    return text.getvalue().rstrip()

@@ -124,11 +124,12 @@ class ArrowImages(Records):
         names = self._table.names_of(label)
         self.classes: Sequence[str]
         labels, self.classes = _classes(folder, label, self._table.column(label, "data.label_column"), names)
-        self._columns = Columns.hold({"label": np.asarray(labels, dtype=np.int64)})
+        column = np.asarray(labels, dtype=np.int64)
+        self._columns = Columns.hold({"label": column, "row": np.arange(len(column))})
 
     def file_name(self, sample: int) -> bytes:
         """See `Records.file_name`."""
-        return f"{sample:08d}".encode()
+        return f"{self._row(sample):08d}".encode()
 
     def fingerprint(self) -> str:
         """Of all labels, and the content of some rows."""
@@ -143,7 +144,7 @@ class ArrowImages(Records):
 
     def name(self, sample: int) -> str:
         """Row and folder."""
-        return f"{self._table.folder} row {sample}"
+        return f"{self._table.folder} row {self._row(sample)}"
 
     def read(self, sample: int) -> bytearray:
         """See `Records.read`."""
@@ -155,8 +156,11 @@ class ArrowImages(Records):
             )
         return bytearray(found)
 
+    def _row(self, sample: int) -> int:
+        return int(self._columns["row"][sample])
+
     def _bytes(self, sample: int) -> bytes | None:
-        value = self._table.column(self._image, "data.input_column")[sample].as_py()
+        value = self._table.column(self._image, "data.input_column")[self._row(sample)].as_py()
         found: bytes | None = value.get("bytes") if self._in_struct and value is not None else value
         return found
 

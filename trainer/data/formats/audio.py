@@ -48,6 +48,8 @@ class AudioFolder(RecordsDataset):
         on_corrupt: What to do about a file that can't be decoded.
     """
 
+    records: Files
+
     def __init__(
         self, files: Files, seconds: float, sample_rate: int, random_crop: bool, on_corrupt: OnCorrupt
     ) -> None:
@@ -59,7 +61,7 @@ class AudioFolder(RecordsDataset):
         except (ImportError, OSError) as error:
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
         super().__init__(files, {AUDIO: Field((length,), np.dtype(np.int16))}, on_corrupt)
-        self._files, self._length, self._rate = files, length, sample_rate
+        self._length, self._rate = length, sample_rate
         self._measured = set[bytes]()  # recordings of floats, each measured once by a process
         self.uniforms = 1 if random_crop else 0
 
@@ -73,7 +75,7 @@ class AudioFolder(RecordsDataset):
         where = random[:, 0].tolist() if random is not None and self.uniforms else None
 
         def fill(row: int, sample: int) -> None:
-            self._cut(self._files.path(sample), None if where is None else where[row], audio[row])
+            self._cut(self.records.path(sample), None if where is None else where[row], audio[row])
 
         return self._filled(samples, fill, out)
 
@@ -86,9 +88,9 @@ class AudioFolder(RecordsDataset):
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
             if not everything:  # the end of flac is found by reading all before it
-                sizes = np.cumsum(list(pool.map(lambda sample: _size(self._files.path(sample)), chosen)))
+                sizes = np.cumsum(list(pool.map(lambda sample: _size(self.records.path(sample)), chosen)))
                 chosen = chosen[: int(np.searchsorted(sizes, _BYTES, "right"))]
-            found = list(pool.map(lambda sample: _odd(self._files.path(sample)), chosen))
+            found = list(pool.map(lambda sample: _odd(self.records.path(sample)), chosen))
         lines = []
         for place, kind in enumerate(
             ("have more behind their end", "hold floats beyond 1.0, which are clipped")

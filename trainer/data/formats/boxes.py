@@ -1,5 +1,6 @@
 """Images with boxes as a data set: brought to one size, augmented together with their boxes."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +75,30 @@ class Pictures(Protocol):
         ...
 
 
+class SomePictures:
+    """Some pictures of many, numbered anew."""
+
+    def __init__(self, whole: Pictures, samples: Ints) -> None:
+        self._whole, self._samples = whole, samples
+        self.classes, self.channels = whole.classes, whole.channels
+        self.most, self.in_memory = whole.most, whole.in_memory
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def fingerprint(self) -> str:
+        """Of all, and how many these are."""
+        return f"{len(self)} evenly spaced of {self._whole.fingerprint()}"
+
+    def name(self, sample: int) -> str:
+        """See `Pictures`."""
+        return self._whole.name(int(self._samples[sample]))
+
+    def read(self, sample: int) -> Picture:
+        """See `Pictures`."""
+        return self._whole.read(int(self._samples[sample]))
+
+
 class BoxAugment(NamedTuple):
     """What training images go through.
 
@@ -141,6 +166,12 @@ class BoxedImages:
 
     def __len__(self) -> int:
         return len(self.pictures)
+
+    def only(self, samples: Ints) -> "BoxedImages":
+        """Some of them, numbered anew in this order."""
+        part, only = copy.copy(self), getattr(self.pictures, "only", None)
+        part.pictures = SomePictures(self.pictures, samples) if only is None else only(samples)
+        return part
 
     @property
     def records(self) -> object:

@@ -3,6 +3,7 @@
 See https://cocodataset.org/#format-data.
 """
 
+import copy
 import hashlib
 import os
 from collections import Counter
@@ -27,6 +28,7 @@ from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
+from trainer.rng import Ints
 
 _YEARS = ("", "2017", "2014")
 _ROBOFLOWS = {"val": ("valid",)}  # its name of a part
@@ -100,6 +102,17 @@ class CocoPictures:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def only(self, samples: Ints) -> "CocoPictures":
+        """Some of them, numbered anew in this order."""
+        part = copy.copy(self)
+        part.records, part._sizes = self.records.only(samples), self._sizes[samples]
+        counts = np.diff(self._ends, prepend=0)[samples]
+        part._ends = np.cumsum(counts)
+        # Of each box: where its image's begin, and its place there.
+        rows = np.repeat(self._ends[samples] - part._ends, counts) + np.arange(counts.sum())
+        part._rows, part._areas = self._rows[rows], self._areas[rows]
+        return part
 
     def fingerprint(self) -> str:
         """Of the boxes, the categories and the files."""

@@ -1,11 +1,13 @@
 """Stored samples with labels, read at random: what folders, tables, shards and packs have in common."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from trainer.config.data import DataConfig, OnCorrupt
 from trainer.data.corrupt import Bad, fill_rows
@@ -42,7 +44,7 @@ def reading_of(config: DataConfig, auto: Reading | None = None) -> Reading:
 
 
 class Records(ABC):
-    """Samples as they are stored, with what is known of each in columns.
+    """Samples as they are stored, with what is known of each in columns: `only` takes their rows.
 
     Attributes:
         raw: True where what is stored are pixels: uint8 (height, width, 3).
@@ -65,6 +67,12 @@ class Records(ABC):
         """The class of each sample: int64 (n,)."""
         labels: Ints = self._columns["label"]
         return labels
+
+    def only(self, samples: Ints) -> Self:
+        """Some of them, numbered anew in this order."""
+        part = copy.copy(self)
+        part._columns = Columns.hold(self._columns.rows(samples))
+        return part
 
     def file_name(self, sample: int) -> bytes:
         """The name of a sample below its root, the same in each format that it is brought to."""
@@ -126,6 +134,12 @@ class RecordsDataset:
     def labels(self) -> Ints:
         """Those of the records."""
         return self.records.labels
+
+    def only(self, samples: Ints) -> Self:
+        """See `Records.only`."""
+        part = copy.copy(self)
+        part.records = self.records.only(samples)
+        return part
 
     def fingerprint(self) -> str:
         """That of the records, and how their pixels are taken."""

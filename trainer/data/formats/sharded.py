@@ -5,6 +5,7 @@ FOLDER/index.safetensors    for each sample: shard, offset, size, label, hash, n
 FOLDER/<shard> …            .tar as it was, or .bin: the samples one after another
 """
 
+import copy
 import hashlib
 import os
 from collections import OrderedDict
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
 
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.data import DataConfig
@@ -27,6 +29,7 @@ from trainer.data.left_out import LeftOut
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
 from trainer.host import files as disk, strict_json
+from trainer.rng import Ints
 
 INDEX, COLUMNS = "index.json", "index.safetensors"
 
@@ -105,6 +108,17 @@ class ShardedRecords(Records):
         """Samples in each shard."""
         counts = np.bincount(self._columns["shard"], minlength=len(self.about.shards))
         return [int(count) for count in counts]
+
+    def only(self, samples: Ints) -> Self:
+        """See `Records.only`; of the shards, those that they lie in."""
+        part, columns = copy.copy(self), self._columns.rows(samples)
+        used, shard = np.unique(columns["shard"], return_inverse=True)
+        digest = hashlib.sha256(self.about.columns_sha256.encode() + samples.tobytes()).hexdigest()
+        shards = [self.about.shards[number] for number in used.tolist()]
+        changes = {"samples": len(samples), "shards": shards, "columns_sha256": digest}
+        part.about = self.about.model_copy(update=changes)
+        part._columns = Columns.hold({**columns, "shard": shard.astype(np.int32)})
+        return part
 
     def fingerprint(self) -> str:
         """Of the index, which has a hash of every sample."""

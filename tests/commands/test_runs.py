@@ -1,0 +1,128 @@
+"""Promise: `trainer runs` lists what lies there, reads nothing by a link, and names what it can't read."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.cli import main
+from trainer.train.manifest import FORMAT
+
+
+def made(root: Path, name: str, days: float, rows: str = "", **facts: Any) -> Path:
+    """A run folder that was last written so many days ago."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    told = {"format": FORMAT, "recipe": "digits", "config": {}, "status": "finished", "steps": 12, **facts}
+    (folder / "manifest.json").write_text(json.dumps(told))
+    (folder / "evaluations.jsonl").write_text(rows)
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - days * 86400 - 5,) * 2)
+    return folder
+
+
+ROWS = "".join(
+    json.dumps({"kind": "eval", "step": step, "seconds": 1.0, "loss": loss, "accuracy": right}) + "\n"
+    for step, loss, right in ((6, 0.5, 0.75), (12, 0.4, 0.625))
+)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "runs"
+    made(root, "old", 9, ROWS)
+    made(root, "new", 3, ROWS.replace("accuracy", "error"), recipe="mine")
+    made(tmp_path, "outside", 1)
+    (root / "latest").symlink_to("new")
+    (root / "elsewhere").symlink_to(tmp_path / "outside")
+    (root / "nothing").mkdir()
+    (root / "note.txt").write_text("")
+    return root
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], str]:
+    assert main(["runs", *words]) == 0
+    told = capsys.readouterr()
+    return told.out.splitlines(), told.err
+
+
+def test_the_newest_is_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heading, *lines = listed(capsys)[0]
+    assert heading.split() == ["run", "recipe", "status", "step", "best", "size", "age"]
+    assert [line.split() for line in lines] == [
+        ["new", "mine", "finished", "12", "0.625", "error", "0", "KiB", "3", "d"],
+        ["old", "digits", "finished", "12", "0.75", "accuracy", "0", "KiB", "9", "d"],
+    ]
+    assert listed(capsys, str(runs))[0] == [heading, *lines]
+    assert len(listed(capsys, "runs/old")[0]) == 2, "a run folder is that run"
+
+
+def test_for_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(runs / "new")
+    told = json.loads("\n".join(listed(capsys, "--json")[0]))
+    (one,) = told["runs"]
+    size, age_s = one.pop("bytes"), one.pop("age_s")
+    assert size == sum(file.stat().st_size for file in (runs / "old").iterdir())
+    assert 9 * 86400 <= age_s < 9 * 86400 + 600
+    named = {"name": "old", "recipe": "digits", "status": "finished", "step": 12}
+    assert one == {**named, "metric": "accuracy", "best": 0.75}
+    assert told["unreadable"] == []
+
+
+def test_what_cannot_be_read_is_a_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(runs, "older", 1, format=1)
+    (made(runs, "torn", 1) / "manifest.json").write_text("{")
+    (made(runs, "list", 1) / "manifest.json").write_text("[]")
+    linked = made(runs, "linked", 1) / "manifest.json"
+    linked.unlink()
+    linked.symlink_to(runs / "old" / "manifest.json")
+    pipe = made(runs, "pipe", 1) / "manifest.json"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    odd = made(
+        runs, "odd", 0, 'what\n{"step": "x", "accuracy": "high"}\n[1]\n', status=["\x1b[31m"], steps="y"
+    )
+    (odd / "metrics.jsonl").write_text('{"step": 40}\n{"st')
+    (odd / "evaluations.jsonl").chmod(0o600)
+    lines, errors = listed(capsys)
+    assert [line.split()[0] for line in lines[1:]] == ["odd", "new", "old"]
+    assert "\x1b" not in lines[1] and " 40 " in lines[1]
+    named = errors.splitlines()
+    assert len(named) == 5
+    for name in ("older", "torn", "list", "linked", "pipe"):
+        assert sum(f"runs/{name}" in line for line in named) == 1, name
+    told = json.loads("\n".join(listed(capsys, "--json")[0]))
+    assert {one["name"] for one in told["unreadable"]} == {"older", "torn", "list", "linked", "pipe"}
+
+
+def test_one_that_goes_on_and_one_that_was_killed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    going = made(runs, "going", 0, status="running", steps=None)
+    (going / "metrics.jsonl").write_text('{"step": 40}\n{"step": 50}\n{"step": 60')
+    (going / ".lock").touch()
+    assert ["going", "digits", "killed", "50"] in [line.split()[:4] for line in listed(capsys)[0]]
+    (going / ".lock").unlink()
+    assert ["going", "digits", "running", "50"] in [line.split()[:4] for line in listed(capsys)[0]]
+
+
+def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert listed(capsys)[0] == ["runs: no run lies there"]
+    assert main(["runs", "gone"]) == 2
+    assert capsys.readouterr().err == "trainer: error: gone: no such folder; give the one that runs lie in\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("list", "runs"), ("ls", "runs"), ("validate", "evaluate"), ("test", "evaluate"), ("fit", "train")],
+)
+def test_the_words_of_others_lead_to_a_command(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([typed])
+    assert f"that is 'trainer {meant}' here" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Somebody's weights, measured on a recipe's evaluation data: `trainer evaluate --weights FILE RECIPE`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe
+from trainer.errors import BadInputError
+from trainer.models.precision import set_matmul_mode
+from trainer.models.pretrained import find_weights
+from trainer.models.weights import load_initial
+from trainer.tasks import Task
+from trainer.train.model_of_run import NOT_NOW, with_set
+from trainer.train.run import make_task, more_sets
+from trainer.train.trust import check_recipe
+
+
+class OpenedWeights(NamedTuple):
+    """As `OpenedRun`, of a recipe that nobody trained here.
+
+    Attributes:
+        folder: What stands for the run: the recipe, as it was typed.
+        recipe: The configuration.
+        task: Of the recipe, with its data.
+        model: On the CPU, in evaluation mode; nothing in it asks for gradients.
+        weights: The file, and how many of its tensors were taken.
+        threads: For each rank.
+    """
+
+    folder: str
+    recipe: Recipe
+    task: Task
+    model: nn.Module
+    weights: str
+    threads: int
+
+
+def open_weights(name: str, file: str, settings: Sequence[str], on: str, trust: bool) -> OpenedWeights:
+    """Opens a recipe's data and model, and puts all of a file's weights into that.
+
+    Args:
+        name: The recipe.
+        file: As model.pretrained takes it: a safetensors file, hub:… or torchvision:….
+        settings: KEY=VALUE, of any key.
+        on: The evaluation set.
+        trust: Whether a stranger's code may run, see `trainer.train.trust`.
+
+    Raises:
+        BadInputError: If the recipe, its data or the weights aren't there, or they are another model's.
+    """
+    if Path(name).is_dir():
+        raise BadInputError(
+            f"{name} is a folder: --weights needs a recipe, such as {Path(name) / 'config.yaml'}; leave it "
+            "out to measure a run's own weights"
+        )
+    settings = [*settings, *NOT_NOW]
+    recipe = with_set(load_recipe(name, settings), on)
+    check_recipe(name, recipe, settings, trust)
+    set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))
+    task = make_task(recipe)
+    task.evaluation_data = more_sets(task).get(on, task.evaluation_data)
+    model = task.model().eval().requires_grad_(False)
+    try:
+        found = find_weights(load_recipe(name, [*settings, f"model.pretrained={json.dumps(file)}"]).model)
+        assert found is not None
+        taken = load_initial(model, found.file, None)
+    except BadInputError as error:
+        raise BadInputError(str(error).replace("model.pretrained", "--weights", 1)) from error
+    threads = torch.get_num_threads() if recipe.parallel.threads == "auto" else recipe.parallel.threads
+    return OpenedWeights(name, recipe, task, model, f"{file} ({taken})", threads)
