@@ -10,11 +10,15 @@ from trainer.rng import Float32, Ints
 
 
 class LimitedDataset:
-    """Some samples of a data set, numbered anew in its order."""
+    """Some samples of a data set, numbered anew in its order.
+
+    Attributes:
+        whole: That data set.
+    """
 
     def __init__(self, whole: Dataset, limit: int) -> None:
         """Takes `limit` of them, from the first to the last."""
-        self._whole, self._chosen = whole, spread(len(whole), limit)
+        self.whole, self._chosen = whole, spread(len(whole), limit)
         self.fields: Mapping[str, Field] = whole.fields
         self.num_items, self.uniforms, self.in_process = whole.num_items, whole.uniforms, whole.in_process
         self.arrays: Arrays | None = None
@@ -32,11 +36,11 @@ class LimitedDataset:
 
     def fingerprint(self) -> str:
         """Of the whole, and how many of it; see `Dataset.fingerprint`."""
-        return f"{len(self)} evenly spaced of {self._whole.fingerprint()}"
+        return f"{len(self)} evenly spaced of {self.whole.fingerprint()}"
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
         """See `Dataset.read`."""
-        replaced = self._whole.read(self._chosen[samples], random, out) or ()
+        replaced = self.whole.read(self._chosen[samples], random, out) or ()
         return [bad._replace(sample=int(np.searchsorted(self._chosen, bad.sample))) for bad in replaced]
 
 
