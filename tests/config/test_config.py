@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 import trainer
-
 from trainer.cli import main, make_parser
 from trainer.config.formats import FORMATS
 from trainer.config.recipe import Recipe

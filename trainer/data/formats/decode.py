@@ -146,7 +146,8 @@ def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 def resized_middle(image: torch.Tensor, side: int, share: float = EVAL_CROP) -> torch.Tensor:
     """The central square of an image as evaluation sees it: uint8 (1, 3, h, w) to (1, 3, side, side)."""
-    rows, columns, box = central_window(*image.shape[2:], side, share)
+    height, width = image.shape[2:]
+    rows, columns, box = central_window(height, width, side, share)
     resized = resize(image, rows, columns)
     return resized[:, :, box.top : box.top + side, box.left : box.left + side]
 
