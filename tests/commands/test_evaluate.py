@@ -285,7 +285,8 @@ def somebodys(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.parametrize(
-    "words", [("digits", "model.width=16", "--weights"), ("--set", "model.width=16", "digits", "seed=9", "--weights")]
+    "words",
+    [("digits", "model.width=16", "--weights"), ("--set", "model.width=16", "digits", "seed=9", "--weights")],
 )
 def test_somebodys_weights_are_measured_without_training(
     words: Sequence[str], digits_run: Path, somebodys: Path, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import trainer
 from trainer.cli import main, make_parser
 from trainer.config.formats import FORMATS
 from trainer.config.recipe import Recipe
@@ -12,6 +13,13 @@ from trainer.config.recipe_file import override, parse_recipe, read_recipe, reci
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.config.suggest import MEANT
 from trainer.train.run import check_request, make_task
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_says_what_is_unlike_its_source(name: str) -> None:
+    text = (Path(trainer.__file__).parent / f"recipes/{name}.yaml").read_text()
+    comment = " ".join(line[1:].strip() for line in text.splitlines() if line.startswith("#"))
+    assert "nlike it" in comment or "after no" in comment
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -19,7 +19,7 @@ from trainer.config.recipe_file import load_recipe
 from trainer.data.dataset import ArrayDataset
 from trainer.data.formats.images import ImageDataset
 from trainer.data.items import ArrayItems, ItemDataset
-from trainer.data.limited import LimitedDataset
+from trainer.data.limited import limited
 from trainer.data.loader import Source
 from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
@@ -124,10 +124,10 @@ def test_what_lies_on_disk_and_in_memory_has_labels(tmp_path: Path, photographs:
         records = opened(kind, photographs, tmp_path / kind)
         assert tuple(ImageDataset(records, 16, True).labels) == plain, kind
     dataset = ArrayDataset({"x": np.zeros((5, 2)), "label": np.array([1, 0, 1, 2, 2])})
-    assert np.asarray(LimitedDataset(dataset, 3).labels).tolist() == [1, 1, 2]
+    assert np.asarray(limited(dataset, 3).labels).tolist() == [1, 1, 2]
     assert ArrayDataset({"x": np.zeros(5)}).labels is None
     assert ArrayDataset({"label": np.zeros((5, 3))}).labels is None  # of boxes
-    assert LimitedDataset(ArrayDataset({"x": np.zeros(5)}), 3).labels is None
+    assert limited(ArrayDataset({"x": np.zeros(5)}), 3).labels is None
 
 
 def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:

@@ -118,7 +118,9 @@ def test_an_evaluation_image_is_torchvisions_resize_and_center_crop(
     assert cut.height * cut.width == min(height, 32 * width) * min(width, 32 * height)
     seen = image[:, :, cut.top : cut.top + cut.height, cut.left : cut.left + cut.width]
     expected = v2.Compose([v2.Resize(short), v2.CenterCrop(side)])(seen)
-    assert torch.equal(resized_middle(seen, side, share), expected)
+    # Where a processor has no AVX2, torchvision resizes as floats.
+    rounding = 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 1
+    assert (resized_middle(seen, side, share).int() - expected.int()).abs().max() <= rounding
 
 
 def test_a_line_of_a_million_pixels_takes_little_memory() -> None:

@@ -15,9 +15,11 @@ from torch.optim import lr_scheduler
 
 from trainer.config.model import ModelConfig
 from trainer.config.optimizers import OPTIMIZERS, SCHEDULES
+from trainer.config.recipe_file import load_recipe
 from trainer.config.training import AverageConfig, OptimConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
+from trainer.models.gpt import GPT
 from trainer.models.images import build_model
 from trainer.optim.adamw import AdamW
 from trainer.optim.average import WeightAverage
@@ -29,6 +31,7 @@ from trainer.optim.optimizers import (
     make_optimizer,
     moments_kept,
     parameter_groups,
+    undecayed,
 )
 from trainer.optim.schedules import schedule
 
@@ -376,6 +379,21 @@ def test_what_has_no_weight_decay_is_named(settings: dict[str, Any], without: se
     groups = parameter_groups(config, model)
     decay = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
     assert decay == {name: 0.0 if name in without else 0.3 for name in names.values()}
+
+
+def test_a_recipe_decays_what_its_source_does() -> None:
+    """nanoGPT prints "non-decayed parameter tensors: 25, with 19,200 parameters" of its 124 million."""
+    with torch.device("meta"):
+        gpt = GPT(load_recipe("gpt2-124m", []).language, 50304)
+        vit = build_model(ModelConfig(name="vit_small"), 3, 1000)
+        resnet = build_model(ModelConfig(name="resnet50"), 3, 1000)
+    spared = undecayed(load_recipe("gpt2-124m", []).optim, gpt)
+    assert (len(spared), sum(gpt.get_parameter(name).numel() for name in spared)) == (25, 19_200)
+    few = {name for name, p in vit.named_parameters() if p.ndim < 2}
+    found = {*undecayed(load_recipe("vit-small", []).optim, vit)}
+    assert found == few | {"class_token", "encoder.pos_embedding"}
+    for name in ("resnet50-imagenet", "coco-fasterrcnn", "speech-commands"):
+        assert not undecayed(load_recipe(name, []).optim, resnet)
 
 
 def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_name() -> None:

@@ -159,8 +159,8 @@ def test_stochastic_depth_reaches_the_branches_of_known_models(name: str) -> Non
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         model = build_model(ModelConfig(name=name, blocks=(2, 2)), 3, 10)
     names = set(model.state_dict())
-    own = [m for m in model.modules() if type(m).__name__ == "StochasticDepth"]
-    torchvisions: list[Any] = [m.p for m in own]
+    own: list[Any] = [m for m in model.modules() if type(m).__name__ == "StochasticDepth"]
+    torchvisions = [m.p for m in own]
     add_stochastic_depth(model, 0.5)
     assert set(model.state_dict()) == names
     hooked = [m for m in model.modules() if m._forward_hooks]

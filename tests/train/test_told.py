@@ -36,3 +36,19 @@ def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(BadInputError, match=r'seed: 0, now 1.*by out=.*resume="force"') as error:
         fit(Small, {**SETTINGS, "seed": 1}, out=tmp_path / "run")
     assert "--" not in str(error.value)
+
+
+def test_what_has_no_weight_decay_is_told_and_a_name_that_there_isnt_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {**SETTINGS, "epochs": 1, "optim.no_decay": ["*weigh?"]}
+    fit(Small, few, out=tmp_path / "run")
+    assert "without weight decay: 2 of 2 tensors, 3 of 3 parameters" in capsys.readouterr().out
+    fit(Small, {**few, "optim.weight_decay": 0}, out=tmp_path / "none")
+    assert "no_decay and decay_1d have no effect: optim.weight_decay=0" in capsys.readouterr().out
+    fit(Small, {**SETTINGS, "epochs": 1}, out=tmp_path / "usual")
+    assert "without weight decay" not in capsys.readouterr().out
+    with pytest.raises(BadInputError, match=r"optim.no_decay: no parameter of the model is called 'wieght'"):
+        fit(Small, {**few, "optim.no_decay": ["wieght"]}, out=tmp_path / "wrong")
+    with pytest.raises(BadInputError, match=r"optim.no_decay: .*weigh?.*, now"):
+        fit(Small, {**few, "optim.no_decay": ["*"]}, out=tmp_path / "run")

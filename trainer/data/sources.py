@@ -90,11 +90,16 @@ def more_images(config: DataConfig, split: str | None, seed: int) -> tuple[Datas
     Raises:
         BadInputError: If it isn't there or isn't what it should be.
     """
-    if not FORMATS[config.name].opens:
+    if not in_files(config):
         images = load_images(config, seed)
         return images.evaluation, images.classes
     records = open_records(config, data_path(config), split or "val")
     return _cut(records, config, training=False), tuple(records.classes)
+
+
+def in_files(config: DataConfig) -> bool:
+    """Whether images come from files of any size, so that each is cut and resized."""
+    return bool(FORMATS[config.name].opens)
 
 
 def _cut(records: Records, config: DataConfig, training: bool) -> ImageDataset:

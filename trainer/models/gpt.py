@@ -23,7 +23,7 @@ class GPT(nn.Module):
 
     Rotary positions: Su et al., 2021; RMSNorm: Zhang and Sennrich, 2019; SwiGLU: Shazeer, 2020; tied
     embeddings: Press and Wolf, 2017. With learned positions, LayerNorm, GELU and biases it is GPT-2 (Radford
-    et al., 2019).
+    et al., 2019), but for an exact GELU, as nanoGPT has it.
 
     Attributes:
         by_blocks: Whether documents in one row are kept apart by blocks, with FlexAttention; see `packed`.

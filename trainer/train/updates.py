@@ -156,6 +156,8 @@ def words_for(
         lines.append(
             f"without weight decay: {len(kept)} of {len(sizes)} tensors, "
             f"{sum(sizes[name] for name in kept):,} of {sum(sizes.values()):,} parameters"
+            if config.weight_decay
+            else "optim.no_decay and decay_1d have no effect: optim.weight_decay=0"
         )
     if brings := " and ".join(_brings(task)):
         lines.append(f"the task's own {brings}: updates by {type(optimizer).__name__}")

@@ -19,11 +19,10 @@ from trainer.commands.predict.classes import (
     show_table,
 )
 from trainer.commands.predict.grid import check_picture, write_grid
-from trainer.config.formats import FORMATS
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
 from trainer.data.formats.records import Reading, reading_of
-from trainer.data.sources import IMAGE, LABEL
+from trainer.data.sources import IMAGE, LABEL, in_files
 from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun
 
@@ -83,7 +82,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
         return _as_digit(cut_out(data, whole, reading=reading), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
     config = run.recipe.data
-    if FORMATS[config.name].opens:
+    if in_files(config):
         pixels = resized_middle(cut_out(data, middle_cut, reading=reading), height, config.eval_crop)
     else:
         pixels = resize(cut_out(data, _square, reading=reading), height, width)
