@@ -275,14 +275,15 @@ def test_one_may_stop_the_run(own: Path, tmp_path: Path) -> None:
 def test_and_what_stops_it_arrives_in_a_callers_loop(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(own.parent)
 
-    class TrialPruned(Exception):  # noqa: N818
+    class TrialPruned(Exception):  # noqa: N818  (Optuna's name)
         """Of a library that knows nothing of us."""
 
     class Pruned(TrialPruned, StopRun):
         """Both."""
 
     class Prune:
-        def after_step(self, _: dict[str, Any]) -> None:
+        def after_step(self, row: dict[str, Any]) -> None:
+            del row
             raise Pruned
 
     names: dict[str, Any] = {}
