@@ -145,8 +145,9 @@ class DataConfig(LoaderConfig):
     class_weights: Literal["balanced"] | dict[str, float] | None = Field(
         None,
         json_schema_extra={"words": "balanced | {class: number} | null"},
-        description="draws training samples with replacement, as many as there are: balanced (each class as "
-        "often), or by class how much likelier one of its samples is (not named: 1), such as {cat: 3}",
+        description="draws training samples with replacement, as many as there are, by weights: balanced "
+        "(each class as often as any other), or by class how much likelier one of its samples is (not named: "
+        "1), such as {cat: 3}",
     )
     augment: Literal["none", "flip", "crop", "affine"] = Field(
         "none",

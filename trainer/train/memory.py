@@ -316,7 +316,7 @@ def show_model(told: Mapping[str, Any], progress_bar: ProgressBar, device: torch
     rows = [_cells(row) for row in (*told["rows"], told["total"])]
     progress_bar.table(heads, rows, right=(2, 3, 4, 5), last_is_total=True)
     where = "GPU" if device.type == "cuda" else "rank"
-    progress_bar.say(f"  memory of a {where}: {told['memory']}; activations come on top")
+    progress_bar.say(f"  memory of a {where}: {told['memory']}; activations come on top of that")
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

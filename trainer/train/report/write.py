@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError, StopRun
 from trainer.host.files import write_whole
 from trainer.host.here import shown
 from trainer.host.latest import MANIFEST
@@ -62,6 +62,9 @@ def failure_reported(folder: Path) -> Iterator[None]:
     try:
         yield
     except BadInputError:
+        raise
+    except StopRun:
+        leave_report(folder)
         raise
     except Exception:
         report_failure(folder, EXIT_FAILED)

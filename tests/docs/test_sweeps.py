@@ -1,0 +1,79 @@
+"""Promise: the loops of docs/sweeps.md run as they stand: folds, a sweep, and pruning by a hook."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
+ENDED = ("finished", "stopped")
+
+
+class TrialPruned(Exception):  # noqa: N818
+    """As optuna's: known to its study, and to nobody else."""
+
+
+class Trial:
+    """As optuna's: it prunes what is reported after the first of the even trials."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.reported = number, list[tuple[int, float]]()
+
+    def suggest_float(self, _: str, low: float, high: float, log: bool) -> float:
+        assert log
+        return low * (high / low) ** ((self.number + 1) / 5)
+
+    def report(self, value: float, step: int) -> None:
+        self.reported.append((step, value))
+
+    def should_prune(self) -> bool:
+        return self.number % 2 == 0 and len(self.reported) == 2
+
+
+class Study:
+    """As optuna's."""
+
+    best_params: Any = None
+
+    def __init__(self) -> None:
+        self.trials, self.pruned = list[Trial](), list[str]()
+
+    def optimize(self, objective: Callable[[Trial], float], n_trials: int) -> None:
+        values = {}
+        for number in range(n_trials):
+            self.trials.append(trial := Trial(number))
+            try:
+                values[number] = objective(trial)
+            except TrialPruned as pruned:
+                self.pruned.append(str(pruned))
+        self.best_params = max(values, key=values.__getitem__)
+
+
+def test_folds_a_sweep_and_pruning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = Study()
+    stand_in: Any = SimpleNamespace(
+        TrialPruned=TrialPruned,
+        create_study=lambda **_: study,
+        pruners=SimpleNamespace(MedianPruner=lambda: None),
+    )
+    monkeypatch.setitem(sys.modules, "optuna", stand_in)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        exec(block.replace("EVERY = {", 'EVERY = {"parallel.threads": 1, '), names)
+    manifests = {
+        path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/[!l]*/manifest.json")
+    }
+    folds = [manifests[f"fold-{number}"] for number in (1, 2, 3)]
+    assert len({one["config_hash"] for one in folds}) == 3, "each has a name of its own"
+    assert len({json.dumps(one["fingerprint"]) for one in folds}) == 3, "and data of its own"
+    assert min(names["accuracies"]) > 0.8
+    assert len({run.folder for run in names["sweep"].values()}) == 4
+    assert [manifests[f"trial-{number}"]["status"] for number in range(4)] == [*ENDED[::-1], *ENDED[::-1]]
+    assert study.pruned == ["pruned after step 8"] * 2
+    assert [len(trial.reported) for trial in study.trials] == [2, 4, 2, 4]
