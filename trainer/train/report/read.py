@@ -31,6 +31,7 @@ KNOWN = {
     *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu"),
 }
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
+OF_LOSSES = ("loss/", "watched/")  # of a task's own
 LAYERS = ("grad_rms/", "act_rms/", "act_zeros/")  # of rows of kind "layers": what is shown of them
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
@@ -204,7 +205,7 @@ def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
             further.add(name)
         if name in further:
             return True
-        if ("/" in name and not name.startswith("loss/")) or name in _NO_FIGURE or others >= _FIGURES:
+        if ("/" in name and not name.startswith(OF_LOSSES)) or name in _NO_FIGURE or others >= _FIGURES:
             return False
         others += 1
         return True

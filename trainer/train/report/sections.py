@@ -9,7 +9,7 @@ from trainer.observe.text import DASH, count, duration, escaped, share, size
 from trainer.train.report.figures import joined, last_step, metrics, scale_of, sets, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
-from trainer.train.report.read import KNOWN, LAYERS, RecordedRun
+from trainer.train.report.read import KNOWN, LAYERS, OF_LOSSES, RecordedRun
 
 _MARKS = 30
 _LAYERS = 64
@@ -131,8 +131,13 @@ def curves(run: RecordedRun) -> str:
         chart("Gradient norm", "grad_norm", "global norm", zero=True, may_log=True),
         chart("Loss scale", "loss_scale", "factor", may_log=True),
     ]
-    names = dict.fromkeys(name for point in run.train for name in point.cells if "/" not in name)
-    shown += [chart(title_of(name), name, name) for name in names if name not in KNOWN]
+    names = dict.fromkeys(name for point in run.train for name in point.cells if name not in KNOWN)
+    for name in (one for one in names if one.startswith(OF_LOSSES) or "/" not in one):
+        cell, short = joined(run.train, name), name.removeprefix("watched/")
+        kind, unit = scale_of(short, [cell] if cell else [])
+        shown.append(
+            line_chart(f"{title_of(short)}, training", [line(name, run.train, name)], last, kind, unit)
+        )
     notes = ["Dashed verticals mark anomalies by their number, and restarts (↻)."] if marks else []
     if any(point.rows > 1 for point in run.train):
         notes.append("Rows are joined here: lines are their means, the pale band is their range.")
