@@ -1,7 +1,7 @@
 """Metrics of a run: kept on the device, read late, handed to sinks.
 
 A sink is a function that takes a row: a flat mapping with `kind` ("train", "eval", "memory", "layers",
-"verdict", "end"), `step` (steps done) and metrics. To add a sink is to write such a function.
+"hook", "verdict", "end"), `step` (steps done) and metrics. To add a sink is to write such a function.
 """
 
 import time

@@ -13,7 +13,7 @@ from trainer.config.redact import redact
 from trainer.host import strict_json
 from trainer.host.files import lines_inside, oddity, read_inside
 from trainer.observe.charts.thin import Point, ThinnedRows
-from trainer.observe.rows import FILES
+from trainer.observe.rows import FILES, PICTURES
 from trainer.train.manifest import read_facts
 from trainer.train.run_folder import is_abandoned
 
@@ -25,6 +25,8 @@ _TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are ke
 _OF_SETS = 96  # figures of further evaluation sets
 _FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
 
+_PICTURES = 24
+_PICTURE = re.compile(rf"{PICTURES}/[\w.%~-]{{1,250}}\.png", re.ASCII)
 _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 KNOWN = {
     *("loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "slow_excess"),
@@ -92,6 +94,8 @@ class RecordedRun:
         epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
         epoch_end: The same at its end.
         layers: Rows of kind "layers", thinned.
+        hook: Rows of kind "hook", thinned.
+        pictures: Of those, by name: the step and the path of the last one, from the run folder on.
         freed: The same after an evaluation, where the allocator gave memory back.
         end: The last row of kind "end", or {}.
         verdicts: Rows of kind "verdict" but the last word.
@@ -113,6 +117,8 @@ class RecordedRun:
     epoch_end: list[Point] = field(default_factory=list)
     freed: list[Point] = field(default_factory=list)
     layers: list[Point] = field(default_factory=list)
+    hook: list[Point] = field(default_factory=list)
+    pictures: dict[str, tuple[int, str]] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
     verdicts: Some = field(default_factory=Some)
     verdict: dict[str, Any] | None = None
@@ -152,6 +158,7 @@ def _read_rows(run: RecordedRun) -> None:
         "memory start": ThinnedRows(_POINTS, _known(set())),
         "memory end": ThinnedRows(_POINTS, _known(set())),
         "memory evaluation": ThinnedRows(_POINTS, _known(set())),
+        "hook": ThinnedRows(_POINTS, _known(set(), "")),
         "layers": ThinnedRows(_LAYER_POINTS, lambda name: name.startswith(LAYERS)),
     }
     for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
@@ -166,6 +173,12 @@ def _read_rows(run: RecordedRun) -> None:
             kind = f"memory {row.get('at')}"
         if kind == "train":
             _tally(run, step, row)
+        if kind == "hook":
+            run.pictures |= {
+                n: (step, v)
+                for n, v in row.items()
+                if _is_picture(v) and (n in run.pictures or len(run.pictures) < _PICTURES)
+            }
         if kind in rows:
             rows[kind].add(step, row)
         elif kind == "verdict":
@@ -177,6 +190,11 @@ def _read_rows(run: RecordedRun) -> None:
     run.train, run.evaluation = rows["train"].points(), rows["eval"].points()
     run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
     run.freed, run.layers = rows["memory evaluation"].points(), rows["layers"].points()
+    run.hook = rows["hook"].points()
+
+
+def _is_picture(value: object) -> bool:
+    return isinstance(value, str) and _PICTURE.fullmatch(value) is not None
 
 
 def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
@@ -199,13 +217,15 @@ def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
 
     def wanted(name: str) -> bool:
         nonlocal others
+        if name in _NO_FIGURE:
+            return False
         if name in names or name.startswith(_SECTIONS):
             return True
         if name.startswith(more) and len(further) < _OF_SETS:
             further.add(name)
         if name in further:
             return True
-        if ("/" in name and not name.startswith(OF_LOSSES)) or name in _NO_FIGURE or others >= _FIGURES:
+        if ("/" in name and not name.startswith(OF_LOSSES)) or others >= _FIGURES:
             return False
         others += 1
         return True
