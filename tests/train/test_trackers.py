@@ -190,13 +190,24 @@ def test_rows_never_wait_for_a_tracker(told: Any, tmp_path: Path, capfd: pytest.
     assert tracker._process.returncode == -signal.SIGKILL
 
 
+PICTURE = """
+import numpy
+
+class Picture:
+    def after_evaluation(self, step, metrics):
+        return {"square": numpy.full((3, 4), step, numpy.uint8)}
+"""
+
+
 @pytest.mark.usefixtures("alone")
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     from tests.helpers.wandb_files import history, records
 
     run = tmp_path / "run"
-    recipe = small(**logged("wandb"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}")
+    (tmp_path / "own.py").write_text(PICTURE)
+    hooks = {"use": [f"{tmp_path / 'own.py'}:Picture"]}
+    recipe = small(**logged("wandb"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}", hooks=hooks)
     assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
     done = attempt(run, recipe, before=patiently)
     assert done.code == 0, done.said
@@ -220,6 +231,9 @@ def test_wandb_offline(tmp_path: Path) -> None:
         {"step": row["step"], **{name: value for name, value in metrics_of(row).items() if value is not None}}
         for row in read_rows(run, ("train", "eval"))
     ]
+    sent = [row for row in rows if any(name.startswith("hook/square") for name in row)]
+    assert len(sent) == len(list(read_rows(run, ("hook",)))) > 1
+    assert len(list(run.glob("wandb/**/media/images/hook/square_*.png"))) == len(sent)
     got = [row for row in rows if "train/loss" in row or "eval/loss" in row]
     assert [{name: row.get(name) for name in want} for row, want in zip(got, wanted, strict=True)] == wanted
 

@@ -1,6 +1,6 @@
 """Metrics of a run: kept on the device, read late, handed to sinks.
 
-A sink is a function that takes a row: a flat mapping with `kind` ("train", "eval", "memory",
+A sink is a function that takes a row: a flat mapping with `kind` ("train", "eval", "memory", "hook",
 "verdict", "end"), `step` (steps done) and metrics. To add a sink is to write such a function.
 """
 
@@ -126,8 +126,8 @@ class MetricLogger:
         """Starts where an earlier attempt stopped.
 
         Args:
-            take_metrics: Returns tensors () and starts them anew; "loss" and "loss/…" are sums over the
-                steps since the last call, all others are shown as they are.
+            take_metrics: Returns tensors () and starts them anew; "loss", "loss/…" and "watched/…" are sums
+                over the steps since the last call, all others are shown as they are.
             logged: The last row of metrics so far; updated in place.
             left_out: Numbers of the steps that aren't trained.
         """
@@ -209,7 +209,7 @@ class MetricLogger:
             "memory_bytes": used_memory(self._device),
         }
         for name in staged.names:
-            if name == "loss" or name.startswith("loss/"):
+            if name == "loss" or name.startswith(("loss/", "watched/")):
                 row[name] = float(row[name]) / staged.steps
         if self._checksums is not None and staged.prints is not None:
             exact = {name: row[name] for name in ("kind", "step", "epoch", *staged.names)}

@@ -1,13 +1,19 @@
 """The files of a run's rows, one for each kind, so that each is a table; and names. Imports no torch."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 # A row's kind, and the file in the run folder that holds such rows and no others.
 FILES = {
     "train": "metrics.jsonl",
     "eval": "evaluations.jsonl",
     "memory": "memory.jsonl",
+    "hook": "hooks.jsonl",
     "verdict": "verdicts.jsonl",
     "end": "summary.jsonl",
 }
+
+PICTURES = "pictures"  # in a run folder: what rows of kind "hook" name by its path from there
 
 # What rows say of themselves, and trackers of rows; the beginnings of figures that a run adds to its metrics.
 OWN = frozenset(
@@ -32,6 +38,15 @@ def why_no_metric(name: object) -> str:
     if name in OWN or str(name).startswith(_OWN_PARTS):
         return "is what rows call a figure of their own: give the metric another name"
     return ""
+
+
+def pictures_of(row: Mapping[str, object], folder: Path) -> list[tuple[str, Path]]:
+    """The pictures that a row tells of, by name, as files of its run folder."""
+    if row["kind"] != "hook":
+        return []
+    return [
+        (name, folder / value) for name, value in row.items() if isinstance(value, str) and name != "kind"
+    ]
 
 
 def tag(kind: str, name: str) -> str:

@@ -16,7 +16,7 @@ from typing import TextIO
 from trainer.host import strict_json
 from trainer.host.files import lines_inside, open_own, own_folder, written_whole
 from trainer.observe.log import Row, Sink
-from trainer.observe.rows import FILES, tag
+from trainer.observe.rows import FILES, pictures_of, tag
 
 _TOGETHER_S = 0.25  # so long, at most, rows of training wait for others on their way to TensorBoard
 
@@ -191,13 +191,21 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
             return Summary(value=[told])
         # A curve begins where it is first anything but 0: every value is bytes that Python adds up (CRC).
         begun.update(name for name, value in row.items() if value != 0)
+        scalars = [
+            Summary.Value(tag=tag(str(row["kind"]), name), simple_value=value)
+            for name, value in row.items()
+            if name in begun and name not in ("step", "epoch") and isinstance(value, float | int)
+        ]
         return Summary(
-            value=[
-                Summary.Value(tag=tag(str(row["kind"]), name), simple_value=value)
-                for name, value in row.items()
-                if name in begun and name not in ("step", "epoch") and isinstance(value, float | int)
-            ]
+            value=[*scalars, *(picture(name, png) for name, png in pictures_of(row, folder.parent))]
         )
+
+    def picture(name: str, file: Path) -> Summary.Value:
+        png = file.read_bytes()
+        width, height, kind = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big"), png[25]
+        channels = {0: 1, 2: 3, 6: 4}[kind]  # gray, RGB, RGBA
+        shown = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
+        return Summary.Value(tag=tag("hook", name), image=shown)
 
     def write_waiting() -> None:
         nonlocal written

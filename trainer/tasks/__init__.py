@@ -57,17 +57,27 @@ class Task(Protocol):
 
 
 class Several(Task, Protocol):
-    """A task with several losses; its `loss` is their sum.
+    """A task with several losses; its `loss` is the sum of those that are trained.
 
     Attributes:
         losses: Their names, for rows: `loss/NAME`.
+        watched: The last ones of them, which aren't trained; in rows `watched/NAME`.
     """
 
     losses: tuple[str, ...]
+    watched: tuple[str, ...]
 
     def loss_parts(self, model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
         """Each loss of a micro-batch, in the order of `losses`; as `loss`, a sum over the items."""
         ...
+
+
+def loss_rows(task: object) -> tuple[str, ...]:
+    """What rows call each of `Several.losses`; () for a task with one loss."""
+    names, watched = getattr(task, "losses", ()), getattr(task, "watched", ())
+    trained = names[: len(names) - len(watched)]
+    own = trained if trained == ("loss",) else (f"loss/{name}" for name in trained)
+    return (*own, *(f"watched/{name}" for name in watched))
 
 
 class Summarizing(Task, Protocol):

@@ -57,7 +57,7 @@ _GIVEN = {
 }
 # What a task may have besides: methods, and plain attributes.
 _METHODS = ("describe", "inputs", "predict", "collate", *(name for name in _GIVEN if name not in _WANTED))
-_ATTRIBUTES = ("metric", "mode", "losses", "uniforms", "RECIPE")
+_ATTRIBUTES = ("metric", "mode", "losses", "watched", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _LETTERS = 160  # of what somebody gave, in a message
 _TRIED = 4  # samples
@@ -74,7 +74,7 @@ class CustomTask:
         own: Has the methods data, model, loss and measure, and may have describe, inputs, summarize, predict,
             collate, transforms, optimizer, scheduler, and the attributes metric (default: loss), mode ("min"
             or "max": which way the metric is better; not needed for loss and accuracy), losses (the names of
-            several) and uniforms.
+            several), watched (more names of what `loss` gives: what isn't trained) and uniforms.
         source: Where it comes from, for messages: a file, or a class of a notebook.
 
     Raises:
@@ -94,7 +94,13 @@ class CustomTask:
         self.metric: str = getattr(own, "metric", "loss")
         self.lower_is_better: bool = _lower_is_better(own, self.metric, source)
         self.uniforms: int = getattr(own, "uniforms", 0)
-        self.losses: tuple[str, ...] = _names(getattr(own, "losses", ()), source)
+        self.watched = _names(own, "watched", source)
+        trained = _names(own, "losses", source) or ("loss",) * bool(self.watched)
+        if both := set(trained) & set(self.watched):
+            raise BadInputError(
+                f"{source}: {both.pop()!r} is in losses and in watched; what is watched isn't trained"
+            )
+        self.losses = (*trained, *self.watched)
         parts = self._call("data", own.data)
         self._refuse(of_data(parts))
         if not isinstance(parts, tuple | list) or len(parts) != 2:
@@ -130,6 +136,9 @@ class CustomTask:
         """Each of several losses, in the order of `losses`, summed over the samples that aren't padding."""
         real, padding = _without_padding(batch, self.train_data)
         parts = self._parts(self._own.loss(model, real))
+        parts = [
+            part if part.is_floating_point() else part.float() for part in parts
+        ]  # a count that is watched
         return [part * 0 for part in parts] if padding else parts
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
@@ -154,7 +163,7 @@ class CustomTask:
         if not isinstance(given, Mapping) or given.keys() != set(self.losses):
             gave = f"losses named {', '.join(map(str, given))}" if isinstance(given, Mapping) else told(given)
             raise BadInputError(
-                f"{self._source}: loss gave {gave}; by the attribute losses of the class it gives "
+                f"{self._source}: loss gave {gave}; by the class's attributes losses and watched it gives "
                 f"{', '.join(self.losses)}, all of them each time"
             )
         return [given[name] for name in self.losses]
@@ -162,7 +171,7 @@ class CustomTask:
     def _sum(self, given: Any) -> torch.Tensor:
         if not self.losses:
             return cast(torch.Tensor, given)
-        first, *others = self._parts(given)
+        first, *others = self._parts(given)[: len(self.losses) - len(self.watched)]
         return sum(others, first)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -288,9 +297,10 @@ class CustomTask:
             )
         parts = self._parts(loss) if self.losses else [loss]
         for name, part in zip(self.losses or ("",), parts, strict=True):
-            if not isinstance(part, torch.Tensor) or part.shape or not part.is_floating_point():
+            wrong = not isinstance(part, torch.Tensor) or part.shape or part.is_complex()
+            if wrong or not (part.is_floating_point() or name in self.watched):
                 raise self._wrong("loss", f"{_called(name)}{told(part)}")
-        if not any(part.requires_grad for part in parts):
+        if not any(part.requires_grad for part in parts[: len(parts) - len(self.watched)]):
             raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
         # With gradients on: a loss may take some itself.
         tried = [partial(self._values, model, b) for b in (once, twice)]
@@ -624,13 +634,14 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
     return batch._replace(fields=fields, weight=None, uniform=uniform), False
 
 
-def _names(given: Any, source: str) -> tuple[str, ...]:
-    """Of several losses."""
+def _names(own: Any, attribute: str, source: str) -> tuple[str, ...]:
+    """Of several losses, or of what is watched."""
+    given = getattr(own, attribute, ())
     names = tuple(given) if isinstance(given, tuple | list) else ("",)
     if not all(map(is_name, names)) or len(set(names)) < len(names):
         told = f"{given!r}"[:_LETTERS]
         raise BadInputError(
-            f'{source}: losses is {told}; give their names, short texts such as ("content", "style")'
+            f'{source}: {attribute} is {told}; give their names, short texts such as ("content", "style")'
         )
     return names
 

@@ -23,7 +23,7 @@ from trainer.models.precision import (
 )
 from trainer.optim.average import WeightAverage
 from trainer.rng import Purpose, key
-from trainer.tasks import Task
+from trainer.tasks import Task, loss_rows
 from trainer.train.anomaly import make_recent_losses
 from trainer.train.changing import find_changing
 from trainer.train.prepare import prepare_model
@@ -74,7 +74,7 @@ def build(
     ]  # the CPU's always: a model on a GPU may draw there (stochastic depth)
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
-    losses: tuple[str, ...] = getattr(task, "losses", ())
+    losses = loss_rows(task)
     loss_of = (LossesOf if losses else LossOf)(task, prepared.call)  # type: ignore[arg-type]
     rows = None
     if is_sharded(recipe.parallel, world):

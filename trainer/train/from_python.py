@@ -56,7 +56,7 @@ class Fitted:
     metrics: dict[str, float]
 
     def rows(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Rows: "train" (each log.every steps, before evaluations), "eval", "memory", "verdict" or "end"."""
+        """Rows: "train" (each log.every steps, before evaluations), "eval", "hook" and others."""
         if kind not in FILES:
             raise BadInputError(f"rows({kind!r}): the kinds are {', '.join(FILES)}")
         return list(read_rows(self.folder, kind))

@@ -22,6 +22,7 @@ from trainer.errors import BadInputError, StopRun
 from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn
 from trainer.observe.log import Row, Sink
+from trainer.train.hook_rows import Given, HookRows, checked
 from trainer.train.tracking.tracker import plugged, trackers_of
 
 _FAILURES = (Exception, SystemExit)  # a sys.exit() would look like a run's good end
@@ -32,7 +33,8 @@ class Hook(Protocol):
     """What is called while a run trains: any class or object with one of these methods, or more.
 
     It needn't be of this class. It runs on rank 0; with an attribute `ranks = "all"` on every rank, but for
-    `after_checkpoint`, which is of the rank that writes.
+    `after_checkpoint`, which is of the rank that writes. What `after_step` and `after_evaluation` return on
+    rank 0, figures and pictures by name, becomes a row of kind "hook".
     """
 
     def after_step(self, row: dict[str, Any]) -> object:
@@ -118,19 +120,21 @@ def _copied(sink: Sink) -> Sink:
     return lambda row: sink(dict(row))
 
 
-def hook_sink(hooks: Sequence[Any], config: HooksConfig) -> Sink:
-    """Hands rows of metrics to the hooks that want them."""
+def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None = None) -> Sink:
+    """Hands rows of metrics to the hooks that want them, and what they return to `rows`."""
     steps = _calls(hooks, "after_step", config)
     evaluations = _calls(hooks, "after_evaluation", config)
+    add = guarded(rows.add, "hooks", config) if rows is not None else lambda *_: None
 
     def take(row: Row) -> None:
+        given = list[tuple[str, Given]]()
         if row["kind"] == "train":
-            for call in steps:
-                call(dict(row))
+            given = [(name, call(dict(row)) or {}) for name, call in steps]
         elif row["kind"] == "eval":
             metrics = {k: v for k, v in row.items() if k not in ("kind", "step", "epoch")}
-            for call in evaluations:
-                call(row["step"], dict(metrics))
+            given = [(name, call(row["step"], dict(metrics)) or {}) for name, call in evaluations]
+        if any(values for _, values in given):
+            add(row["step"], given)
 
     return take
 
@@ -140,38 +144,48 @@ def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int,
     calls = _calls(hooks, "after_checkpoint", config)
 
     def tell(step: int, folder: Path) -> None:
-        for call in calls:
-            call(step, folder)
+        for name, call in calls:
+            if call(step, folder):
+                warn(
+                    f"{name} returned figures, which no row has; return them from {' or '.join(METHODS[:2])}"
+                )
 
     return tell if calls else None
 
 
-def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Callable[..., None]:
+def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Callable[..., Any]:
     """A call of somebody's own code: an error in it has its name."""
 
-    def guard(*arguments: Any) -> None:
+    def guard(*arguments: Any) -> Any:
         try:
             with folder_kept():
-                call(*arguments)
+                return call(*arguments)
         except StopRun as error:
             if not error.args:
                 error.args = (f"{name} stops the run",)
             raise
         except _FAILURES as error:
-            line = f"{name}: {_said(error)}"
+            ours = isinstance(error, BadInputError)
+            line = f"{name} {error}" if ours else f"{name}: {_said(error)}"
             if config.on_error == "stop":
+                if ours:
+                    raise BadInputError(line) from None
                 raise HookError(f"{line}; hooks.on_error=warn goes on without it") from error
             warn(line)
+            return None
 
     return guard
 
 
-def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[Callable[..., None]]:
-    return [
-        guarded(getattr(one, method), f"{type(one).__name__}.{method}", config)
-        for one in hooks
-        if callable(getattr(one, method, None))
-    ]
+def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[tuple[str, Callable[..., Any]]]:
+    """The calls of a method, each with its name."""
+    named = [(f"{type(one).__name__}.{method}", getattr(one, method, None)) for one in hooks]
+    return [(name, guarded(_of(call), name, config)) for name, call in named if callable(call)]
+
+
+def _of(call: Callable[..., object]) -> Callable[..., Given]:
+    """A call, and what it returned."""
+    return lambda *arguments: checked(call(*arguments))
 
 
 def _wants(kind: type) -> str:

@@ -33,6 +33,7 @@ from trainer.observe.progress import Progress, served
 from trainer.train.anomaly import AnomalyLog, write_anomalies
 from trainer.train.checkpoint_place import checkpoints_of, mark_checkpoints
 from trainer.train.checkpoints import Checkpoints
+from trainer.train.hook_rows import HookRows
 from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
 from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.memory import check_space, could_be_sharded, describe_model, show_model, top_parts
@@ -122,8 +123,8 @@ def open_outputs(
     folder, config = request.folder, run.recipe.hooks
     found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
     hooks = make_hooks(found, run.world.rank)
-    theirs = [hook_sink(hooks, config)] if hooks else []
     if run.world.rank:
+        theirs = [hook_sink(hooks, config)] if hooks else []
         checksums = other_ranks_checksums(run)
         logger = _make_logger(run, theirs, checksums, metric_sources(stack, run), left_out)
         part = None
@@ -159,13 +160,15 @@ def open_outputs(
     sinks.append(progress_bar)
     if run.nonfinite is not None:
         sinks.append(run.nonfinite.name_first)
-    sinks += [*load_sinks(run.recipe.log, config), *theirs]
+    sinks += load_sinks(run.recipe.log, config)
     sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say, len(left_out)))
     writer = BackgroundWriter(place, run.recipe.checkpoint.keep, warn, run.state.step or None)
     stack.callback(writer.abandon)
     if run.recipe.log.metrics_port:
         sinks.append(stack.enter_context(_served(folder, run, manifest, writer)))
     logger = _make_logger(run, sinks, checksums, sources, left_out)
+    if hooks:
+        sinks.append(hook_sink(hooks, config, HookRows(folder, logger)))
     advisor = _add_advisor(stack, run, logger, sources, profiled=request.profile is not None)
     profile = _open_profile(stack, request, run)
     written = checkpoint_hook(hooks, config)

@@ -33,14 +33,14 @@ from trainer.host.files import (
 )
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.observe.console import warn
-from trainer.observe.rows import FILES
+from trainer.observe.rows import FILES, PICTURES
 
 _LOCK = ".lock"
 # What a start leaves that was killed before there was a manifest.
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 _LEFTOVERS = {_LOCK, MEETING, LOGS, EXIT_CODE, KEPT}
-_FOLDERS = ("tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
+_FOLDERS = (FOLDER, PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
 _ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 

@@ -119,7 +119,7 @@ class Run:
         evaluation_share: This rank's part of the evaluation.
         evaluation_sets: The others that are measured on.
         compiled: Whether torch.compile is in use.
-        losses: Names of the task's losses where it has several, whose sum is trained.
+        losses: What rows call the task's losses where it has several, and what it watches.
         notes: Lines for the user.
         quarantines: Of each data set: samples that were replaced.
         plan: Order of the samples.

@@ -32,14 +32,20 @@ class LossOf(nn.Module):
 
 
 class LossesOf(LossOf):
-    """The same for a task with several losses: float (n,), their sum, which is trained, and each of them."""
+    """The same for a task with several losses: float (n,), what is trained, a sum, and each of them."""
 
     task: Several
+
+    def __init__(self, task: Several, model: nn.Module) -> None:
+        """The same."""
+        super().__init__(task, model)
+        self.trained = len(task.losses) - len(getattr(task, "watched", ()))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The losses of a micro-batch, float (n,)."""
         parts = self.task.loss_parts(self.called, batch)
-        return torch.stack((sum(parts[1:], parts[0]), *(part.detach() for part in parts)))
+        trained = sum(parts[1 : self.trained], parts[0])
+        return torch.stack((trained, *(part.detach() for part in parts)))
 
     __call__ = forward
 
@@ -112,8 +118,7 @@ def take_metrics(run: Run) -> dict[str, torch.Tensor]:
     state = run.state
     loss = sum_over_ranks(state.loss.clone(), run.reduction.loss_group)
     state.loss.zero_()
-    names = ("loss", *(f"loss/{name}" for name in run.losses))
-    metrics = dict(zip(names, loss.unbind() if run.losses else (loss,), strict=True))
+    metrics = dict(zip(("loss", *run.losses), loss.unbind() if run.losses else (loss,), strict=True))
     metrics |= {"lr": state.lr.of_last_update(), "updates": state.lr.updates[0]}
     if run.max_grad_norm or run.recent is not None:
         metrics["grad_norm"] = state.norm

@@ -26,6 +26,7 @@ from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
 from trainer.rng import Ints, Purpose, key, uniforms
+from trainer.tasks import loss_rows
 
 Snapshot = dict[
     str, torch.Tensor
@@ -154,10 +155,10 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: Snapsho
 
 def losses(task: Any, model: nn.Module, batch: Samples) -> Snapshot:
     """The loss of a micro-batch, a sum over its samples; and each of several by name."""
-    if names := getattr(task, "losses", ()):
-        first, *others = task.loss_parts(model, batch)
-        parts = {f"loss/{name}": part for name, part in zip(names, (first, *others), strict=True)}
-        return {"loss": sum(others, first), **parts}
+    if names := loss_rows(task):
+        every = dict(zip(names, task.loss_parts(model, batch), strict=True))
+        first, *others = (part for name, part in every.items() if not name.startswith("watched/"))
+        return {**every, "loss": sum(others, first)}
     return {"loss": task.loss(model, batch)}
 
 

@@ -178,7 +178,9 @@ def train_some(
         logger.deliver()
     for row in rows:
         if row["kind"] == "train":
-            told = {n: v for n, v in row.items() if n in ("loss", "lr") or n.startswith("loss/")}
+            told = {
+                n: v for n, v in row.items() if n in ("loss", "lr") or n.startswith(("loss/", "watched/"))
+            }
             numbers = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in told.items()}
             seen[row["step"]] = {**numbers, **seen[row["step"]]}
     return [seen.get(step, {}) for step in range(1, max(seen) + 1)]

@@ -32,6 +32,7 @@ def _one(run: RecordedRun) -> str:
         record.what(run),
         record.model(run),
         sections.curves(run),
+        sections.of_hooks(run),
         sections.time(run),
         sections.throughput(run),
         sections.memory(run),

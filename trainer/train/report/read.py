@@ -14,7 +14,7 @@ from trainer.host import strict_json
 from trainer.host.files import lines_inside, oddity, read_inside
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.console import warn
-from trainer.observe.rows import FILES
+from trainer.observe.rows import FILES, PICTURES
 from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.manifest import read_facts
 from trainer.train.run_folder import is_abandoned
@@ -26,12 +26,15 @@ _TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are ke
 _OF_SETS = 96  # figures of further evaluation sets
 _FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
 
+_PICTURES = 24
+_PICTURE = re.compile(rf"{PICTURES}/[\w.%~-]{{1,250}}\.png", re.ASCII)
 _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 KNOWN = {
     *("loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "slow_excess"),
     *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu"),
 }
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
+OF_LOSSES = ("loss/", "watched/")  # of a task's own
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 
@@ -90,6 +93,8 @@ class RecordedRun:
         evaluation: Rows of kind "eval", thinned.
         epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
         epoch_end: The same at its end.
+        hook: Rows of kind "hook", thinned.
+        pictures: Of those, by name: the step and the path of the last one, from the run folder on.
         freed: The same after an evaluation, where the allocator gave memory back.
         end: The last row of kind "end", or {}.
         verdicts: Rows of kind "verdict" but the last word.
@@ -110,6 +115,8 @@ class RecordedRun:
     epoch_start: list[Point] = field(default_factory=list)
     epoch_end: list[Point] = field(default_factory=list)
     freed: list[Point] = field(default_factory=list)
+    hook: list[Point] = field(default_factory=list)
+    pictures: dict[str, tuple[int, str]] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
     verdicts: Some = field(default_factory=Some)
     verdict: dict[str, Any] | None = None
@@ -149,6 +156,7 @@ def _read_rows(run: RecordedRun) -> None:
         "memory start": ThinnedRows(_POINTS, _known(set())),
         "memory end": ThinnedRows(_POINTS, _known(set())),
         "memory evaluation": ThinnedRows(_POINTS, _known(set())),
+        "hook": ThinnedRows(_POINTS, _known(set(), "")),
     }
     for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
         row = _parsed(line)
@@ -162,6 +170,12 @@ def _read_rows(run: RecordedRun) -> None:
             kind = f"memory {row.get('at')}"
         if kind == "train":
             _tally(run, step, row)
+        if kind == "hook":
+            run.pictures |= {
+                n: (step, v)
+                for n, v in row.items()
+                if _is_picture(v) and (n in run.pictures or len(run.pictures) < _PICTURES)
+            }
         if kind in rows:
             rows[kind].add(step, row)
         elif kind == "verdict":
@@ -173,6 +187,11 @@ def _read_rows(run: RecordedRun) -> None:
     run.train, run.evaluation = rows["train"].points(), rows["eval"].points()
     run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
     run.freed = rows["memory evaluation"].points()
+    run.hook = rows["hook"].points()
+
+
+def _is_picture(value: object) -> bool:
+    return isinstance(value, str) and _PICTURE.fullmatch(value) is not None
 
 
 def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
@@ -195,13 +214,15 @@ def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
 
     def wanted(name: str) -> bool:
         nonlocal others
+        if name in _NO_FIGURE:
+            return False
         if name in names or name.startswith(_SECTIONS):
             return True
         if name.startswith(more) and len(further) < _OF_SETS:
             further.add(name)
         if name in further:
             return True
-        if ("/" in name and not name.startswith("loss/")) or name in _NO_FIGURE or others >= _FIGURES:
+        if ("/" in name and not name.startswith(OF_LOSSES)) or others >= _FIGURES:
             return False
         others += 1
         return True

@@ -1,16 +1,20 @@
 """The parts of the page about what a run did. Each is a function of the run and gives HTML, or nothing."""
 
+from base64 import b64encode
 from collections.abc import Iterable
 
+from trainer.host.files import oddity, read_inside
 from trainer.observe.charts.axis import Kind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.text import DASH, count, duration, escaped, share, size
 from trainer.train.report.figures import joined, last_step, metrics, scale_of, sets, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
-from trainer.train.report.read import KNOWN, RecordedRun
+from trainer.train.report.read import KNOWN, OF_LOSSES, RecordedRun
 
 _MARKS = 30
+_PICTURE_BYTES = 4 << 20  # of all pictures on a page
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 # Charts: title, how values are written, unit, and curves by name; what comes after "limit:" isn't passed.
 _Chart = tuple[str, Kind, str, dict[str, str]]
@@ -129,12 +133,44 @@ def curves(run: RecordedRun) -> str:
         chart("Gradient norm", "grad_norm", "global norm", zero=True, may_log=True),
         chart("Loss scale", "loss_scale", "factor", may_log=True),
     ]
-    names = dict.fromkeys(name for point in run.train for name in point.cells if "/" not in name)
-    shown += [chart(title_of(name), name, name) for name in names if name not in KNOWN]
+    names = dict.fromkeys(name for point in run.train for name in point.cells if name not in KNOWN)
+    for name in (one for one in names if one.startswith(OF_LOSSES) or "/" not in one):
+        cell, short = joined(run.train, name), name.removeprefix("watched/")
+        kind, unit = scale_of(short, [cell] if cell else [])
+        shown.append(
+            line_chart(f"{title_of(short)}, training", [line(name, run.train, name)], last, kind, unit)
+        )
     notes = ["Dashed verticals mark anomalies by their number, and restarts (↻)."] if marks else []
     if any(point.rows > 1 for point in run.train):
         notes.append("Rows are joined here: lines are their means, the pale band is their range.")
     return section("Curves", grid(*shown), " ".join(notes))
+
+
+def of_hooks(run: RecordedRun) -> str:
+    """Figures and pictures that hooks returned."""
+    last = last_step(run)
+    charts = list[str]()
+    for name in dict.fromkeys(name for point in run.hook for name in point.cells):
+        cell = joined(run.hook, name)
+        kind, unit = scale_of(name, [cell] if cell else [])
+        charts.append(line_chart(title_of(name), [line(name, run.hook, name)], last, kind, unit))
+    left, shown = _PICTURE_BYTES, ""
+    for name, (step, path) in run.pictures.items():
+        try:
+            if oddity((run.folder / path).parent, folder=True):
+                continue
+            png = read_inside(run.folder / path, left)
+        except OSError:  # gone, too large, or a link
+            continue
+        if png.startswith(_PNG):
+            left -= len(png)
+            alt, data = escaped(name, 80), b64encode(png).decode()
+            shown += (
+                f"<figure><figcaption><b>{alt}</b><span>step {count(step)}</span></figcaption>"
+                f'<img alt="{alt}" src="data:image/png;base64,{data}"></figure>'
+            )
+    pictures = f'<div class="pictures">{shown}</div>' if shown else ""
+    return section("Hooks", grid(*charts) + pictures, "What hooks returned; of pictures the last ones.")
 
 
 def title_of(name: str) -> str:

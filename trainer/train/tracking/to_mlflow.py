@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.errors import BadInputError
 from trainer.host.here import shown
+from trainer.observe.rows import PICTURES, pictures_of
 from trainer.train.differences import flat
 from trainer.train.tracking.tracker import metrics_of, silent
 
@@ -57,7 +58,7 @@ class ToMlflow:
             run = self._client.create_run(experiment, tags=tags, run_name=about["name"])
         else:
             self._client.update_run(run.info.run_id, status="RUNNING")
-        self._id = str(run.info.run_id)
+        self._id, self._folder = str(run.info.run_id), Path(about["folder"])
         # A parameter is set once: what --resume force changed stands in the run's manifest.
         params = [
             Param(_name(key), str(value)[:_LENGTH])
@@ -89,6 +90,8 @@ class ToMlflow:
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + _METRICS])
         for row in rows:
+            for _, file in pictures_of(row, self._folder):
+                self._client.log_artifact(self._id, str(file), PICTURES)
             if row["kind"] == "verdict":
                 self._client.set_tag(self._id, "verdict", row["text"])
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from trainer.errors import BadInputError
 from trainer.host.here import shown
+from trainer.observe.rows import pictures_of, tag
 from trainer.train.tracking.tracker import metrics_of, silent
 
 _MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
@@ -83,6 +84,7 @@ class ToWandb:
             settings=wandb.Settings(**known),
         )
         self._run.define_metric("*", step_metric="step")
+        self._folder = Path(about["folder"])
         self._rows = max(int(about["rows"]), int(self._run.step))
 
     def _place(self) -> str:
@@ -95,6 +97,8 @@ class ToWandb:
 
     def log(self, rows: list[dict[str, Any]]) -> None:
         """See `Tracker.log`."""
+        import wandb
+
         for row in rows:
             if row["kind"] == "verdict":
                 self._run.summary["verdict"] = row["text"]
@@ -102,7 +106,8 @@ class ToWandb:
                 self._run.summary.update(metrics_of(row))
             else:
                 at = {"step": row["step"], "_timestamp": row["time"]}
-                self._run.log({**metrics_of(row), **at}, step=self._rows, commit=True)
+                shown = {tag("hook", n): wandb.Image(str(file)) for n, file in pictures_of(row, self._folder)}
+                self._run.log({**metrics_of(row), **shown, **at}, step=self._rows, commit=True)
                 self._rows += 1
 
     def close(self, status: str) -> None:

@@ -1,0 +1,194 @@
+"""Promise: what a hook returns is in the records, once, and where people look; and costs no wait."""
+
+import json
+import math
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.forked import attempt, small
+from tests.helpers.rows import read_rows
+from trainer.config.training import HooksConfig
+from trainer.errors import BadInputError
+from trainer.observe.rows import pictures_of
+from trainer.train.hook_rows import HookRows
+from trainer.train.hooks import checkpoint_hook, hook_sink
+from trainer.train.report.page import page
+from trainer.train.report.read import read_run
+from trainer.train.tracking.to_mlflow import ToMlflow
+
+OWN = dedent("""
+    import math
+    import numpy as np, torch
+
+    class Shows:
+        def after_step(self, row):
+            more = {"odd": math.nan, "a/b": np.float32(1)}
+            return {"twice": 2 * row["loss"], "tensor": torch.tensor([3.0]), **more}
+
+        def after_evaluation(self, step, metrics):
+            picture = np.zeros((4, 6, 3), np.uint8)
+            picture[:, :, 0] = step
+            return {"confusion <b>/1": picture, "gray": torch.ones(5, 2, dtype=torch.uint8), "seen": step}
+""")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stopped between two rows and resumed."""
+    root = tmp_path_factory.mktemp("hooks")
+    (root / "own.py").write_text(OWN)
+    recipe = small(
+        hooks={"use": [f"{root / 'own.py'}:Shows"]}, log={"every": 2, "to": ["jsonl", "csv", "tensorboard"]}
+    )
+    for how in ({"stop_at": 9}, {}):
+        done = attempt(root / "run", recipe, **how)  # type: ignore[arg-type]
+        assert done.code == (75 if how else 0), done.said
+    return root / "run"
+
+
+def test_each_row_is_there_once_also_after_a_resume(run: Path) -> None:
+    rows = list(read_rows(run, ("hook",)))
+    steps = [row["step"] for row in rows if "twice" in row]
+    assert steps == [row["step"] for row in read_rows(run, ("train",))] and len(steps) == len(set(steps))
+    losses = {row["step"]: row["loss"] for row in read_rows(run, ("train",))}
+    for row in rows:
+        if "twice" in row:
+            assert row["twice"] == 2 * losses[row["step"]] and row["tensor"] == 3.0 and row["a/b"] == 1.0
+            assert row["odd"] is None, "seen: not a finite number"
+    measured = [row for row in rows if "seen" in row]
+    assert [row["step"] for row in measured] == [row["step"] for row in read_rows(run, ("eval",))]
+    for row in measured:
+        assert all(file.read_bytes().startswith(b"\x89PNG") for _, file in pictures_of(row, run))
+    assert "twice" in (run / "hook.csv").read_text().splitlines()[0]
+
+
+def test_tensorboard_and_the_report_show_them(run: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    values = [
+        value
+        for file in sorted((run / "tensorboard").iterdir())
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    ]
+    tags = {value.tag for value in values}
+    assert {"hook/twice", "hook/a/b", "hook/seen", "hook/confusion <b>/1", "hook/gray"} <= tags
+    picture = next(value for value in values if value.tag == "hook/confusion <b>/1").tensor.string_val
+    assert picture[:2] == [b"6", b"4"] and picture[2].startswith(b"\x89PNG")
+    html = page([read_run(run)])
+    assert html.count('src="data:image/png;base64,') == 2 and "confusion &lt;b&gt;/1" in html
+    assert "<b>Twice</b>" in html and "confusion <b>" not in html
+
+
+def test_a_stranger_s_pictures_lead_nowhere(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "pictures").mkdir(parents=True)
+    (folder / "manifest.json").write_bytes((run / "manifest.json").read_bytes())
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"\x89PNG\r\n\x1a\nhunter2")
+    (folder / "pictures" / "link.png").symlink_to(secret)
+    (folder / "pictures" / "text.png").write_bytes(b"<script>alert(1)</script>")
+    places = [
+        "pictures/link.png",
+        "pictures/text.png",
+        "pictures/../../secret.png",
+        str(secret),
+        "pictures/no.png",
+    ]
+    row = {"kind": "hook", "step": 2, **{f"<p{n}>": place for n, place in enumerate(places)}}
+    (folder / "hooks.jsonl").write_text(json.dumps(row) + "\n")
+    assert "data:image/png" not in page([read_run(folder)])
+
+
+def test_a_tensor_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
+    """A tensor of the meta device can't be read: it is handed on as it is."""
+    staged: list[Any] = []
+
+    class Logger:
+        def stage_later(self, *arguments: Any) -> None:
+            staged.append(arguments)
+
+    class Far:
+        def after_step(self, _row: dict[str, Any]) -> Any:
+            return {
+                "far": torch.zeros((), device="meta"),
+                "wide": torch.zeros(1, 1, device="meta"),
+                "near": 1,
+            }
+
+    rows = HookRows(tmp_path, Logger())  # type: ignore[arg-type]
+    hook_sink([Far()], HooksConfig(), rows)({"kind": "train", "step": 4})
+    ((step, kind, values, metrics),) = staged
+    assert (step, kind, values.device.type, values.shape) == (4, "hook", "meta", (2,))
+    assert metrics([7.0, math.inf]) == {"near": 1.0, "far": 7.0, "wide": math.inf}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"step": 1}, "returned 'step', which is what rows call a figure of their own"),
+        ({"time/x": 1}, "returned 'time/x', which is what rows call a figure of their own"),
+        ({3: 1}, "returned 3, which is no name"),
+        ({"x\n": 1}, "which is no name"),
+        ({"x": "text"}, "returned 'x' as a str; a figure is a number"),
+        ({"x": [1]}, "returned 'x' as a list"),
+        ({"x": torch.zeros(2)}, r"returned 'x' as a Tensor torch.float32 (2,)"),
+        ({"x": np.zeros((2, 2, 5), np.uint8)}, "returned 'x' as a ndarray uint8 (2, 2, 5)"),
+        ({"x": np.zeros((0, 2), np.uint8)}, "returned 'x' as a ndarray uint8 (0, 2)"),
+        ({"\u4e2d" * 100: np.zeros((2, 2), np.uint8)}, "too long a name for a picture's file"),
+        (("x", 1), "returned a tuple; return figures by name in a dict, or None"),
+    ],
+)
+def test_what_is_no_figure_is_one_line(tmp_path: Path, given: Any, line: str, capfd: Any) -> None:
+    class Odd:
+        def after_step(self, _row: dict[str, Any]) -> Any:
+            return given
+
+    rows = HookRows(tmp_path, None)  # type: ignore[arg-type]
+    with pytest.raises(BadInputError) as refused:
+        hook_sink([Odd()], HooksConfig(), rows)({"kind": "train", "step": 4})
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+    hook_sink([Odd()], HooksConfig(on_error="warn"), rows)({"kind": "train", "step": 4})
+    assert line in capfd.readouterr().err
+
+
+def test_a_name_is_one_hooks_and_checkpoints_have_no_row(tmp_path: Path, capfd: Any) -> None:
+    class One:
+        def after_step(self, _row: dict[str, Any]) -> Any:
+            return {"x": 1}
+
+        def after_checkpoint(self, _step: int, _folder: Path) -> Any:
+            return {"x": 1}
+
+    class Other(One):
+        pass
+
+    for hooks in ([One(), Other()], [One(), One()]):
+        rows = HookRows(tmp_path, None)  # type: ignore[arg-type]
+        with pytest.raises(BadInputError, match="hooks return 'x' twice"):
+            hook_sink(hooks, HooksConfig(), rows)({"kind": "train", "step": 4})
+    tell = checkpoint_hook([One()], HooksConfig())
+    assert tell is not None
+    tell(3, tmp_path)
+    assert "return them from after_step or after_evaluation" in capfd.readouterr().err
+
+
+def test_mlflow_gets_the_pictures(run: Path) -> None:
+    sent: list[tuple[str, ...]] = []
+
+    class Client:
+        def log_batch(self, *_: Any, **__: Any) -> None: ...
+
+        def log_artifact(self, *arguments: str) -> None:
+            sent.append(arguments)
+
+    tracker = ToMlflow()
+    tracker._client, tracker._id, tracker._folder = Client(), "id", run
+    tracker.log([{**row, "time": 0.0} for row in read_rows(run, ("hook",))])
+    assert len(sent) == 2 * len(list(read_rows(run, ("eval",))))
+    assert {where for _, _, where in sent} == {"pictures"} and all(Path(file).exists() for _, file, _ in sent)
