@@ -1,6 +1,7 @@
 """Promise: data.class_weights draws as torch's WeightedRandomSampler does, and each draw can be looked up."""
 
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def test_a_draw_is_looked_up_from_any_start_and_for_any_number_of_ranks(last: La
     whole: Any = order.read(numbers)
     rng = np.random.default_rng(0)
     some = rng.permutation(numbers)[:40]
-    assert all(np.array_equal(a[some], b) for a, b in zip(whole, order.read(some), strict=True))
+    again: Any = order.read(some)
+    assert all(np.array_equal(a[some], b) for a, b in zip(whole, again, strict=True))
     for world in (1, 2, 4):
         shares = [Share(order, rank, world) for rank in range(world)]
         steps = [
@@ -123,11 +125,12 @@ def test_what_lies_on_disk_and_in_memory_has_labels(tmp_path: Path, photographs:
         (tmp_path / kind).mkdir()
         records = opened(kind, photographs, tmp_path / kind)
         assert tuple(ImageDataset(records, 16, True).labels) == plain, kind
+    of: Any = attrgetter("labels")
     dataset = ArrayDataset({"x": np.zeros((5, 2)), "label": np.array([1, 0, 1, 2, 2])})
-    assert np.asarray(limited(dataset, 3).labels).tolist() == [1, 1, 2]
+    assert np.asarray(of(limited(dataset, 3))).tolist() == [1, 1, 2]
     assert ArrayDataset({"x": np.zeros(5)}).labels is None
     assert ArrayDataset({"label": np.zeros((5, 3))}).labels is None  # of boxes
-    assert limited(ArrayDataset({"x": np.zeros(5)}), 3).labels is None
+    assert of(limited(ArrayDataset({"x": np.zeros(5)}), 3)) is None
 
 
 def test_data_sets_of_torch_have_them_by_the_names_of_torchvision() -> None:

@@ -22,7 +22,7 @@ class LimitedDataset:
             self.arrays = {name: array[chosen] for name, array in whole.arrays.items()}
         self.left_out = getattr(whole, "left_out", ())
         self.brought = getattr(whole, "brought", ())
-        self.records = getattr(whole, "records", None)
+        self.records: Any = getattr(whole, "records", None)
         if hasattr(self.records, "only"):
             self.records = self.records.only(chosen)
         ends = np.cumsum([0, *getattr(whole, "buckets", ())])

@@ -5,6 +5,7 @@ A sink is a function that takes a row: a flat mapping with `kind` ("train", "eva
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,6 +21,8 @@ from trainer.observe.timeline import DeviceTimeline, reading, split_between, str
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
+
+_MOST_LATER = 64  # rows that wait for their device
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,16 @@ class _Staged:
     split: dict[str, float]
     table: torch.Tensor | None
     metrics: dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class _Later:
+    """Metrics of a step that are on their way: a row of their own."""
+
+    at: _Moment
+    kind: str
+    values: torch.Tensor
+    metrics: Callable[[list[float]], Mapping[str, float]]
 
 
 @dataclass
@@ -137,6 +150,7 @@ class MetricLogger:
         self._take_metrics = take_metrics
         self._checksums = checksums
         self._staged: _Staged | None = None
+        self._later = deque[_Later]()
         self.logged = logged or Logged()
         self._sources, self._left_out = sources or Sources(), left_out
         self._timeline = DeviceTimeline() if device.type == "cuda" else None
@@ -157,7 +171,7 @@ class MetricLogger:
 
     def stage(self, step: int) -> None:
         """Takes the metrics of the steps since the last call; all ranks call it together."""
-        self.deliver()
+        self._deliver_staged()
         if step == self.logged.step:
             return
         metrics = self._take_metrics()
@@ -194,13 +208,46 @@ class MetricLogger:
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return pinned.copy_(values, non_blocking=True)
 
+    def stage_later(
+        self,
+        step: int,
+        kind: str,
+        values: torch.Tensor,
+        metrics: Callable[[list[float]], Mapping[str, float]],
+    ) -> None:
+        """Takes a row of another kind, which is told when the device has come so far; for one rank alone.
+
+        Args:
+            values: Float (n,), on the device.
+            metrics: Makes metrics of them, on the host.
+        """
+        values = self._on_its_way(values)
+        self._later.append(_Later(self._now(step), kind, values, metrics))
+        if len(self._later) > _MOST_LATER:  # the first of them came long ago
+            self._tell_first()
+
+    def _tell_first(self) -> None:
+        later = self._later.popleft()
+        if later.at.event is not None:
+            later.at.event.synchronize()
+        step, metrics = later.at.step, later.metrics(later.values.tolist())
+        self.emit({"kind": later.kind, "step": step, "epoch": round(self._plan.epoch_at(step), 4), **metrics})
+
     def deliver(self) -> None:
-        """Hands the row that was staged last to the sinks, if there is one."""
+        """Hands all rows of the steps so far to the sinks that were taken."""
+        self._deliver_staged()
+        while self._later:
+            self._tell_first()
+
+    def _deliver_staged(self) -> None:
+        """Hands the row that was staged last to the sinks, if there is one, after what came before it."""
         staged, self._staged = self._staged, None
         if staged is None:
             return
         if staged.end.event is not None:
             staged.end.event.synchronize()
+        while self._later and self._later[0].at.step < staged.end.step:
+            self._tell_first()
         row: dict[str, float | int | str] = {
             "kind": "train",
             "step": staged.end.step,
