@@ -12,9 +12,11 @@ from PIL import Image
 
 from tests.helpers import forked
 from tests.helpers.toys import make_recipe
+from trainer.config.data import DataConfig
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import Dataset
 from trainer.data.formats.arrow import ArrowImages
+from trainer.data.sources import load_images
 from trainer.errors import BadInputError
 from trainer.tasks.classification import Classification
 from trainer.tasks.language import Language
@@ -91,6 +93,23 @@ def test_images_and_labels_are_those_of_the_rows(folder: Path) -> None:
     assert [int(image[..., 0].mean()) for image in got["image"]] == [40, 0, 30]
     assert task.train_data.fingerprint() == make_task(recipe).train_data.fingerprint()
     assert task.train_data.fingerprint() != task.evaluation_data.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ((), ()),
+        (("state.bak", "x.txt"), ()),
+        (("data-00000-of-00003.arrow", "data-00001-of-00003.arrow"), (2, "data-00000-of-00003.arrow")),
+        (("cache-0f.arrow",), (1, "cache-0f.arrow")),
+    ],
+)
+def test_files_that_the_state_does_not_name_are_counted(folder: Path, beside: Any, told: Any) -> None:
+    for name in beside:
+        (folder / "train" / name).write_bytes(b"of an earlier save")
+    data: Any = load_images(DataConfig(name="hf", path=folder), 0).train
+    assert tuple((one.count, one.first) for one in data.left_out) == ((told,) if told else ())
+    assert all(one.reason == "Arrow file{s} that state.json doesn't name" for one in data.left_out)
 
 
 def test_labels_without_names_are_words_or_numbers(tmp_path: Path) -> None:

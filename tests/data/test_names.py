@@ -55,7 +55,7 @@ def test_a_name_that_is_written_otherwise(tmp_path: Path, there: str, written_do
 def test_names_that_nothing_is_like(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.jpg").touch()
-    for name in ("c.jpg", "a/c.jpg", "..", "", "a/b.png", "x" * 5000):
+    for name in ("a", "a/b.jpg", "c.jpg", "a/c.jpg", "..", "", "a/b.png", "x" * 5000):
         assert seen_in(tmp_path, name) == ""
     assert seen_in(tmp_path, "https://host/c.jpg").startswith("; this is a URL: fetch the files")
     assert hint(b"/nowhere", b"\xff") == ""

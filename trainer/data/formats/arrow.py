@@ -18,6 +18,7 @@ from trainer.data.formats.labels import LabelError, label_of, labels_in, numbere
 from trainer.data.formats.records import Records
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text, joined
+from trainer.data.left_out import one, tally
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
@@ -66,6 +67,9 @@ class ArrowTable:
         """
         self.folder = folder
         self._files = _files(folder)
+        named = {file.name for file in self._files}
+        beside = sorted(each.name for each in folder.glob("*.arrow") if each.name not in named)
+        self.left_out = tally(one("Arrow file{s} that state.json doesn't name", name) for name in beside)
         self._read = dict[str, Any]()
         self.columns: Sequence[str] = _opened(self._files[0])[1].schema.names
 
@@ -114,6 +118,7 @@ class ArrowImages(Records):
             BadInputError: If a column isn't there, or holds something else.
         """
         self._table, self._image = ArrowTable(folder), image
+        self.left_out = self._table.left_out
         images = self._table.column(image, "data.input_column")
         self._in_struct = str(images.type).startswith("struct<") and "bytes" in str(images.type)
         if not self._in_struct and str(images.type) not in ("binary", "large_binary"):

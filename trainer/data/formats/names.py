@@ -10,7 +10,7 @@ _FARTHEST = 3  # parts of a name, from its end, that are looked for by themselve
 
 
 def hint(root: bytes, name: bytes) -> str:
-    """What to do about a name that leads to no file, such as "; there is 'a/é.jpg': write it so"; or "".
+    """What to do about a name that leads to no file, such as "; there is 'a/x.jpg': write it so"; or "".
 
     Found are names that differ in Unicode form, case, spaces, the kind of slash, percent signs or folders.
 
@@ -18,6 +18,8 @@ def hint(root: bytes, name: bytes) -> str:
         root: The folder that the name is relative to.
         name: As it is written down.
     """
+    if os.path.lexists(os.path.join(root, name)):  # noqa: PTH118  (bytes)
+        return ""
     text = os.fsdecode(name)
     url = "; this is a URL: fetch the files, and write their names" if "://" in text else ""
     parts = [part for part in text.replace("\\", "/").split("/") if part.strip(". ")]

@@ -235,9 +235,11 @@ async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]], 
         if wait is None:
             break
         await asyncio.sleep(wait)
+    remedy = "check the address, and that the server can be reached from here, then start again"
+    if isinstance(found, EOFError):
+        remedy = "put the whole file there, or make the index again"
     raise BadInputError(
-        f"{url}: {_what(found, status, code)}, after {len(_WAITS) + 1} tries; check the address, and that "
-        "the server can be reached from here, then start again"
+        f"{url}: {_what(found, status, code)}, after {len(_WAITS) + 1} tries; {remedy}"
     ) from None
 
 
