@@ -22,6 +22,7 @@ LABEL = "label"
 
 SUFFIXES = (".wav", ".flac")
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
+_LARGEST_TAGGED = 1 << 30
 _CHUNKS = 64  # of a wav file that may come before its samples
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
 _BLOCK = 1 << 20
@@ -173,6 +174,8 @@ def _without_tag(file: int, size: int) -> int | io.BytesIO:
     # Four digits of seven bits; a footer repeats the header.
     length = sum(digit << shift for digit, shift in zip(header[6:10], (21, 14, 7, 0), strict=True))
     begin = 10 + length + 10 * bool(header[5] & 0x10)
+    if size - begin > _LARGEST_TAGGED:
+        raise Corrupt(f"has an ID3 tag before {size - begin:,} bytes, which are read at once: take it off")
     return io.BytesIO(read_at(file, begin, max(0, size - begin))) if begin < size else file
 
 
