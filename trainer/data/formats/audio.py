@@ -26,6 +26,7 @@ LABEL = "label"
 SUFFIXES = (".wav", ".flac")
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _FLOATS = ("FLOAT", "DOUBLE")
+_LARGEST_TAGGED = 1 << 30
 _BLOCK = 1 << 20
 _LOOKED_AT, _BYTES, _THREADS = 1000, 1 << 30, 16  # recordings whose ends are looked at before a run
 _HEAD = 4096  # bytes that tell what a file is
@@ -239,6 +240,8 @@ def _peak(sound: Any) -> float:
 def _without_tag(file: int, size: int) -> int | io.BytesIO:
     """The file, or what lies behind an ID3 tag at its beginning: libsndfile can't seek in FLAC with one."""
     begin = past_id3(file, 0)
+    if begin and size - begin > _LARGEST_TAGGED:
+        raise Corrupt(f"has an ID3 tag before {size - begin:,} bytes, which are read at once: take it off")
     return io.BytesIO(read_at(file, begin, max(0, size - begin))) if 0 < begin < size else file
 
 

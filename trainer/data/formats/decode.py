@@ -37,6 +37,8 @@ LARGEST_IMAGE = 2 * 89_478_485
 
 _RESIZE = torch.ops.aten._upsample_bilinear2d_aa
 _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
+_SCANS, _SMALLEST_SCAN = 64, 10  # of an image of as many pixels as are read; bytes
+_SEGMENTS = 1 << 16  # that are looked at for the one with the size
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -74,7 +76,9 @@ def look(data: bytes | bytearray) -> Header:
         return _OTHER
     # https://www.w3.org/Graphics/JPEG/itu-t81.pdf, annex B: a marker, then the length of its segment.
     at, size = 2, len(data)
-    while at + 9 < size and data[at] == 0xFF:
+    for _ in range(_SEGMENTS):
+        if at + 9 >= size or data[at] != 0xFF:
+            break
         marker = data[at + 1]
         if marker == 0xFF:  # fill bytes
             at += 1
@@ -122,6 +126,8 @@ def cut_out(
     header = look(data)
     if header.height * header.width > LARGEST_IMAGE:
         raise Corrupt(_too_large(f"{header.width:,} x {header.height:,} pixels are"))
+    if header.kind == "jpeg":
+        _check_scans(data, header.height * header.width)
     with without_lines_of_libraries():
         found = None
         if header.kind != "other":
@@ -129,6 +135,13 @@ def cut_out(
         image, box, turn = found or _with_pil(data, choose, reading)
     cut = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
     return cut if turn == UPRIGHT else turned(cut, turn)
+
+
+def _check_scans(data: bytearray, pixels: int) -> None:
+    """Each scan of a progressive JPEG costs as much as the whole image; a few bytes make one."""
+    most = _SCANS * LARGEST_IMAGE
+    if len(data) // _SMALLEST_SCAN * pixels > most and (scans := data.count(b"\xff\xda")) * pixels > most:
+        raise Corrupt(f"a JPEG of {scans:,} scans, which would take minutes")
 
 
 def whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008

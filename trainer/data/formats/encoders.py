@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.errors import BadInputError
+from trainer.host.files import read_bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +29,7 @@ _LONGEST = 1 << 25  # characters without a place to cut
 _CUT = re.compile(r"(?<=\w)(?=[\r\n])")  # between a word and what ends its line
 _CUTS = 64  # places that are tried
 _AROUND = 512  # characters on each side of a cut that are encoded to see whether it is harmless
+_LARGEST_TOKENIZER = 1 << 30
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
@@ -69,11 +71,13 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
             "--tokenizer bpe: the library tokenizers isn't installed; run make venv"
         ) from error
     try:
-        content = Path(name).read_bytes()
+        content = read_bounded(Path(name), _LARGEST_TOKENIZER)
         read: Tokenizer = Tokenizer.from_str(content.decode())
     except OSError as error:
         raise BadInputError(f"{name}: can't be read ({error.strerror}); give a tokenizer.json") from error
-    except Exception as error:  # the library raises nothing narrower
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and where it panics this
         raise BadInputError(f"{name}: not a tokenizer.json ({error})") from error
     # Made for single sentences these would cut documents off; and what looks like a special token in a text
     # is text.

@@ -22,7 +22,7 @@ from typing_extensions import Self
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, counted
-from trainer.data.formats.files import fill_exactly, readable
+from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_regular, readable
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
@@ -81,7 +81,7 @@ class ShardFolder:
 
     def open(self, shard: Shard) -> int:
         """See `Place.open`."""
-        return os.open(self.path / shard.name, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(self.path / shard.name)[0]
 
     def __str__(self) -> str:
         return readable(os.fsencode(self.path))
@@ -155,7 +155,10 @@ class ShardedRecords(Records):
 
     def read(self, sample: int) -> bytearray:
         """See `Records.read`."""
-        data = bytearray(int(self._columns["bytes"][sample]))
+        size = int(self._columns["bytes"][sample])
+        if not 0 <= size <= LARGEST_FILE:
+            raise BadInputError(f"{self.name(sample)}: can't have {size:,} bytes; make the index again")
+        data = bytearray(size)
         self._fill(sample, 0, memoryview(data))
         return data
 

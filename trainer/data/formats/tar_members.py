@@ -48,8 +48,7 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
                 name = readable(os.fsencode(member.name))
                 if len(member.name) > _LONGEST_NAME:
                     raise BadInputError(
-                        f"{file}: a name of {len(member.name):,} characters at byte {member.offset:,}; "
-                        f"{_MEND}"
+                        f"{file}: a name of {len(member.name):,} letters at byte {member.offset:,}; {_MEND}"
                     )
                 if member.size < 0:  # `tarfile` goes back by it, to the same header for ever
                     raise BadInputError(f"{file}: damaged header at byte {member.offset:,}; {_MEND}")

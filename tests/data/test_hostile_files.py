@@ -1,0 +1,154 @@
+"""Promise: files of others that are made to hang or to fill the memory end in one line, soon."""
+
+import io
+import json
+import os
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from trainer import cli
+from trainer.data.corrupt import Corrupt
+from trainer.data.formats import audio, decode, files
+from trainer.data.formats.encoders import read_tokenizer
+from trainer.data.formats.sharded import ShardFolder
+from trainer.data.formats.tar_shards import index_shards
+from trainer.errors import BadInputError
+
+_END = bytes(1024)
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 512)
+
+
+def named(name: str) -> bytes:
+    return header("././@LongLink", len(name) + 1, b"L") + padded(name.encode() + b"\0") + header("x", 0)
+
+
+TARS: dict[str, bytes] = {
+    **{f"header {kind!r}": header("x", 3 << 30, kind) for kind in (b"x", b"g", b"L", b"K", b"X")},
+    "headers for headers": b"".join(header("x", 2, b"L") + padded(b"a\0") for _ in range(5000)),
+    "a length of 20 digits": header("x", 25, b"x") + padded(b"99999999999999999999 a=b\n") + _END,
+    "a deep name": named("d/" * 100_000 + "a.png") + _END,
+    "a long name": named("a" * 100_000 + ".png") + _END,
+}
+
+
+@pytest.mark.parametrize("made", TARS)
+def test_a_tar_that_says_much_is_read_up_to_a_bound(tmp_path: Path, made: str) -> None:
+    with (tmp_path / "s.tar").open("wb") as file:
+        file.write(TARS[made])
+        if made.startswith("header b"):
+            file.truncate(4 << 30)  # holes
+    with pytest.raises(BadInputError, match=r"s\.tar: ") as refused:
+        index_shards(tmp_path)
+    assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
+
+
+def test_an_image_of_gigabytes_is_no_image(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with (tmp_path / "a" / "x.png").open("wb") as file:
+        file.truncate(files.LARGEST_FILE + 1)
+    with pytest.raises(BadInputError, match=r"an image .* at most"):
+        files.Files(tmp_path, [b"a/x.png"], [0], ["a"]).read(0)
+    size = files.LARGEST_FILE + 1
+    with (tmp_path / "s.tar").open("wb") as file:
+        file.write(header("a.png", size))
+        file.seek(512 + (size + 511) // 512 * 512)
+        file.write(header("a.cls", 1) + padded(b"0") + _END)
+    with pytest.raises(BadInputError, match=r"an image .* at most"):
+        index_shards(tmp_path)
+
+
+def test_a_pipe_is_no_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "s.tar")
+    assert cli.main(["data", "index", str(tmp_path)]) == 2
+    assert "no .tar files" in capsys.readouterr().err
+    with pytest.raises(OSError, match="isn't a file"):
+        ShardFolder(tmp_path).open(type("Shard", (), {"name": "s.tar"})())
+
+
+def jpeg(width: int, height: int) -> bytes:
+    """A progressive one; its header says a size of its own."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG", progressive=True)
+    data = bytearray(file.getvalue())
+    at = data.find(b"\xff\xc2")
+    data[at + 5 : at + 9] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded() -> None:
+    data = jpeg(4000, 4000)
+    scans = data[data.find(b"\xff\xda") : -2]
+    with pytest.raises(Corrupt, match="scans"):
+        decode.whole(bytearray(data[:-2] + scans * 3000 + data[-2:]))
+    small = jpeg(8, 8)
+    assert decode.whole(bytearray(small)).shape == (1, 3, 8, 8)
+
+
+@pytest.mark.parametrize("filling", [b"\xff", b"\xff\xe0\0\0"])
+def test_a_header_is_looked_for_in_bounded_time(filling: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_SEGMENTS", 10)
+    found = decode.look(b"\xff\xd8\xff" + filling * 20 + jpeg(8, 8)[3:])
+    assert found.kind == "other"
+
+
+@pytest.mark.parametrize("size", [65_535, 2**31 - 1])
+def test_a_png_of_too_many_pixels_is_told_by_its_header(size: int) -> None:
+    said = struct.pack(">IIBBBBB", size, size, 8, 0, 0, 0, 0)
+    chunk = b"IHDR" + said
+    png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    with pytest.raises(Corrupt, match="too many"):
+        decode.whole(bytearray(png))
+
+
+def test_a_tag_before_gigabytes_is_not_taken_off_in_memory(tmp_path: Path) -> None:
+    with (tmp_path / "x.wav").open("wb") as file:
+        file.write(b"ID3\4\0\0\0\0\0\0fLaC")
+        file.truncate(8 << 30)
+    with (tmp_path / "x.wav").open("rb") as file, pytest.raises(Corrupt, match="ID3"):
+        audio._without_tag(file.fileno(), 8 << 30)
+
+
+def zero(_: Path) -> str:
+    return "/dev/zero"
+
+
+def deep(folder: Path) -> str:
+    (folder / "t.json").write_bytes(b'{"model":' + b"[" * 1_000_000)
+    return str(folder / "t.json")
+
+
+def nested(folder: Path) -> str:
+    normalizer = '{"type":"Sequence","normalizers":[' * 100_000
+    (folder / "t.json").write_text('{"version":"1.0","normalizer":' + normalizer)
+    return str(folder / "t.json")
+
+
+def an_odd_regex(folder: Path) -> str:
+    split = {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
+    (folder / "t.json").write_text(json.dumps({"version": "1.0", "pre_tokenizer": split}))
+    return str(folder / "t.json")
+
+
+@pytest.mark.parametrize("made", [zero, deep, nested, an_odd_regex])
+def test_a_tokenizer_that_is_none_is_one_line(
+    tmp_path: Path, made: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.formats.encoders._LARGEST_TOKENIZER", 8 << 20)
+    with pytest.raises(BadInputError) as refused:
+        read_tokenizer(f"bpe:{made(tmp_path)}")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
