@@ -102,3 +102,14 @@ def test_no_bar_where_none_is_wanted(bars: bool, monkeypatch: pytest.MonkeyPatch
         assert (bar._bar is not None) == bars
     finally:
         bar.close()
+
+
+@pytest.mark.parametrize("named", ["RUN", "RUN/manifest.json"])
+def test_a_runs_configuration_is_a_recipe_and_is_named(
+    named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("epochs: 2\n")
+    (tmp_path / "manifest.json").write_text("{}")
+    assert load_recipe(str(tmp_path / "config.yaml"), []).epochs == 2
+    assert main(["train", named.replace("RUN", str(tmp_path))]) == 2
+    assert str(tmp_path / "config.yaml") in capsys.readouterr().err
