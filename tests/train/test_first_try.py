@@ -96,7 +96,7 @@ def test_no_bar_where_none_is_wanted(bars: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(console._Log, "bars", True)
     if not bars:
         console.without_bars()
-    assert console.draws_bars() == bars
+    assert console.told_here().bars == bars
     bar = console.ProgressBar(3)
     try:
         assert (bar._bar is not None) == bars
