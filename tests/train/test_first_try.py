@@ -96,9 +96,20 @@ def test_no_bar_where_none_is_wanted(bars: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(console._Log, "bars", True)
     if not bars:
         console.without_bars()
-    assert console.draws_bars() == bars
+    assert console.told_here().bars == bars
     bar = console.ProgressBar(3)
     try:
         assert (bar._bar is not None) == bars
     finally:
         bar.close()
+
+
+@pytest.mark.parametrize("named", ["RUN", "RUN/manifest.json"])
+def test_a_runs_configuration_is_a_recipe_and_is_named(
+    named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("epochs: 2\n")
+    (tmp_path / "manifest.json").write_text("{}")
+    assert load_recipe(str(tmp_path / "config.yaml"), []).epochs == 2
+    assert main(["train", named.replace("RUN", str(tmp_path))]) == 2
+    assert str(tmp_path / "config.yaml") in capsys.readouterr().err
