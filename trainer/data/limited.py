@@ -22,9 +22,9 @@ class LimitedDataset:
             self.arrays = {name: array[chosen] for name, array in whole.arrays.items()}
         self.left_out = getattr(whole, "left_out", ())
         self.brought = getattr(whole, "brought", ())
-        self.records: Any = getattr(whole, "records", None)
-        if hasattr(self.records, "only"):
-            self.records = self.records.only(chosen)
+        records: Any = getattr(whole, "records", None)
+        only = getattr(records, "only", None)
+        self.records = records if only is None else only(chosen)
         ends = np.cumsum([0, *getattr(whole, "buckets", ())])
         counts = np.diff(np.searchsorted(chosen, ends)).tolist()
         self.buckets = tuple(count for count in counts if count)
