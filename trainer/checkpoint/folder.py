@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -310,32 +310,54 @@ def look_up(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
             continue
         names = [_shard_name(kind, rank, shards["ranks"]) + _SUFFIX for rank in range(shards["ranks"])]
         held = {name: stored_in(path, name) for name in names}
-        tensors[kind] = {**_put_together(kind, held, shards["shapes"].get(kind, {}))}
+        tensors[kind] = {**_put_together(kind, held, shards["shapes"].get(kind, {}), _spread)}
     return found._replace(tensors=tensors)
 
 
+_Piece = TypeVar("_Piece", torch.Tensor, Stored)
+
+
 def _put_together(
-    kind: str, held: dict[str, dict[str, Stored]], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Stored]:
-    """What the ranks' files hold together, as `_joined` does with tensors that were read."""
+    kind: str,
+    held: Mapping[str, dict[str, _Piece]],
+    shapes: Mapping[str, Sequence[int]],
+    join: Callable[[list[_Piece], Sequence[int]], _Piece],
+) -> dict[str, _Piece]:
+    """What the ranks' files hold together; pieces that are joined leave their groups.
+
+    Args:
+        kind: Such as "model".
+        held: By the file's name, what is in it by name.
+        shapes: Of the tensors that are cut into rows; the others are in the first file alone.
+        join: Makes one of the pieces, with this shape.
+
+    Raises:
+        Damaged: If the pieces aren't the whole.
+    """
     first, *others = held.values()
     whole = {}
-    for name, one in first.items():
+    for name, one in list(first.items()):
         if (shape := shapes.get(name)) is None:
             whole[name] = one
             continue
+        pieces = []
         for file, group in held.items():
-            part = group.get(name)
-            if part is None or part.shape[1:] != torch.Size(shape[1:]) or part.dtype != one.dtype:
+            piece = group.pop(name, None)
+            alike = piece is not None and piece.shape and piece.shape[1:] == torch.Size(shape[1:])
+            if piece is None or not alike or piece.dtype != one.dtype:
                 raise Damaged(f"{file} has no rows of '{name}'")
-        parts = tuple(part for group in held.values() for part in group[name].parts)
-        if sum(rows for _, _, rows in parts) != shape[0]:
+            pieces.append(piece)
+        if sum(piece.shape[0] for piece in pieces) != shape[0]:
             raise Damaged(f"{kind}: the ranks' rows of '{name}' aren't {shape[0]} together")
-        whole[name] = replace(one, shape=torch.Size(shape), parts=parts)
-    odd = [name for group in others for name in group if name not in shapes]
-    if odd := odd + [name for name in shapes if name not in whole]:
+        whole[name] = join(pieces, shape)
+    if odd := [name for group in others for name in group] + [name for name in shapes if name not in whole]:
         raise Damaged(f"{kind}: '{odd[0]}' isn't in all files that {_STATE} says")
     return whole
+
+
+def _spread(pieces: list[Stored], shape: Sequence[int]) -> Stored:
+    parts = tuple(part for piece in pieces for part in piece.parts)
+    return replace(pieces[0], shape=torch.Size(shape), parts=parts)
 
 
 def sums_hash(path: Path) -> str:
@@ -394,7 +416,11 @@ def _read(
         with ThreadPoolExecutor(4) as pool:  # hashing is what takes time, and it leaves the GIL alone
             tensors = dict(zip(names, pool.map(one, names), strict=True))
     if shards is not None and keep:
-        tensors = {kind: _joined(kind, tensors, ranks, shards["shapes"].get(kind, {})) for kind in kinds}
+        for kind in kinds:
+            files_of = [_shard_name(kind, rank, ranks) for rank in range(ranks)]
+            held = {f"{name}{_SUFFIX}": tensors.pop(name) for name in files_of}
+            shapes = shards["shapes"].get(kind, {})
+            tensors[kind] = _put_together(kind, held, shapes, lambda pieces, _: torch.cat(pieces))
     return Checkpoint(about["step"], path, tensors, about["state"])
 
 
@@ -414,31 +440,6 @@ def _are_shards(shards: Any, kinds: Sequence[str]) -> bool:
             for shape in group.values()
         )
     )
-
-
-def _joined(
-    kind: str,
-    tensors: dict[str, dict[str, torch.Tensor]],
-    ranks: int,
-    shapes: Mapping[str, Sequence[int]],
-) -> dict[str, torch.Tensor]:
-    """The whole tensors of a kind; the ranks' files are dropped."""
-    parts = [tensors.pop(_shard_name(kind, rank, ranks)) for rank in range(ranks)]
-    whole = {}
-    for name, first in parts[0].items():
-        if (shape := shapes.get(name)) is None:
-            whole[name] = first
-            continue
-        rows = [part.pop(name, None) for part in parts[1:]]
-        for rank, one in enumerate([first, *rows]):
-            if one is None or one.shape[1:] != torch.Size(shape[1:]) or one.dtype != first.dtype:
-                raise Damaged(f"{_shard_name(kind, rank, ranks)}{_SUFFIX} has no rows of '{name}'")
-        whole[name] = torch.cat([first, *(one for one in rows if one is not None)])
-        if list(whole[name].shape) != shape:
-            raise Damaged(f"{kind}: the ranks' rows of '{name}' aren't {shape[0]} together")
-    if odd := [name for part in parts[1:] for name in part] + [name for name in shapes if name not in whole]:
-        raise Damaged(f"{kind}: '{odd[0]}' isn't in all files that {_STATE} says")
-    return whole
 
 
 @contextlib.contextmanager
