@@ -71,7 +71,7 @@ def files() -> dict[str, str]:
         name: _headed(PLACES[place].render(spec, site)) for name, (place, spec, site) in EXAMPLES.items()
     }
     base = list(yaml.safe_load_all(kubernetes.render(BASE, Site())))
-    found["kustomize/base/job.yaml"] = _headed(container.dump(*base))
+    found["kustomize/base/job.yaml"] = _headed(container.to_yaml(*base))
     found["kustomize/base/kustomization.yaml"] = _headed(_kustomization(resources=["job.yaml"]))
     for name, spec in OVERLAYS.items():
         folder = f"kustomize/overlays/{name}"
@@ -87,7 +87,7 @@ def files() -> dict[str, str]:
                 target = {"kind": kind, "name": before["metadata"]["name"]}
                 patches.append({"path": f"{kind.lower()}-patch.yaml", "target": target})
         added = [f"{kind.lower()}.yaml" for kind in kinds]
-        found |= {f"{folder}/{kind.lower()}.yaml": _headed(container.dump(kinds[kind])) for kind in kinds}
+        found |= {f"{folder}/{kind.lower()}.yaml": _headed(container.to_yaml(kinds[kind])) for kind in kinds}
         found[f"{folder}/kustomization.yaml"] = _headed(
             _kustomization(resources=["../../base", *added], patches=patches)
         )
@@ -119,7 +119,7 @@ def difference(before: Any, after: Any, path: str = "") -> list[dict[str, Any]]:
 
 def _kustomization(**fields: Any) -> str:
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    return container.dump({**head, **fields})
+    return container.to_yaml({**head, **fields})
 
 
 def _headed(text: str) -> str:

@@ -22,9 +22,16 @@ from tests.helpers.netns import hosts, in_host, on_each
 from tests.helpers.waiting import SECONDS
 from trainer.cli import main
 from trainer.commands.bench import links, preflight as preflight_module
-from trainer.commands.bench.links import Link, called, calling, listening, rate
+from trainer.commands.bench.links import Link, answer_peer, call_peer, listening, rate
 from trainer.commands.bench.preflight import RankPlace, _told, _tried, bench_links, preflight
-from trainer.commands.bench.preflight_verdict import Host, Pair, better, joined, rounds_of, verdict
+from trainer.commands.bench.preflight_verdict import (
+    Host,
+    Pair,
+    better,
+    pair_of_ends,
+    rounds_of,
+    verdict_lines,
+)
 
 GIGABIT = 1e9 / 8
 
@@ -35,7 +42,7 @@ GIGABIT = 1e9 / 8
 def both_ends(calls: Callable[[tuple[str, int]], Link], seconds: float = 60.0) -> tuple[Link, Link]:
     """What the end that is called finds, and the one that calls."""
     with listening("127.0.0.1") as server, ThreadPoolExecutor() as pool:
-        end = pool.submit(called, server, 3, 1, seconds)
+        end = pool.submit(answer_peer, server, 3, 1, seconds)
         other = calls(("127.0.0.1", server.getsockname()[1]))
         return end.result(), other
 
@@ -48,7 +55,7 @@ def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_streams")
 def test_a_link_that_works() -> None:
-    end, other = both_ends(lambda where: calling(where, 3, 1, 60.0))
+    end, other = both_ends(lambda where: call_peer(where, 3, 1, 60.0))
     for link in (end, other):
         assert link.seconds is not None and link.seconds > 0 and link.why == ""
         assert link.received is not None and link.received > 0
@@ -63,10 +70,10 @@ def test_nobody_there_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(links, "select", SimpleNamespace(select=wait))
     with listening("127.0.0.1") as server:
-        assert called(server, 0, 1, 0.1) == Link(why="no answer")
+        assert answer_peer(server, 0, 1, 0.1) == Link(why="no answer")
         where = ("127.0.0.1", server.getsockname()[1])
-        assert calling(where, 0, 1, 0.1) == Link(why="no answer")  # connected, but nobody answers
-    assert calling(where, 0, 1, 0.1) == Link(why="connection refused")
+        assert call_peer(where, 0, 1, 0.1) == Link(why="no answer")  # connected, but nobody answers
+    assert call_peer(where, 0, 1, 0.1) == Link(why="connection refused")
     assert len(waited) <= 1 and all(0 < seconds <= 0.1 for seconds in waited)
 
 
@@ -75,7 +82,7 @@ def test_strangers_do_not_keep_the_line_busy(monkeypatch: pytest.MonkeyPatch) ->
     with listening("127.0.0.1") as server, socket.socket() as one, socket.socket() as other:
         for silent in (one, other):
             silent.connect(("127.0.0.1", server.getsockname()[1]))
-        assert called(server, 0, 1, 0.1) == Link(why="no answer")
+        assert answer_peer(server, 0, 1, 0.1) == Link(why="no answer")
 
 
 @pytest.mark.usefixtures("short_streams")
@@ -93,7 +100,7 @@ def test_strangers_and_those_who_are_late_are_sent_away(monkeypatch: pytest.Monk
         for words in (b"GET / HTTP/1.1\r\n\r\n", links._HELLO.pack(b"trainer1", 2, 1)):
             with socket.create_connection(where) as stranger:
                 stranger.sendall(words)
-        return calling(where, 3, 1, 60.0)
+        return call_peer(where, 3, 1, 60.0)
 
     with socket.socket() as silent:
         end, other = both_ends(calls)
@@ -143,44 +150,44 @@ DEAD = {"seconds": None, "forth": None, "back": None, "why": "no answer"}
 
 
 def test_links_that_are_alike_are_fine() -> None:
-    assert verdict(mesh(4), 5.0) == []
-    assert verdict(mesh(4, r01={"forth": 6 * GIGABIT}, r12={"seconds": 2.5e-4}), 5.0) == []
-    assert verdict(json.loads(json.dumps(mesh(2))), 5.0) == []
+    assert verdict_lines(mesh(4), 5.0) == []
+    assert verdict_lines(mesh(4, r01={"forth": 6 * GIGABIT}, r12={"seconds": 2.5e-4}), 5.0) == []
+    assert verdict_lines(json.loads(json.dumps(mesh(2))), 5.0) == []
 
 
 def test_a_slow_link_is_named() -> None:
-    (line,) = verdict(mesh(3, r02={"forth": 0.9 * GIGABIT, "back": 0.95 * GIGABIT}), 5.0)
+    (line,) = verdict_lines(mesh(3, r02={"forth": 0.9 * GIGABIT, "back": 0.95 * GIGABIT}), 5.0)
     assert line == (
         "trainer: link n1 (rank 0) - n3 (rank 2): 0.9 Gbit/s, usual here is 9.4: check cable, switch port, "
         "firewall, NIC speed (ethtool eth0)"
     )
-    (line,) = verdict(mesh(3, r02={"back": 0.9 * GIGABIT}), 5.0)
+    (line,) = verdict_lines(mesh(3, r02={"back": 0.9 * GIGABIT}), 5.0)
     assert "0.9 Gbit/s from rank 2 to rank 0, usual here is 9.4" in line
 
 
 def test_a_late_link_is_named() -> None:
-    (line,) = verdict(mesh(4, r13={"seconds": 2e-3}), 5.0)
+    (line,) = verdict_lines(mesh(4, r13={"seconds": 2e-3}), 5.0)
     assert line.startswith(
         "trainer: link n2 (rank 1) - n4 (rank 3): a round trip takes 2 ms, usual here is 0.1"
     )
 
 
 def test_a_dead_link_is_named() -> None:
-    (line,) = verdict(mesh(4, r13=DEAD), 5.0)
+    (line,) = verdict_lines(mesh(4, r13=DEAD), 5.0)
     assert line.startswith("trainer: link n2 (rank 1) - n4 (rank 3): no answer within 5 s: check cable")
-    (line,) = verdict(mesh(4, r13={**DEAD, "why": "no route to host"}), 5.0)
+    (line,) = verdict_lines(mesh(4, r13={**DEAD, "why": "no route to host"}), 5.0)
     assert "dead: no route to host" in line
-    (line,) = verdict(mesh(4, r13={"forth": None, "back": None}), 5.0)
+    (line,) = verdict_lines(mesh(4, r13={"forth": None, "back": None}), 5.0)
     assert "no stream came through" in line
 
 
 @pytest.mark.parametrize("count", [3, 4, 6])
 def test_a_host_whose_links_are_all_slow_is_named_itself(count: int) -> None:
     slow = {f"r{rank}{count - 1}": {"forth": 0.9 * GIGABIT} for rank in range(count - 1)}
-    (line,) = verdict(mesh(count, **slow), 5.0)
+    (line,) = verdict_lines(mesh(count, **slow), 5.0)
     who = f"trainer: n{count} (rank {count - 1}): all its {count - 1} links, such as"
     assert line.startswith(f"{who} 0.9 Gbit/s")
-    (line,) = verdict(mesh(count, **dict.fromkeys(slow, DEAD)), 5.0)
+    (line,) = verdict_lines(mesh(count, **dict.fromkeys(slow, DEAD)), 5.0)
     assert line.startswith(f"{who} no answer within 5 s")
 
 
@@ -207,7 +214,7 @@ def test_a_host_that_is_busy_for_a_moment_is_no_slow_link(monkeypatch: pytest.Mo
     with ThreadPoolExecutor() as pool:
         told = list(pool.map(lambda place: _tried(store, place, 60.0, 60.0), places))
     assert told[0] == told[1] == told[2]
-    lines = verdict({**told[0], "come": 60.0}, 60.0)
+    lines = verdict_lines({**told[0], "come": 60.0}, 60.0)
     assert len(lines) == 1 and "(rank 2): all its 2 links, such as 0.1 Gbit/s" in lines[0]
     assert max(tried.values()) <= 2 * 3
 
@@ -231,19 +238,19 @@ def test_a_rank_that_vanishes_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
     assert [pair.why for pair in told[0]["pairs"] if pair.other == 3] == ["it said nothing any more"] * 3
     assert (
         "(rank 3): all its 3 links, such as dead: it said nothing"
-        in verdict({**told[0], "come": 5.0}, 0.1)[0]
+        in verdict_lines({**told[0], "come": 5.0}, 0.1)[0]
     )
 
 
 def test_if_all_links_are_dead_all_are_named() -> None:
-    lines = verdict(mesh(3, r01=DEAD, r02=DEAD, r12=DEAD), 5.0)
+    lines = verdict_lines(mesh(3, r01=DEAD, r02=DEAD, r12=DEAD), 5.0)
     assert len(lines) == 3 and all(line.startswith("trainer: link ") for line in lines)
 
 
 def test_a_single_link_is_held_against_its_interfaces() -> None:
     def line(speed: float | None, forth: float) -> list[str]:
         told = mesh(2, r01={"forth": forth * GIGABIT})
-        return verdict({**told, "hosts": [host(0, speed=speed), host(1, speed=100 * GIGABIT)]}, 5.0)
+        return verdict_lines({**told, "hosts": [host(0, speed=speed), host(1, speed=100 * GIGABIT)]}, 5.0)
 
     assert line(None, 0.1) == [] and line(10 * GIGABIT, 6.0) == []
     assert line(40 * GIGABIT, 9.0) == []  # more than Python may reach
@@ -252,22 +259,22 @@ def test_a_single_link_is_held_against_its_interfaces() -> None:
 
 
 def test_who_did_not_come_is_named() -> None:
-    (line,) = verdict({**mesh(2), "missing": [2, 5]}, 5.0)
+    (line,) = verdict_lines({**mesh(2), "missing": [2, 5]}, 5.0)
     assert line.startswith("trainer: ranks 2, 5 did not come within 30 s: check")
 
 
 def test_hosts_of_one_name_are_told_by_their_address() -> None:
     told = mesh(3, r01=DEAD)
     told["hosts"] = [one._replace(name="node") for one in told["hosts"]]
-    assert "link 10.0.0.1 (rank 0) - 10.0.0.2 (rank 1)" in verdict(told, 5.0)[0]
+    assert "link 10.0.0.1 (rank 0) - 10.0.0.2 (rank 1)" in verdict_lines(told, 5.0)[0]
 
 
 def test_one_end_without_an_answer_is_a_dead_link() -> None:
     good = Link(1e-4, 5.0)
-    assert joined(host(0), host(1), good, Link(2e-4, 6.0)) == Pair(0, 1, 2e-4, 6.0, 5.0)
+    assert pair_of_ends(host(0), host(1), good, Link(2e-4, 6.0)) == Pair(0, 1, 2e-4, 6.0, 5.0)
     for dead in ((good, Link(why="no answer")), (Link(why="no answer"), good)):
-        assert joined(host(0), host(1), *dead) == Pair(0, 1, None, None, None, "no answer")
-    both = joined(host(0), host(1), Link(why="no answer"), Link(why="connection refused"))
+        assert pair_of_ends(host(0), host(1), *dead) == Pair(0, 1, None, None, None, "no answer")
+    both = pair_of_ends(host(0), host(1), Link(why="no answer"), Link(why="connection refused"))
     assert both.why == "connection refused"
 
 
@@ -368,7 +375,7 @@ def test_a_slow_host_in_a_real_network() -> None:
         rule = ("tbf", "rate", "100mbit", "burst", "128kb", "latency", "100ms")
         in_host(names[2], "tc", "qdisc", "add", "dev", "eth0", "root", *rule)
         told = between_hosts(names, 3.0)
-    (line,) = verdict(told[0], 3.0)
+    (line,) = verdict_lines(told[0], 3.0)
     assert "10.79.0.3 (rank 2): all its 2 links, such as 0.0" in line and "from rank 2" in line
 
 
@@ -393,7 +400,7 @@ def test_a_dead_link_in_a_real_network(how: str, monkeypatch: pytest.MonkeyPatch
     # How fast the others are is this machine's matter.
     alike = {"seconds": 1e-4, "forth": GIGABIT, "back": GIGABIT}
     told[0]["pairs"] = [pair if pair.why else pair._replace(**alike) for pair in told[0]["pairs"]]
-    (line,) = [line for line in verdict(told[0], 4.0) if "no answer" in line]
+    (line,) = [line for line in verdict_lines(told[0], 4.0) if "no answer" in line]
     assert line.startswith("trainer: link 10.79.0.2 (rank 1) - 10.79.0.3 (rank 2): no answer within 4 s")
 
 

@@ -300,7 +300,7 @@ def test_an_overlay_is_what_would_be_rendered(name: str) -> None:
     wanted = job_files.documents(HOW["kubernetes"].render(spec, PLACES["job"][1]))
     folder = render_examples.FOLDER / "kustomize/overlays" / name
     assert overlaid(folder) == wanted
-    check_all(container.dump(*wanted.values()))
+    check_all(container.to_yaml(*wanted.values()))
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         return  # the same without it, above

@@ -16,11 +16,11 @@ from trainer.checkpoint.folder import Shapes, contents, shard_contents, shared_c
 from trainer.host.files import remove
 from trainer.observe.phases import heartbeat
 
-Tensors = Mapping[str, Mapping[str, torch.Tensor]]
+_Tensors = Mapping[str, Mapping[str, torch.Tensor]]
 _PAUSE_S = 0.02
 
 
-def stage(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+def stage(tensors: _Tensors) -> dict[str, dict[str, torch.Tensor]]:
     """Copies tensors to host memory, so that training may change them; waits until they are there.
 
     Args:
@@ -111,7 +111,7 @@ class BackgroundWriter:
     def submit(
         self,
         step: int,
-        tensors: Tensors,
+        tensors: _Tensors,
         state: Mapping[str, Any],
         best: int | None = None,
         part: RankPart | None = None,
@@ -176,7 +176,7 @@ class BackgroundWriter:
         heartbeat()  # it is asked for each tensor: a disk that is slow does not hang
         return self._abandoned.is_set()
 
-    def _alone(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Callable[[], bool]:
+    def _alone(self, step: int, tensors: _Tensors, state: Mapping[str, Any]) -> Callable[[], bool]:
         files = contents(step, tensors, state)
 
         def commit() -> bool:
@@ -186,7 +186,7 @@ class BackgroundWriter:
         return commit
 
     def _shared(
-        self, step: int, tensors: Tensors, state: Mapping[str, Any], part: RankPart
+        self, step: int, tensors: _Tensors, state: Mapping[str, Any], part: RankPart
     ) -> Callable[[], bool]:
         exchange, name = part.exchange, store.shared_name(step, part.token)
         files = shard_contents(tensors, part.shapes, exchange.rank, exchange.ranks)

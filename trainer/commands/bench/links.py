@@ -42,8 +42,8 @@ def listening(address: str) -> socket.socket:
     return server
 
 
-def called(server: socket.socket, number: int, caller: int, seconds: float) -> Link:
-    """Waits for the rank `caller` in round `number`, and measures with it; the other end does `calling`."""
+def answer_peer(server: socket.socket, number: int, caller: int, seconds: float) -> Link:
+    """Waits for the rank `caller` in round `number`, and measures with it; the other end does `call_peer`."""
     until = time.monotonic() + seconds
     while True:
         left = until - time.monotonic()
@@ -68,8 +68,8 @@ def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
         return False
 
 
-def calling(where: tuple[str, int], number: int, rank: int, seconds: float) -> Link:
-    """Connects to the other end, which does `called`, and measures with it.
+def call_peer(where: tuple[str, int], number: int, rank: int, seconds: float) -> Link:
+    """Connects to the other end, which does `answer_peer`, and measures with it.
 
     Args:
         where: Address and port there.

@@ -24,8 +24,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.commands.bench.links import STREAM_SECONDS, Link, called, calling, listening
-from trainer.commands.bench.preflight_verdict import Host, Pair, better, faults, joined, rounds_of, show
+from trainer.commands.bench.links import STREAM_SECONDS, Link, answer_peer, call_peer, listening
+from trainer.commands.bench.preflight_verdict import (
+    Host,
+    Pair,
+    better,
+    faults,
+    pair_of_ends,
+    rounds_of,
+    show_links,
+)
 from trainer.errors import EXIT_NOT_MEASURED, BadInputError
 from trainer.host.interfaces import addresses, interface_of
 from trainer.host.names import from_files_alone
@@ -72,7 +80,7 @@ def bench_links(options: argparse.Namespace) -> int:
             print("nothing measured: one host has no links; on each: --nnodes, --node-rank, --master-addr")
             return EXIT_NOT_MEASURED
         place = RankPlace(nodes.number, nodes.most, nodes.host, nodes.port, nodes.number == 0)
-    return show(preflight(place, options.seconds), options.seconds, options.json, place.rank == 0)
+    return show_links(preflight(place, options.seconds), options.seconds, options.json, place.rank == 0)
 
 
 def _place_of_rank(environ: Mapping[str, str]) -> RankPlace:
@@ -96,7 +104,7 @@ def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> di
         come_seconds: How long ranks wait for each other at the start; 0: half a minute, or four times that.
 
     Returns:
-        `hosts` and `pairs` for `preflight_verdict.verdict`, the same on every rank; on a rank
+        `hosts` and `pairs` for `preflight_verdict.verdict_lines`, the same on every rank; on a rank
         that could not meet the others `alone`, which says so.
     """
     if place.size == 1:
@@ -171,10 +179,10 @@ def _all_links(
 
 def _try(server: socket.socket, own: Host, one: Host, other: Host, number: int, seconds: float) -> Link:
     if own.rank == one.rank:
-        return called(server, number, other.rank, seconds)
+        return answer_peer(server, number, other.rank, seconds)
     elsewhere = one.address.startswith("127.") and one.name != own.name
     where = os.environ.get("MASTER_ADDR", one.address) if elsewhere else one.address
-    return calling((where, one.port), number, own.rank, seconds)
+    return call_peer((where, one.port), number, own.rank, seconds)
 
 
 def _round(
@@ -190,7 +198,7 @@ def _round(
             if told is None:
                 gone.add(host.rank)
             links.append(Link(*told) if told else Link(why="it said nothing any more"))
-        found.append(joined(one, other, links[0], links[1]))
+        found.append(pair_of_ends(one, other, links[0], links[1]))
     return found
 
 

@@ -62,7 +62,7 @@ class Pair(NamedTuple):
         return min(known) if known and self.seconds is not None else 0.0
 
 
-def joined(one: Host, other: Host, at_one: Link, at_other: Link) -> Pair:
+def pair_of_ends(one: Host, other: Host, at_one: Link, at_other: Link) -> Pair:
     """A link by what both ends say of it; it is dead if either got no round trip."""
     if at_one.seconds is None or at_other.seconds is None:
         reasons = [link.why for link in (at_other, at_one) if link.seconds is None and link.why]
@@ -132,7 +132,7 @@ def faults(hosts: Mapping[int, Host], pairs: Sequence[Pair], seconds: float) -> 
     return {pair: fault for pair, fault in found.items() if fault}
 
 
-def verdict(told: Mapping[str, Any], seconds: float) -> list[str]:
+def verdict_lines(told: Mapping[str, Any], seconds: float) -> list[str]:
     """One line for each link, or host, that isn't as the others are; empty if all is well.
 
     Args:
@@ -161,11 +161,11 @@ def verdict(told: Mapping[str, Any], seconds: float) -> list[str]:
     return lines
 
 
-def show(told: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
+def show_links(told: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
     """Prints what was found, and judges.
 
     Args:
-        told: As of `verdict`.
+        told: As of `verdict_lines`.
         seconds: That a dead link was waited for.
         as_json: Whether JSON is printed.
         shown: Whether this process is the one that prints.
@@ -176,7 +176,7 @@ def show(told: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) ->
         )
         return EXIT_FAILED
     hosts, pairs = [Host(*host) for host in told["hosts"]], [Pair(*pair) for pair in told["pairs"]]
-    lines = verdict(told, seconds)
+    lines = verdict_lines(told, seconds)
     if shown and as_json:
         found = {"hosts": [host._asdict() for host in hosts], "links": [pair._asdict() for pair in pairs]}
         print(json.dumps({**found, "missing": told["missing"], "verdict": lines}, indent=2))

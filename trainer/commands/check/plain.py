@@ -33,7 +33,7 @@ Snapshot = dict[
 ]  # after a step, by name: loss, lr, updates, model/…, optimizer/…, ema/…, metric/…
 
 
-class Samples(NamedTuple):
+class _Samples(NamedTuple):
     """What a task's loss is given: the fields of `trainer.Batch`."""
 
     fields: Mapping[str, torch.Tensor]
@@ -153,7 +153,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: Snapsho
     return {name: t.detach().clone() for name, t in found.items() if isinstance(t, torch.Tensor)}
 
 
-def losses(task: Any, model: nn.Module, batch: Samples) -> Snapshot:
+def losses(task: Any, model: nn.Module, batch: _Samples) -> Snapshot:
     """The loss of a micro-batch, a sum over its samples; and each of several by name."""
     if names := loss_rows(task):
         every = dict(zip(names, task.loss_parts(model, batch), strict=True))
@@ -162,7 +162,7 @@ def losses(task: Any, model: nn.Module, batch: Samples) -> Snapshot:
     return {"loss": task.loss(model, batch)}
 
 
-def read(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> Samples:
+def read(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> _Samples:
     """Reads samples one by one; `wanted` random numbers of each go to the loss, besides those of the data."""
     count = data.uniforms + wanted
     drawn = uniforms(seed, epochs, samples, count) if count and epochs is not None else None
@@ -179,7 +179,7 @@ def read(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) 
     }
     each = [int(row["num_items"][0]) if "num_items" in row else data.num_items for row in rows]
     uniform = None if drawn is None else torch.from_numpy(drawn)
-    return Samples(fields, None, uniform, sum(each), max(each, default=0))
+    return _Samples(fields, None, uniform, sum(each), max(each, default=0))
 
 
 def untrained(model: nn.Module) -> dict[str, torch.Tensor]:

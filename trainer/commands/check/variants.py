@@ -22,7 +22,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.train.run import check_request, make_plan
 
-Verdict = Literal["equal", "documented", "differs", "not compared"]
+_Verdict = Literal["equal", "documented", "differs", "not compared"]
 Trained = list[Snapshot] | str  # or why there is nothing
 _ALONE = World(0, 1, 0, torch.device("cpu"), None)
 _HALF = STEPS // 2
@@ -87,7 +87,7 @@ class Row:
 
     name: str
     what: str
-    verdict: Verdict
+    verdict: _Verdict
     detail: str
     tensor: str = ""
     step: int = 0

@@ -114,7 +114,7 @@ def caches(box: MachineFacts) -> CheckResult:
     return fine(f"{len(box.caches)} cache folders can be written")
 
 
-def data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
+def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     """What the data lies on, and how fast it is read at random."""
     data = box.data
     if data.path is None:
@@ -161,5 +161,5 @@ CHECKS = (
     ("disk.cache", cache_folder),
     ("disk.tmp", tmp_folder),
     ("cache.writable", caches),
-    ("data.path", data_path),
+    ("data.path", _data_path),
 )

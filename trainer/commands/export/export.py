@@ -66,7 +66,7 @@ WRITERS: dict[str, Callable[[nn.Module, Tensors, Path], Path]] = {
 }
 
 
-class Subject(NamedTuple):
+class _Subject(NamedTuple):
     """What is exported, and what it is compared with.
 
     Attributes:
@@ -205,7 +205,7 @@ def _others(target: Path) -> list[str]:
     return sorted({path.name for path in target.iterdir()} - ours)
 
 
-def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
+def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
     """The model as it will be written, real samples, and what the trained model gives for them."""
     dataset = run.task.evaluation_data
     batches = list[Batch]()
@@ -228,7 +228,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
         model = model if only_weights else InLowPrecision(model)
     if options.with_normalization:
         model = _from_pixels(run, model)
-    return Subject(model.eval(), fold, inputs, wanted)
+    return _Subject(model.eval(), fold, inputs, wanted)
 
 
 def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
@@ -240,7 +240,7 @@ def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
 
 def _write(
     name: str,
-    subject: Subject,
+    subject: _Subject,
     run: OpenedRun,
     folder: Path,
     options: argparse.Namespace,
@@ -272,7 +272,7 @@ def _write(
 
 
 def about(
-    file: Path, error: float, subject: Subject, run: OpenedRun, options: argparse.Namespace
+    file: Path, error: float, subject: _Subject, run: OpenedRun, options: argparse.Namespace
 ) -> dict[str, Any]:
     """What somebody who uses the file must know, as JSON."""
     inputs, outputs = subject.inputs[-1], subject.wanted[-1]
@@ -330,7 +330,7 @@ def _publish(beside: Path, target: Path) -> None:
 
 
 def _tell(
-    target: Path, name: str, error: float, subject: Subject, run: OpenedRun, options: argparse.Namespace
+    target: Path, name: str, error: float, subject: _Subject, run: OpenedRun, options: argparse.Namespace
 ) -> None:
     file, fold = target / name, subject.fold
     print(f"{shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {run.weights}")

@@ -16,7 +16,7 @@ from typing import Any
 # tensors and nothing else. (torch.jit.load has a reader of its own, in C++, which imports no Python.)
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
-Outputs = list[Any]
+_Outputs = list[Any]
 
 
 def slot(batch: int, place: int) -> str:
@@ -53,7 +53,7 @@ def _by_torch(file: Path, inputs: Path, outputs: Path, run: Sequence[str]) -> No
 
     model = load_model(file, run)
 
-    def call(*values: Any) -> Outputs:
+    def call(*values: Any) -> _Outputs:
         with torch.no_grad():
             return [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves(model(*values))]
 
@@ -87,7 +87,7 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
     return InLowPrecision(model_of_run) if low else model_of_run
 
 
-def _each(tensors: dict[str, Any], call: Callable[..., Outputs]) -> dict[str, Any]:
+def _each(tensors: dict[str, Any], call: Callable[..., _Outputs]) -> dict[str, Any]:
     batches = dict[str, list[Any]]()
     for name in sorted(tensors):
         batches.setdefault(name.partition(".")[0], []).append(tensors[name])

@@ -20,7 +20,7 @@ from trainer.models.detection import Detections, detections
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 from trainer.train.run import device_kind
 
-Pixels = npt.NDArray[np.uint8]
+_Pixels = npt.NDArray[np.uint8]
 
 _SIDE = 256  # of a picture in the grid
 _TOGETHER = 16
@@ -38,7 +38,7 @@ class ModelInput(NamedTuple):
     """
 
     name: str
-    pixels: Pixels
+    pixels: _Pixels
     factor: float = 1.0
     truth: tuple[npt.NDArray[Any], list[int]] | None = None
 
@@ -47,7 +47,7 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints what the model finds, and draws it; returns the exit code."""
     check_picture(options.out)
     if options.files:
-        there = read_each(options.files, lambda path: as_evaluated(path, run))
+        there = read_each(options.files, lambda path: _as_evaluated(path, run))
         code, seen = code_for(there, options.files), [one for _, one in there]
     else:
         code, seen = EXIT_DONE, _of_evaluation(run, options.samples)
@@ -73,7 +73,7 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     return code
 
 
-def as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
+def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
     """An image file as evaluation would see it: at its aspect, at the top left of a square.
 
     Raises:
@@ -84,7 +84,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
     from trainer.data.formats.decode import cut_out
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
-    image: Pixels = (
+    image: _Pixels = (
         cut_out(content(path), whole, reading=reading_of_run(run))[0].permute(1, 2, 0).contiguous().numpy()
     )
     if channels == 1:
@@ -140,7 +140,7 @@ def _best(one: ModelInput, found: Detections, classes: Sequence[str], top: int) 
     return "; ".join(parts)
 
 
-def drawn(one: ModelInput, found: Detections, classes: Sequence[str]) -> Pixels:
+def drawn(one: ModelInput, found: Detections, classes: Sequence[str]) -> _Pixels:
     """The picture with what is found and what is there: uint8 (side, side, 3)."""
     from PIL import Image, ImageDraw, ImageFont
 

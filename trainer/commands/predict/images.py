@@ -26,7 +26,7 @@ from trainer.data.sources import IMAGE, LABEL, in_files
 from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun
 
-Pixels = npt.NDArray[np.uint8]
+_Pixels = npt.NDArray[np.uint8]
 
 
 def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def reading_of_run(run: OpenedRun) -> Reading:
     return getattr(records, "reading", None) or reading_of(run.recipe.data)
 
 
-def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
+def as_evaluated(path: Path, run: OpenedRun) -> _Pixels:
     """An image file as evaluation would see it: uint8 (height, width, channels).
 
     Raises:
@@ -89,7 +89,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
     return pixels[0].permute(1, 2, 0).contiguous().numpy()
 
 
-def _as_digit(image: torch.Tensor, height: int, width: int) -> Pixels:
+def _as_digit(image: torch.Tensor, height: int, width: int) -> _Pixels:
     """The means of as many fields, in steps of 15 from 0 (ground) to 240 (ink), as the digits have them."""
     from PIL import Image
 
@@ -114,7 +114,7 @@ def _square(height: int, width: int) -> Box:
     return Box((height - side) // 2, (width - side) // 2, side, side)
 
 
-def _draw(out: Path | None, images: Sequence[Pixels], found: list[Guess]) -> None:
+def _draw(out: Path | None, images: Sequence[_Pixels], found: list[Guess]) -> None:
     if out is None:
         return
     captions = [

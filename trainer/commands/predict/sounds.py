@@ -28,7 +28,7 @@ def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
     if not options.files:
         of_evaluation(run, options)
         return EXIT_DONE
-    there = read_each(options.files, lambda path: as_evaluated(path, run))
+    there = read_each(options.files, lambda path: _as_evaluated(path, run))
     if there:
         names, sounds = zip(*there, strict=True)
         fields = {AUDIO: torch.stack(sounds), LABEL: torch.zeros(len(sounds), dtype=torch.int64)}
@@ -37,7 +37,7 @@ def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
     return code_for(there, options.files)
 
 
-def as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
+def _as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
     """The center of a recording, as evaluation would hear it: int16 (samples,).
 
     Raises:

@@ -44,7 +44,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 Plain.add_representer(str, _text)
 
 
-def dump(*documents: dict[str, Any]) -> str:
+def to_yaml(*documents: dict[str, Any]) -> str:
     """YAML of one or several documents."""
     return yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=110, allow_unicode=True)
 

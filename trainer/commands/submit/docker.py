@@ -10,7 +10,7 @@ from trainer.errors import BadInputError
 from trainer.host.engine import run_words
 
 
-def words(spec: JobSpec, site: Site) -> list[str]:
+def run_line(spec: JobSpec, site: Site) -> list[str]:
     """The words of the command line.
 
     Raises:
@@ -37,10 +37,10 @@ def render(spec: JobSpec, site: Site) -> str:
     """The command line, an option a line.
 
     Raises:
-        BadInputError: As of `words`.
+        BadInputError: As of `run_line`.
     """
     text = ""
-    for word in words(spec, site):
+    for word in run_line(spec, site):
         begins = word.startswith("--") or word in (spec.image, "timeout", "trainer")
         text += (" \\\n  " if begins else " ") + shlex.quote(word) if text else word
     return f"{text}\n"

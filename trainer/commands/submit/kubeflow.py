@@ -16,7 +16,7 @@ def render(spec: JobSpec, site: Site) -> str:
         BadInputError: For a folder of this machine, root, no image, a patch that matches nothing, or what
             TrainJob has no field for.
     """
-    return container.dump(*with_site([*pods.beside(spec, site), *_train_job(spec, site)], site))
+    return container.to_yaml(*with_site([*pods.beside(spec, site), *_train_job(spec, site)], site))
 
 
 def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:

@@ -16,7 +16,7 @@ def render(spec: JobSpec, site: Site) -> str:
         BadInputError: For a folder of this machine, root, no image, or a patch that matches nothing.
     """
     documents = [*pods.beside(spec, site), *(_job_set if site.jobset else _job)(spec, site)]
-    return container.dump(*with_site(documents, site))
+    return container.to_yaml(*with_site(documents, site))
 
 
 def _job(spec: JobSpec, site: Site) -> list[pods.Document]:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.submit.environment import from_secrets, refuse_secret
+from trainer.commands.submit.pods import Document
 from trainer.commands.submit.spec import Site
 from trainer.config.redact import is_secret, redact_words
 from trainer.config.yaml_text import parse_documents
 from trainer.errors import BadInputError
 from trainer.host.files import read_bounded
-
-Document = dict[str, Any]
 
 # By what the entries of a list are told apart, as Kubernetes' API says; other lists are replaced as a whole.
 _KEYS = {

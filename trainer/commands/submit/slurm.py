@@ -18,7 +18,7 @@ from trainer.commands.submit.spec import JobSpec, Site, folder_of
 from trainer.errors import BadInputError
 from trainer.launch.nodes import EXIT_CODE
 
-LOGS = ".jobs"
+_LOGS = ".jobs"
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 # A line break begins another directive, and a blank another option; Unicode's breaks end lines, too.
 _DIRECTIVE = re.compile(r"""[^\\"'#\s\x00-\x1f\x7f-\x9f\u2028\u2029]*""")
@@ -167,7 +167,7 @@ def _own(spec: JobSpec) -> dict[str, object]:
 
 def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> list[str]:
     spec = specs[0]
-    log = f"{runs}/{LOGS}/{name}-" + ("%A_%a.out" if len(specs) > 1 else "%j.out")
+    log = f"{runs}/{_LOGS}/{name}-" + ("%A_%a.out" if len(specs) > 1 else "%j.out")
     if re.search(r"\s", log):
         raise BadInputError(f"--runs {runs}: Slurm takes no blanks in the path of a log; give another folder")
     options = {

@@ -83,7 +83,7 @@ def _write(file: Path, text: str) -> None:
 
 def _submits(place: Place, spec: JobSpec, site: Site, file: Path) -> list[str]:
     if place == "docker":
-        return docker.words(spec, site)
+        return docker.run_line(spec, site)
     return ["sbatch", str(file)] if place == "slurm" else ["kubectl", "apply", "--filename", str(file)]
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Outputs = list[Any]
+_Outputs = list[Any]
 
 
-def onnx_session(file: Path, threads: int = 0) -> Callable[..., Outputs]:
+def onnx_session(file: Path, threads: int = 0) -> Callable[..., _Outputs]:
     """A model in ONNX Runtime on the CPU: arrays in, arrays out.
 
     Args:
@@ -22,8 +22,8 @@ def onnx_session(file: Path, threads: int = 0) -> Callable[..., Outputs]:
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
 
-    def run(*values: Any) -> Outputs:
-        outputs: Outputs = session.run(None, dict(zip(names, values, strict=True)))
+    def run(*values: Any) -> _Outputs:
+        outputs: _Outputs = session.run(None, dict(zip(names, values, strict=True)))
         return outputs
 
     return run
