@@ -1,0 +1,74 @@
+"""Promise: a shard behind a URL that isn't as it was indexed is never read, and the cache doesn't keep it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_left_out import archive, sample
+from tests.helpers.remote import Web, files_below
+from trainer.config.data import DataConfig
+from trainer.data.formats.tar_shards import index_shards
+from trainer.data.remote import access
+from trainer.data.sources import load_images
+from trainer.errors import BadInputError
+
+NAME = "train/1.tar"
+SHARD = archive(*sample("10"), *sample("11"), *sample("12"))
+AT = SHARD.index(b"11.jpg")
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
+    root = tmp_path_factory.mktemp("shards")
+    for part in ("train", "val"):
+        (root / part).mkdir()
+        (root / part / "0.tar").write_bytes(archive(*sample("00")))
+        (root / part / "1.tar").write_bytes(SHARD)
+        index_shards(root / part)
+    server = Web(files_below(root))
+    yield server
+    server.close()
+
+
+def read(web: Web, cache: Path) -> Any:
+    where: dict[str, Any] = {"name": "shards", "path": f"{web.url}/", "cache": cache, "image_size": 8}
+    data = load_images(DataConfig.model_validate({**where, "micro_batch_size": 2}), 0).train
+    out: Any = {name: np.zeros((4, *field.shape), field.dtype) for name, field in data.fields.items()}
+    data.read(np.arange(4), np.full((4, data.uniforms), 0.5, np.float32), out)
+    return out["image"].tolist()
+
+
+WRONG = "isn't what its index says .*put the right file there, or make the index again"
+CUT = r"ended after [\d,]+ of [\d,]+ bytes, after 2 tries; put the whole file there, or make the index again"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (SHARD[:AT] + b"X" + SHARD[AT + 1 :], WRONG),
+        (SHARD[: AT + 150] + b"7" + SHARD[AT + 151 :], WRONG),
+        (archive(*sample("12"), *sample("11"), *sample("10")), WRONG),
+        (archive(*sample("10"), *sample("10"), *sample("12")), WRONG),
+        (SHARD + SHARD, WRONG),
+        (bytes(len(SHARD)), WRONG),
+        (SHARD[:AT], CUT),
+        (SHARD[:-1024], CUT),
+        (b"<html>not found</html>", CUT),
+        (b"", CUT),
+    ],
+    ids=["name", "checksum", "order", "twice", "longer", "zeros", "cut", "end", "page", "empty"],
+)
+def test_what_is_not_as_it_was_indexed(
+    web: Web, tmp_path: Path, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_WAITS", (0.0,))
+    web.files[NAME] = content
+    for _ in range(2):  # the second user of a cache finds nothing of the first
+        with pytest.raises(BadInputError, match=rf"/{NAME}: {message}") as refused:
+            read(web, tmp_path)
+        assert "\n" not in str(refused.value)
+    web.files[NAME] = SHARD
+    assert np.array(read(web, tmp_path)).any()
