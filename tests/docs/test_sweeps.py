@@ -26,7 +26,7 @@ class Trial:
 
     def suggest_float(self, _: str, low: float, high: float, log: bool) -> float:
         assert log
-        return low * (high / low) ** ((self.number + 1) / 5)
+        return float(low * (high / low) ** ((self.number + 1) / 5))
 
     def report(self, value: float, step: int) -> None:
         self.reported.append((step, value))

@@ -164,7 +164,7 @@ class DataConfig(LoaderConfig):
     def _classes_have_names(cls, value: Any) -> Any:
         if value is None or value == "balanced":
             return value
-        weights = value if isinstance(value, dict) else {"": None}
+        weights: dict[Any, Any] = value if isinstance(value, dict) else {"": None}
         for name, weight in weights.items():
             if type(weight) not in (int, float) or not 0 <= weight < math.inf:
                 of = f" (of {name}: {weight})" if value is weights else ""
