@@ -20,7 +20,7 @@ ROWS = [line.strip("| ").split(" | ") for line in TEXT.splitlines() if re.match(
 KEYS = {key.name for key in describe(Recipe)}
 # Of torch, Python and the shell; and what others call it, where our column says that it is no more.
 ELSEWHERE = {
-    *("SummaryWriter", "collate_fn", "loader.dataset", "breakpoint()", "ls -t runs", "TERM=dumb", "model."),
+    *("SummaryWriter", "collate_fn", "loader.dataset", "breakpoint()", "model."),
     *("should_stop", "loss/NAME", "runs/latest", "--from"),
 }
 SPANS = sorted({span for row in ROWS for span in re.findall(r"`([^`]+)`", row[3])})
