@@ -1,6 +1,7 @@
 """A part of a data set, for tries: evenly spaced samples of it."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,8 @@ class LimitedDataset:
             self.arrays = {name: array[chosen] for name, array in whole.arrays.items()}
         self.left_out = getattr(whole, "left_out", ())
         self.brought = getattr(whole, "brought", ())
-        self.records = getattr(whole, "records", None)
-        if hasattr(self.records, "only"):
-            self.records = self.records.only(chosen)
+        records: Any = getattr(whole, "records", None)
+        self.records = records.only(chosen) if hasattr(records, "only") else records
         ends = np.cumsum([0, *getattr(whole, "buckets", ())])
         counts = np.diff(np.searchsorted(chosen, ends)).tolist()
         self.buckets = tuple(count for count in counts if count)
