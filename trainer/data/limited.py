@@ -23,8 +23,7 @@ class LimitedDataset:
         self.left_out = getattr(whole, "left_out", ())
         self.brought = getattr(whole, "brought", ())
         records: Any = getattr(whole, "records", None)
-        only = getattr(records, "only", None)
-        self.records = records if only is None else only(chosen)
+        self.records = records.only(chosen) if hasattr(records, "only") else records
         ends = np.cumsum([0, *getattr(whole, "buckets", ())])
         counts = np.diff(np.searchsorted(chosen, ends)).tolist()
         self.buckets = tuple(count for count in counts if count)
@@ -32,12 +31,6 @@ class LimitedDataset:
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._chosen)
-
-    @property
-    def labels(self) -> Any:
-        """Those of its samples, if the whole has any."""
-        labels = getattr(self._whole, "labels", None)
-        return None if labels is None else np.asarray(labels)[self._chosen]
 
     def fingerprint(self) -> str:
         """Of the whole, and how many of it; see `Dataset.fingerprint`."""
