@@ -14,7 +14,7 @@ from trainer.host.files import lines_inside
 from trainer.train.altered import hashes_of_rows
 from trainer.train.run_folder import MANIFEST, read_json, status_in_place, write_json
 
-FORMAT = 4  # of a run folder: the names in its manifest and rows, and of the files that hold these
+FORMAT = 5  # of a run folder: the names in its manifest and rows, and of the files that hold these
 
 
 class Device(BaseModel):
