@@ -236,7 +236,7 @@ def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) ->
     if not told["categories"]:
         raise BadInputError(f"{file}: has no categories")
     used = {number for entry in told["annotations"] if _is_id(number := entry.get("category_id"))}
-    above = [entry.get("supercategory") for entry in told["categories"]]
+    above = {name for entry in told["categories"] if isinstance(name := entry.get("supercategory"), str)}
     names = dict[int, str]()
     for entry in sorted(told["categories"], key=lambda entry: entry["id"]):
         # Roboflow's exports have one over all others, which no box is of.
