@@ -274,7 +274,7 @@ def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) ->
     if not told["categories"]:
         raise BadInputError(f"{file}: has no categories")
     used = {_whole(entry.get("category_id")) for entry in told["annotations"]}
-    above = [entry.get("supercategory") for entry in told["categories"]]
+    above = {name for entry in told["categories"] if isinstance(name := entry.get("supercategory"), str)}
     names = dict[int, str]()
     for entry in sorted(told["categories"], key=lambda entry: entry["id"]):
         # Roboflow's exports have one over all others, which no box is of.
