@@ -39,7 +39,7 @@ class Plain:
 
 
 class Watched(Plain):
-    watched = ("accuracy", "norm", "odd")
+    watched: tuple[str, ...] = ("accuracy", "norm", "odd")
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         logits, label = model(batch.fields["point"]), batch.fields["label"]
