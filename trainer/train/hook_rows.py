@@ -95,9 +95,9 @@ class HookRows:
                 else:
                     numbers[name] = float(value)
         if numbers or later:
-            awaited = torch.stack([*later.values()]) if later else torch.empty(0)
+            staged = torch.stack([*later.values()]) if later else torch.empty(0)
             metrics = partial(_together, numbers, tuple(later))
-            self._logger.stage_later(step, "hook", awaited, metrics)
+            self._logger.stage_later(step, "hook", staged, metrics)
 
     def _write(self, name: str, step: int, picture: torch.Tensor | npt.NDArray[np.uint8]) -> str:
         """Writes a PNG; returns where, from the run folder on."""
