@@ -34,7 +34,6 @@ _OWN_WORDS = {
     "train/tracking/process.py": "its parent's words, by a pipe",
     "train/tune/job.py": "a temporary folder, for its user alone",
     "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
-    "commands/bench/comm.py": "a temporary folder, for its user alone",
     "commands/bench/preflight.py": "words of this job's ranks",
 }
 _PARSERS = (
