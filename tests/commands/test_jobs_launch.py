@@ -322,6 +322,10 @@ FOLDER = ["digits", "--set", "data.name=folder", "--set"]
             ["digits", "--set", "data.cache=/scratch/copies", "--on", "docker", *ENGINE],
             "data.cache=/scratch/copies: containers don't see it; give --cache /scratch/copies",
         ),
+        (
+            ["digits", "--set", "checkpoint.folder=/scratch/one", "--on", "docker", *ENGINE],
+            "checkpoint.folder=/scratch/one: containers don't see it; leave it out, or give one below",
+        ),
     ],
 )
 def test_what_cannot_be_mounted_is_refused(

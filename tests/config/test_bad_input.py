@@ -328,7 +328,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     manifest = least_manifest(format=1)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    older = "a run folder of format 1, written by another version of trainer; this one reads format 4"
+    older = "a run folder of format 1, written by another version of trainer; this one reads format 5"
     assert older in capsys.readouterr().err
     for words in (["verify"], ["report"], ["checkpoints"], ["predict"], ["export", "--to", "safetensors"]):
         assert main([*words, str(tmp_path)]) == 2

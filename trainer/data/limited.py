@@ -32,6 +32,12 @@ class LimitedDataset:
         """Number of samples."""
         return len(self._chosen)
 
+    @property
+    def labels(self) -> Any:
+        """Those of its samples, if the whole has any."""
+        labels = getattr(self._whole, "labels", None)
+        return None if labels is None else np.asarray(labels)[self._chosen]
+
     def fingerprint(self) -> str:
         """Of the whole, and how many of it; see `Dataset.fingerprint`."""
         return f"{len(self)} evenly spaced of {self._whole.fingerprint()}"

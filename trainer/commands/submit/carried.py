@@ -11,7 +11,7 @@ from trainer.errors import BadInputError
 # What a container mounts or brings: it can't be read from here.
 INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
 # The keys that hold paths.
-PATHS = ("data.path", "data.cache", "model.pretrained", "task")
+PATHS = ("data.path", "data.cache", "model.pretrained", "task", "checkpoint.folder")
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
@@ -54,6 +54,11 @@ def carried(spec: JobSpec, place: Place) -> JobSpec:
             raise BadInputError(
                 f"{key}={path}: pods don't see this machine's files: put it on a volume, give its claim by "
                 f"{volume}, and its path there, --set {key}={container.DATA}/…"
+            )
+        if key == "checkpoint.folder" and not _seen(spec, here):
+            raise BadInputError(
+                f"{key}={path}: containers don't see it; leave it out, or give one below {container.RUNS}, "
+                "which --runs mounts"
             )
         if place != "slurm" and not here.exists():
             raise BadInputError(f"{key}={path}: no such file or folder here that could be mounted")
