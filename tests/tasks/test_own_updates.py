@@ -19,9 +19,8 @@ from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.checkpoint.state_dict import put_together, take_apart
 from trainer.cli import main
-from trainer.config.recipe import Recipe
+from trainer.config import recipe_file
 from trainer.config.recipe_file import read_recipe
-from trainer.config.section import validated
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
@@ -351,7 +350,7 @@ def train_rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_stopped_run_of_a_file_goes_on(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    recipe = validated(Recipe, read_recipe(str(tmp_path / "mine.py")), "mine")
+    recipe = recipe_file.make_recipe(read_recipe(str(tmp_path / "mine.py")))
     whole = forked.attempt(tmp_path / "whole", recipe)
     assert whole.code == 0, whole.said
     assert "the task's own optimizer and scheduler: updates by NAdam" in whole.said
@@ -380,11 +379,11 @@ def test_a_schedule_that_is_over_before_the_run_is_refused(
         assert line.count("\n") == 1
         return line
 
-    assert forked.attempt(tmp_path / "run", validated(Recipe, values, "mine")).code == 0
+    assert forked.attempt(tmp_path / "run", recipe_file.make_recipe(values)).code == 0
     longer = refused("run", "epochs=3")
     assert "step-00000016: the task's own scheduler ends after 16 updates (its total_" in longer
     assert "and the run after 24 steps; a run that is extended keeps" in longer
-    recipe = validated(Recipe, {**values, "epochs": 3}, "mine")
+    recipe = recipe_file.make_recipe({**values, "epochs": 3})
     assert "ends after 16 updates" in forked.attempt(tmp_path / "run", recipe).line, "also without a launcher"
     anew = forked.attempt(tmp_path / "new", recipe, source="run")
     assert anew.code == 0, anew.said
@@ -440,7 +439,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"loss": parts, "losses": ("right",)},
         {},
-        "loss gave losses named right, small; by the attribute losses",
+        "loss gave losses named right, small; by the class's attributes losses and watched it gives",
     ),
     ({"losses": ("right",)}, {}, "loss gave a tensor of shape ()"),
     ({"loss": parts, "losses": "right"}, {}, "losses is 'right'; give their names"),

@@ -69,5 +69,5 @@ def test_each_check_runs_where_the_list_says(
     monkeypatch.setattr(start_checks, "CHECKS", named)
     assert places(variables) == here
     check_start(Start(RECIPE, TASK, Path("run"), New()), here)
-    once, host = ["_own_check", "_schedule", "_outside", "_loss", "_settings"], ["_files"]
+    once, host = ["_own_check", "_schedule", "_outside", "_loss", "_settings", "_mac"], ["_files"]
     assert sorted(ran) == sorted(once * ("job" in here) + host * ("host" in here))

@@ -40,7 +40,7 @@ _LOCK = ".lock"
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 _LEFTOVERS = {_LOCK, MEETING, LOGS, EXIT_CODE, KEPT}
-_FOLDERS = (FOLDER, PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
+_FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
 _ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 
