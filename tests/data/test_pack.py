@@ -279,7 +279,7 @@ def test_verify_names_what_changed(
     out = capsys.readouterr().out
     assert "149 of 150" in out
     assert "val/00001.bin: " in out
-    assert "its content has changed" in out
+    assert "has changed since it was indexed" in out
 
 
 def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

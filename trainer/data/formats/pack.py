@@ -268,7 +268,11 @@ def _stored_one_by_one(
 ) -> Iterator[bytes]:
     """The content of a shard; notes size, hash, height, width and "unreadable" of each sample."""
     for sample in samples:
-        stored = _stored(records.read(sample), settings, records.reading)
+        try:
+            data = records.read(sample)
+        except Corrupt as error:  # its label is another's
+            raise BadInputError(f"{records.name(sample)}: {error}") from error
+        stored = _stored(data, settings, records.reading)
         rows.append((len(stored.data), hash_of(stored.data), *stored[1:]))
         yield bytes(stored.data)
 

@@ -22,6 +22,7 @@ from typing_extensions import Self
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, counted
+from trainer.data.corrupt import Corrupt
 from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_regular, readable
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
@@ -154,12 +155,14 @@ class ShardedRecords(Records):
         return int(self._columns["height"][sample]), int(self._columns["width"][sample])
 
     def read(self, sample: int) -> bytearray:
-        """See `Records.read`."""
+        """See `Records.read`; Corrupt if it isn't what was indexed, whose label is another's then."""
         size = int(self._columns["bytes"][sample])
         if not 0 <= size <= LARGEST_FILE:
             raise BadInputError(f"{self.name(sample)}: can't have {size:,} bytes; make the index again")
         data = bytearray(size)
         self._fill(sample, 0, memoryview(data))
+        if hash_of(data) != int(self._columns["hash"][sample]):
+            raise Corrupt("has changed since it was indexed: bring it back, or make the index or pack again")
         return data
 
     def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
@@ -177,10 +180,6 @@ class ShardedRecords(Records):
             raise BadInputError(
                 f"{self.name(sample)}: can't be read ({error.strerror or error}); was it moved or changed?"
             ) from error
-
-    def digest(self, sample: int) -> int:
-        """Hash of a sample as it was indexed; see `hash_of`."""
-        return int(self._columns["hash"][sample])
 
     def _file(self, number: int) -> int:
         if number in self._files:
