@@ -3,6 +3,7 @@
 The rendezvous alone, in threads; with real launchers and ranks: tests/launch/test_node_launchers.py.
 """
 
+import json
 import select
 import socket
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,6 +246,35 @@ def test_noise_at_the_port_disturbs_nobody(cluster: Cluster) -> None:
     assert isinstance(mine.result(SECONDS), Round)
     silent.close()
     alive.close()
+
+
+def test_many_who_say_nothing_leave_room_for_a_node(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_STRANGERS", 8)
+    mine = cluster.gather(cluster.rendezvous(0))
+    silent = [socket.create_connection(("127.0.0.1", cluster.port)) for _ in range(40)]
+    for caller in silent[:32]:  # who came first is sent away first
+        caller.settimeout(SECONDS)
+        with suppress(ConnectionResetError):
+            while caller.recv(4096):
+                pass
+    assert isinstance(cluster.gather(cluster.rendezvous(1)).result(SECONDS), Round)
+    assert isinstance(mine.result(SECONDS), Round)
+    for caller in silent:
+        caller.close()
+
+
+def test_names_of_strangers_are_printed_without_what_they_do_to_a_terminal(cluster: Cluster) -> None:
+    mine = cluster.gather(cluster.rendezvous(0))
+    hello: dict[str, Any] = {"node": 9, "name": "\x1b]0;mine\x07\nx", "ranks": 1, "same": {}}
+    with socket.create_connection(("127.0.0.1", cluster.port)) as caller:
+        caller.sendall(json.dumps(hello).encode() + b"\n")
+        said = caller.recv(4096).decode()
+    assert "calls itself node 9" in said and not {"\x1b", "\x07"} & {*json.loads(said)["refused"]}
+    assert "\n" not in json.loads(said)["refused"]
+    cluster.asked[0] = True
+    assert isinstance(mine.result(SECONDS), Outcome)
 
 
 def test_a_port_in_use_is_one_line(cluster: Cluster) -> None:

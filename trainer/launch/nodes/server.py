@@ -9,11 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.launch.exit_record import ExitRecord
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.rendezvous import VERSION, Outcome, Round, outcome_of
-from trainer.launch.nodes.wire import ENDED, NOISE, Message, Wire
+from trainer.launch.nodes.wire import ENDED, LONGEST, NOISE, Message, Wire
+from trainer.observe.text import plain
 
 # With enough nodes for an elastic job, how long the others may still take: at first, and between rounds.
 _FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0
@@ -21,6 +24,9 @@ _NOTICE_SECONDS = 15.0
 # Who was heard so lately is there; a host that went down needs longer to come back.
 _ALIVE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_RECORDS = TypeAdapter(list[ExitRecord])
+# Whoever reaches the port may connect: so many at once, who say who they are so soon, in so many bytes.
+_MOST_STRANGERS, _HELLO_SECONDS, _LONGEST_HELLO = 256, 10.0, 1 << 16
 
 
 @dataclass
@@ -179,18 +185,21 @@ class RendezvousServer:
 
     def _hear(self) -> None:
         """Lets in who comes, and takes down what is said."""
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # nobody waits, or no descriptor is left
             while True:
-                self._strangers.append(Wire(self._server.accept()[0]))
+                self._strangers.append(Wire(self._server.accept()[0], _LONGEST_HELLO))
         hellos = {wire: messages for wire in self._strangers if (messages := wire.turn())}
-        self._strangers = [wire for wire in self._strangers if not wire.gone and wire not in hellos]
+        waiting = [wire for wire in self._strangers if not wire.gone and wire not in hellos]
+        self._strangers = [wire for wire in waiting[-_MOST_STRANGERS:] if wire.silent < _HELLO_SECONDS]
+        for wire in {*waiting} - {*self._strangers}:
+            wire.close(0.0)
         # After the hellos are read: who comes back ended before, and is no longer taken to be there.
         for client in self._everybody():
             for message in client.wire.turn():
                 if "ended" in message:
                     try:
-                        client.records = [ExitRecord(**record) for record in message["ended"]]
-                    except TypeError:
+                        client.records = _RECORDS.validate_python(message["ended"])
+                    except ValidationError:
                         client.wire.gone = NOISE
                     client.leaving = bool(message.get("leaving"))
         for number, client in list(self._clients.items()):
@@ -210,10 +219,11 @@ class RendezvousServer:
 
     def _let_in(self, wire: Wire, hello: Message) -> None:
         """Takes a node, or says why not."""
+        wire.most = LONGEST
         try:
             number, name, ranks, same = (hello[key] for key in ("node", "name", "ranks", "same"))
             problem = self._problem(
-                number, str(name), int(ranks), {"launcher": str(VERSION), **self.same}, same
+                number, _word(name), int(ranks), {"launcher": str(VERSION), **self.same}, same
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             problem = NOISE
@@ -227,7 +237,7 @@ class RendezvousServer:
             before.wire.gone = ENDED
             before.wire.close(0.0)
             self._part_with(number)
-        self._clients[number] = _Client(wire, str(name), int(ranks))
+        self._clients[number] = _Client(wire, _word(name), int(ranks))
         if self._round is not None and not self.over and self.nodes.elastic:
             self._came.append(number)
 
@@ -242,7 +252,7 @@ class RendezvousServer:
         for what in here:
             if here[what] != there.get(what):
                 line = (
-                    f"node {number} ({name}) has another {what} than node 0: {there.get(what)}, not "
+                    f"node {number} ({name}) has another {what} than node 0: {_word(there.get(what))}, not "
                     f"{here[what]}; give every node the same image, files and command"
                 )
                 if self._round is None and not self.nodes.elastic:
@@ -282,6 +292,11 @@ class RendezvousServer:
             f"{self.nodes.host}:{self.nodes.port}? Does the name lead here (DNS), and do firewalls let ports "
             f"{self.nodes.port} and {self.nodes.port + 1} through (NetworkPolicy, security group)?\n"
         )
+
+
+def _word(said: object) -> str:
+    """What a stranger said of itself, for a terminal."""
+    return " ".join(plain(str(said), 100).split())
 
 
 def _listen(port: int) -> socket.socket:

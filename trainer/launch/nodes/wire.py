@@ -11,7 +11,7 @@ from typing import Any
 SPEAK_SECONDS = 2.0
 SILENT_SECONDS = 30.0
 # The longest thing that is said is a traceback of every rank of a node.
-_MOST_BYTES = 1 << 22
+LONGEST = 1 << 22
 
 NOISE = "it doesn't speak as a launcher does: does another program use this port?"
 ENDED = "its launcher ended"
@@ -27,10 +27,12 @@ class Wire:
 
     Attributes:
         gone: Why the other end can't be spoken to any more; empty while it can.
+        most: Bytes of the longest message that it may send.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most: int = LONGEST) -> None:
         """Takes a connected socket."""
+        self.most = most
         connection.setblocking(False)
         self._socket, self._out, self._in = connection, b"", b""
         self._heard = self._spoke = time.monotonic()
@@ -106,7 +108,7 @@ class Wire:
                 self.gone = f"its connection broke ({error.strerror})"
 
     def _read(self, now: float) -> None:
-        end = len(self._in) + _MOST_BYTES  # who never stops must not keep this end from the others
+        end = len(self._in) + self.most  # who never stops must not keep this end from the others
         while not self.gone and len(self._in) < end:
             try:
                 read = self._socket.recv(1 << 16)
@@ -121,5 +123,5 @@ class Wire:
                 self.gone = ENDED
                 return
             self._heard, self._in = now, self._in + read
-            if len(self._in) > _MOST_BYTES and b"\n" not in self._in[-len(read) :]:
+            if len(self._in) > self.most and b"\n" not in self._in[-len(read) :]:
                 self.gone = NOISE
