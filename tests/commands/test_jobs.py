@@ -326,7 +326,8 @@ signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(76))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 print("ready", flush=True)
-time.sleep(300)
+while True:  # a signal just before one long sleep would be handled after it
+    time.sleep(0.1)
 """
 DEAF = PEER.replace("sys.exit(75)", "None")
 

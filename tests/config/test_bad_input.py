@@ -21,6 +21,7 @@ from trainer.config.recipe_file import override
 from trainer.errors import BadInputError
 from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
 from trainer.train import local_ranks, start
+from trainer.train.manifest import FORMAT
 from trainer.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -328,12 +329,12 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     manifest = least_manifest(format=1)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    older = "a run folder of format 1, written by another version of trainer; this one reads format 5"
+    older = f"a run folder of format 1, written by another version of trainer; this one reads format {FORMAT}"
     assert older in capsys.readouterr().err
     for words in (["verify"], ["report"], ["checkpoints"], ["predict"], ["export", "--to", "safetensors"]):
         assert main([*words, str(tmp_path)]) == 2
         assert older in capsys.readouterr().err
-    manifest["format"] = 4
+    manifest["format"] = FORMAT
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
     assert "holds a run with another configuration" in capsys.readouterr().err
