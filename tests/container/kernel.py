@@ -7,7 +7,7 @@ from tornado.websocket import websocket_connect
 
 async def main(token, code):
     base = "127.0.0.1:8888/api/kernels"
-    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}")
+    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}", request_timeout=600)
     kernel = json.loads(made.body)["id"]
     socket = await websocket_connect(f"ws://{base}/{kernel}/channels?token={token}")
     header = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "version": "5.3"}
@@ -24,7 +24,7 @@ async def main(token, code):
         elif kind == "execute_reply":
             return
 
-asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 120))
+asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 600))
 """
 
 TERMINAL = """
@@ -34,7 +34,7 @@ from tornado.websocket import websocket_connect
 
 async def main(token, line):
     base = "127.0.0.1:8888/api/terminals"
-    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}")
+    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}", request_timeout=600)
     name = json.loads(made.body)["name"]
     socket = await websocket_connect(f"ws://127.0.0.1:8888/terminals/websocket/{name}?token={token}")
     # Printed in two parts, so that the echo of what is typed isn't taken for it.
@@ -45,5 +45,5 @@ async def main(token, line):
         said += rest[0] if kind == "stdout" else ""
     print(said)
 
-asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 120))
+asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 600))
 """
