@@ -7,7 +7,8 @@ from tornado.websocket import websocket_connect
 
 async def main(token, code):
     base = "127.0.0.1:8888/api/kernels"
-    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}", request_timeout=600)
+    post = {"method": "POST", "body": "{}", "request_timeout": 600}
+    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", **post)
     kernel = json.loads(made.body)["id"]
     socket = await websocket_connect(f"ws://{base}/{kernel}/channels?token={token}")
     header = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "version": "5.3"}
@@ -34,7 +35,8 @@ from tornado.websocket import websocket_connect
 
 async def main(token, line):
     base = "127.0.0.1:8888/api/terminals"
-    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}", request_timeout=600)
+    post = {"method": "POST", "body": "{}", "request_timeout": 600}
+    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", **post)
     name = json.loads(made.body)["name"]
     socket = await websocket_connect(f"ws://127.0.0.1:8888/terminals/websocket/{name}?token={token}")
     # Printed in two parts, so that the echo of what is typed isn't taken for it.
