@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 # the whole name, as nvidia-smi tells it (older drivers leave "NVIDIA" out). Sources: NVIDIA's data sheet of
 # the GPU; for RTX cards the tables of the whitepapers of Turing, GA102, Ada and RTX Blackwell. A slice (MIG,
 # vGPU), a laptop's chip and a cut-down variant have other names, and so no peak.
+# Not every value was held against its sheet: those of RTX PRO 6000 were, the others are as commonly cited.
 _PEAKS: tuple[tuple[tuple[float, float, float], tuple[str, ...]], ...] = (
     ((2500, 2500, 1250), ("GB200",)),
     ((2250, 2250, 1125), ("B200",)),
