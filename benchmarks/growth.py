@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.data.formats.records import Records
-from trainer.data.formats.sharded import Shard, in_shards, write_index
+from trainer.data.formats.sharded import Shard, hash_of, in_shards, write_index
 from trainer.data.formats.tables import in_table
 from trainer.data.sampling.plan import Plan
 from trainer.data.shared import joined
@@ -260,7 +260,7 @@ def _write_index(folder: Path, count: int, shards: int) -> None:
         "offset": number % of_each * _BYTES,
         "bytes": np.full(count, _BYTES, np.int64),
         "label": number % 1000,
-        "hash": number.astype(np.uint64),
+        "hash": np.full(count, hash_of(bytes(_BYTES)), np.uint64),
     }
     about = []
     for shard in range(shards):
