@@ -400,7 +400,7 @@ def test_the_command_line_says_who_hangs(endings: dict[str, Ending]) -> None:
     head, *rest = text.splitlines()
     assert head.startswith("trainer: no progress for 5 s: rank 1 hangs in update, step 21; rank 0 waits in")
     assert rest[0] == "rank 1 is here:"
-    assert rest[-1].startswith("trainer: the run folder of what failed is ")
+    assert rest[-1].startswith("trainer: the run folder is ")
     assert "time.sleep(1000)" in rest[-2] or "sitecustomize.py" in rest[-2]
 
 

@@ -68,7 +68,7 @@ def test_what_goes_wrong_is_an_object_too(here: Path) -> None:
     failed = train(here, *JSON, "hooks.use=[watch.py:Watch]", "hooks.on_error=stop", "--out", "run")
     assert failed.returncode == 1, failed.stderr
     last, folder = lines(failed.stderr)[-2:]
-    assert folder["message"].startswith("the run folder of what failed is ")
+    assert folder["message"].startswith("the run folder is ")
     assert (last["level"], last["rank"]) == ("error", None)
     assert "RuntimeError" in last["message"] and "\n" in last["message"] and "hunter2" not in failed.stderr
 

@@ -26,7 +26,7 @@ def test_a_failed_run_has_its_report(tmp_path: Path, capsys: pytest.CaptureFixtu
         fit(Small, SETTINGS, out=tmp_path / "run", hooks=[Failing])
     assert "failed" in (tmp_path / "run/report.html").read_text()
     said = capsys.readouterr().err
-    assert f"the run folder of what failed is {tmp_path / 'run'}; its report:" in said
+    assert f"the run folder is {tmp_path / 'run'}; its report:" in said
     assert "data.samples has no effect with data.name=own" in said
     (tmp_path / "run/report.html").unlink()
     assert report_failure(tmp_path / "run", 75) == 75 and report_failure(tmp_path / "run", 2) == 2

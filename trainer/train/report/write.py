@@ -52,7 +52,7 @@ def report_failure(folder: Path, code: int) -> int:
     if code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_BAD_INPUT) and (folder / MANIFEST).is_file():
         leave_report(folder)
         there = folder / NAME if (folder / NAME).exists() else folder
-        warn(f"the run folder of what failed is {shown(folder)}; its report: {shown(there)}")
+        warn(f"the run folder is {shown(folder)}; its report: {shown(there)}")
     return code
 
 
