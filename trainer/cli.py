@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
     told: Mapping[str, str] = MappingProxyType({})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Those of a command know its flags; the parser above it, which argparse lets complain, doesn't."""
+        """Parses; a flag that the command's own parser doesn't know is reported there."""
         options, unknown = super().parse_known_args(self._with_settings(args), namespace)
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}"

@@ -1,4 +1,4 @@
-"""What can go wrong in a way that the user can mend, and the exit codes that say how a run ended."""
+"""Errors that the user can mend, and the exit codes that say how a run ended."""
 
 import re
 
@@ -31,7 +31,7 @@ class BadInputError(Exception):
 
 
 class OwnCodeError(BadInputError):
-    """What a user's own code raised for a sample: one line. In a rank that trains its traceback, too, and 1.
+    """Error of a user's own code for a sample: one line. In a training rank with its traceback, and code 1.
 
     Attributes:
         trace: The traceback within that code.
@@ -44,6 +44,6 @@ class OwnCodeError(BadInputError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind; without addresses of objects: they differ each time."""
+    """Returns the first line of an error's text, or its type; without addresses of objects."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", line)

@@ -29,7 +29,7 @@ _ROUNDS = 12
 
 
 class Purpose(IntEnum):
-    """What a key is for; two purposes never share a stream."""
+    """Purpose of a key; two purposes never share a stream."""
 
     ORDER = 1
     AUGMENT = 2

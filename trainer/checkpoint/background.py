@@ -44,7 +44,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Exchange(Protocol):
-    """How the writing threads of the ranks that share a model tell each other how far they are.
+    """Messages between the writing threads of ranks that share a model, on their progress.
 
     Attributes:
         rank: This rank's number among them.
@@ -59,7 +59,7 @@ class Exchange(Protocol):
         ...
 
     def told(self, topic: str) -> list[str] | None:
-        """What each rank has told on it; None until all have."""
+        """Returns the message of each rank on a topic; None until all have sent one."""
         ...
 
 

@@ -49,7 +49,7 @@ class Unreadable(Exception):  # noqa: N818  (as above)
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
         step: What it was written as.
@@ -84,11 +84,11 @@ class Stored:
     layout: ClassVar = torch.strided
 
     def __len__(self) -> int:
-        """Its rows."""
+        """Returns the number of rows."""
         return self.shape[0]
 
     def numel(self) -> int:
-        """Its numbers."""
+        """Returns the number of elements."""
         return self.shape.numel()
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
@@ -173,7 +173,7 @@ def shard_contents(
 def shared_contents(
     step: int, kinds: Iterable[str], shapes: Shapes, ranks: int, state: Mapping[str, Any]
 ) -> Contents:
-    """What a sharded checkpoint has once; the state is taken as it is now."""
+    """Returns the part of a sharded checkpoint that is written once; the state is copied now."""
     listed = {kind: {name: list(shape) for name, shape in group.items()} for kind, group in shapes.items()}
     shards = {"ranks": ranks, "shapes": listed}
     about = {"format": _FORMAT, "step": step, "tensors": sorted(kinds), "state": dict(state)}
@@ -235,7 +235,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
-    """Which tensors a checkpoint holds of a kind, as headers say; they aren't read.
+    """Returns the slots of a checkpoint's tensors of one kind, from the headers; no tensor is read.
 
     Of sharded ones the shape is the whole's, and the place that of the first rank's rows.
 
@@ -253,7 +253,7 @@ def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
 
 
 def _slots_of(path: Path, name: str) -> list[tensor_file.Slot]:
-    """What a file holds; bytes are counted from its beginning."""
+    """Returns the slots of one file; bytes are counted from its beginning."""
     with _opened(path, name) as (file, size):
         start = 8 + tensor_file.header_size(files.read_at(file, 0, 8), size)
         slots = tensor_file.parse_header(files.read_at(file, 0, start)[8:], size - start)
@@ -323,7 +323,7 @@ def _put_together(
     shapes: Mapping[str, Sequence[int]],
     join: Callable[[list[_Piece], Sequence[int]], _Piece],
 ) -> dict[str, _Piece]:
-    """What the ranks' files hold together; pieces that are joined leave their groups.
+    """Joins the slices of the ranks' files; each slice is freed once it is joined.
 
     Args:
         kind: Such as "model".
@@ -471,7 +471,7 @@ def _read_sums(folder: int) -> dict[str, str]:
 
 
 def _read_about(folder: int, wanted: str, advance: Callable[[int], object]) -> dict[str, Any]:
-    """What state.json says: the step, the names of the tensor files, the state."""
+    """Reads state.json: the step, the names of the tensor files, the state."""
     with _reason(_STATE), files.opened_file(folder, _STATE) as (file, size):
         if size > strict_json.LARGEST:
             raise ValueError(f"larger than {strict_json.LARGEST >> 20} MiB")

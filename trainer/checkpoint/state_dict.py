@@ -24,7 +24,7 @@ def take_apart(state: Any, name: str) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def put_together(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What was taken apart, with copies of the tensors.
+    """Puts a state together again, with copies of the tensors.
 
     Raises:
         KeyError: If a tensor is missing.

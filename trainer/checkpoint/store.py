@@ -187,7 +187,7 @@ def _put_aside(path: Path) -> Path:
 
 
 def _folders(folder: Path) -> list[tuple[int, int, Path]]:
-    """What is named as a checkpoint, newest first: step, number among folders of that step, path."""
+    """Returns the folders named as checkpoints, newest first: step, number at that step, path."""
     if odd := files.oddity(folder, folder=True):
         raise OSError(errno.ENOTDIR, odd, str(folder))
     named = ((parse_name(name), folder / name) for name in files.names(folder))

@@ -36,7 +36,7 @@ _DIMENSIONS = 64  # what torch can iterate over
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in a file: bytes from `start` to `stop`, counted from the end of the header."""
+    """Position of a tensor in a file: bytes from `start` to `stop`, counted from the end of the header."""
 
     name: str
     dtype: torch.dtype
@@ -101,7 +101,7 @@ def header_size(first: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> list[Slot]:
-    """What a file holds.
+    """Parses a file's header into slots.
 
     Args:
         header: Without the eight bytes before it.

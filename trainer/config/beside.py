@@ -66,7 +66,7 @@ class Beside:
         return module
 
     def file_of(self, top: str) -> str | None:
-        """Where a module lies that is to be imported from the folder; None for one from elsewhere."""
+        """Returns the file of a module that is imported from the folder; None for one from elsewhere."""
         if top not in self._found:
             self._found[top] = self._find(top)
         return self._found[top]
@@ -88,7 +88,7 @@ class Beside:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """What an import statement calls in a module of the folder."""
+        """Imports a module, as the `import` statements of modules in the folder do."""
         top = name.partition(".")[0]
         unpickles = fromlist == []  # C code asks so, and looks for the plain name in `sys.modules` then
         file = None if level or unpickles else self.file_of(top)
@@ -293,7 +293,7 @@ class _Finder:
 
 
 def _plain(name: str) -> ModuleSpec | None:
-    """Of a pickle, or of a name that a library imports: the module that imports of the folder get."""
+    """Finds, for a pickle or a name that a library imports, the module that imports from the folder get."""
     top = name.partition(".")[0]
     for own in list(_open.values()):
         if top != name:

@@ -1,4 +1,4 @@
-"""What is trained on, and how it reaches the device."""
+"""Configuration of the data, and of how it reaches the device."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ Last = Literal["cross", "drop", "weighted"]
 
 
 class LoaderConfig(Section):
-    """How batches reach the device. None of this changes what is in them."""
+    """Loading of batches. No key of it changes what is in them."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
         "auto",
@@ -59,7 +59,7 @@ def _as_path(value: Any) -> Any:
 
 
 class DataConfig(LoaderConfig):
-    """What is trained on, in batches of which size."""
+    """Data to train on, and batch sizes."""
 
     name: Kind = Field("digits", description=described())
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
@@ -179,7 +179,7 @@ class DataConfig(LoaderConfig):
     )
 
     def corrupt_samples(self, of: int) -> int:
-        """How many of so many samples may be corrupt: the budget, and one if it is above 0."""
+        """Returns how many of so many samples may be corrupt: the budget, at least one if it is above 0."""
         return math.ceil(self.corrupt_budget * of)
 
     @field_validator("crop_area")
@@ -265,7 +265,7 @@ _OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "ev
 
 
 class EvaluationSetConfig(Section):
-    """One more data set to measure on: where it lies. What isn't said is as in the section data."""
+    """One more data set to evaluate on. Keys that are not given are as in the section data."""
 
     name: Kind | None = None
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = None

@@ -41,7 +41,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def condition(section: type[BaseModel], key: str) -> Condition | None:
-    """What a key of a section depends on, by its description."""
+    """Returns the condition under which a key of a section has an effect, from its description."""
     choices = {
         name: values for name in section.model_fields if name != key and (values := _values(section, name))
     }
@@ -76,7 +76,7 @@ def is_read(config: Mapping[str, Any], dotted: str) -> bool:
 
 
 def _why_idle(config: Mapping[str, Any], dotted: str) -> str:
-    """What makes a key idle; empty if nothing does."""
+    """Says why a key has no effect; empty if it has."""
     if dotted in TASKS.get(str(config.get("task")), CUSTOM).ignores:
         return f": task={config.get('task')} doesn't read it"
     name, _, key = dotted.partition(".")
@@ -92,7 +92,7 @@ def _why_idle(config: Mapping[str, Any], dotted: str) -> str:
 
 
 def idle_length(recipe: Recipe, typed: set[str], steps_of_epochs: int) -> Iterator[str]:
-    """The same for epochs and max_steps, of which the earlier end counts."""
+    """Yields a note where epochs or max_steps has no effect, because the other one ends the run earlier."""
     most = recipe.max_steps
     if most is None:
         return

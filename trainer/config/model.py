@@ -56,7 +56,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """What is trained."""
+    """The model to train."""
 
     name: str = Field(
         "auto",
@@ -149,7 +149,7 @@ class PrecisionConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What is traded for memory."""
+    """Ways to save memory at the price of time."""
 
     checkpointing: Literal["none", "blocks", "names", "budget"] = Field(
         "none",

@@ -45,7 +45,7 @@ def models_of(task: str) -> tuple[str, ...]:
 
 
 def opens(name: str, task: str) -> str | None:
-    """What makes a task's model of this name, or its default; None: none of ours."""
+    """Names what constructs a task's model of this name, or its default; None if the name is unknown."""
     names = models_of(task)
     found = names[0] if name == "auto" else name
     return MODELS[found].opens if found in names else None

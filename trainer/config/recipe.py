@@ -39,7 +39,7 @@ WHY_NO_MPS = (
 
 
 def of_set(name: str, text: str) -> str:
-    """What is said of keys of the section data, where they are an evaluation set's."""
+    """Returns a message about a key of the section data with the key's name in an evaluation set."""
     keys = "|".join(EvaluationSetConfig.model_fields)
     told = re.sub(rf"\bdata\.({keys})\b", rf"evaluation.sets.{name}.\1", text)
     told = re.sub(r"\bdata\.eval_split\b", f"evaluation.sets.{name}.split", told)
@@ -144,7 +144,7 @@ class Recipe(Section):
         return self
 
     def data_of_set(self, name: str) -> DataConfig:
-        """Where an evaluation set lies and how it comes, as a section data."""
+        """Returns an evaluation set's configuration as a section data."""
         return self.evaluation.sets[name].on(self.data)
 
     @model_validator(mode="after")

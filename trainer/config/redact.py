@@ -159,7 +159,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: Any) -> Any:
-    """The same for mappings and sequences, as JSON has them, at any depth; numbers stay as they are."""
+    """Redacts mappings and sequences, as JSON has them, at any depth; numbers stay as they are."""
     if isinstance(value, str):
         return redact_text(value)
     if value is None or isinstance(value, (int, float)):  # asked first: there are many, and it is quick
@@ -192,7 +192,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def _hidden(value: Any) -> Any:
-    """What stands for a secret value. Numbers stay: they are figures such as loss_per_token."""
+    """Returns the replacement of a secret value. Numbers stay: they are figures such as loss_per_token."""
     if isinstance(value, str):
         return REDACTED if value else value
     if isinstance(value, Mapping):

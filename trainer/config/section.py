@@ -128,7 +128,7 @@ def _nearest_key(dotted: str, known: list[str], is_section: bool = False, shown_
 
 
 class Key(NamedTuple):
-    """One key of a configuration, for people."""
+    """Description of one key of a configuration."""
 
     name: str
     type: str

@@ -1,4 +1,4 @@
-"""Where rows of metrics go: one table, from which schema, code and documentation derive."""
+"""Sinks of metrics records: one table, from which schema, code and documentation derive."""
 
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple

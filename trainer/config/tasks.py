@@ -1,4 +1,4 @@
-"""What is learned: the keys that belong to one task."""
+"""Configuration keys that belong to one task."""
 
 from typing import Annotated, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ _Factor = Annotated[float, Field(gt=0, le=10)]
 
 
 class RegularizationConfig(Section):
-    """What keeps a model from learning its data by heart."""
+    """Regularization against overfitting."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread over all classes")
     mixup: float = Field(0.0, ge=0, le=8, description="Beta parameter of mixup; 0: none")

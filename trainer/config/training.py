@@ -1,4 +1,4 @@
-"""How weights are updated, by whom, and what is watched, logged and kept meanwhile."""
+"""Configuration of optimization, evaluation, anomalies, logging and checkpoints."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ MAIN_SET = "data"  # the evaluation set that the section of this name has
 
 
 class OptimConfig(Section):
-    """How weights are updated."""
+    """Optimizer, learning rate and clipping."""
 
     name: OptimizerName = Field("adamw", description=f"optimizer: {described(OPTIMIZERS)}")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
@@ -102,7 +102,7 @@ class OptimConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """When a run is evaluated, on what, and whether it ends early by that."""
+    """When a run is evaluated, on what, and whether the results end it early."""
 
     every: str = Field(
         "1 epoch",
@@ -175,7 +175,7 @@ class EvaluationConfig(Section):
 
     @property
     def interval(self) -> tuple[int, Literal["epoch", "step"]] | None:
-        """How many, and of what; None: only at the end."""
+        """Returns the interval as number and unit; None: only at the end."""
         found = _INTERVAL.fullmatch(self.every)
         return None if found is None else (int(found[1]), "epoch" if found[2] == "epoch" else "step")
 
@@ -298,7 +298,7 @@ class ParallelConfig(Section):
 
 
 class AnomalyConfig(Section):
-    """What happens when a step's numbers are bad."""
+    """Reaction to a step whose loss or gradients are bad."""
 
     nonfinite: Literal["stop", "skip", "rollback", "off"] = Field(
         "stop",
@@ -350,7 +350,7 @@ def is_place(text: str) -> bool:
 
 
 class LogConfig(Section):
-    """What is logged."""
+    """Logging."""
 
     every: int = Field(50, ge=1, description="steps between two rows of metrics")
     to: tuple[str, ...] = Field(
@@ -400,7 +400,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When what a run has learned is made durable. None of this changes what it learns."""
+    """When checkpoints are written and how many are kept. No key of it changes the result."""
 
     every: int = Field(0, ge=0, description="steps between two checkpoints; 0: only by time")
     minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by steps")

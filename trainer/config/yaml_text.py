@@ -27,7 +27,7 @@ class _Bounded(yaml.SafeLoader):
 
 
 class _Loader(_Bounded):
-    """That with the scalars of YAML 1.2, and keys that are words and stand there once.
+    """PyYAML's safe loader with the scalars of YAML 1.2, where keys are strings and unique.
 
     In PyYAML's YAML 1.1 `1e-3` is a string, `010` is 8, `1:30` is 90 and `on` is true.
     """
@@ -75,12 +75,12 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_dumped(text: str, source: str) -> Any:
-    """The same of what PyYAML's dumper wrote, with the scalars that it means: those of YAML 1.1."""
+    """Parses text that PyYAML's dumper wrote, with the scalars of YAML 1.1."""
     return _parsed(source, lambda: yaml.load(text, _Bounded))
 
 
 def parse_documents(text: str, source: str) -> list[Any]:
-    """The same of a text with several documents, set apart by `---`; empty ones are left out."""
+    """Parses text with several documents, separated by `---`; empty ones are left out."""
     documents = _parsed(source, lambda: list(yaml.load_all(text, _Loader)))
     return [document for document in documents if document is not None]
 

@@ -1,4 +1,4 @@
-"""What a data set names, looked up before ranks start: missing files, and on request every sample decoded."""
+"""Check of a data set's files before ranks start: missing ones, and on request every sample decoded."""
 
 import os
 import stat
@@ -69,7 +69,7 @@ def check_data(how: Check, remote: bool, parts: Sequence[CheckedData]) -> None:
 
 
 def unreadable(root: bytes, names: Sequence[bytes]) -> list[Wrong]:
-    """Which of some files aren't there or aren't regular files.
+    """Returns the files that don't exist or aren't regular.
 
     A folder is listed once, which also tells the kind of each entry; only what a listing doesn't settle
     (links, names in other spellings, few names in a folder) takes a call for each.
@@ -116,7 +116,7 @@ def _wrong(path: bytes) -> str:
 
 
 def counted(wrong: Sequence[Wrong], total: int, what: str, name: Callable[[int], str], remedy: str) -> str:
-    """One line on what can't be read: how many, and the first; "" if there is none.
+    """Returns one line on samples that can't be read: how many, and the first; "" if there is none.
 
     Args:
         wrong: What was found.

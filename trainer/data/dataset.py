@@ -1,4 +1,4 @@
-"""What a data set is, and the two kinds the trainer carries with it: arrays in memory."""
+"""Interface of a data set, and two implementations: arrays in memory."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ class ArrayDataset:
         return label if label is not None and label.ndim == 1 else None
 
     def fingerprint(self) -> str:
-        """Of all rows, or of evenly spaced ones where they are many; see `Dataset.fingerprint`."""
+        """Fingerprint of all rows, or of evenly spaced ones if they are many; see `Dataset.fingerprint`."""
         digest = hashlib.sha256()
         for name, array in sorted(self._arrays.items()):
             digest.update(f"{name} {array.dtype} {array.shape};".encode())

@@ -36,7 +36,7 @@ class ArrayItems:
     """Arrays (samples, …) by name as a data set of torch's kind: an item is a dict of their rows."""
 
     def __init__(self, arrays: Arrays) -> None:
-        """Of these arrays."""
+        """Takes the arrays."""
         self._arrays = arrays
 
     def __len__(self) -> int:
@@ -121,11 +121,11 @@ class ItemDataset:
 
     @property
     def labels(self) -> Any:
-        """What the data set has as `targets` or `labels`, or its arrays as label; else None."""
+        """Returns the data set's `targets` or `labels`, or its array "label"; else None."""
         return _labels_of(self._items)
 
     def fingerprint(self) -> str:
-        """Of some samples from the first to the last; or what the data set itself says."""
+        """Fingerprint of some samples from the first to the last, or the data set's own."""
         if hasattr(self._items, "fingerprint"):
             return str(self._items.fingerprint())
         digest = hashlib.sha256()
@@ -170,7 +170,7 @@ class ItemDataset:
             raise self._wrong(str(error)) from error
 
     def _raised(self, error: Exception, method: str, samples: list[int]) -> OwnCodeError:
-        """What somebody's own code raised, with the place in it."""
+        """Returns the error of a user's own code, with the place in it."""
         # Without the frame of this file.
         within = error.__traceback__ and error.__traceback__.tb_next
         frames = [frame for frame in traceback.extract_tb(within) if not frame.filename.startswith(_OURS)]
@@ -216,7 +216,7 @@ class ItemDataset:
         return arrays
 
     def _check(self, arrays: Mapping[str, npt.NDArray[Any]], samples: Ints) -> None:
-        """That a batch is as the first one: its place has one layout."""
+        """Checks that a batch has the layout of the first one."""
         more = ", …" if len(samples) > _NAMED else ""
         where = f"of the samples {', '.join(map(str, samples[:_NAMED]))}{more}"
         if arrays.keys() != self.fields.keys():
@@ -278,7 +278,7 @@ def _seed(each: int) -> None:
 
 @contextmanager
 def _state_kept() -> Iterator[None]:
-    """Where there are no workers, the training draws from the same generators."""
+    """Keeps the state of random generators, which the training shares where there are no workers."""
     ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

@@ -21,7 +21,7 @@ class JoinedDataset:
     """Data sets of the same layout, whose samples are numbered on; those of a read are of one of them."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
-        """Of these."""
+        """Takes the parts."""
         self.parts, self._ends = tuple(parts), list(accumulate(map(len, parts)))
         first = parts[0]
         self.fields: Mapping[str, Field] = first.fields
@@ -34,7 +34,7 @@ class JoinedDataset:
         return self._ends[-1]
 
     def fingerprint(self) -> str:
-        """Of each."""
+        """Fingerprint of each part."""
         return "; ".join(part.fingerprint() for part in self.parts)
 
     def first(self, part: int) -> int:
@@ -92,10 +92,10 @@ class JoinedQuarantine(Quarantine):
 
 
 class PartLoader:
-    """One part of what a loader with workers loads; its batches are numbered from 0 on."""
+    """Loader of one part of a joined source with workers; its batches are numbered from 0 on."""
 
     def __init__(self, whole: RingLoader, source: JoinedSource, part: int) -> None:
-        """The first one's `close` ends the workers of all."""
+        """Takes a part; `close` of the first one ends the workers of all."""
         self._whole, self._part, self._first = whole, part, source.first(part)
         self._rows = source.sources[part].share.plan.micro_batch_size
 

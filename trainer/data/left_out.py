@@ -1,4 +1,4 @@
-"""What of a data set isn't read: counted by reason, with the first of each, and told where people look."""
+"""Files of a data set that aren't read: counted by reason, with the first of each, and printed."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ class LeftOut(BaseModel):
 
 
 def one(reason: str, first: str | bytes) -> LeftOut:
-    """One thing that is left out; neither text need be printable."""
+    """Returns one file that is left out; neither text need be printable."""
     return LeftOut(reason=_on_one_line(reason), count=1, first=_on_one_line(first))
 
 
@@ -55,7 +55,7 @@ def tally(found: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
 
 
 def told(found: Sequence[LeftOut]) -> str:
-    """One line on all of it, such as "left out: 12 .heic (a/1.heic)"; "" if nothing is left out."""
+    """Returns one line, such as "left out: 12 .heic (a/1.heic)"; "" if nothing is left out."""
     if not found:
         return ""
     shown = found if len(found) <= _SHOWN else sorted(found, key=lambda one: -one.count)[:_SHOWN]

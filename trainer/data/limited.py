@@ -34,12 +34,12 @@ class LimitedDataset:
 
     @property
     def labels(self) -> Any:
-        """Those of its samples, if the whole has any."""
+        """Returns the labels of its samples, if the whole has any."""
         labels = getattr(self._whole, "labels", None)
         return None if labels is None else np.asarray(labels)[self._chosen]
 
     def fingerprint(self) -> str:
-        """Of the whole, and how many of it; see `Dataset.fingerprint`."""
+        """Fingerprint of the whole, and the number of samples used; see `Dataset.fingerprint`."""
         return f"{len(self)} evenly spaced of {self._whole.fingerprint()}"
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:

@@ -80,7 +80,7 @@ class NumItems(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What to load: the data set, this rank's share of it, and what each sample carries along."""
+    """Source of a loader: the data set, this rank's part of it, and the fields added to each sample."""
 
     dataset: data.Dataset
     share: Share
@@ -171,11 +171,11 @@ class ResidentLoader:
         return [_num_items(row) for row in num_items * extras.get(_WEIGHT, np.float32(1))]
 
     def take_work(self) -> dict[str, float]:
-        """Nothing was filled: the data is there."""
+        """Returns {}: no slot is filled, as the data is in memory."""
         return {}
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Does nothing: there is nothing to stop."""
 
 
 class _Filled(NamedTuple):
@@ -194,7 +194,7 @@ class _Filled(NamedTuple):
 
 
 class _Filler(TorchDataset[_Filled]):
-    """What a worker does: fills the slot of a batch."""
+    """Loader worker's work: fills the slot of a batch."""
 
     def __init__(self, source: Source, ring: Ring) -> None:
         self._source = source
@@ -307,7 +307,7 @@ class RingLoader:
             yield self._source.batch(self._ring.unpack(slot), num_items)
 
     def take_work(self) -> dict[str, float]:
-        """What filling was spent on since the last call, `loader/*`; empty if nothing was filled."""
+        """Returns the times of filling since the last call, `loader/*`; empty if nothing was filled."""
         work, self._work = self._work, Work()
         return work.metrics(self._workers)
 

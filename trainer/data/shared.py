@@ -107,7 +107,7 @@ def joined(names: list[bytes]) -> dict[str, npt.NDArray[Any]]:
 
 
 def name_at(columns: Columns, index: int) -> bytes:
-    """One of the byte strings that were `joined`."""
+    """Returns one of the byte strings that were `joined`."""
     ends = columns["name_end"]
     start = int(ends[index - 1]) if index else 0
     return columns["name"][start : int(ends[index])].tobytes()

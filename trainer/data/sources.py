@@ -212,7 +212,7 @@ def _at_home(key: str, path: Path | str) -> Path | str:
 def common_classes(
     path: Path | str, train: Records, evaluation: Records, gaps: bool = False
 ) -> tuple[str, ...]:
-    """Those of both parts; where classes are numbers, one part may lack the last.
+    """Returns the classes of both parts; where classes are numbers, one part may lack the last.
 
     Args:
         path: What data.path says.

@@ -43,13 +43,13 @@ _EVALUATION_WORKERS = 2
 
 
 class Loading(NamedTuple):
-    """How batches are made ready: loader processes of a rank, and batches that each prepares ahead."""
+    """Setting of a loader: processes of a rank, and batches that each prepares ahead."""
 
     workers: int
     prefetch: int
 
     def __str__(self) -> str:
-        """In words."""
+        """Describes the setting in words."""
         if not self.workers:
             return "no workers"
         return f"{self.workers} worker{'s' * (self.workers > 1)} x prefetch {self.prefetch}"
@@ -87,7 +87,7 @@ def prefetch_by_size(sizes: Sizes) -> int:
 
 
 def prefetch_of(config: LoaderConfig, dataset: Dataset, micro_batch_size: int) -> int:
-    """What a loader that is made with this configuration prepares ahead for each worker."""
+    """Returns how many batches each worker of a loader with this configuration prepares ahead."""
     by_size = prefetch_by_size(sizes_of(dataset, micro_batch_size))
     return by_size if config.prefetch == "auto" else config.prefetch
 
@@ -98,7 +98,7 @@ def without_workers(config: LoaderConfig) -> bool:
 
 
 def workers_of(config: LoaderConfig, dataset: Dataset, cpu_workers: int) -> int:
-    """How many load a data set that isn't resident; `cpu_workers` is what `auto` stands for here."""
+    """Returns the number of workers for a data set that isn't in memory; `cpu_workers` stands for `auto`."""
     able = 0 if dataset.in_process else cpu_workers
     return able if config.workers == "auto" else config.workers
 
@@ -125,7 +125,7 @@ def fits(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> bool:
 
 
 def by_rule(workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks: int) -> Loading:
-    """What `auto` stands for without measuring; a number that was given stays.
+    """Replaces `auto` by rules, without measuring; a number that was given stays.
 
     Workers from 75 % of the rank's share of the CPUs, prefetch by the size of a sample; where both together
     would take more than the memory budget, less prefetch, down to 1, and then fewer workers.
@@ -153,7 +153,7 @@ def by_rule(workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks
 
 
 def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> str:
-    """What a setting takes, for people: "3 workers x prefetch 3 x 9.6 MB = 87 MB, …"."""
+    """Describes a setting's memory: "3 workers x prefetch 3 x 9.6 MB = 87 MB, …"."""
     whole, budget = bytes_needed(setting, sizes), memory_budget(limits, ranks)
     of = "" if budget == math.inf else f" of the {megabytes(budget)} that they may take"
     text = f"{setting}"
@@ -164,7 +164,7 @@ def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> str:
 
 
 def start_method(configured: str) -> str:
-    """How workers are started: as configured, or by what is safe."""
+    """Returns the start method of workers: as configured, or a safe one."""
     if configured != "auto":
         return configured
     if sys.platform != "linux":
@@ -174,7 +174,7 @@ def start_method(configured: str) -> str:
 
 
 def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
-    """One line that names the attribute of a data set that can't be sent to a worker."""
+    """Returns one line that names the attribute of a data set that can't be sent to a worker."""
     where, value = type(dataset).__name__, dataset
     while True:
         parts = getattr(value, "__dict__", {})
@@ -259,7 +259,7 @@ class CurrentBatches:
 
 
 def begin_worker(parent: int | None, _worker: int) -> None:
-    """What a worker does at its start; the parent is the process whose end is its own, if it is its child."""
+    """Prepares a worker at its start; `parent` is the process whose end also ends it, if it is its child."""
     if sys.platform == "linux" and parent is not None:
         # torch's workers look for their parent every five seconds, and for the wrong one if it ended before.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -304,7 +304,7 @@ class Work(NamedTuple):
         return Work(time.perf_counter_ns(), time.thread_time_ns(), queued_ns())
 
     def until_now(self, samples: int) -> "Work":
-        """What was done since these were the clocks of this thread."""
+        """Returns the work since the given clocks of this thread."""
         wall, cpu, queued, _ = Work.now()
         return Work(wall - self.wall, cpu - self.cpu, queued - self.queued, samples)
 

@@ -1,4 +1,4 @@
-"""What the ranks decide together about once a second: whether to stop, and whether to write a checkpoint.
+"""Decisions that ranks take together about once a second: to stop, and to write a checkpoint.
 
 A signal reaches one rank and not the others, and clocks differ; but all ranks must stop after the same
 step. So a few numbers go round in one small collective on the CPU, every so many steps. How many is
@@ -21,7 +21,7 @@ _MOST_STEPS = 10_000
 
 
 class Decision(NamedTuple):
-    """What all ranks do after the step that they are at.
+    """Decision of all ranks for the end of the current step.
 
     Attributes:
         signal: The signal that asks for a stop, as a number; 0: none.
@@ -52,7 +52,7 @@ class StopConsensus:
         self._under_way: dist.Work | None = None
 
     def after(self, step: int, signal: int, save: bool) -> Decision:
-        """What to do after a step.
+        """Returns the decision after a step.
 
         Returns:
             The same on every rank.

@@ -26,7 +26,7 @@ def store_client(purpose: str, seconds: float) -> Any:
 
 
 class StoreExchange:
-    """What threads of several ranks tell each other.
+    """Messages between threads of several ranks.
 
     Attributes:
         rank: This rank's number among those that take part.
@@ -47,7 +47,7 @@ class StoreExchange:
         self._store.set(f"{topic}/{self.rank}", word)
 
     def told(self, topic: str) -> list[str] | None:
-        """What each rank has told on it; None until all have.
+        """Returns the message of each rank on a topic; None until all have sent one.
 
         Raises:
             RuntimeError: If the store doesn't answer.

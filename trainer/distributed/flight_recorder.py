@@ -1,4 +1,4 @@
-"""Which collective the ranks did not all enter, from what torch's flight recorder kept of each rank.
+"""Names the collective that not all ranks entered, from the dumps of torch's flight recorder.
 
 torch keeps the newest collectives of its process groups in a ring: TORCH_FR_BUFFER_SIZE says of how many, up
 to torch 2.7 TORCH_NCCL_TRACE_BUFFER_SIZE. What it writes to disk by itself is a pickle, which is never read
@@ -33,7 +33,7 @@ class _Group(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a rank kept of a group: collectives by their number, and the last numbers of each kind."""
+    """Records of one group on one rank: collectives by their number, and the last numbers of each kind."""
 
     entries: dict[int, dict[str, Any]]
     entered: int
@@ -41,7 +41,7 @@ class _Kept(NamedTuple):
 
 
 def dump() -> str | None:
-    """What this process's flight recorder holds, cut down to what `parse` looks at: some hundred bytes.
+    """Dumps this process's flight recorder, cut down to what `parse` reads: some hundred bytes.
 
     Call it in a thread that nobody waits for: it asks CUDA about events, and a driver that hangs may not
     answer.
@@ -111,7 +111,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
 
 
 def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Kept]:
-    """What a dump holds of each group; point-to-point operations, which concern two ranks, are left out."""
+    """Returns a dump's records by group, without point-to-point operations, which concern two ranks."""
     found: dict[_Group, dict[int, dict[str, Any]]] = {}
     for entry in whole.get("entries", []):
         if entry.get("is_p2p"):
@@ -128,7 +128,7 @@ def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Kept]:
 
 
 def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, Any]) -> int:
-    """The last number that this rank's device has done; by the states, or by what the watchdog counted."""
+    """Returns the last number that this rank's device completed, by states or by the watchdog's count."""
     done = [number for number, entry in entries.items() if entry.get("state") == "completed"]
     groups = {str(entry.get("pg_id")) for entry in entries.values()}
     done += [int(status[one].get("last_completed_collective", -1)) for one in groups if one in status]
@@ -138,7 +138,7 @@ def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, An
 def _sentence(
     group: _Group, seen: Mapping[int, _Kept], told: set[int], dumps: Mapping[int, str | None]
 ) -> str:
-    """What to say of one group; empty if its ranks are together and none waits."""
+    """Describes one group; empty if its ranks are together and none waits."""
     members = [int(word) for word in re.findall(r"\d+", group.ranks)]
     if not members:  # of a group that isn't all ranks only those are known that entered something
         members = sorted(dumps if group.description == "default_pg" else seen)
@@ -157,7 +157,7 @@ def _sentence(
 
 
 def _standing(group: _Group, seen: Mapping[int, _Kept], known: Sequence[int], number: int) -> str:
-    """How far the ranks that are known are with one collective; empty if none has come to it."""
+    """Describes which of the known ranks entered a collective; empty if none has."""
     there = {
         rank: seen[rank].entries[number] for rank in known if rank in seen and number in seen[rank].entries
     }
@@ -186,7 +186,7 @@ def _by_gloo(seen: Mapping[int, _Kept]) -> bool:
 
 
 def _states(states: Mapping[int, str], known: Sequence[int]) -> str:
-    """How far the ranks are with a collective that all of them entered."""
+    """Describes the ranks' states in a collective that all of them entered."""
     waiting = [rank for rank in states if states[rank] != "completed"]
     if done := [rank for rank in known if rank not in waiting]:
         return f"done on {_names(done)}, not on {_names(waiting)}"

@@ -86,5 +86,5 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def names_of(groups: Iterable[list[str]]) -> str:
-    """The first two of the first group, in quotes."""
+    """Returns the first two names of the first group, in quotes."""
     return " and ".join(f"'{name}'" for name in next(iter(groups))[:2])

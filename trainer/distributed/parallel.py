@@ -128,7 +128,7 @@ def bf16_sum_hook(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """The same with half the bytes on the wire: each rank's gradients are rounded to bfloat16 and summed so.
+    """Sums gradients with half the bytes on the wire: each rank's are rounded to bfloat16 first.
 
     torch's bf16_compress_hook divides by the number of ranks, see `sum_hook`.
     """
@@ -285,7 +285,7 @@ def least_over_ranks(number: int, world: World) -> int:
 
 
 def words_of_ranks(word: str, world: World) -> list[str]:
-    """What each rank says, in their order; collective."""
+    """Gathers a word from each rank, in the order of ranks; collective."""
     if world.group is None:
         return [word]
     data = torch.tensor([*word.encode()], dtype=torch.int64)
@@ -308,7 +308,7 @@ def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
 
 
 def differs_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Which of some integers the ranks don't all have alike, int64 (n,), 0 or 1; collective.
+    """Marks the integers that differ between ranks, int64 (n,), 0 or 1; collective.
 
     Args:
         values: int64 (n,), on the device.

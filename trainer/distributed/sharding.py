@@ -27,7 +27,7 @@ _OWN = "own_rows"  # attribute of a sharded parameter
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of each sharded tensor this rank has: of n over s ranks those of torch.chunk(s).
+    """Rows of each sharded tensor that this rank has: of n over s ranks those of torch.chunk(s).
 
     Attributes:
         rank: This rank's number among those that share a model.
@@ -193,7 +193,7 @@ class _Allocates:
 
 
 class _AllGather(_Allocates):
-    """As FSDP gathers, and the phase says so: the watchdog finds the rank that the others wait for."""
+    """FSDP's all-gather within a phase of its own: the watchdog then finds the rank that others wait for."""
 
     def __call__(
         self,
@@ -271,7 +271,7 @@ def _keep_name(module: nn.Module) -> None:
 
 
 def own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a sharded tensor this rank's rows, in the same memory; any other one as it is."""
+    """Returns a sharded tensor's rows on this rank, in the same memory; any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor

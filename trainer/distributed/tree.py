@@ -18,7 +18,7 @@ from trainer.observe.phases import communicating, enter_phase
 
 
 class Sums(NamedTuple):
-    """What a micro-batch gives, or the sum of that over some micro-batches.
+    """Sums of one micro-batch, or of several.
 
     Attributes:
         gradients: Of each parameter.
@@ -61,7 +61,7 @@ class Tournament:
 
 
 class TreeReduction:
-    """One rank's part of a step's sums, and what the ranks make of their parts."""
+    """Tree reduction of the ranks' parts of a step's sums."""
 
     def __init__(self, group: dist.ProcessGroup | None, bucket_mb: int) -> None:
         """Adds over the ranks of a group in pieces of so many MiB; None: there is one rank."""

@@ -55,7 +55,7 @@ _CHECK: dict[str, str] = {
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank said last.
+    """Last message of a rank.
 
     Attributes:
         rank: Its number.
@@ -97,7 +97,7 @@ class HangVerdict:
 
 
 def judge(states: Sequence[RankStatus], limit: float, doubtful: float) -> HangVerdict | None:
-    """Who keeps the others waiting.
+    """Finds the rank that the others wait for.
 
     Args:
         states: What every rank said last.
@@ -340,7 +340,7 @@ class Watchdog:
                 self._records[number] = self._store.get(f"record-{number}").decode()
 
     def _forget_records(self) -> None:
-        """What was recorded of a wait that is over says nothing of the next one."""
+        """Drops the records of a wait that has ended, which don't concern the next one."""
         if self._recorded:
             self._store.set(f"record-{self._world.rank}", "")
             self._recorded, self._records = None, {}
@@ -372,7 +372,7 @@ def _agent_holds_the_store() -> bool:
 
 
 def _stack() -> str:
-    """Where the main thread is, from the training on."""
+    """Returns the main thread's stack, from the training on."""
     frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     start = max((index for index, frame in enumerate(frames) if frame.name == "train_rank"), default=-1) + 1
     return "".join(traceback.format_list(frames[start:][-_FRAMES:]))

@@ -1,4 +1,4 @@
-"""What the machine and the container grant, and files that last.
+"""Resources that the machine and the container grant, and files that last.
 
 CPUs and memory by cgroup, affinity, NVML, mounts, what /proc tells of processes; files that are whole or
 absent, JSON that is read strictly. Imports no torch, and no room but `config`. A figure that nothing tells is

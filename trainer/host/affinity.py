@@ -1,4 +1,4 @@
-"""Which CPUs each rank of this host keeps to: those near its GPU, or some of its own.
+"""CPU affinity: each rank of this host keeps to CPUs near its GPU, or to a share of its own.
 
 torchrun's --numa-binding (PyTorch 2.8 on) does the first for GPUs. This does it with every version, also for
 a single rank and for ranks on CPUs, and without starting CUDA in the launcher. A rank binds itself before it
@@ -23,7 +23,7 @@ Cpus = frozenset[int]
 
 @dataclass(frozen=True)
 class CpuShares:
-    """What the ranks of this host keep to.
+    """CPUs that the ranks of this host keep to.
 
     Attributes:
         each: The CPUs of each, by its local rank; empty if none is bound.
@@ -34,7 +34,7 @@ class CpuShares:
     pinned: bool = False
 
     def of(self, local_rank: int) -> Cpus:
-        """Those of one rank; empty if it is not bound."""
+        """Returns the CPUs of one rank; empty if it is not bound."""
         return self.each[local_rank] if local_rank < len(self.each) else frozenset()
 
 

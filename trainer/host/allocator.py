@@ -1,4 +1,4 @@
-"""Which allocator hands out GPU memory, and what each needs.
+"""Allocators of GPU memory, and the environment that each needs.
 
 PyTorch reads the choice when it is imported, so the launcher sets it in the environment of the ranks. See
 https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management.
@@ -16,7 +16,7 @@ _ASYNC_DRIVER = "470.42"  # the first that brings CUDA 11.4, which torch wants f
 
 
 def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: str) -> dict[str, str]:
-    """What the environment of the ranks needs for an allocator; options of the user's own stay.
+    """Returns the environment variables that ranks need for an allocator; options that the user set stay.
 
     Args:
         choice: `memory.allocator`.

@@ -1,4 +1,5 @@
-"""What a job uses of its host, from /proc and cgroups: counters that only grow, and rates from two of them.
+"""Resources that a job uses of its host, from /proc and cgroups: counters that only grow, and rates from two
+of them.
 
 From the kernel's documentation: filesystems/proc.rst, cgroup-v2.rst, cgroup-v1/cpuacct.rst,
 scheduler/sched-bwc.rst, scheduler/sched-stats.rst; and proc(5). Where a file is missing (macOS, gVisor) or

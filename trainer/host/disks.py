@@ -70,7 +70,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Data:
-    """Where the recipe's data lies.
+    """Location of the recipe's data.
 
     Attributes:
         path: As the recipe says; None: no recipe was given, or it reads no files.
@@ -235,7 +235,7 @@ def _files(path: Path) -> Iterator[str]:
 
 
 def cache_folders(environ: Mapping[str, str]) -> dict[str, Path]:
-    """Where caches are to lie, by the variable; ~/.cache if none says."""
+    """Returns the folders of caches by environment variable; ~/.cache for those that aren't set."""
     found = {name: Path(environ[name]) for name in _CACHES if environ.get(name)}
     if "XDG_CACHE_HOME" not in found:
         found["XDG_CACHE_HOME"] = Path(environ.get("HOME") or "/", ".cache")

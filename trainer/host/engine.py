@@ -1,4 +1,4 @@
-"""What every `docker run` of the image says. The standard library is enough: scripts/runtime.py asks, too."""
+"""Arguments of every `docker run` of the image. Standard library only: scripts/runtime.py imports it."""
 
 from __future__ import annotations
 

@@ -414,7 +414,7 @@ def copy_folder(path: Path, to: Path) -> None:
 
 
 def oddity(path: Path, folder: bool) -> str:
-    """What a name is instead of a folder, or of a regular file; nothing if it is one, or free."""
+    """Names what stands in the place of a folder, or of a regular file; empty if it is one, or absent."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -434,7 +434,7 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time, of all on this machine: the others wait. The file stays, empty."""
+    """Holds a lock that one process of this machine can have at a time; others wait. The empty file stays."""
     file = open_own(path, os.O_RDWR | os.O_CREAT, alone=False)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

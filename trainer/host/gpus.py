@@ -1,4 +1,4 @@
-"""Which GPUs this machine has, and which a request means. No packages: `scripts/runtime.py` asks, too."""
+"""GPUs of this machine, and those requested. Standard library only: scripts/runtime.py imports it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def visible_gpus(uuids: Sequence[str], variable: str | None) -> tuple[list[str], str]:
-    """What CUDA_VISIBLE_DEVICES leaves: numbers, whole UUIDs and MIG slices; and its first wrong word, or "".
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves (numbers, whole UUIDs, MIG slices), and its first
+    invalid word, or "".
 
     As CUDA reads it: of a UUID the first letters do, and from the first wrong word on nothing counts.
 

@@ -1,4 +1,4 @@
-"""What the kernel tells in files of the machine: figures, mounts, cgroups, the processor, InfiniBand ports.
+"""Readers of the kernel's files: figures, mounts, cgroups, the processor, InfiniBand ports.
 
 From its documentation: filesystems/proc.rst, cgroup-v2.rst, cgroup-v1/*.rst; and proc_pid_mountinfo(5). What
 is missing (macOS, gVisor) or malformed isn't there; nothing raises.
@@ -37,7 +37,7 @@ def figures_in(text: str) -> dict[str, int]:
 
 
 def mounts(root: Path = Path("/")) -> Iterator[Mounted]:
-    """What this process sees mounted; `root` is a folder that stands for "/"."""
+    """Yields the mounts that this process sees; `root` is a folder that stands for "/"."""
     for line in text_of(root / "proc/self/mountinfo").splitlines():
         # 36 35 0:30 /inner /mount/point rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
         left, _, right = line.partition(" - ")

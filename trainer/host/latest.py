@@ -1,4 +1,4 @@
-"""Where runs lie, and which of them is the latest: the link `runs/latest`, and what that word means."""
+"""The folder of runs, and the link `runs/latest` to the newest."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def _is_name(path: Path) -> bool:
 
 
 def nor_below_runs(path: Path) -> str:
-    """What to say besides of a run folder that isn't there: a name was looked for in two places."""
+    """Returns a hint for a run folder that doesn't exist: the name was looked for in two places."""
     return f", and there is no {RUNS / path}" if _is_name(path) and not path.exists() else ""
 
 

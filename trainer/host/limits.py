@@ -1,4 +1,4 @@
-"""What this container may use: CPUs, memory, shared memory, processes.
+"""Limits of this container: CPUs, memory, shared memory, processes.
 
 A container shows the machine's figures: 64 cores where the quota is 4, and then 64 loader workers starve one
 another. Whatever sizes itself asks here; nothing else counts CPUs or memory. From the kernel's documentation:
@@ -31,7 +31,7 @@ TASKS_PER_RANK = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """What all the processes of this container may use together.
+    """Limits that hold for all processes of this container together.
 
     Attributes:
         cpus: CPUs' worth of time, fractional where a quota says so (1.5).
@@ -116,7 +116,7 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int:
-    """How many processes of this process's cgroup the kernel has killed because memory was full.
+    """Counts the processes of this process's cgroup that the kernel killed because memory was full.
 
     Counts since the cgroup was made: of a job's kills two readings tell. 0 where nobody counts.
 
@@ -170,7 +170,7 @@ def compilers_per_rank(limits: Limits, local_world_size: int) -> int:
 
 
 def _spare_processes(limits: Limits, local_world_size: int) -> int:
-    """How many processes a rank may start where their number is limited; else as many as anybody wants."""
+    """Returns the number of processes that a rank may start; a large one where there is no limit."""
     if limits.pids is None:
         return 1 << 20
     return (limits.pids // local_world_size - TASKS_PER_RANK) // TASKS_PER_WORKER

@@ -1,4 +1,4 @@
-"""What a job holds of the memory of its container, and an end to it before the kernel makes one.
+"""Memory use of a job within its container, and a guard that ends the job before the kernel kills it.
 
 From the kernel's documentation: cgroup-v1/memory.rst, cgroup-v2.rst. Where /proc is missing (macOS), a
 rank's own peak is all that is known.
@@ -44,12 +44,12 @@ class Room:
 
     @property
     def spare_bytes(self) -> float:
-        """What may still be taken, with some headroom; infinite where nothing tells the limit."""
+        """Returns the bytes that may still be allocated, less some headroom; infinite without a limit."""
         return (1 - HEADROOM) * self.limit_bytes - self.others_bytes if self.limit_bytes else math.inf
 
 
 def read_room(root: Path = Path("/")) -> Room:
-    """What there is, and what others use; `root` is a folder that stands for "/"."""
+    """Reads the limit, and what other processes use of it; `root` is a folder that stands for "/"."""
     limits = read_limits(root)
     source = limits.sources["memory_bytes"]
     beside = root / source.lstrip("/")

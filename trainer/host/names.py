@@ -29,7 +29,7 @@ def from_files_alone(address: str) -> Iterator[None]:
 
 
 def services(text: str) -> str:
-    """What nsswitch.conf says of hosts; glibc's own default if it says nothing."""
+    """Returns the line `hosts` of nsswitch.conf; glibc's default if there is none."""
     for line in text.splitlines():
         name, colon, said = line.partition("#")[0].partition(":")
         if colon and name.strip() == "hosts":

@@ -1,4 +1,4 @@
-"""What NVML tells of the GPUs that a job uses on this host; whatever it refuses to tell is absent.
+"""Figures from NVML for the GPUs that a job uses on this host; a figure that NVML refuses is absent.
 
 NVML numbers GPUs by their place on the PCI bus. CUDA does so too on a host whose GPUs are of one kind, or
 with CUDA_DEVICE_ORDER=PCI_BUS_ID. See the NVML API reference (nvmlDeviceQueries) and the CUDA C++ programming
@@ -68,7 +68,7 @@ class Nvml:
             self.ask("nvmlShutdown")
 
     def ask(self, question: str, *values: Any) -> Any:
-        """What NVML answers, bytes as text; None where it refuses, or this version has no such question."""
+        """Returns NVML's answer, bytes as text; None where it refuses, or lacks the function."""
         return self.asked(question, *values)[0]
 
     def asked(self, question: str, *values: Any) -> tuple[Any, Refusal | None]:
@@ -85,7 +85,7 @@ class Nvml:
 
     @property
     def wrong(self) -> str:
-        """The first word of CUDA_VISIBLE_DEVICES that names no GPU; ""."""
+        """Returns the first word of CUDA_VISIBLE_DEVICES that names no GPU; "" if there is none."""
         return self._visible[1]
 
     @cached_property
@@ -112,7 +112,7 @@ class Nvml:
         return found, wrong
 
     def bus_id(self, gpu: Any) -> str:
-        """Where on the PCI bus a GPU is, "00000000:3B:00.0"; empty if it doesn't tell."""
+        """Returns a GPU's address on the PCI bus, "00000000:3B:00.0"; empty if NVML refuses."""
         return str(_text(getattr(self.ask("nvmlDeviceGetPciInfo", gpu), "busId", "")))
 
     def sample(self, seconds: float) -> tuple[dict[str, float], list[str]]:
@@ -181,7 +181,7 @@ class Nvml:
 
 
 def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:
-    """Where on the PCI bus the GPUs of this host's ranks are, as far as NVML tells."""
+    """Returns the PCI bus addresses of the GPUs of this host's ranks; empty where NVML has none."""
     with Nvml(environ, ranks) as nvml:
         return [bus_id for gpu in nvml.gpus if (bus_id := nvml.bus_id(gpu))]
 

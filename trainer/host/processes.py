@@ -1,4 +1,4 @@
-"""What /proc tells of processes and of this thread: who started whom, memory, how long it waited for a CPU.
+"""Facts from /proc on processes and this thread: parents, memory, time spent waiting for a CPU.
 
 From the kernel's documentation: filesystems/proc.rst (status, smaps_rollup, clear_refs).
 """

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 def within(seconds: float, function: Callable[[], Value], otherwise: Value) -> Value:
-    """What a function returns; something else if it takes too long (a dead NFS server, a lost GPU) or fails.
+    """Returns a function's result; `otherwise` if it takes too long (a dead NFS server, a lost GPU) or fails.
 
     It is left behind in its thread then, which doesn't keep the process from ending.
     """
@@ -30,7 +30,7 @@ def within(seconds: float, function: Callable[[], Value], otherwise: Value) -> V
 
 
 def kind_of(path: str | Path) -> str:
-    """What a path is: folder, file, other; empty if it isn't there, or this user may not look."""
+    """Returns the kind of a path: folder, file, other; empty if absent, or out of this user's sight."""
     try:
         mode = Path(path).stat().st_mode
     except (OSError, ValueError):

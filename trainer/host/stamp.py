@@ -1,4 +1,4 @@
-"""What installers leave in an environment: scripts/bootstrap.py in .venv, install_wheels.py in the image."""
+"""Records of an installation: scripts/bootstrap.py leaves one in .venv, install_wheels.py in the image."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ _STAMP = ".bootstrap.json"
 
 
 class Stamp(NamedTuple):
-    """What an environment was installed from.
+    """Sources that an environment was installed from.
 
     Attributes:
         lock: SHA-256 of its wheels.lock, or None where nobody knows.

@@ -1,4 +1,4 @@
-"""What a process sets for itself before anything else is imported. Imports no torch."""
+"""Settings that a process makes before anything else is imported. Imports no torch."""
 
 import io
 import os
@@ -24,7 +24,7 @@ def _take_anything(stream: object) -> bool:
 
 @contextmanager
 def any_character() -> Iterator[None]:
-    """The same within it, of both streams that a caller may have put there."""
+    """Makes both standard streams write any character within the block, also those put in their place."""
     streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
     changed = [stream for stream in streams if _take_anything(stream)]
     try:

@@ -1,4 +1,4 @@
-"""What torch.compile needs of the host. Imports nothing heavy: `trainer doctor` asks it, too."""
+"""Requirements of torch.compile on the host. Imports nothing heavy, as `trainer doctor` uses it."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def missing_compiler(cuda: bool) -> str | None:
-    """Which compiler isn't found, with the remedy; None if one is.
+    """Names the compiler that isn't found, with the remedy; None if none is missing.
 
     Args:
         cuda: Whether it is for a GPU: Triton builds a C launcher, Inductor for a CPU C++.
@@ -24,7 +24,7 @@ def missing_compiler(cuda: bool) -> str | None:
 
 
 def missing_headers() -> str | None:
-    """Which of Python's headers isn't there, with the remedy; None if they are."""
+    """Names the header of Python that isn't there, with the remedy; None if none is missing."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     try:
         header.stat()

@@ -1,4 +1,4 @@
-"""How a rank ended: ranks write the record, launchers read it, nodes pass it on; and its words."""
+"""Exit records of ranks: ranks write them, launchers read them, nodes pass them on; and their messages."""
 
 import json
 import queue
@@ -55,7 +55,7 @@ _NUMBERS = {signal.strsignal(number): number for number in signal.Signals}
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """How one rank ended.
+    """Record of one rank's end.
 
     Attributes:
         rank: Its global number.
@@ -141,7 +141,7 @@ def job_code(records: Sequence[ExitRecord]) -> int:
 
 
 def exit_message(records: Sequence[ExitRecord], world: int) -> str:
-    """What to tell the user of a job whose ranks ended like this: the cause, once; else nothing."""
+    """Returns the message for a job whose ranks ended like this: the cause, once; empty if there is none."""
     code = job_code(records)
     bad = [record for record in records if record.code not in (EXIT_DONE, EXIT_REQUEUE)]
     candidates = [record for record in bad if code in (record.code, EXIT_FAILED)]
@@ -186,7 +186,7 @@ def by_memory(record: ExitRecord, words: str) -> ExitRecord:
 
 
 def dead_worker(error: BaseException) -> str:
-    """One line about the loader worker whose death raised this.
+    """Returns one line about the loader worker whose death raised this.
 
     "" for any other error, also if a worker died while it was being handled.
     """

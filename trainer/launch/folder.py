@@ -26,7 +26,7 @@ _AS_TEXT = Told()
 
 @dataclass(frozen=True)
 class Launch:
-    """What holds for every process of a launch on this host.
+    """Settings that hold for every process of a launch on this host.
 
     Attributes:
         path: The launcher's search path.

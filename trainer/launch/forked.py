@@ -56,26 +56,26 @@ class ForkedRank:
 
     @property
     def sentinel(self) -> int:
-        """What `multiprocessing.connection.wait` waits for: its end."""
+        """File descriptor for `multiprocessing.connection.wait`, ready at the process's end."""
         return self._process.sentinel
 
     @property
     def returncode(self) -> int | None:
-        """As of `Popen`."""
+        """Exit code, as `Popen.returncode`."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """As of `Popen`."""
+        """Returns the exit code if the process has ended, as `Popen.poll`."""
         return self._process.exitcode
 
     def wait(self) -> int:
-        """As of `Popen`."""
+        """Waits for the end, as `Popen.wait`."""
         self._process.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
     def kill(self) -> None:
-        """As of `Popen`."""
+        """Kills the process, as `Popen.kill`."""
         self._process.kill()
 
 

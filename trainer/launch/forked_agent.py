@@ -1,4 +1,4 @@
-"""What `agent` does, without torchrun, on one host: `forked_agent FOLDER MODULE RANKS ADDRESS`.
+"""The agent without torchrun, on one host: `forked_agent FOLDER MODULE RANKS ADDRESS`.
 
 It is a fork of the launcher and forks each rank, so that torch is imported once. As torchrun it holds the
 store by which the ranks find each other, asks the others to end when one failed, and leaves word of it.
@@ -50,7 +50,7 @@ def main(folder: Path, module: str, ranks: int, address: str) -> None:
 
 
 def _variables(rank: int, ranks: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """Returns the environment variables that torchrun would set for a rank."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     store = {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     elastic = {"TORCHELASTIC_RUN_ID": f"trainer-{os.getpid()}", "TORCHELASTIC_RESTART_COUNT": 0}

@@ -53,7 +53,7 @@ _TORCHRUN_SECONDS = 10.0  # what torchrun may take, on a busy machine, to say ho
 
 
 class LocalRanks(NamedTuple):
-    """What is to be started on this host.
+    """Ranks to start on this host.
 
     Attributes:
         ranks: How many.
@@ -136,7 +136,7 @@ def say(text: str, level: Level = "info") -> None:
 
 @dataclass
 class WorkerGroup:
-    """One start of this node's ranks, until they are gone.
+    """One group of this node's ranks, from start to end.
 
     Attributes:
         receiver: The signals that this launcher is sent.

@@ -138,14 +138,14 @@ def unblock() -> None:
 
 
 class StopFlag:
-    """What a rank was sent: a flag that its loop reads between two steps.
+    """Signal that a rank received: a flag that its loop reads between two steps.
 
     Attributes:
         requested: The first signal that asked for a stop, or None.
     """
 
     def __init__(self) -> None:
-        """Nothing was sent yet."""
+        """Starts unset."""
         self.requested: signal.Signals | None = None
         self._interrupted_at: float | None = None
 

@@ -1,4 +1,4 @@
-"""How a job ended, as the termination message of its pod: `kubectl describe` shows it without the log."""
+"""Termination message of a pod: `kubectl describe` shows how the job ended without the log."""
 
 import contextlib
 import os

@@ -73,18 +73,18 @@ class Worker:
 
     @property
     def requested(self) -> signal.Signals | None:
-        """The first signal that asked this rank to stop, or None."""
+        """Returns the first signal that asked this rank to stop, or None."""
         return self._flag.requested
 
     @cached_property
     def request(self) -> dict[str, Any]:
-        """What the ranks of this launch are asked for."""
+        """Returns the request to the ranks of this launch."""
         assert self._folder is not None, "only a launcher starts this module"
         return take_request(self._folder, self.rank)
 
     @property
     def exit_code(self) -> int:
-        """What to exit with, once the context is closed. Under our launcher a requeue looks like success.
+        """Returns the exit code, once the context is closed. Under our launcher a requeue exits with 0.
 
         Otherwise torchrun would stop the other ranks, and their loader workers, while they write the
         checkpoint.
@@ -178,7 +178,7 @@ def current() -> Worker | None:
 
 
 def requested() -> signal.Signals | None:
-    """The first signal that asked this process to stop, or None; where it is no rank there is no flag."""
+    """Returns the first signal that asked this process to stop, or None; always None where it is no rank."""
     return None if _current is None else _current.requested
 
 

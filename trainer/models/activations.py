@@ -1,4 +1,4 @@
-"""What activations cost: bytes kept for backward, and the time of computing them again.
+"""Cost of activations: bytes kept for backward, and the time to recompute them.
 
 Measured on the device with one micro-batch of zeros before the training starts, so that the log can say
 what activation checkpointing costs, and a budget can be met with the least recomputation.
@@ -26,7 +26,7 @@ _TIMES, _LONG_SECONDS = 3, 2.0
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What checkpointing one block saves and costs, for one micro-batch.
+    """Savings and cost of checkpointing one block, for one micro-batch.
 
     Attributes:
         saved: Bytes that it doesn't keep for backward then. Its inputs are kept all the same, and its
@@ -42,7 +42,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a forward pass keeps for backward.
+    """Memory that a forward pass keeps for backward.
 
     Attributes:
         blocks: Costs by the block's name, in the order of the forward pass.
@@ -89,7 +89,7 @@ class KeptBytes:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """What tells one piece of memory from another; without an address (shapes only) its storage."""
+    """Identifies a tensor's memory by its address; without one (shapes only) by its storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata
 
@@ -210,7 +210,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _timed(work: Callable[[], Any], where: Sequence[torch.Tensor]) -> tuple[Any, float]:
-    """What work returns, and its duration in seconds: the median of three, of one if that takes long."""
+    """Returns work's result and its seconds: the median of three, of one if that takes long."""
     seconds: list[float] = []
     while len(seconds) < _TIMES and sum(seconds) < _LONG_SECONDS:
         started = _now(where)

@@ -58,7 +58,8 @@ class StepStatistics:
             part.reload()
 
     def of_micro_batch(self) -> list[torch.Tensor]:
-        """What the last forward pass made of the statistics, float (n,) each, to add up over micro-batches.
+        """Returns the statistics after the last forward pass, float (n,) each, to be summed over
+        micro-batches.
 
         Call it before backward, where activation checkpointing runs the forward pass once more.
         """
@@ -156,7 +157,7 @@ class _BatchNorms:
 
 
 def _together(layers: list[_BatchNorm], device: torch.device) -> torch.Tensor | None:
-    """For layers that share statistics: which of them ran if one did, as a matrix (layers, layers)."""
+    """Matrix (layers, layers) of layers that share statistics: which of them ran if one did."""
     names = {f"{number} {name}": b for number, one in enumerate(layers) for name, b in one.named_buffers()}
     if not (groups := sharing(names)):
         return None

@@ -21,7 +21,7 @@ _NAMES = 5
 
 @dataclass(frozen=True)
 class FoundBuffers:
-    """What a trial showed of a model's buffers and frozen parameters.
+    """Result of a trial: buffers and frozen parameters that the forward pass changes.
 
     Attributes:
         changing: Names of those that a training forward pass changes.
@@ -35,13 +35,13 @@ class FoundBuffers:
 
 
 def few(names: list[str]) -> str:
-    """The first names of a list of tensors."""
+    """Lists the first names of tensors."""
     more = f", … ({len(names)} tensors)" if len(names) > _NAMES else ""
     return ", ".join(names[:_NAMES]) + more
 
 
 class Place(NamedTuple):
-    """Where a model keeps a tensor.
+    """Position of a tensor in a model.
 
     Attributes:
         module: The module that has it.
@@ -86,7 +86,7 @@ class ChangingBuffers:
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
 
     def of_micro_batch(self) -> torch.Tensor:
-        """What the last forward pass made of them, float64 (size,).
+        """Returns the values after the last forward pass, float64 (size,).
 
         Raises:
             BadInputError: If it gave one another shape.
@@ -146,7 +146,7 @@ def _reals(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place(model: nn.Module, name: str) -> Place:
-    """Where a model has a buffer or a parameter."""
+    """Finds a buffer or a parameter in a model."""
     path, _, key = name.rpartition(".")
     module = nn.Module.get_submodule(model, path)  # TorchScript's own raises
     tensors: Any = module._parameters if key in module._parameters else module._buffers

@@ -22,7 +22,7 @@ _MOST_SHAPES = 128
 
 
 def missing_for_compiling(device: torch.device) -> str | None:
-    """What torch.compile needs on this host and doesn't find, with the remedy; None if all is there.
+    """Names the requirement of torch.compile that this host lacks, with the remedy; None if there is none.
 
     Inductor builds C++ for a CPU, Triton a C launcher for a GPU; both include Python's headers.
     """

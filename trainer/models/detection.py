@@ -23,7 +23,7 @@ _SAME = 0.6  # overlap from which two boxes of a class are one
 
 
 class Detections(NamedTuple):
-    """What is found in an image: boxes (k, 4), scores (k,), and labels, int64 (k,), best first."""
+    """Objects found in an image: boxes (k, 4), scores (k,), and labels, int64 (k,), best first."""
 
     boxes: torch.Tensor
     scores: torch.Tensor
@@ -124,7 +124,7 @@ def tiny_losses(
 def assign(
     cells: torch.Tensor, stride: int, true_boxes: torch.Tensor, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which box each cell is to find: the smallest whose middle is near.
+    """Assigns to each cell the box that it is to find: the smallest whose middle is near.
 
     Returns:
         Index into the boxes, int64 (n, cells), and whether there is one, bool (n, cells).
@@ -139,7 +139,7 @@ def assign(
 
 
 def generalized_iou(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Of boxes (..., 4) with boxes (..., 4): (...), in [-1, 1]."""
+    """Generalized IoU of boxes (..., 4) with boxes (..., 4): (...), in [-1, 1]."""
     least = torch.minimum(one, other)
     most = torch.maximum(one, other)
     both = (least[..., 2:] - most[..., :2]).clamp(min=0).prod(-1)
@@ -204,7 +204,7 @@ def _replace_norms(module: nn.Module, norm: str) -> None:
 def detections(
     model: nn.Module, images: torch.Tensor, most: int = 100, least: float = 0.0
 ) -> list[Detections]:
-    """What a detector finds in images.
+    """Finds objects in images with a detector.
 
     Args:
         model: From `make_detector`, in evaluation mode.

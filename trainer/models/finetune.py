@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, all but what is frozen, or LoRA's few numbers beside it.
+"""Trained part of a model: all of it, all but frozen parameters, or LoRA's matrices beside it.
 
 LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. A layer's weight W (out, in) stays as it is, and
 W + alpha / rank · B A takes its place, with A (rank, in) drawn at random and B (out, rank) zero at first: so
@@ -138,7 +138,7 @@ class _Linear(nn.Linear, _Lora):
 
 
 class _Projection(NonDynamicallyQuantizableLinear, _Lora):
-    """What an attention multiplies with after it: it reads the weight, and never calls the layer."""
+    """Projection of an attention that reads the layer's weight and never calls the layer."""
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]

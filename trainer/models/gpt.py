@@ -97,7 +97,7 @@ class TiedHead(nn.Linear):
         return F.linear(hidden, weight)
 
     def extra_repr(self) -> str:
-        """Nothing to say."""
+        """Returns nothing to add."""
         return ""
 
 

@@ -171,7 +171,7 @@ def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
 
 
 def _torchvision_url(name: str) -> tuple[str | None, list[str]]:
-    """Where torchvision has weights of this name, and all names that it knows."""
+    """Returns the URL of torchvision's weights of this name, if any, and all names that it knows."""
     import inspect
 
     from torchvision import models

@@ -74,7 +74,7 @@ class Advisor:
         return verdict
 
     def totals(self, samples: int) -> dict[str, float]:
-        """Of the run: seconds in each phase, joules, its cost, and that of a thousand of its samples."""
+        """Returns totals of the run: seconds in each phase, joules, cost, and cost of a thousand samples."""
         merged = merge(self._rows)
         totals = {k: float(v) for k, v in merged.items() if k.startswith(("time/", "energy/"))}
         if self._price and totals:

@@ -1,4 +1,4 @@
-"""What proves a run: the exact metrics of each row, and a fingerprint of every tensor of the model.
+"""Proof of a run: the exact metrics of each record, and a fingerprint of every tensor of the model.
 
 `checksums.jsonl` holds a line with the names of the tensors, and then for each row of metrics one with
 `kind`, `step`, the metrics and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text,
@@ -32,7 +32,7 @@ _MULTIPLY = 0xBF58476D1CE4E5B9 - (1 << 64)  # of SplitMix64's finalizer, as int6
 
 @dataclass(frozen=True)
 class Checksums:
-    """How the logger records.
+    """Recorder of checksums for the logger.
 
     Attributes:
         take: Gives the fingerprints now, int64 (tensors,), on the device; the host doesn't wait for it. With
@@ -223,7 +223,7 @@ def rows_as_text(file: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part.
+    """First difference between two runs.
 
     Attributes:
         step: The row that differs first; nothing says in which step since the row before.

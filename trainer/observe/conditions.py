@@ -1,4 +1,4 @@
-"""What a measured figure depends on besides the code: one line that every bench prints first."""
+"""Conditions that a measured figure depends on besides the code: one line, printed first by every bench."""
 
 import platform
 import time

@@ -34,7 +34,7 @@ _BEGAN = time.monotonic()
 
 
 class _Log:
-    """How this process writes lines: as text, or as JSON, and as which rank."""
+    """Form of this process's lines: text or JSON, and the rank."""
 
     as_json = False
     rank: int | None = None
@@ -63,7 +63,7 @@ def logs_as_json() -> bool:
 
 
 class Told(NamedTuple):
-    """How the processes of a launch write.
+    """Form of the lines of all processes of a launch.
 
     Attributes:
         as_json: Whether their lines are JSON.
@@ -79,7 +79,7 @@ class Told(NamedTuple):
 
 
 def told_here() -> Told:
-    """How this process writes."""
+    """Returns the form of this process's lines."""
     return Told(_Log.as_json, _Log.verbosity, _Log.bars, start())
 
 
@@ -93,7 +93,7 @@ def tell_as(told: Told, rank: int) -> None:
 
 
 def as_line(text: str, level: Level) -> str:
-    """What is written of a text, without secrets: itself, or an object for it."""
+    """Returns the line to write for a text, without secrets: the text, or a JSON object."""
     text = worded(redact_text(text))
     if not _Log.as_json:
         return text

@@ -22,7 +22,7 @@ _SECONDS = 1.0  # a whole run below this is not judged: what it loses is its beg
 
 @dataclass(frozen=True)
 class Facts:
-    """What the metrics don't say about a run.
+    """Facts about a run that the metrics don't contain.
 
     Attributes:
         on_gpu: Whether it trains on GPUs.
@@ -54,7 +54,7 @@ class Facts:
 
 
 class Verdict(NamedTuple):
-    """What holds a run up.
+    """Bottleneck of a run.
 
     Attributes:
         cause: Which; "none" where nothing does, "unknown" where the times don't say.
@@ -322,7 +322,7 @@ _LOSSES = (
 
 
 def merge(rows: list[Metrics]) -> dict[str, float | int | str]:
-    """One row from many: seconds, energy and retries are added, others averaged over the wall's time."""
+    """Merges records into one: seconds, energy and retries are added, others averaged over wall time."""
     merged: dict[str, float | int | str] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [(row[name], _number(row, "time/wall")) for row in rows if name in row]
@@ -342,7 +342,7 @@ def merge(rows: list[Metrics]) -> dict[str, float | int | str]:
 
 
 def explained(rows: list[Metrics]) -> dict[str, float | int | str]:
-    """What of many rows a verdict and the totals of a run need, as one; {} of none."""
+    """Merges the fields that a verdict and the totals of a run need; {} for no records."""
     merged = merge(rows)
     known = ("time/", "energy/", "cpu/", "gpu/", "loader/", "memory/retries", "slow_")
     kept = {name: value for name, value in merged.items() if name.startswith(known)}

@@ -67,7 +67,7 @@ def leak(steps: Sequence[float], sizes: Sequence[float], least: float = _LEAST_B
 def leak_text(
     what: str, slope: float, size: float, limit: float | None = None, site: str | None = None
 ) -> str:
-    """One line about a leak.
+    """Returns one line about a leak.
 
     Args:
         limit: Bytes at which it ends, if known.
@@ -89,7 +89,7 @@ class Trends:
     """A sink of rows that looks for leaks in what they say of memory."""
 
     def __init__(self, growth: "Growth | None" = None) -> None:
-        """Nothing is known yet; `growth` is told to look now and then."""
+        """Starts without samples; `growth` is asked to look now and then."""
         self._growth = growth
         self._rows = 0
         self._seen: dict[str, tuple[list[float], list[float]]] = {key: ([], []) for key in _WHAT}
@@ -166,7 +166,7 @@ class Growth:
 
 
 def _by_line(snapshot: tracemalloc.Snapshot) -> dict[_Line, _Held]:
-    """What lives, by the innermost line that isn't of a library."""
+    """Sums living allocations by the innermost line that isn't a library's."""
     found: dict[_Line, _Held] = {}
     for statistic in snapshot.statistics("traceback"):
         line = _own(statistic.traceback)

@@ -65,7 +65,7 @@ class _Later:
 
 @dataclass
 class Logged:
-    """How much of a run its rows have told; a checkpoint keeps it.
+    """Extent of a run that records have covered; kept in checkpoints.
 
     Attributes:
         step: Steps done at the last row of metrics.
@@ -83,7 +83,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Sources:
-    """What rows of metrics tell besides what the training counts.
+    """Sources of figures for metrics records besides the training itself.
 
     Attributes:
         num_items: Items (tokens) of a sample.
@@ -104,7 +104,7 @@ class Sources:
 
 
 class Order(Protocol):
-    """What a row says of the order of a run's samples."""
+    """Fields of a record on the order of a run's samples."""
 
     def epoch_at(self, steps: int) -> float:
         """Epochs that so many steps are, with the part of the one under way."""
@@ -188,7 +188,7 @@ class MetricLogger:
         self._start, self.logged.step = now, step
 
     def _explanation(self, step: int) -> tuple[dict[str, float], torch.Tensor | None, dict[str, float | str]]:
-        """Where the time went, of this rank and of all (ranks, phases); and what the sources say."""
+        """Returns this rank's phases, those of all (ranks, phases), and the figures of the sources."""
         gather = self._sources.gather
         # Ranks must not part here: what they do together doesn't go by the clock.
         if gather is None and time.perf_counter() - self._reading.wall < self._sources.pause_s:
@@ -202,7 +202,7 @@ class MetricLogger:
         return split, table, {name: value for take in self._sources.take for name, value in take().items()}
 
     def _on_its_way(self, values: torch.Tensor) -> torch.Tensor:
-        """The same on the host, once the device has come so far."""
+        """Returns the values on the host, once the device has computed them."""
         if self._device.type != "cuda":
             return values
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -277,7 +277,7 @@ class MetricLogger:
         self.emit(row | staged.metrics)
 
     def rest(self) -> dict[str, float]:
-        """Where the host's time went since the last row, `time/*`: the last evaluation, mostly."""
+        """Returns `time/*` of the host since the last record: the last evaluation, mostly."""
         return split_between(self._reading, reading(self.logged.step))
 
     def _speed(self, samples_per_s: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the box does while a run trains: a thread looks twice a second, each logging step gets the means."""
+"""Load of the machine while a run trains: a thread samples twice a second; logging steps get the means."""
 
 import os
 import threading

@@ -13,7 +13,8 @@ _RESIDENT = [-1.0, 0.0]  # when this process looked last, and what it saw
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """What torch's allocator holds on a GPU, as keys of a row; nothing on a CPU. Never waits for the device.
+    """Returns figures of torch's allocator on a GPU as keys of a record; {} on a CPU. Never waits for the
+    device.
 
     `memory/peak_bytes` is that of the process so far. nvidia-smi shows more than `memory/reserved_bytes`: the
     CUDA context and the kernels (some hundred MiB), workspaces and buffers of cuBLAS and NCCL, and what other

@@ -72,7 +72,7 @@ def explain_oom(
     checkpointing: str = "none",
     precision: str = "fp32",
 ) -> str:
-    """One paragraph: what was wanted, who holds the memory, what to do.
+    """Returns one paragraph: the allocation that failed, the owners of the memory, the remedy.
 
     Writes memory_summary.txt and memory_snapshot.pickle (for https://pytorch.org/memory_viz; nothing of ours
     reads it) to the folder when a GPU's memory ran out.

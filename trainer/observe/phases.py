@@ -1,4 +1,4 @@
-"""What this rank is doing right now, and how long it has done what: the phases it enters.
+"""Phases of a rank: the current one, and the time spent in each.
 
 `distributed.watchdog` looks at them to find out who hangs, `observe.timeline` adds up where the time went. To
 enter one costs 0.3 us. All ranks enter the same phases in the same order, before and after whatever they do
@@ -27,7 +27,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class PhaseTimer:
-    """How far a rank is.
+    """Timer of a rank's phases, and its position.
 
     Attributes:
         phase: What it does.

@@ -50,7 +50,7 @@ class Profile:
         active: int = 5,
         modules: bool = True,
     ) -> None:
-        """Nothing is looked at yet.
+        """Prepares a profile; records nothing yet.
 
         Args:
             model: The bare model, for the names of its modules.
@@ -148,7 +148,7 @@ def _frames_compiled() -> int:
 
 @contextlib.contextmanager
 def _not_counted() -> Iterator[None]:
-    """What the profiler takes is none of the run's phases: it goes to "start", of which nobody complains.
+    """Counts the profiler's own time as phase "start", which no verdict is about.
 
     Without a mark: the other ranks make none here.
     """

@@ -52,7 +52,7 @@ class Progress:
     def __init__(
         self, about: Mapping[str, str], steps: int, first: int, checkpoint: Callable[[], int | None]
     ) -> None:
-        """Nothing is known yet.
+        """Starts without figures.
 
         Args:
             about: What the run is, as labels.
@@ -81,7 +81,7 @@ class Progress:
                 self._phases = row
 
     def page(self) -> str:
-        """What Prometheus gets now."""
+        """Returns the page of metrics for Prometheus."""
         train, measured, phases, saved = self._train, self._eval, self._phases, self._checkpoint()
         wall = float(phases.get("time/wall", 1.0))
         shares = [

@@ -50,5 +50,5 @@ def pictures_of(row: Mapping[str, object], folder: Path) -> list[tuple[str, Path
 
 
 def tag(kind: str, name: str) -> str:
-    """What a figure of a row is called in TensorBoard and by trackers: kind/name, once."""
+    """Returns the name of a figure in TensorBoard and trackers: kind/name, the kind only once."""
     return name if name.startswith(f"{kind}/") else f"{kind}/{name}"

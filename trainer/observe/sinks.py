@@ -1,4 +1,4 @@
-"""Where rows of metrics go: files of lines, tables for spreadsheets, TensorBoard."""
+"""Sinks of metrics records: JSON lines, CSV tables, TensorBoard."""
 
 import contextlib
 import csv
@@ -52,7 +52,7 @@ def opened_to_add(path: Path) -> TextIO:
 
 
 def finite(row: Row) -> dict[str, float | int | str | None]:
-    """What JSON can hold of metrics: for one that isn't finite it has no word."""
+    """Converts a record for JSON; numbers that aren't finite become null."""
     return {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in row.items()}
 
 
@@ -110,7 +110,7 @@ def _step_in_table(column: int, line: bytes) -> int | None:
 
 
 def _cells(line: bytes) -> list[str]:
-    """Of a line of a table; none where it isn't one. A name may hold a comma, and is quoted then."""
+    """Splits a line of a table; [] if it isn't one. A name that holds a comma is quoted."""
     try:
         return next(csv.reader([line.decode()]), [])
     except (UnicodeDecodeError, csv.Error):

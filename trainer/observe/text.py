@@ -166,7 +166,7 @@ def duration(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago, in one unit, at least two of it: 119 s, 2 min, 47 h, 3 d."""
+    """Returns an age in one unit, at least two of it: 119 s, 2 min, 47 h, 3 d."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

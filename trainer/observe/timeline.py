@@ -1,4 +1,4 @@
-"""Where the time of a training went: seconds in each phase, by the host's phases and by the device's.
+"""Time of a training by phase: seconds in the host's phases and in the device's.
 
 On a CPU the phases of `observe.phases` say it all. On a GPU the host only starts what the device does later.
 There the marks of some steps are left in the stream as events, and read when they are over, without waiting
@@ -83,7 +83,7 @@ class DeviceTimeline:
             self._open = []
 
     def read(self) -> Split:
-        """What is over since the last call; never waits."""
+        """Returns the time of phases that ended since the last call; never waits."""
         seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
         steps = caught_up = 0
         while self._closed and self._closed[0][0][-1][1].query():
@@ -111,7 +111,7 @@ def reading(step: int) -> Reading:
 
 
 def split_between(start: Reading, end: Reading, device: Split | None = None) -> dict[str, float]:
-    """Where the wall's time between two readings went.
+    """Splits the wall time between two readings by phase.
 
     Args:
         device: What the device said of the steps between, on a GPU.

@@ -25,7 +25,7 @@ class _Here:
 
 
 def start() -> Start:
-    """How the run of this process was started."""
+    """Returns how the run of this process was started."""
     return _Here.start
 
 

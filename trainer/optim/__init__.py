@@ -1,4 +1,4 @@
-"""What is done with gradients: optimizers, schedules, clipping, and the moving average of the weights.
+"""Use of gradients: optimizers, schedules, clipping, and the moving average of the weights.
 
 Imports `models` for the names and blocks that parameter groups go by, `checkpoint` for what a user's own
 optimizer keeps, and `config`. All of it is computed

@@ -25,7 +25,7 @@ class AdamW(torch.optim.AdamW):
     _alike = False
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
-        """As torch's, fused and without `amsgrad`, `maximize` and `differentiable`."""
+        """Takes torch's arguments; fused, without `amsgrad`, `maximize` and `differentiable`."""
         super().__init__(groups, **{"fused": True, **settings})
         kinds = [{(p.device, p.dtype) for p in group["params"]} for group in self.param_groups]
         self._alike = all(len(kind) == 1 for kind in kinds)

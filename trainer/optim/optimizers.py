@@ -22,7 +22,7 @@ from trainer.optim.own import ConstantSchedule
 
 
 class Kept(Protocol):
-    """What a class that `OPTIMIZERS` names has besides what torch.optim.Optimizer asks for.
+    """Interface of the classes in `OPTIMIZERS`, beyond torch.optim.Optimizer.
 
     It makes all its state at once, tensors of zeros, so that a checkpoint finds a place for it. It may
     also have `split(groups, model)`, which parts groups of parameters and marks the parts, and a `note` for
@@ -160,7 +160,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 
 
 def moments_kept(config: OptimConfig, model: nn.Module) -> dict[int, float]:
-    """How many tensors of its size the optimizer keeps of each trained parameter, by its `id`."""
+    """Counts the tensors of its size that the optimizer keeps for each trained parameter, by `id`."""
     kind, groups = named(OPTIMIZERS[config.name].opens), [{"params": [*model.parameters()]}]
     if hasattr(kind, "split"):
         groups = kind.split(groups, model)

@@ -14,14 +14,14 @@ from trainer.rng import Purpose, key
 
 
 class Scheduler(Protocol):
-    """As those of torch.optim.lr_scheduler: sets the rates of the optimizer that it was made with."""
+    """Scheduler like those of torch.optim.lr_scheduler: sets the rates of the optimizer that it was given."""
 
     def step(self) -> object:
         """Sets the rates for the next update."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps."""
+        """Returns the scheduler's state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
@@ -30,10 +30,10 @@ class Scheduler(Protocol):
 
 
 class ConstantSchedule:
-    """What `make_optimizer` asks for, where somebody's scheduler sets the rates that these are at first."""
+    """Constant rates, for `make_optimizer` where a user's scheduler sets them."""
 
     def __init__(self, rate: float) -> None:
-        """One rate."""
+        """Takes the constant rate."""
         self.current = rate
 
     def of(self, factor: float) -> float:
@@ -110,7 +110,7 @@ class HostSchedule:
         return torch.tensor(self._last, dtype=torch.float64, device=self._device)
 
     def kept(self) -> tuple[dict[str, torch.Tensor], Any]:
-        """What a checkpoint must hold of both: tensors by name, and the rest for JSON.
+        """Returns the state of both for a checkpoint: tensors by name, and the rest for JSON.
 
         Raises:
             ValueError: If a state_dict holds what no checkpoint can.

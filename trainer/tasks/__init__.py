@@ -1,4 +1,4 @@
-"""What is learned. A task says what the model is, what its loss is, and what is measured.
+"""Tasks: the model, its loss, and the metrics.
 
 A domain each: classification, detection, language, audio, one's own; and their augmentation. Imports `data`,
 `models` and what is below them; knows neither ranks nor the loop. A loss is a sum over a batch's items, never
@@ -35,7 +35,7 @@ class Task(Protocol):
     lower_is_better: bool
 
     def describe(self) -> Mapping[str, Any]:
-        """What somebody who uses the weights must know of the data: for the manifest, so JSON."""
+        """Returns facts on the data that users of the weights need: for the manifest, so JSON."""
         ...
 
     def model(self) -> nn.Module:
@@ -47,7 +47,7 @@ class Task(Protocol):
         ...
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """What is measured on a micro-batch of n samples.
+        """Returns metrics of a micro-batch of n samples.
 
         Returns:
             By name, weighted sums over the samples, each (), which are divided by the items of the whole
@@ -73,7 +73,7 @@ class Several(Task, Protocol):
 
 
 def loss_rows(task: object) -> tuple[str, ...]:
-    """What rows call each of `Several.losses`; () for a task with one loss."""
+    """Returns the names of `Several.losses` in records; () for a task with one loss."""
     names, watched = getattr(task, "losses", ()), getattr(task, "watched", ())
     trained = names[: len(names) - len(watched)]
     own = trained if trained == ("loss",) else (f"loss/{name}" for name in trained)

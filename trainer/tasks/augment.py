@@ -79,7 +79,7 @@ class Normalization:
 
 
 class _Memory:
-    """Of a float tensor on the CPU, taken again once nothing holds the one before: view, graph or array."""
+    """Memory of a float tensor on the CPU, used again once no view, graph or array holds it."""
 
     def __init__(self) -> None:
         self._base = torch.empty(0)
@@ -128,7 +128,7 @@ def crop(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(side: int, random: torch.Tensor) -> torch.Tensor:
-    """Where the pixels along a side come from: (n, 1) in [0, 1) to int64 (n, side)."""
+    """Returns source indexes of the pixels along a side: (n, 1) in [0, 1) to int64 (n, side)."""
     most = side // 8
     index = torch.arange(side, device=random.device) + (random * (2 * most + 1)).floor().long() - most
     return (side - 1) - ((side - 1) - index.abs()).abs()

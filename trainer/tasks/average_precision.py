@@ -12,7 +12,7 @@ Array = npt.NDArray[Any]
 
 
 class _Annotations:
-    """What pycocotools asks of its own class, without files and without its printing."""
+    """Stand-in for pycocotools' own class of annotations, without files and without its printing."""
 
     def __init__(self, entries: Iterable[dict[str, Any]], images: int, classes: int) -> None:
         self._entries = list(entries)

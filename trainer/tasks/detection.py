@@ -107,7 +107,7 @@ class Detection:
         return weighted_sum(tiny_losses(logits.float(), places, cells, stride, boxes, label, count), batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """What was found and what is there, a row for each image."""
+        """Returns the detections and the true boxes, a row for each image."""
         (image,) = self.inputs(batch)
         most = self._config.detections
         found = detections(model, image, most)

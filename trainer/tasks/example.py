@@ -20,7 +20,7 @@ RECIPE: dict[str, Any] = {
 
 
 class Spirals:
-    """What is learned."""
+    """Two spirals to tell apart."""
 
     metric = "accuracy"  # of what `measure` gives: the checkpoint where it is best is kept
     mode = "max"  # the higher the better; "min" for an error
@@ -42,7 +42,7 @@ class Spirals:
         return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
     def inputs(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        """What the model is called with; `trainer export` asks for it."""
+        """Returns the model's inputs; `trainer export` calls it."""
         return (batch.fields["point"],)
 
     # The class may also have transforms(self): functions of a training sample; collate(self, items): for data

@@ -1,4 +1,4 @@
-"""What `measure` may give: sums, which are numbers or tensors (), and rows, tensors (n, …)."""
+"""Results that `measure` may return: sums, which are numbers or tensors (), and rows, tensors (n, …)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def as_tensor(value: Any) -> Any:
 
 
 def why_unfit(name: object, value: Any, samples: int) -> str:
-    """What is wrong with a figure that was measured of so many samples; empty if nothing is."""
+    """Says what is wrong with a figure measured on so many samples; empty if nothing is."""
     rows = isinstance(value, torch.Tensor) and value.ndim > 0
     if why := "" if rows and isinstance(name, str) else why_no_metric(name):
         return f"{name!r:.80}, which {why}"
@@ -27,7 +27,7 @@ def why_unfit(name: object, value: Any, samples: int) -> str:
 
 
 def told(value: Any) -> str:
-    """What something is, in a few words."""
+    """Describes a value in a few words."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "

@@ -1,4 +1,4 @@
-"""What somebody who knows another trainer writes into a task, and what it is called here."""
+"""Names that other trainers use in a task, and ours for the same."""
 
 from typing import Any
 

@@ -291,7 +291,7 @@ def _path(data: DataConfig) -> Path:
 
 
 def _texts(data: DataConfig, path: Path, config: LanguageConfig, seed: int) -> tuple[Text, Text]:
-    """What is learned from and what is measured on, in memory."""
+    """Returns the texts for training and for evaluation, in memory."""
     if data.name == "stdlib":
         return stdlib_text()
     if data.name == "text":
@@ -326,7 +326,7 @@ def _documents(file: Path, about: TokenFile, config: LanguageConfig, vocabulary:
 
 
 def _without_tokens(about: TokenFile | None, vocabulary: int) -> Text:
-    """What a token file holds; its tokens stay in it."""
+    """Describes a token file; its tokens stay in the file."""
     nothing = np.empty(0, np.uint16)
     if about is None:
         return Text(nothing, vocabulary, None, "unknown")

@@ -10,7 +10,7 @@ from trainer.data.loader import Batch
 
 
 class Metric(NamedTuple):
-    """What is measured of a classifier, besides its loss.
+    """Metric of a classifier, besides its loss.
 
     Attributes:
         of: Gives a number or a truth for each sample, (n,), of logits (n, classes) and labels (n,); its mean
@@ -46,7 +46,7 @@ METRICS = {
 
 
 def weighted_sum(each: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Of a number for each sample, float (n,): float ()."""
+    """Weighted sum of a number for each sample: float (n,) to float ()."""
     if batch.weight is None:
         return each.sum()
     # where, not a product: whatever the padding gives (an infinity too) counts for nothing.
@@ -60,7 +60,7 @@ def cross_entropy(
     smoothing: float = 0.0,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of logits (n, classes) and labels (n,), each sample times its share (n,)."""
+    """Cross-entropy of logits (n, classes) and labels (n,), each sample times its share (n,)."""
     if batch.weight is None and share is None:
         return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
     each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
@@ -68,7 +68,7 @@ def cross_entropy(
 
 
 def classified(logits: torch.Tensor, label: torch.Tensor, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Of logits (n, classes): loss, and `METRICS`."""
+    """Loss and `METRICS` of logits (n, classes)."""
     sums = {"loss": cross_entropy(logits, label, batch)}
     for name, metric in METRICS.items():
         if logits.shape[1] >= metric.classes:

@@ -33,7 +33,7 @@ _Figures = Callable[[], Sequence[float]]
 
 
 def stay_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
-    """Which figures are the same for the same samples twice in one micro-batch, as a mean's are.
+    """Marks figures that are equal for the same samples twice in one micro-batch, as a mean is.
 
     A sum doubles; what compares the samples with each other grows, too. Where random numbers are drawn, the
     averages over several draws are compared; what is too noisy to tell, or 0, passes.
@@ -58,7 +58,7 @@ def _stays(values: npt.NDArray[np.float64]) -> bool:
 
 
 def fall_short_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
-    """Which figures are clearly less than doubled for the same samples twice: a part of them is no sum.
+    """Marks figures that are clearly less than doubled for the same samples twice: a part of them is no sum.
 
     A mean of what compares the samples, or a penalty on the weights. What draws random numbers passes.
 
@@ -71,7 +71,8 @@ def fall_short_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
 
 
 def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[int]]:
-    """Which figures of samples are a mean or another figure of the whole batch; and which others are no sum.
+    """Finds figures of samples that are a mean or another figure of the whole batch; and others that are no
+    sum.
 
     The second are less (-1) or more (1) than those of two halves add up to, or 0. What draws random numbers
     isn't looked at.
@@ -107,7 +108,7 @@ class _AllEqual(TorchFunctionMode):
 
 
 class Outside(NamedTuple):
-    """What a training depends on, or changes, that no checkpoint holds.
+    """State outside of checkpoints that a training depends on, or changes.
 
     Attributes:
         buffers: Non-persistent buffers that each training forward pass changes further, by name.
@@ -209,7 +210,7 @@ _Digests = dict[str, bytes]
 def _followed(
     model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
 ) -> tuple[_Digests, _Digests]:
-    """What lies beside the model after each of two passes with other weights; nothing if there is nothing."""
+    """Returns the state beside the model after each of two passes with other weights; empty if none."""
     if not _learned(model, owner):
         return {}, {}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -258,7 +259,7 @@ def _attributes(owner: str, thing: object) -> _Digests:
 
 
 def _learned(model: nn.Module, owner: object) -> _Digests:
-    """What modules and optimizers hold that task or model keep beside the model, in lists and dicts, too.
+    """Digests of modules and optimizers that task or model keep beside the model, also in lists and dicts.
 
     Also tensors in such lists: a moving average of one's own.
     """
@@ -305,7 +306,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _put_back(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
-    """In place, as a checkpoint is."""
+    """Restores a model's tensors in place, as a checkpoint does."""
     with torch.no_grad():
         for name, value in _tensors(model).items():
             if name in kept and value.shape == kept[name].shape:
@@ -323,7 +324,7 @@ def expanded(model: nn.Module) -> str:
 
 
 class Held(NamedTuple):
-    """What a model holds, to be compared with what it holds after a forward pass.
+    """Tensors of a model, to be compared with those after a forward pass.
 
     Attributes:
         parameters: By name, each with its version.
@@ -353,7 +354,7 @@ class Held(NamedTuple):
 
 
 def held(model: nn.Module) -> Held:
-    """What it holds now."""
+    """Returns the model's tensors as they are now."""
     parameters = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
     real = {n: buffer for n, buffer in model.named_buffers() if not nn.parameter.is_lazy(buffer)}
     buffers = {name: _digest(buffer) for name, buffer in real.items()}

@@ -43,7 +43,7 @@ class DigitsCanvas:
         return len(self._pictures)
 
     def fingerprint(self) -> str:
-        """Of all pixels and boxes."""
+        """Fingerprint of all pixels and boxes."""
         digest = hashlib.sha256()
         for picture in self._pictures:
             for array in picture:
@@ -51,7 +51,7 @@ class DigitsCanvas:
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
     def name(self, sample: int) -> str:
-        """Its number."""
+        """Returns the sample's number."""
         return f"canvas {sample}"
 
     def read(self, sample: int) -> Picture:

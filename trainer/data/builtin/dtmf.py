@@ -85,7 +85,7 @@ def synthesize(part: int, number: Ints) -> Recordings:
 
 @functools.lru_cache(maxsize=2)  # a forked rank has what its launcher made
 def recordings(part: int, count: int) -> ArrayDataset:
-    """The first `count` recordings: fields audio, int16 (LENGTH,), and label, int64 ()."""
+    """Returns the first `count` recordings: fields audio, int16 (LENGTH,), and label, int64 ()."""
     audio = np.empty((count, LENGTH), np.int16)
     label = np.empty(count, np.int64)
     for first in range(0, count, _CHUNK):

@@ -68,7 +68,7 @@ def is_held_out(name: str) -> bool:
 
 
 def stdlib_text() -> tuple[Text, Text]:
-    """What is learned from and what is held out: each module, in order, with a byte 0 after it."""
+    """Returns the texts for training and for evaluation: each module, in order, with a byte 0 after it."""
     modules = read_modules()
     parts = [[text for name, text in modules.items() if is_held_out(name) is held] for held in (False, True)]
     learned, held = (joined([np.frombuffer(text, np.uint8) for text in part], END) for part in parts)

@@ -39,11 +39,11 @@ class SyntheticPictures:
         return self._count
 
     def fingerprint(self) -> str:
-        """Of nothing but the sizes: it is noise."""
+        """Fingerprint of the sizes alone: the pixels are noise."""
         return f"{self._count} samples of noise, {self._size} pixels, {len(self.classes)} classes"
 
     def name(self, sample: int) -> str:
-        """Its number."""
+        """Returns the sample's number."""
         return f"image {sample}"
 
     def read(self, sample: int) -> Picture:

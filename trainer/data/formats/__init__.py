@@ -1,1 +1,1 @@
-"""What lies on disk or in memory, as data sets: images, boxes, sound, text; folders, shards, packs."""
+"""Data sets on disk or in memory: images, boxes, sound, text; folders, shards, packs."""

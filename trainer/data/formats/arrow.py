@@ -137,14 +137,14 @@ class ArrowImages(Records):
         return f"{self._row(sample):08d}".encode()
 
     def fingerprint(self) -> str:
-        """Of all labels, and the content of some rows."""
+        """Fingerprint of all labels, and of the content of some rows."""
         digest = hashlib.sha256(repr(tuple(self.classes)).encode() + self.labels.tobytes())
         for sample in spread(len(self), _CONTENTS).tolist():
             digest.update(hashlib.sha256(self._bytes(sample) or b"").digest())
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
     def absent(self) -> str:
-        """Nothing: all files are open."""
+        """Returns "": all files are open."""
         return ""
 
     def name(self, sample: int) -> str:
@@ -207,7 +207,7 @@ def arrow_text(path: Path, held: str | None, column: str) -> tuple[Text, Text]:
 
 
 def split_text(folder: Path, column: str) -> Text:
-    """One split of it; see `arrow_text`."""
+    """Returns one split of a folder; see `arrow_text`."""
     table = ArrowTable(folder)
     rows = table.column(column, "data.input_column")
     if str(rows.type) not in ("string", "large_string"):
@@ -281,7 +281,7 @@ def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
 
 
 def _column(file: Path, name: str) -> Any:
-    """One column of a file, up to the end that it must have.
+    """Reads one column of a file, up to the end that it must have.
 
     Raises:
         BadInputError: If it can't be read or ends elsewhere.

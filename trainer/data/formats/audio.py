@@ -191,7 +191,7 @@ def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
 
 
 def _odd(path: bytes) -> tuple[str, str]:
-    """What lies behind the end of a recording, and how far its floats exceed full scale; "" if nothing."""
+    """Describes bytes behind the end of a recording, and floats beyond full scale; "" if there are none."""
     import soundfile
 
     try:

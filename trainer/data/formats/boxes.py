@@ -67,7 +67,7 @@ class Pictures(Protocol):
         ...
 
     def name(self, sample: int) -> str:
-        """Where an image lies, for people."""
+        """Returns the path of an image, for people."""
         ...
 
     def read(self, sample: int) -> Picture:
@@ -87,7 +87,7 @@ class SomePictures:
         return len(self._samples)
 
     def fingerprint(self) -> str:
-        """Of all, and how many these are."""
+        """Fingerprint of all pictures, and the number of these."""
         return f"{len(self)} evenly spaced of {self._whole.fingerprint()}"
 
     def name(self, sample: int) -> str:
@@ -100,7 +100,7 @@ class SomePictures:
 
 
 class BoxAugment(NamedTuple):
-    """What training images go through.
+    """Augmentation of training images.
 
     Attributes:
         flip: Share of the images that are mirrored left to right.
@@ -175,17 +175,17 @@ class BoxedImages:
 
     @property
     def records(self) -> object:
-        """Where the pictures lie, if in files."""
+        """Returns the records of the pictures, if they are in files."""
         return getattr(self.pictures, "records", None)
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """What lies beside the pictures and their boxes and isn't used."""
+        """Lists files beside the pictures and their boxes that aren't used."""
         found: tuple[LeftOut, ...] = getattr(self.pictures, "left_out", ())
         return found
 
     def fingerprint(self) -> str:
-        """That of the pictures."""
+        """Fingerprint of the pictures."""
         return self.pictures.fingerprint()
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:

@@ -115,7 +115,7 @@ class CocoPictures:
         return part
 
     def fingerprint(self) -> str:
-        """Of the boxes, the categories and the files."""
+        """Fingerprint of the boxes, the categories and the files."""
         digest = hashlib.sha256(repr(self.categories).encode())
         for array in (self._rows, self._ends, self._sizes):
             digest.update(array.tobytes())
@@ -363,7 +363,7 @@ def _area(told: Any, of_box: float) -> float:
 
 
 def _wrong(box: Any, height: int, width: int) -> str:
-    """What is wrong with a box, or ""."""
+    """Says what is wrong with a box; "" if nothing is."""
     if not isinstance(box, list) or len(box) != 4 or any(isinstance(v, bool) for v in box):
         return "isn't a list of four numbers"
     if not all(map(_is_number, box)):

@@ -1,4 +1,4 @@
-"""Which part of an image a sample is."""
+"""Choice of the part of an image that a sample is."""
 
 import math
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ _ADDRESS = re.compile(r"<([\w.]+)[^<>]* at 0x[0-9a-f]+>")
 
 
 class Header(NamedTuple):
-    """What the first bytes of a file say.
+    """Facts from the first bytes of a file.
 
     Attributes:
         kind: "jpeg" or "png" where torchvision decodes it, else "other".
@@ -219,7 +219,7 @@ def _smaller(data: bytearray, header: Header, shrink: int) -> torch.Tensor | Non
 
 @cache
 def formats() -> tuple[str, ...]:
-    """What PIL is asked to read, as it is built here."""
+    """Returns the formats that PIL, as it is built here, is asked to read."""
     from PIL import features
 
     with warnings.catch_warnings():
@@ -228,7 +228,7 @@ def formats() -> tuple[str, ...]:
 
 
 def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Reading) -> _Decoded:
-    """The first frame of whatever PIL reads."""
+    """Decodes the first frame with PIL."""
     from PIL import Image
 
     try:
@@ -308,7 +308,7 @@ def _too_large(what: str) -> str:
 
 
 def _reason(data: bytearray, error: Exception) -> str:
-    """What is wrong with a file, in one line that is the same in every run."""
+    """Says what is wrong with a file, in one line that is the same in every run."""
     from PIL import UnidentifiedImageError
 
     what = what_it_is(data)

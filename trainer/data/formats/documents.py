@@ -64,7 +64,7 @@ class StreamDataset:
         return self._samples
 
     def fingerprint(self) -> str:
-        """Of the tokens, or of evenly spaced ones; see `Dataset.fingerprint`."""
+        """Fingerprint of the tokens, or of evenly spaced ones; see `Dataset.fingerprint`."""
         some = self._tokens[spread(len(self._tokens), _HASHED_TOKENS)]
         about = f"{some.dtype} {self._length} {self._step} {len(self._tokens)};".encode()
         return f"{len(self)} samples {hashlib.sha256(about + some.tobytes()).hexdigest()[:16]}"
@@ -123,7 +123,7 @@ def padded(text: Text, length: int) -> ArrayDataset:
 
 
 def packed(text: Text, length: int) -> ArrayDataset:
-    """As many pieces in each sample as fit, best fit with the longest first.
+    """Packs pieces into samples, best fit with the longest first.
 
     Fields as those of `padded`, and `segment`, int16 or int32 (length,): the number of the piece in the
     sample from 1 on, 0 for padding.

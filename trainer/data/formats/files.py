@@ -31,7 +31,7 @@ LARGEST_FILE = 2 << 30  # more than an image of as many pixels as are decoded ha
 
 
 class Listed(NamedTuple):
-    """Where the names of files are written down.
+    """Source of the names of files.
 
     Attributes:
         file: A table or annotations.
@@ -75,7 +75,7 @@ class Files(Records):
         self._columns = Columns.hold(columns)
 
     def fingerprint(self) -> str:
-        """Of all names and labels, the sizes of some files and the content of a few.
+        """Fingerprint of all names and labels, the sizes of some files and the content of a few.
 
         Asking for a size is a round trip on a network file system: not for each of a million files.
         """
@@ -127,7 +127,7 @@ class Files(Records):
 
 
 class NotAFileError(OSError):
-    """What was opened is a folder, a pipe or a device."""
+    """Error for a folder, a pipe or a device in the place of a file."""
 
 
 def open_regular(path: bytes | Path) -> tuple[int, os.stat_result]:

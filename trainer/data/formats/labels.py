@@ -1,4 +1,4 @@
-"""What a label is: a name, or a whole number from 0 on; alike in tables, shards and Arrow folders."""
+"""Labels: a name, or a whole number from 0 on; alike in tables, shards and Arrow folders."""
 
 import decimal
 import functools
@@ -143,7 +143,7 @@ def alike(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def folded(name: str) -> str:
-    """What of a name can be seen; a number without leading zeros."""
+    """Returns the visible part of a name; a number without leading zeros."""
     if (number := _whole_text(name.strip().lstrip("+0") or "0")) is not None:
         return str(number)
     seen = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")

@@ -1,4 +1,4 @@
-"""How a file that isn't there under the name that is written down may be called instead."""
+"""Hints for a name that leads to no file, from the names that exist."""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _FARTHEST = 3  # parts of a name, from its end, that are looked for by themselve
 
 
 def hint(root: bytes, name: bytes) -> str:
-    """What to do about a name that leads to no file, such as "; there is 'a/x.jpg': write it so"; or "".
+    """Returns a hint, such as "; there is 'a/x.jpg': write it so"; "" if no existing name is close.
 
     Found are names that differ in Unicode form, case, spaces, the kind of slash, percent signs or folders.
 
@@ -30,7 +30,7 @@ def hint(root: bytes, name: bytes) -> str:
 
 
 def seen(name: str) -> str:
-    """What names have in common that differ in Unicode form, case, spaces or percent signs."""
+    """Returns a key that is equal for names that differ in Unicode form, case, spaces or percent signs."""
     return folded(unquote(name)).casefold()
 
 

@@ -1,4 +1,4 @@
-"""How a camera was held: EXIF's orientation, and what it does to pixels and to parts of them."""
+"""EXIF's orientation, and its effect on pixels and on parts of an image."""
 
 import io
 import warnings
@@ -37,7 +37,7 @@ def orientation(data: bytes | bytearray, formats: tuple[str, ...] = ("JPEG", "PN
 
 
 def orientation_of(file: Any) -> int:
-    """That of an image that PIL has opened; see `orientation`."""
+    """Returns the orientation of an image that PIL has opened; see `orientation`."""
     try:
         found = file.getexif().get(_TAG, UPRIGHT)
         return int(found) if found in range(2, 9) else UPRIGHT
@@ -51,7 +51,7 @@ def turned_size(orientation: int, height: int, width: int) -> tuple[int, int]:
 
 
 def stored_box(box: Box, orientation: int, height: int, width: int) -> Box:
-    """Where a part of the upright image lies in the stored one, whose height and width are given."""
+    """Returns the stored image's box for a box of the upright one; height and width are the stored one's."""
     if orientation >= SWAPPED:
         box = Box(box.left, box.top, box.width, box.height)
     top, left = box.top, box.left

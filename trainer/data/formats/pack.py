@@ -39,7 +39,7 @@ _LONGEST_JPEG = 65_500  # pixels, of either side
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How samples are stored.
+    """Form in which samples are stored.
 
     Attributes:
         short_side: Images whose short side is longer are shrunk to it, in pixels; None: none is.
@@ -58,7 +58,7 @@ class PackSettings:
 
 
 class Packed(NamedTuple):
-    """What was made.
+    """Result of a pack.
 
     Attributes:
         about: Its index.

@@ -20,7 +20,7 @@ LABEL = "label"
 
 
 class Reading(NamedTuple):
-    """How the pixels of an image are taken.
+    """Settings for reading the pixels of an image.
 
     Attributes:
         upright: Whether the orientation that EXIF says is applied.
@@ -32,12 +32,12 @@ class Reading(NamedTuple):
     bits: int = 0
 
     def __str__(self) -> str:
-        """For a fingerprint: begins with a blank; "" for what most data is."""
+        """Suffix for a fingerprint: begins with a blank; "" for the default settings."""
         return " upright" * self.upright + (f" {self.bits} of 16 bits" if self.bits else "")
 
 
 def reading_of(config: DataConfig, auto: Reading | None = None) -> Reading:
-    """What data.exif_orientation and data.image_bits say; `auto` is what they stand for by themselves."""
+    """Returns the settings by data.exif_orientation and data.image_bits; `auto` is their own default."""
     auto = auto or Reading(config.name == "hf")
     exif, bits = config.exif_orientation, config.image_bits
     return Reading(auto.upright if exif == "auto" else exif == "apply", auto.bits if bits == "auto" else bits)
@@ -96,11 +96,11 @@ class Records(ABC):
 
     @abstractmethod
     def absent(self) -> str:
-        """Which of its files can't be read: how many, and the first; "" if all are there."""
+        """Returns how many of its files can't be read, and the first; "" if all can."""
 
     @abstractmethod
     def name(self, sample: int) -> str:
-        """Where a sample lies, for people."""
+        """Returns the path of a sample, for people."""
 
     @abstractmethod
     def read(self, sample: int) -> bytearray:
@@ -112,7 +112,7 @@ class Records(ABC):
 
 
 class RecordsDataset:
-    """What data sets of records have in common: workers read them, and each has a label, int64 ()."""
+    """Base of data sets of records: workers read them, and each has a label, int64 ()."""
 
     num_items = 1
     arrays: Arrays | None = None
@@ -127,12 +127,12 @@ class RecordsDataset:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """That of the records."""
+        """Returns what the records leave out."""
         return self.records.left_out
 
     @property
     def labels(self) -> Ints:
-        """Those of the records."""
+        """Returns the records' labels."""
         return self.records.labels
 
     def only(self, samples: Ints) -> Self:
@@ -142,7 +142,7 @@ class RecordsDataset:
         return part
 
     def fingerprint(self) -> str:
-        """That of the records, and how their pixels are taken."""
+        """Fingerprint of the records and of the settings for reading pixels."""
         return f"{self.records.fingerprint()}{self.records.reading}"
 
     def _filled(self, samples: Ints, fill: Callable[[int, int], None], out: Arrays) -> list[Bad]:

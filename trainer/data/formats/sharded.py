@@ -38,7 +38,7 @@ _OPEN_FILES = 512  # of each process; a limit of 1024 is common
 
 
 class Shard(BaseModel):
-    """One of the large files."""
+    """One shard, a large file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field(pattern=r"^[^/\\\x00]+$")
@@ -62,7 +62,7 @@ class About(BaseModel):
 
 
 class ShardStore(Protocol):
-    """Where shards lie."""
+    """Storage of shards."""
 
     def open(self, shard: Shard) -> int:
         """Descriptor of a shard, opened for reading.
@@ -122,7 +122,7 @@ class ShardedRecords(Records):
         return part
 
     def fingerprint(self) -> str:
-        """Of the index, which has a hash of every sample."""
+        """Fingerprint of the index, which has a hash of every sample."""
         identity = f"{self.about.columns_sha256} {self.about.classes} {self.about.stored}"
         return f"{len(self)} samples {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
@@ -215,7 +215,7 @@ def _reading(settings: Mapping[str, Any]) -> Reading:
 
 
 def hash_of(data: bytes | bytearray) -> int:
-    """The first 64 bits of SHA-256: they find damage; they don't stop a forger."""
+    """Returns the first 64 bits of SHA-256: they find damage; they don't stop a forger."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 

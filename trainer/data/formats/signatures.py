@@ -1,4 +1,4 @@
-"""What a file is that can't be read as an image, from its first bytes."""
+"""Recognizes a file that can't be read as an image, from its first bytes."""
 
 import codecs
 import re

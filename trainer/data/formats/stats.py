@@ -1,4 +1,4 @@
-"""What a data set on disk is like, and whether it is still what was indexed."""
+"""Statistics of a data set on disk, and a comparison with its index."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Spread(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of a data set; pixels of at most 1000 images, evenly spaced.
+    """Statistics of a data set; of pixels in at most 1000 images, evenly spaced.
 
     Attributes:
         samples: Number of samples.

@@ -162,7 +162,7 @@ def _check_end(file: Path, facts: Any) -> None:
 
 
 def _places(file: Path, columns: Sequence[str]) -> tuple[int, int]:
-    """Where path and label stand.
+    """Returns the positions of path and label.
 
     Raises:
         BadInputError: If one isn't there, or is there twice.

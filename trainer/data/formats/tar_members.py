@@ -92,7 +92,7 @@ def _left_out(member: tarfile.TarInfo) -> str:
 
 
 class _Rest(NamedTuple):
-    """What follows the last member.
+    """Bytes behind the last member.
 
     Attributes:
         first: Offset of the first byte that isn't zero; -1 if all are.
@@ -153,7 +153,7 @@ def _look(file: Path, end: int) -> _Rest:
 
 
 def _header_in(window: bytes) -> int:
-    """Where a member's header begins, wherever it lies; -1 if none does."""
+    """Returns the position of a member's header; -1 if there is none."""
     at = window.find(_MAGIC)
     while at >= 0:
         begin = at - _MAGIC_AT

@@ -198,7 +198,7 @@ def _sample(
 
 
 def _incomplete(file: Path, group: _Group, image: tarfile.TarInfo | None) -> Iterator[LeftOut]:
-    """What becomes of members that are no sample."""
+    """Yields members that are no sample, with the reason."""
     for suffix, member in group.items():
         reason = f".{suffix}" if suffix else "file{s} without a suffix"
         if member is image:

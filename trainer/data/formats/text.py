@@ -175,7 +175,7 @@ def decode(tokens: Sequence[int], tokenizer: str, characters: str = "") -> str:
 
 
 def about_or(path: Path, dtype: str | None, vocabulary: int | None) -> TokenFile | None:
-    """What the JSON file beside a token file says; None where dtype and vocabulary are given instead.
+    """Reads the JSON file beside a token file; None where dtype and vocabulary are given instead.
 
     Raises:
         BadInputError: If neither is there.

@@ -1,4 +1,4 @@
-"""What a file begins and ends with that is no token file, and would be trained on as one."""
+"""Recognizes files that are no token file, by first and last bytes, before they are trained on as one."""
 
 from pathlib import Path
 

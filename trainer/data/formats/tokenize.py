@@ -109,7 +109,7 @@ def list_files(source: Path, pattern: str) -> Sequence[Path]:
 
 
 def hidden_files(source: Path, pattern: str) -> tuple[LeftOut, ...]:
-    """What `list_files` leaves out."""
+    """Lists files that `list_files` leaves out."""
     found = sorted(file for file in source.glob(pattern) if not file.is_dir()) if source.is_dir() else []
     hidden = [file.relative_to(source) for file in found if _is_hidden(file, source)]
     return tally(one("hidden file{s}", str(file)) for file in hidden)

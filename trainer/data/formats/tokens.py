@@ -26,7 +26,9 @@ _PARTS, _PART_BYTES = 256, 64 << 10
 
 
 class TokenFile(BaseModel):
-    """What `trainer data tokenize` writes beside a token file: `train.bin.json` beside `train.bin`."""
+    """Description that `trainer data tokenize` writes beside a token file: `train.bin.json` beside
+    `train.bin`.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -122,7 +124,7 @@ class TokenDataset:
         return self._samples
 
     def fingerprint(self) -> str:
-        """Of evenly spaced parts, and of all where they are few; see `Dataset.fingerprint`."""
+        """Fingerprint of evenly spaced parts, and of all where they are few; see `Dataset.fingerprint`."""
         digest = hashlib.sha256(f"{self._dtype} {self._length} {self._bytes};".encode())
         try:
             for part in spread(-(-self._bytes // _PART_BYTES), _PARTS).tolist():
@@ -176,7 +178,7 @@ class TokenDataset:
 
 
 def unknown_token(path: Path, sample: int, token: int, vocabulary: int) -> BadInputError:
-    """What is said of a token that the model doesn't know."""
+    """Returns the error for a token that the model doesn't know."""
     return BadInputError(
         f"{path}: sample {sample} holds token {token}, but the vocabulary is {vocabulary} (0 to "
         f"{vocabulary - 1}); tokenize again with the right tokenizer, or raise language.vocabulary"
@@ -184,7 +186,7 @@ def unknown_token(path: Path, sample: int, token: int, vocabulary: int) -> BadIn
 
 
 def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a language model is given and what it is to say.
+    """Returns a language model's inputs and targets.
 
     Args:
         tokens: uint16 or uint32 (micro_batch_size, length + 1), on any device.

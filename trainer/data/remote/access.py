@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class DiskError(Exception):
-    """What was fetched can't be written; the cause is the OSError."""
+    """Error of the disk that fetched bytes are written to; the cause is the OSError."""
 
 
 class WrongContentError(Exception):
@@ -81,7 +81,7 @@ class Sink(io.RawIOBase):
         return len(data)
 
     def sha256(self) -> str:
-        """Of what has come, hexadecimal."""
+        """Returns the SHA-256 of the bytes so far, hexadecimal."""
         return self._digest.hexdigest()
 
 
@@ -128,7 +128,7 @@ async def _fetch(url: str, sink: Sink, at_once: bool = False) -> None:
 
 
 def _file_system(url: str, connect: float) -> Any:
-    """One that tries nothing again by itself: botocore and s3fs would, each in its own way."""
+    """Returns a file system without retries of its own: botocore and s3fs would each have theirs."""
     import fsspec
 
     common: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
@@ -264,7 +264,7 @@ def _is_unconnected(error: BaseException) -> bool:
 
 
 def _refused_redirects() -> Any:
-    """What a server that leads nowhere, in a circle or to something else than http makes of a request."""
+    """Refuses redirects that lead nowhere, in a circle or to anything but http."""
     import aiohttp
 
     return aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects

@@ -141,7 +141,7 @@ def _removed(path: Path) -> bool:
 
 
 class _Wanted(NamedTuple):
-    """What a file in the cache must be to be taken: its bytes, and their SHA-256; None: not known."""
+    """Requirements on a file in the cache: its bytes, and their SHA-256; None: unknown."""
 
     bytes: int | None = None
     sha256: str | None = None
@@ -208,7 +208,7 @@ def _opened(path: Path, wanted: _Wanted, tell: bool = False) -> int | None:
 
 
 def _oddity(file: int, wanted: _Wanted) -> str:
-    """What an open file is instead of what it should be; nothing if it is that."""
+    """Says why an open file doesn't fit; empty if it does."""
     facts = os.fstat(file)
     if not stat.S_ISREG(facts.st_mode):
         return "isn't a regular file"
@@ -346,7 +346,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def fitting_shards_per_block(limit: int | None, parts: Sequence[CachedShards]) -> int:
-    """Of how many shards the samples are shuffled together, so that two such blocks fit: workers overlap.
+    """Returns how many shards are shuffled together so that two such blocks fit: workers overlap.
 
     Args:
         limit: Bytes that all shards may take, or None.

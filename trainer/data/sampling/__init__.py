@@ -1,1 +1,1 @@
-"""Which samples are in which batch: arithmetic on seed, epoch and position, without torch or state."""
+"""Order of samples: arithmetic on seed, epoch and position, without torch or state."""

@@ -14,7 +14,7 @@ from trainer.rng import Ints, Purpose, key, permuted
 
 
 class _Epoch(NamedTuple):
-    """One epoch's shards.
+    """Shards of one epoch.
 
     Attributes:
         first: int64 (shards,), the number of a shard's first sample, in the order of the epoch.

@@ -22,7 +22,7 @@ _TOLD = 6  # classes
 
 @dataclass(frozen=True, eq=False)
 class ClassDraws:
-    """What is drawn from.
+    """Distribution that classes are drawn from.
 
     Attributes:
         names: Of the classes.
@@ -58,7 +58,7 @@ class ClassDraws:
 def weigh(
     given: Any, names: Sequence[str], weights: Literal["balanced"] | Mapping[str, float], samples: int
 ) -> ClassDraws:
-    """What is drawn from.
+    """Makes the distribution from class weights.
 
     Args:
         given: The class of each sample, whole numbers from 0 on.
@@ -117,7 +117,7 @@ def drawn(draws: ClassDraws, seed: int, epoch: Ints, position: Ints) -> Ints:
 
 
 def _uniform(seed: int, number: int, epoch: Ints, position: Ints) -> Floats:
-    """In [0, 1), 53 bits each."""
+    """Returns keyed random numbers in [0, 1), 53 bits each."""
     bits = keys(key(seed, Purpose.DRAW, number), epoch, position) >> np.uint64(11)
     return np.asarray(bits.astype(np.float64) * 2.0**-53)
 

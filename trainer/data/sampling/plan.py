@@ -1,4 +1,4 @@
-"""Which samples are in which batch: the sample order and the steps, as arithmetic.
+"""Sample order and steps, as arithmetic.
 
 The words used everywhere:
   micro-batch  the samples of one forward and backward pass on a rank, and the unit of randomness; numbered
@@ -27,7 +27,7 @@ MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the device
 
 
 class Samples(NamedTuple):
-    """What is in some micro-batches; each array has shape (micro-batches, micro_batch_size).
+    """Samples of some micro-batches; each array has shape (micro-batches, micro_batch_size).
 
     Attributes:
         epoch: What keys randomness with the sample; of samples that are drawn the number of the draw, as one
@@ -142,7 +142,7 @@ class Plan:
         return steps // self.steps_per_epoch
 
     def next_epoch_end(self, done: int, epochs: int = 1) -> int:
-        """The first step after `done` at which another so many epochs are through; beyond the run if none."""
+        """Returns the first step after `done` that ends another so many epochs; beyond the run if none."""
         later = range(done + 1, self.steps + 1)
         whole = self.epochs_done(done) // epochs
         return done + 1 + bisect_right(later, whole, key=lambda step: self.epochs_done(step) // epochs)
@@ -156,7 +156,7 @@ class Plan:
         )
 
     def read(self, micro_batches: Ints) -> Samples:
-        """What is in these micro-batches.
+        """Returns the samples of these micro-batches.
 
         Args:
             micro_batches: int64 (n,), micro-batch numbers counted through the run: step * self.micro_batches

@@ -1,4 +1,4 @@
-"""How far the outputs of an exported model lie from those of the model."""
+"""Error of an exported model's outputs against those of the model."""
 
 import math
 from collections.abc import Sequence

@@ -91,7 +91,7 @@ def _pair(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[str, str] | Non
 
 
 def _folded(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
-    """One layer that does what the two did, of any number of dimensions; in float64, rounded once."""
+    """Folds two layers into one, of any number of dimensions; in float64, rounded once."""
     exact = copy.deepcopy(norm).double()
     if not exact.affine:  # which torch can't fold into a linear layer
         like = exact.get_buffer("running_var")

@@ -43,7 +43,7 @@ def exported_program(model: nn.Module, inputs: Tensors) -> Any:
 
 
 def _shapes(model: nn.Module, inputs: Tensors, shape: dict[int, Any]) -> Any:
-    """The same for each input; a forward(*values) takes them as one."""
+    """Returns the shapes for each input; a forward(*values) takes them as one."""
     import inspect
 
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
@@ -114,7 +114,7 @@ def frozen_trace(model: nn.Module, inputs: Tensors) -> torch.jit.ScriptModule:
 
 
 def missing_packages(*names: str) -> str:
-    """Those that aren't installed, as words."""
+    """Lists the packages that aren't installed, as words."""
     return ", ".join(name for name in names if importlib.util.find_spec(name) is None)
 
 

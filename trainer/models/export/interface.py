@@ -1,4 +1,4 @@
-"""What an exported model takes and gives."""
+"""Inputs and outputs of an exported model."""
 
 from collections.abc import Sequence
 from typing import Any

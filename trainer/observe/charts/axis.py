@@ -45,7 +45,7 @@ class Axis(NamedTuple):
         )
 
     def at(self, value: float) -> float:
-        """Where a value lies, from 0 (start) to 1 (end); beyond the ends it is at the end."""
+        """Returns a value's position from 0 (start) to 1 (end); values beyond an end lie at it."""
         if self.log:
             if value <= 0:
                 return 0.0

@@ -225,7 +225,7 @@ def _mark(mark: Mark, along: Axis) -> str:
 
 
 def _ends(lines: Sequence[Line], up: Axis, along: Axis) -> str:
-    """The last value beside each curve that ends on the right, apart from each other."""
+    """Draws the last value beside each curve that ends on the right, moved apart where they would overlap."""
     ended = [one for one in lines if along.at(one.drawn[-1][0]) > _RIGHT]
     ends = [(HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in ended]
     ends.sort(key=lambda end: end[0])

@@ -8,7 +8,7 @@ _LARGEST = 1e200
 
 
 class Cell(NamedTuple):
-    """One figure over neighboring rows.
+    """One figure over neighboring records.
 
     Attributes:
         low: The least of it.
@@ -24,7 +24,7 @@ class Cell(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Its mean."""
+        """Returns the mean."""
         return self.total / self.rows
 
 
@@ -83,7 +83,7 @@ class ThinnedRows:
 
 
 def _cell(values: Iterable[Any]) -> Cell | None:
-    """What of the values are numbers, as one; None if neither a number nor null is among them."""
+    """Joins those values that are numbers; None if there is neither a number nor null among them."""
     values = list(values)
     numbers = [value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST]
     if numbers:
