@@ -1,4 +1,4 @@
-"""What of a run folder isn't what the run wrote: by the hashes in its manifest. Imports no torch."""
+"""Finds files of a run folder that differ from what the run wrote, by the manifest's hashes. No torch."""
 
 import contextlib
 from collections.abc import Mapping

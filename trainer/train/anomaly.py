@@ -34,7 +34,7 @@ _LEAST_DEVIATION = 0.01  # of the median: a loss that hardly varies has no spike
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found in a step.
+    """Anomaly found in a step.
 
     Attributes:
         step: Its number, from 0.
@@ -85,7 +85,7 @@ class RecentLosses:
 
 
 def make_recent_losses(config: AnomalyConfig, log_every: int, device: torch.device) -> RecentLosses | None:
-    """What a training with this anomaly detection fills; None if there are none."""
+    """Returns the window of losses that a training with this detection fills; None without detection."""
     if config.nonfinite == "off" and config.spike == "off":
         return None
     return RecentLosses(min(log_every, _MOST_STEPS), device)
@@ -219,7 +219,7 @@ def read_anomalies(folder: Path) -> list[dict[str, Any]]:
 
 
 def rolled_back(anomalies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that a run was rolled back for."""
+    """Returns the anomalies for which the run was rolled back."""
     return [anomaly for anomaly in anomalies if anomaly["policy"] == "rollback"]
 
 
@@ -229,7 +229,7 @@ def left_out(anomalies: list[dict[str, Any]]) -> set[int]:
 
 
 def first_stop(anomalies: list[dict[str, Any]]) -> int | None:
-    """Where the first anomaly stands that stopped the run; None: none did."""
+    """Returns the step of the first anomaly that stopped the run; None if none did."""
     return next((place for place, anomaly in enumerate(anomalies) if anomaly["policy"] == "stop"), None)
 
 
@@ -245,7 +245,7 @@ def ending_at(config: dict[str, Any], anomaly: dict[str, Any]) -> dict[str, Any]
 
 
 def anomalies_before(anomalies: list[dict[str, Any]], step: int, plan: Plan) -> list[dict[str, Any]]:
-    """Those that hold for a run that goes on after so many steps, by this plan.
+    """Returns the anomalies that hold for a run that resumes after so many steps, by this plan.
 
     What was skipped later, or stopped it, would happen again; a rollback is not undone, unless other samples
     are in its step now.
@@ -305,7 +305,7 @@ class AnomalyLog:
         return None
 
     def ends(self, finding: Finding, config: AnomalyConfig) -> DivergedError | None:
-        """Of a step that ends the attempt; returns why the run ends, None if it is to be rolled back."""
+        """Ends the attempt by a step; returns why the run ends, None if it is to be rolled back."""
         try:
             if self.folder is not None:
                 self._add(finding, self.folder)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant, the newest good one, the best or that of a step; and its loading."""
+"""Choice of a run's checkpoint: the newest good one, the best or that of a step; and its loading."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -77,7 +77,7 @@ def newest_checkpoint(
 def _newest_together(
     folder: Path, world: World, stored: Manifest | None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """As `newest_good`, by all ranks: what one finds damaged none uses."""
+    """Returns the newest checkpoint that all ranks find good, as `newest_good`."""
     skipped = list[str]()
     names = "\n".join(names_of(folder)) if world.rank == 0 else ""
     for name in words_of_ranks(names, world)[0].split():

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: in its folder, or where `checkpoint.folder` has them. Imports no torch.
+"""Folder of a run's checkpoints: in the run folder, or where `checkpoint.folder` says. Imports no torch.
 
 There RUN/checkpoints is a link, and a file in what it leads to says whose checkpoints these are. A link that
 somebody sent leads to no such folder: nothing there is listed, read, written or removed.

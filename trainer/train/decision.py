@@ -1,4 +1,4 @@
-"""How a run starts: anew, from another run's checkpoint, where it stopped, or not at all, as it is finished.
+"""Decides how a run starts: new, from another run's checkpoint, resumed, or not at all, as it is finished.
 
 The launcher, ranks without one and `fit` decide by this before a start; each rank does again once its run
 folder is locked, as another process may have trained there meanwhile.

@@ -87,7 +87,7 @@ def of_end(difference: str) -> bool:
 
 
 def other_data(stored: Manifest, data: Mapping[str, str]) -> list[str]:
-    """What of a run's data is another now, from `trainer.train.run.data_of`; each as in `differences`."""
+    """Returns the changes in a run's data, from `trainer.train.run.data_of`; each as in `differences`."""
     return [
         f"{name}: {before}, now {data.get(name)}"
         for name, before in stored.fingerprint.items()

@@ -13,7 +13,9 @@ FLAG = "--fast-dev-run"
 
 
 def fast_settings(recipe: Recipe) -> list[str]:
-    """What is set, unless the user does: as many samples as one step takes, of each data set."""
+    """Returns the settings of a fast try, which the user's override: of each data set the samples of one
+    step.
+    """
     limit = f"data.limit={recipe.data.global_batch_size}"
     return ["max_steps=1", limit, "evaluation.every=end", "log.to=[]"]
 

@@ -1,4 +1,4 @@
-"""What hooks return: figures and pictures, as rows of kind "hook"."""
+"""Results of hooks, figures and pictures, as records of kind "hook"."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,7 +23,7 @@ Given = Mapping[str, Any]
 
 
 def checked(given: object) -> Given:
-    """What a hook returned: figures and pictures by name; nothing for None.
+    """Checks a hook's result: figures and pictures by name; empty for None.
 
     Raises:
         BadInputError: If it is something else, or a name is one of our own.

@@ -30,7 +30,7 @@ METHODS = ("after_step", "after_evaluation", "after_checkpoint")
 
 
 class Hook(Protocol):
-    """What is called while a run trains: any class or object with one of these methods, or more.
+    """Interface of hooks: any class or object with one of these methods, or more.
 
     It needn't be of this class. It runs on rank 0; with an attribute `ranks = "all"` on every rank, but for
     `after_checkpoint`, which is of the rank that writes. What `after_step` and `after_evaluation` return on
@@ -82,7 +82,7 @@ def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any
 
 
 def make_hooks(found: Sequence[tuple[str, Any]], rank: int) -> list[Any]:
-    """Those that run on a rank: all on rank 0, elsewhere those with `ranks = "all"`.
+    """Returns the hooks of a rank: all on rank 0, elsewhere those with `ranks = "all"`.
 
     Raises:
         BadInputError: If a class can't be called without arguments.

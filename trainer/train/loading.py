@@ -1,4 +1,4 @@
-"""How many workers load for a rank, and how far ahead: as configured, or by rule (`trainer.data.workers`)."""
+"""Loader of a rank: workers and prefetch, as configured or by rule (`trainer.data.workers`)."""
 
 import multiprocessing
 from typing import NamedTuple
@@ -16,7 +16,7 @@ _PREFETCHES = (1, 2, 4)
 
 
 class Choice(NamedTuple):
-    """What a rank loads with.
+    """Choice of a rank's workers and prefetch.
 
     Attributes:
         setting: Workers and prefetch; of the workers that `auto` stands for the evaluation takes two at most.

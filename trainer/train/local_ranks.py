@@ -67,7 +67,7 @@ def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
 
 
 def _nccl_variables(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """What NCCL says of itself, and a ring of its newest collectives for the verdict on a hang.
+    """Returns variables for NCCL's log, and for the flight recorder that names the cause of a hang.
 
     The interface is left to NCCL. Sources: NCCL's page on its environment; PyTorch's tutorial on the flight
     recorder (2000), which is off by default in 2.5 to 2.9 and had another variable up to 2.7.
@@ -78,7 +78,7 @@ def _nccl_variables(environ: Mapping[str, str], torch_version: str) -> dict[str,
 
 
 def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, dict[str, str]]:
-    """How many ranks, and the environment that gives them their GPUs."""
+    """Returns the number of ranks, and the environment that gives them their GPUs."""
     if device_kind(recipe) == "cpu":
         check_precision(recipe.precision, torch.device("cpu"))
         if gpus is not None:

@@ -18,7 +18,7 @@ from trainer.train.step import leave_out_step, train_step
 
 @dataclass(frozen=True)
 class Ending:
-    """How a loop ended, the same on every rank.
+    """End of the loop, the same on every rank.
 
     Attributes:
         how: finished: after the last step, or out of patience; stopped: by a signal or as asked for;

@@ -18,7 +18,7 @@ FORMAT = 5  # of a run folder: the names in its manifest and rows, and of the fi
 
 
 class Device(BaseModel):
-    """Where a run trained; `gpus` are those of rank 0's host that the job may use."""
+    """Device that a run trained on; `gpus` are those of rank 0's host that the job may use."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -85,7 +85,7 @@ class BegunFrom(BaseModel):
 
 
 class Pretrained(BaseModel):
-    """What a run started from.
+    """Pretrained weights that a run started from.
 
     Attributes:
         source: As it was asked for.
@@ -201,7 +201,7 @@ class Manifest(BaseModel):
         return None
 
     def as_facts(self) -> dict[str, Any]:
-        """As manifest.json has it; a key that comes later is left out until then."""
+        """Returns the content of manifest.json; a key that comes later is left out until then."""
         later = {name for name in ("model", "reason", "summary") if getattr(self, name) is None}
         return self.model_dump(by_alias=True, exclude=later)
 
@@ -220,7 +220,7 @@ class RunFolder:
 
 
 class _NoManifestError(BadInputError):
-    """There is none, so that nothing was trained there."""
+    """Error for a folder without a manifest: nothing was trained there."""
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def read_stored(folder: Path) -> Manifest | None:
-    """What earlier attempts left in a folder; None if there is no manifest yet.
+    """Reads the manifest of earlier attempts; None if there is none yet.
 
     Raises:
         BadInputError: As `read_run`.

@@ -76,7 +76,7 @@ class OpenedRun(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of each rank in the newest attempt: part of the arithmetic on a CPU."""
+        """Threads of each rank in the newest attempt: part of the arithmetic on a CPU."""
         return self.manifest.attempts[-1].threads
 
 
@@ -192,7 +192,7 @@ def with_set(recipe: Recipe, on: str) -> Recipe:
 
 
 def _check_described(run: RunFolder, task: Task) -> None:
-    """What gives the model's outputs their meaning must be as it was trained with."""
+    """Checks that the facts which give the outputs their meaning are as they were in training."""
     there, here = run.manifest.data, json.loads(json.dumps(redact(dict(task.describe()))))
     for key in _MEANINGS:
         if key in there and there[key] != here.get(key):
@@ -240,7 +240,7 @@ def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str |
 
 
 def _lora_scale(run: RunFolder) -> float:
-    """What is learned beside each weight counts so many times."""
+    """Returns the factor of LoRA's update of each weight."""
     lora = run.manifest.config.get("model", {}).get("lora", {})
     return float(lora.get("alpha", 0)) / (lora.get("rank") or 1)
 
@@ -287,7 +287,7 @@ def _checkpointed(
 
 
 def inputs_of(run: OpenedRun, batch: Batch) -> tuple[torch.Tensor, ...]:
-    """What the run's model is called with for a batch.
+    """Returns the inputs of the run's model for a batch.
 
     Raises:
         BadInputError: If the run's task doesn't say.
@@ -320,5 +320,5 @@ def read_samples(dataset: Dataset, samples: Ints) -> Batch:
 
 
 def some_samples(dataset: Dataset, count: int) -> Ints:
-    """So many samples from all over a data set, again from its start where it has fewer: int64 (count,)."""
+    """Returns samples spread over a data set, repeated where it has fewer: int64 (count,)."""
     return np.resize(spread(len(dataset), count), count)

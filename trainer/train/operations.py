@@ -1,4 +1,4 @@
-"""What a model computes, tried on a model of its own: nothing that is trained is touched."""
+"""Counts a model's operations on a copy: nothing that is trained is touched."""
 
 import copy
 import math
@@ -112,7 +112,7 @@ def _has_room_for_another(model: nn.Module) -> bool:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Of all that somebody's code may draw from, on the CPU and on a GPU that is in use already."""
+    """Keeps the state of all random generators, on the CPU and on GPUs that are already in use."""
     ours, numpys = random.getstate(), np.random.get_state()
     try:
         # CUDA must not begin here: its allocator may be still to be chosen.

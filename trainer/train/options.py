@@ -1,4 +1,4 @@
-"""What `trainer train` was asked for, besides its recipe's keys. Imports no torch."""
+"""Options of `trainer train`, besides its recipe's keys. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ Mode = Literal["auto", "newest", "force", "never"]
 
 
 class StartingPoint(NamedTuple):
-    """What `--from` names.
+    """Checkpoint that `--from` names.
 
     Attributes:
         run: A run folder.

@@ -1,4 +1,4 @@
-"""What a run in somebody's own process gives back: whatever it, or the code that it calls, has set there."""
+"""State of a user's process that a run restores at its end, whatever code has changed it."""
 
 import contextlib
 import logging
@@ -108,7 +108,7 @@ def _switches_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Of signals: only the main thread may set them."""
+    """Keeps signal handlers; only the main thread may set them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -123,7 +123,9 @@ def _handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gpu_randomness_kept() -> Iterator[None]:
-    """Of all GPUs; where CUDA begins meanwhile, as torch's seed of now would have it."""
+    """Keeps the random state of all GPUs; if CUDA is initialized meanwhile, that of torch's seed at the
+    start.
+    """
     before = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield

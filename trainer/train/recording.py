@@ -1,4 +1,4 @@
-"""What a run writes to its folder while it trains: manifest, configuration, rows of metrics, weights."""
+"""Files that a run writes while it trains: manifest, configuration, metrics records, weights."""
 
 import contextlib
 import os
@@ -81,7 +81,7 @@ def open_folder(folder: Path, run: Run, manifest: Manifest) -> Iterator[tuple[li
 
 
 def status_of(error: BaseException) -> str:
-    """How a run stands that an error ended."""
+    """Returns the status of a run that an error ended."""
     if isinstance(error, Stopped | StopRun):
         return "stopped"
     return "diverged" if isinstance(error, DivergedError) else "failed"
@@ -120,7 +120,7 @@ def _open_trace(path: Path, run: Run, closing: contextlib.ExitStack) -> Checksum
 
 
 def other_ranks_checksums(run: Run) -> Checksums | None:
-    """What a rank that writes nothing has to do with them: its weights are compared with the other ranks'."""
+    """Returns the checksums of a rank that writes nothing: its weights are compared with the other ranks'."""
     if not run.recipe.log.fingerprints:
         return None
     return Checksums(_fingerprints(run), lambda *_: None, _drift_of(run))

@@ -1,4 +1,4 @@
-"""How the micro-batches of a step become one gradient and one loss, over all ranks.
+"""Reduces the micro-batches of a step to one gradient and one loss, over all ranks.
 
 A reduction takes what each micro-batch gives (`add`) and leaves the step's (`finish`): in the parameters
 the gradients of all ranks, for `StepStatistics` BatchNorm's statistics, and the loss. There are two. DDP's
@@ -35,7 +35,7 @@ class Gradients:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Those of a model."""
+        """Takes the gradients of a model."""
         self.parameters = [p for p in weights(model).values() if p.requires_grad]
 
     def present(self) -> list[torch.Tensor]:
@@ -75,7 +75,7 @@ class ShardedGradients(Gradients):
     """This rank's rows of the gradients; their norm is that of all ranks'."""
 
     def __init__(self, model: nn.Module, rows: Rows) -> None:
-        """Those of a sharded model."""
+        """Takes the gradients of a sharded model."""
         super().__init__(model)
         self._rows = rows
 
@@ -96,7 +96,7 @@ class FixedGradients(Gradients):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Those of a model, 0 at first."""
+        """Takes a model's gradients, 0 at first."""
         super().__init__(model)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -117,7 +117,7 @@ class FixedGradients(Gradients):
 
 
 class Reduction(Protocol):
-    """What a step does with its micro-batches.
+    """Interface of a reduction of a step's micro-batches.
 
     Attributes:
         loss_group: The ranks over which a loss is still to be summed; None where each has the whole.
@@ -143,7 +143,7 @@ class Reduction(Protocol):
         ...
 
     def gather_losses(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a checkpoint keeps of losses, float64 (n, …): each rank's, or the whole; collective."""
+        """Returns the losses for a checkpoint, float64 (n, …): each rank's, or the whole; collective."""
         ...
 
     def own_loss(self, losses: Sequence[float]) -> float:
@@ -155,7 +155,7 @@ class AllReduce:
     """DDP's: gradients are added in place, and summed over the ranks during the last backward pass."""
 
     def __init__(self, replica: nn.Module, world: World, statistics: StepStatistics) -> None:
-        """Of a model as DDP has it, or alone."""
+        """Takes a model, wrapped in DDP or alone."""
         self.loss_group = world.group
         self._replica, self._world, self._statistics = replica, world, statistics
         self._loss: torch.Tensor | None = None
@@ -197,7 +197,7 @@ class ReduceScatter(AllReduce):
     """FSDP's: gradients are summed during the last backward pass, and each rank gets those of its rows."""
 
     def __init__(self, model: nn.Module, world: World, statistics: StepStatistics, accumulates: bool) -> None:
-        """Of a sharded model; `accumulates`: whether a step has several micro-batches."""
+        """Takes a sharded model; `accumulates`: whether a step has several micro-batches."""
         super().__init__(model, world, statistics)
         self._model: Any = model
         self._accumulates = accumulates
@@ -286,7 +286,7 @@ class TreeSum:
 
 
 class ItemCount:
-    """What the losses of a step are divided by: its items, known from the plan."""
+    """Divisor of a step's losses: its items, known from the plan."""
 
     def __init__(self, plan: Plan, per_sample: int, group: dist.ProcessGroup | None) -> None:
         """Items are samples, or so many tokens of each."""
@@ -305,7 +305,7 @@ class ItemCount:
 
 
 class RaggedItemCount(ItemCount):
-    """Where samples differ in their items (valid tokens), which are known when they have been loaded.
+    """Divisor where samples differ in their items (valid tokens), known once they are loaded.
 
     Until then losses are divided by the most there can be.
     """

@@ -1,4 +1,4 @@
-"""How many samples of a run others stood in for, told at its end."""
+"""Counts the samples that others replaced, for the end of a run."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What ranks are asked to train: made by the command, read by each rank."""
+"""Request to the ranks: made by the command, read by each rank."""
 
 import shlex
 import sys
@@ -56,5 +56,5 @@ def as_json(request: Request) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Request:
-    """What `as_json` made of a request."""
+    """Reads what `as_json` wrote."""
     return TypeAdapter(Request).validate_python(values)

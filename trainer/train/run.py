@@ -1,4 +1,4 @@
-"""What a recipe asks for: its task, its order of samples, and what would fail on every rank."""
+"""Task and sample order of a recipe, and checks of what would fail on every rank."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +69,7 @@ def limit_data(task: Task, limit: int | None) -> Task:
 
 
 def more_sets(task: Task) -> Mapping[str, Dataset]:
-    """What is measured on besides the task's own evaluation data, by name."""
+    """Returns the additional evaluation sets, by name."""
     sets: Mapping[str, Dataset] = getattr(task, "evaluation_sets", {})
     return sets
 
@@ -89,7 +89,7 @@ def _task_of(recipe: Recipe) -> Task:
 def data_of(
     task: Task, pretrained: Pretrained | None = None, draws: ClassDraws | None = None
 ) -> dict[str, str]:
-    """What the data is, how it is shuffled and what weights it meets first, to compare attempts by."""
+    """Identifies data, shuffling and initial weights, to compare attempts by."""
     _, shards_per_block = order_of(task.train_data)
     source = getattr(task, "source_hash", None)
     return {
@@ -103,14 +103,14 @@ def data_of(
 
 
 def left_out_of(task: Task) -> dict[str, Sequence[LeftOut]]:
-    """What isn't read of each data set, by its name."""
+    """Returns the files of each data set that aren't read, by its name."""
     sets = {"training data": task.train_data, "evaluation data": task.evaluation_data}
     sets |= {f"evaluation data {name}": data for name, data in more_sets(task).items()}
     return {name: found for name, data in sets.items() if (found := getattr(data, "left_out", ()))}
 
 
 def described_data(task: Task) -> dict[str, Any]:
-    """What a manifest says of the data: its meaning for the model, and what isn't read of it."""
+    """Describes the data in the manifest: its meaning for the model, and the files that aren't read."""
     left_out = {name: [one.model_dump() for one in found] for name, found in left_out_of(task).items()}
     return {**task.describe(), "left_out": left_out}
 
@@ -145,7 +145,7 @@ def check_files(recipe: Recipe, task: Task) -> None:
 
 
 def draws_of(recipe: Recipe, task: Task) -> ClassDraws | None:
-    """What data.class_weights draws from; None without it.
+    """Returns the distribution of data.class_weights; None without the key.
 
     Raises:
         BadInputError: If the samples have no classes, or the order is another already.

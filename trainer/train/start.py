@@ -189,7 +189,7 @@ def train_without_launcher(options: TrainOptions) -> int:
 def _decided(
     options: TrainOptions, recipe: Recipe, folder: Path | None, task: Task, pretrained: Pretrained | None
 ) -> Decision:
-    """As `decide`, wherever the code of a task has gone meanwhile."""
+    """Calls `decide` where the code of a task may have moved meanwhile."""
     source = options.source and options.source._replace(run=from_here(options.source.run))
     return decide(recipe, folder, task, pretrained=pretrained, resume=options.resume, source=source)
 
@@ -259,7 +259,7 @@ def _folder(name: str, recipe: Recipe, wanted: Path | None, begins: bool) -> tup
 
 
 def _same(recipe: Recipe) -> dict[str, str]:
-    """What every node must have alike."""
+    """Returns the facts that every node must share."""
     return {
         "trainer": __version__,
         "PyTorch": torch.__version__,
@@ -274,7 +274,7 @@ def _wanted(options: TrainOptions) -> Path | None:
 
 
 def _stored(options: TrainOptions) -> Manifest | None:
-    """What lies in it."""
+    """Reads the folder's manifest."""
     wanted = _wanted(options)
     return None if wanted is None else read_stored(wanted)
 

@@ -41,7 +41,7 @@ Place = Literal["job", "host"]  # one process of all; one on each host
 
 
 class Start(NamedTuple):
-    """What the checks look at; the folder is that of all runs, if the run's own isn't made yet."""
+    """Subject of the checks; the folder is that of all runs, if the run's own isn't made yet."""
 
     recipe: Recipe
     task: Task
@@ -97,7 +97,7 @@ def _mac(start: Start) -> None:
 
 
 def _settings(start: Start) -> None:
-    """What was typed has an effect, or is told; so is what a task of one's own is trained with unsaid."""
+    """Notes settings without effect, and defaults that a task of the user's own is trained with."""
     recipe, typed = start.recipe, typed_keys(start.settings)
     steps = make_plan(recipe.model_copy(update={"max_steps": MOST_STEPS}), start.task).steps
     for line in (*idle_keys(recipe, typed), *idle_length(recipe, typed, steps)):
@@ -119,7 +119,7 @@ CHECKS: tuple[tuple[Place, Callable[[Start], None]], ...] = (
 
 
 def places(variables: Mapping[str, str]) -> set[Place]:
-    """Where a rank runs the checks."""
+    """Returns the places at which a rank runs the checks."""
     found: dict[Place, str] = {"job": "RANK", "host": "LOCAL_RANK"}
     return {place for place, name in found.items() if variables.get(name, "0") == "0"}
 

@@ -109,7 +109,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
 
 
 def _first_difference(path: Path, model: nn.Module) -> str:
-    """The first tensor of a model that a checkpoint has otherwise, or nothing."""
+    """Names the first tensor of a model that differs in a checkpoint; empty if none does."""
     ours: dict[str, Any] = model.state_dict()
     theirs = {slot.name: slot for slot in read_slots(path, "model")}
     for name, tensor in ours.items():

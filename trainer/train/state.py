@@ -1,4 +1,4 @@
-"""What a run changes, and what of it a checkpoint holds.
+"""State that a run changes, and its part in a checkpoint.
 
 Position and randomness are arithmetic (seed, epoch, step), so this is all there is to keep: weights and
 buffers, the optimizer's state, the average, the scaler, the count of updates, the sum of losses since the
@@ -82,7 +82,7 @@ class TrainState:
 
 
 class EvaluationSet(NamedTuple):
-    """What is measured on besides the main evaluation data.
+    """An additional evaluation set.
 
     Attributes:
         name: In the recipe.
@@ -191,7 +191,7 @@ def tensors_of(state: TrainState) -> Tensors:
 
 
 def numbers_of(state: TrainState, losses: list[Any]) -> dict[str, Any]:
-    """The rest of it, for a checkpoint's JSON; `losses` from `Reduction.gather_losses`."""
+    """Returns the rest of the state, for a checkpoint's JSON; `losses` from `Reduction.gather_losses`."""
     return {
         "row": state.logged.step,
         "losses": [[*map(_word, one)] if isinstance(one, list) else _word(one) for one in losses],
@@ -274,7 +274,7 @@ def shapes_of(state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor])
 def own_tensors(
     state: TrainState, saved: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Mapping[str, Mapping[str, torch.Tensor]]:
-    """What of a checkpoint's tensors is this rank's: all, or rows of them.
+    """Returns this rank's part of a checkpoint's tensors: all, or rows of them.
 
     Raises:
         ValueError: If one has another shape than in the model.
@@ -359,7 +359,7 @@ def _read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:
 
 
 def fitting(state: TrainState, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What of another run's optimizer, by a checkpoint's names, has a place in this one's; not its counts."""
+    """Returns the tensors of another run's optimizer that fit this one, by checkpoint names; no counts."""
     parameters = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
     places = dict(_optimizer_tensors(state))
     lazy = _ADAMW if isinstance(state.optimizer, torch.optim.AdamW) else ()  # makes its own at the first step

@@ -1,4 +1,4 @@
-"""One optimizer step: what a step of micro-batches does to the weights."""
+"""One optimizer step over its micro-batches."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ class LossOf(nn.Module):
 
 
 class LossesOf(LossOf):
-    """The same for a task with several losses: float (n,), what is trained, a sum, and each of them."""
+    """Losses of a task with several: float (n,), the trained sum and each of them."""
 
     task: Several
 

@@ -1,4 +1,4 @@
-"""What a run says at its start and at its end, and what it leaves then."""
+"""Messages of a run at its start and end, and its last files."""
 
 import math
 import shutil
@@ -175,7 +175,7 @@ def _leave_weights(
 
 
 def _unfinished(folder: Path, what: str, error: OSError) -> BadInputError:
-    """What can't be written at the end, what is kept, and how to finish from it."""
+    """Returns the error for a file that can't be written at the end, with how to finish from what is kept."""
     newest = max((entry.step for entry in listing(checkpoints_of(folder))), default=None)
     kept = (
         "there is no checkpoint: the run must be repeated"

@@ -54,7 +54,7 @@ from trainer.train.summary import finish, gather_weights
 
 
 def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] = ()) -> int:
-    """What each rank does.
+    """Trains as one rank.
 
     Args:
         task: What is learned; None: what the recipe names.
@@ -245,7 +245,7 @@ def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: st
 
 
 def words_to_resume(typed: str) -> str:
-    """What a command needs besides to resume the run that it began."""
+    """Returns the words that a command needs in addition to resume its run."""
     words = typed.replace("=", " ").split()
     named = "--resume" in words and words[words.index("--resume") + 1] not in ("auto", "force", "never")
     return "" if {"--out", "--name"} & {*words} or named else " (with --resume newest)"
@@ -274,5 +274,5 @@ def _is_first() -> bool:
 
 
 def _limits() -> Limits:
-    """What the ranks of this host may use together, bound as they are."""
+    """Returns the limits of all ranks of this host, with their CPUs as they are bound."""
     return within(read_limits(), cpu_shares())

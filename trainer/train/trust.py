@@ -59,11 +59,11 @@ class Code(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """What a mark is made of: wherever the file lies, it is the same code."""
+        """Returns the text that a mark is made of: wherever the file lies, it is the same code."""
         return " ".join([self.key, self.name or "-", self.hash])
 
     def __str__(self) -> str:
-        """As it is told."""
+        """Describes the code for people."""
         if self.key == _PLACE:
             return plain(f"{self.key}={self.place}", 500)
         others = f", with {', '.join(self.beside)}" if self.beside else ""
@@ -163,7 +163,7 @@ def _is_another_task(folder: Path, codes: Sequence[Code]) -> bool:
 
 
 def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bool | None = None) -> None:
-    """As `check_run`, for a recipe that lies in a run folder, where its sender put it; others are the user's.
+    """Calls `check_run` for a recipe in a run folder, where its sender put it; other recipes are the user's.
 
     Raises:
         BadInputError: As `check_run`.
@@ -202,7 +202,7 @@ def _facts(folder: Path) -> Mapping[str, Any]:
 
 
 def _recorded(folder: Path) -> Mapping[str, Any]:
-    """What a manifest says of code: {"run_id", "code", "marks"}."""
+    """Returns a manifest's facts on code: {"run_id", "code", "marks"}."""
     facts = _facts(folder)
     trust = facts.get("trust")
     return {"run_id": facts.get("run_id"), **(trust if isinstance(trust, dict) else {})}
@@ -229,7 +229,7 @@ def _why_not(recorded: Mapping[str, Any], codes: Sequence[Code]) -> str:
 
 
 def marked(recipe: Recipe, run_id: str, before: Mapping[str, Any]) -> dict[str, list[str]]:
-    """For the manifest of a run whose code runs now: its signs, and this user's mark of them.
+    """Returns signs of the code that runs now, and this user's mark of them, for the manifest.
 
     Args:
         before: What an earlier attempt left there: marks of the same code stay.
@@ -255,7 +255,7 @@ def _mark(key: bytes, run_id: object, signs: Sequence[object]) -> str:
 
 
 def key_file() -> Path:
-    """Where this user's key lies.
+    """Returns the path of this user's key.
 
     Raises:
         OSError: If there is no home.

@@ -1,4 +1,4 @@
-"""What updates the weights: the recipe's optimizer and schedule, or what a task brings in their place."""
+"""Updates of the weights: the recipe's optimizer and schedule, or a task's own."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -31,11 +31,11 @@ _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries to send a batch
 
 
 class _Given(Exception):  # noqa: N818
-    """It was given up."""
+    """Signal that a tracker was given up."""
 
 
 class _Inbox:
-    """What the rank sent: rows, and then how the run ended.
+    """Messages from the rank: records, and then how the run ended.
 
     Attributes:
         status: How it ended, once `closing` is set.
@@ -70,7 +70,7 @@ class _Inbox:
 
 
 class _Sent:
-    """What was sent to a tracker's run, in a file of the run folder: so that no step is sent twice."""
+    """Steps already sent to a tracker's run, in a file of the run folder: no step is sent twice."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -97,7 +97,7 @@ class _Sent:
         self._left_out = left_out
 
     def new(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those that no earlier attempt sent."""
+        """Returns the records that no earlier attempt sent."""
         return [row for row in rows if row["step"] > self._before.get(row["kind"], -1)]
 
     def add(self, rows: list[dict[str, Any]]) -> None:

@@ -79,7 +79,7 @@ class ToKubeflow:
 def status_of(
     step: int, steps: int, left: float | None, metrics: Mapping[str, float], now: float, finished: bool
 ) -> dict[str, Any]:
-    """What the controller takes.
+    """Returns the status in the controller's format.
 
     Args:
         left: Seconds until the last step, or None where nobody knows yet.

@@ -102,5 +102,5 @@ class ToMlflow:
 
 
 def _name(key: str) -> str:
-    """What MLflow takes as a name."""
+    """Converts a key to a name that MLflow accepts."""
     return re.sub(r"[^\w\-. :/]", "_", key)

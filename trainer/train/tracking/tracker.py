@@ -1,4 +1,4 @@
-"""What a tracker is, which there are, and what is wrong with one before the training."""
+"""Interface and table of trackers, and their checks before the training."""
 
 import http.client
 import inspect
@@ -105,7 +105,7 @@ def trackers_here(names: Sequence[str], environment: Mapping[str, str] = os.envi
 
 
 def trackers_of(names: Sequence[str]) -> list[str]:
-    """Those of `log.to` that are trackers.
+    """Returns those entries of `log.to` that are trackers.
 
     Raises:
         BadInputError: If one of them isn't installed here.

@@ -13,13 +13,13 @@ KEY = "data.micro_batch_size"
 
 
 def stored_setting(stored: Manifest | None) -> str | None:
-    """What a run was begun with, as an argument of --set; None if there is no run."""
+    """Returns the micro-batch size that a run began with, as an argument of --set; None without a run."""
     number = (stored.config.get("data") or {}).get("micro_batch_size") if stored is not None else None
     return f"{KEY}={number}" if isinstance(number, int) else None
 
 
 def for_ranks(stored: Manifest | None) -> str:
-    """The same for a rank that nobody chose for.
+    """Returns the stored size for a rank without a launcher.
 
     Raises:
         BadInputError: If there is no run.
@@ -89,7 +89,7 @@ def summary(chosen: Probe, found: SizeSearchResult, job: Job) -> str:
 
 
 def used(probe: Probe) -> str:
-    """How full the memory was."""
+    """Describes how full the memory was."""
     if not probe.limit_bytes:
         return f"{memory_size(probe.peak_bytes)} (no limit is known here)"
     others = f" beside {memory_size(probe.others_bytes)} of others" if probe.others_bytes else ""

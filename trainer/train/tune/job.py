@@ -37,7 +37,7 @@ class Interrupted(Exception):  # noqa: N818  (the outcome of a request)
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be probed, and how.
+    """Job of a probe, and how to run it.
 
     Attributes:
         recipe: With any micro-batch.
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.local.ranks
 
 
@@ -133,7 +133,7 @@ def time_loading(job: Job, settings: Sequence[Loading], seconds: float) -> list[
 
 
 class _Ended(NamedTuple):
-    """How a job ended.
+    """End of a job.
 
     Attributes:
         told: What each rank told.
@@ -203,7 +203,7 @@ def _run(
 
 
 def _held(told: Sequence[Mapping[str, Any]]) -> str:
-    """Who holds memory, as far as a rank can name it; the rest are activations, the loader, and Python."""
+    """Lists owners of memory as far as a rank can name them; the rest: activations, the loader, Python."""
     held = {name: size for one in told for name, size in one.get("held", {}).items() if size >= MIB}
     names = sorted(held, key=lambda name: -held[name])
     shares = ", ".join(f"{name} {held[name] / MIB:,.0f} MiB" for name in names)
@@ -213,7 +213,7 @@ def _held(told: Sequence[Mapping[str, Any]]) -> str:
 def _peaks(
     micro_batch_size: int, told: Sequence[Mapping[str, Any]], watch: MemoryGuard, room: Room
 ) -> Iterator[Probe]:
-    """For each memory what was in use."""
+    """Yields the use of each memory."""
 
     def judged(peak: int, limit: int, others: int, where: str) -> Probe:
         one = Probe(micro_batch_size, True, peak, limit, others, where)

@@ -1,4 +1,4 @@
-"""What is chosen of what was measured: the largest micro-batch that fits, the setting of the loader.
+"""Choice among measurements: the largest micro-batch that fits, the setting of the loader.
 
 Nothing here knows how a probe is made.
 """
@@ -20,7 +20,7 @@ _AS_FAST = 0.95  # of the highest speed: what lies between may be noise
 
 @dataclass(frozen=True)
 class Probe:
-    """What training a few micro-batches of one size showed.
+    """Result of training a few micro-batches of one size.
 
     Attributes:
         micro_batch_size: Samples in each.
@@ -46,7 +46,7 @@ class Probe:
 
     @property
     def allowed_bytes(self) -> float:
-        """What the job may have: the limit less the headroom and what others have; infinite: all it wants."""
+        """Returns the limit less headroom and others' use; infinite without a limit."""
         if not self.limit_bytes:
             return math.inf
         return (1 - HEADROOM) * self.limit_bytes - self.others_bytes

@@ -1,4 +1,4 @@
-"""What a probe trains: all that a run holds, in few steps, without a run folder.
+"""Training of a probe: all that a run holds, in few steps, without a run folder.
 
 The real model, data and loader, optimizer state, average, compiled code, the copy that a checkpoint is
 written from, and batches of evaluation.

@@ -53,7 +53,7 @@ class TunedData(Section):
 
 
 class TunedSettings(Section):
-    """As in a recipe."""
+    """Tuned settings, named as in a recipe."""
 
     data: TunedData
 
@@ -72,7 +72,7 @@ class Tuned(Section):
 
 
 def what_matters(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe decides memory and speed, by dotted key, where it is not the default."""
+    """Returns keys of a recipe that decide memory and speed, by dotted key, where they aren't defaults."""
     defaults = flat(Recipe(epochs=1).model_dump(mode="json"))
     values = flat(redact(recipe.model_dump(mode="json")))
     return {
@@ -142,7 +142,7 @@ def with_tuned(path: Path | None, settings: Sequence[str]) -> list[str]:
 
 
 def settings_of(tuned: Tuned) -> list[str]:
-    """Its settings as arguments of --set; those that a user gives come after them, and so win."""
+    """Returns settings as arguments of --set; those that a user gives come later, and so win."""
     chosen = tuned.settings.data.model_dump(exclude_none=True)
     return [f"data.{key}={value}" for key, value in chosen.items()]
 
