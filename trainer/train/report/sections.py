@@ -112,7 +112,7 @@ def curves(run: RecordedRun) -> Markup:
     """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
     last, marks = last_step(run), marks_of(run)
 
-    def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> str:
+    def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> Markup:
         curve = [line(title, run.train, name)]
         return line_chart(title, curve, last, unit=unit, zero=zero, may_log=may_log)
 
