@@ -23,9 +23,8 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.comm_fit import CommResult, Timed, bus_factor, fitted, parsed_sizes
-from benchmarks.link_limit import host_limit, local_limit
+from benchmarks.link_limit import Limit, host_limit, local_limit
 from benchmarks.paired import interleaved, median_interval
-from trainer.commands.bench.preflight import Limit
 from trainer.distributed.parallel import World, gather_rows, joined_world
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions

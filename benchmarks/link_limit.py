@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.bench.preflight import Limit, interface_speed, interface_to
+from trainer.host.interfaces import address_towards, interface_of
 from trainer.host.kernel import infiniband_ports
 from trainer.host.nvml import Nvml
+
+Limit = tuple[float | None, str]  # bytes per second, or None; and what it is of, or why it isn't known
 
 # Gigatransfers per second of a lane, and the share of its bits that is data (8b/10b until generation 2,
 # 128b/130b until 5, and frames without a line code in 6), by generation: PCI Express Base Specification.
@@ -94,3 +96,31 @@ def _pcie(nvml: Nvml, handle: Any) -> Limit:
         return None, "unknown, because there is no active NVLink and NVML doesn't tell the PCIe link"
     rate, share = _PCIE[generation]
     return rate * share * width * 1e9 / 8, f"PCIe {generation}.0 x{width}"
+
+
+def interface_speed(name: str, root: Path = Path("/")) -> Limit:
+    """What the kernel says of an interface; see /sys/class/net/<iface>/speed in its ABI documentation."""
+    if name == "lo":
+        return None, "loopback: no link, memory is the limit"
+    try:
+        megabits = int((root / "sys/class/net" / name / "speed").read_text())
+    except (OSError, ValueError):
+        return None, f"unknown, because {name} doesn't tell its speed (/sys/class/net/{name}/speed)"
+    if megabits <= 0:
+        return None, f"unknown, because {name} says {megabits} of its speed, as virtual ones do"
+    return megabits * 1e6 / 8, f"{name} {megabits / 1e3:g} Gbit/s"
+
+
+def interface_to(master: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The interface that carries traffic to a host, and if none is found, why."""
+    wanted = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if wanted:
+        return wanted, ""
+    address = address_towards(master)
+    if not address:
+        return "", f"there is no route to {master}"
+    if name := interface_of(address):
+        return name, ""
+    if address.startswith("127.") or address == "::1":
+        return "lo", ""
+    return "", f"no interface has the address {address}"

@@ -14,9 +14,8 @@ from hypothesis import given, strategies as st
 from benchmarks.__main__ import main
 from benchmarks.comm import all_reduces, as_json, as_text, least_limit
 from benchmarks.comm_fit import SIZES, CommResult, Timed, bus_factor, fitted, parsed_sizes
-from benchmarks.link_limit import host_limit, local_limit
+from benchmarks.link_limit import host_limit, interface_speed, interface_to, local_limit
 from tests.helpers.world import Ranks
-from trainer.commands.bench.preflight import interface_speed, interface_to
 from trainer.config.sizes import MIB
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conda_lock import read_toml
 from wheels import canonical, read_lock
 
 from trainer.version import __version__
@@ -218,3 +219,12 @@ def test_paths_that_contributing_names_are_there() -> None:
     )
     assert len(named) > 15
     assert [name for name in named if not re.search(r"NAME|ROOM", name) and not (ROOT / name).exists()] == []
+
+
+def test_every_file_of_the_package_is_in_its_wheel() -> None:
+    package = ROOT / "trainer"
+    patterns = read_toml(ROOT / "pyproject.toml")["tool"]["setuptools"]["package-data"]["trainer"]
+    packed = {path for pattern in patterns for path in package.glob(pattern)}
+    assert package / "train/report/templates/page.html" in packed
+    there = {p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert {path for path in there - packed if path.suffix != ".py"} == set()

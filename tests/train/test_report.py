@@ -494,7 +494,7 @@ def test_the_end_of_a_training_does_not_fail_for_its_report(
         raise KeyError("token=hunter2\nand more")
 
     monkeypatch.setattr(write, "_QUICK", 1 << 30)
-    monkeypatch.setattr(write, "page", broken)
+    monkeypatch.setattr(page_of, "page", broken)
     leave_report(folder)
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "hunter2" not in told
@@ -570,7 +570,7 @@ def _contrast(one: str, other: str) -> float:
 
 
 def _palettes() -> list[dict[str, str]]:
-    style = (Path(page_of.__file__).parent / "style.css").read_text()
+    style = (Path(page_of.__file__).parent / "templates/style.css").read_text()
     found = [
         dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6});", part)) for part in style.split("@media", 2)[:2]
     ]

@@ -1,7 +1,6 @@
 """One TCP connection between two hosts: is it there, how long does it take, and how much does it carry."""
 
 import contextlib
-import select
 import socket
 import statistics
 import struct
@@ -10,13 +9,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 STREAM_SECONDS = 0.4
-_PINGS, _PING_SECONDS = 40, 0.3
-_PING, _LAST = b"one more", b"the last"
+_PINGS = 10
+_PING = b"one more"
 _CHUNK = 1 << 20
 _HELLO = struct.Struct("!8sii")  # what it is, round, rank
 _WHAT = b"trainer1"
 _HELLO_SECONDS = 0.5
-_BACKLOG = 64
 
 
 class Link(NamedTuple):
@@ -36,27 +34,22 @@ class Link(NamedTuple):
 def listening(address: str) -> socket.socket:
     """A socket at which others can reach this address, on a port that the system chooses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    server.bind((address, 0))
-    server.listen(_BACKLOG)
-    return server
+    return socket.create_server((address, 0), family=family, backlog=64)
 
 
 def answer_peer(server: socket.socket, number: int, caller: int, seconds: float) -> Link:
     """Waits for the rank `caller` in round `number`, and measures with it; the other end does `call_peer`."""
     until = time.monotonic() + seconds
-    while True:
-        left = until - time.monotonic()
-        if left <= 0 or not select.select([server], [], [], left)[0]:
-            return Link(why="no answer")
-        connection, _ = server.accept()
+    while (left := until - time.monotonic()) > 0:
+        server.settimeout(left)
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            break
         with connection:
-            if not _is_caller(connection, number, caller):
-                continue
-            try:
+            if _is_caller(connection, number, caller):
                 return _measured(connection, seconds, first=False)
-            except OSError as error:
-                return Link(why=_words(error))
+    return Link(why="no answer")
 
 
 def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
@@ -69,14 +62,7 @@ def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
 
 
 def call_peer(where: tuple[str, int], number: int, rank: int, seconds: float) -> Link:
-    """Connects to the other end, which does `answer_peer`, and measures with it.
-
-    Args:
-        where: Address and port there.
-        number: Of the round, the same there.
-        rank: Of this rank.
-        seconds: How long to wait for an answer.
-    """
+    """Connects as `rank` to the other end, which does `answer_peer` in this round, and measures with it."""
     try:
         with socket.create_connection(where, timeout=seconds) as connection:
             connection.sendall(_HELLO.pack(_WHAT, number, rank))
@@ -87,11 +73,11 @@ def call_peer(where: tuple[str, int], number: int, rank: int, seconds: float) ->
 
 def _measured(connection: socket.socket, seconds: float, first: bool) -> Link:
     """Round trips, then a stream in each direction: first from the end that has called."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.settimeout(seconds)
-    trip = _round_trips(connection) if first else _answered(connection)
-    received = None
+    trip = received = None
     try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(seconds)
+        trip = _round_trip(connection, first)
         if first:
             _stream(connection, seconds)
         received = _drained(connection, seconds)
@@ -102,56 +88,39 @@ def _measured(connection: socket.socket, seconds: float, first: bool) -> Link:
     return Link(trip, received)
 
 
-def _round_trips(connection: socket.socket) -> float:
-    """The median of some; the last one says that it is."""
+def _round_trip(connection: socket.socket, first: bool) -> float:
     trips = list[float]()
-    until = time.monotonic() + _PING_SECONDS
-    last = False
-    while not last:
-        last = len(trips) + 1 >= _PINGS or (len(trips) >= 2 and time.monotonic() > until)
+    for _ in range(_PINGS):
         began = time.perf_counter()
-        connection.sendall(_LAST if last else _PING)
+        if first:
+            connection.sendall(_PING)
         _exactly(connection, len(_PING))
+        if not first:
+            connection.sendall(_PING)
         trips.append(time.perf_counter() - began)
     return statistics.median(trips)
-
-
-def _answered(connection: socket.socket) -> float:
-    """The other end of them; how long it took for one on the average."""
-    began, count, message = time.perf_counter(), 0, _PING
-    while message != _LAST:
-        message = _exactly(connection, len(_PING))
-        connection.sendall(message)
-        count += 1
-    return (time.perf_counter() - began) / count
 
 
 def _stream(connection: socket.socket, seconds: float) -> None:
     """Sends for a while, then says that this was all; a link that takes nothing more has had enough."""
     connection.settimeout(seconds)
-    chunk = memoryview(bytes(_CHUNK))
-    until = time.monotonic() + STREAM_SECONDS
-    sent = 0
-    try:
+    chunk = bytes(_CHUNK)
+    until, sent = time.monotonic() + STREAM_SECONDS, 0
+    with contextlib.suppress(TimeoutError):
         while sent < 2 or time.monotonic() < until:
             connection.send(chunk)
             sent += 1
-    except TimeoutError:
-        pass
     connection.shutdown(socket.SHUT_WR)
 
 
 def _drained(connection: socket.socket, seconds: float) -> float | None:
     """Bytes per second of a stream, as far as it came."""
-    buffer = bytearray(_CHUNK)
-    until = time.monotonic() + seconds + STREAM_SECONDS
-    marks = list[tuple[float, int]]()
-    total = 0
+    buffer, total = bytearray(_CHUNK), 0
+    until, marks = time.monotonic() + seconds + STREAM_SECONDS, list[tuple[float, int]]()
     with contextlib.suppress(OSError):
         while (left := until - time.monotonic()) > 0:
             connection.settimeout(left)
-            count = connection.recv_into(buffer)
-            if not count:
+            if not (count := connection.recv_into(buffer)):
                 break
             total += count
             marks.append((time.perf_counter(), total))
@@ -159,19 +128,14 @@ def _drained(connection: socket.socket, seconds: float) -> float | None:
 
 
 def rate(marks: Sequence[tuple[float, int]]) -> float | None:
-    """Bytes per second after the first quarter of a stream's time.
-
-    Args:
-        marks: When so many bytes in all had come: seconds and bytes, in order.
-    """
+    """Bytes per second after the first quarter of a stream's time, by when so many bytes in all had come."""
     if len(marks) < 2:
         return None
-    quarter = marks[0][0] + (marks[-1][0] - marks[0][0]) / 4
-    begin = next(mark for mark in marks if mark[0] >= quarter)
-    if marks[-1][0] <= begin[0]:
-        begin = marks[0]
-    span = marks[-1][0] - begin[0]
-    return (marks[-1][1] - begin[1]) / span if span > 0 else None
+    (began, _), (end, total) = marks[0], marks[-1]
+    since, before = next(mark for mark in marks if mark[0] >= began + (end - began) / 4)
+    if since >= end:
+        since, before = marks[0]
+    return (total - before) / (end - since) if end > since else None
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -1,15 +1,12 @@
 """Which link between the hosts is slow or dead, before a job hangs in it: `trainer bench links`.
 
-Every pair of hosts is tried over a TCP connection of its own. Not with an
-all-reduce, and not with gloo or NCCL: both connect every rank with every other while they start, so that one
-dead link makes all of them wait and none of them knows for whom. Addresses are exchanged at the store where
-ranks meet (MASTER_ADDR, MASTER_PORT), and only that has to be reached. What is measured is what one TCP
-stream of Python carries, at most some tens of Gbit/s: it tells links apart, and not what the fastest of
-them could do.
+Every pair of hosts is tried over a TCP connection of its own, as gloo and NCCL connect every rank with every
+other while they start: one dead link makes all of them wait, and none says for whom. Only the store where
+ranks meet (MASTER_ADDR, MASTER_PORT) has to be reached. One TCP stream of Python carries at most some tens of
+Gbit/s: it tells links apart, not what the fastest of them could do.
 
 Pairs are taken in the rounds of a tournament, in which each host has one partner: 8 hosts need 7 rounds of
-about a second. A round ends when all its pairs have, or their time is over. Links that seem slow are tried
-twice more, and their best counts.
+about a second. Links that seem slow are tried twice more, and their best counts.
 """
 
 import argparse
@@ -17,25 +14,16 @@ import json
 import os
 import platform
 import socket
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.commands.bench.links import STREAM_SECONDS, Link, answer_peer, call_peer, listening
-from trainer.commands.bench.preflight_verdict import (
-    Host,
-    Pair,
-    better,
-    faults,
-    pair_of_ends,
-    rounds_of,
-    show_links,
-)
-from trainer.errors import EXIT_NOT_MEASURED, BadInputError
-from trainer.host.interfaces import addresses, interface_of
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
+from trainer.host.interfaces import address_towards, addresses, interface_of
 from trainer.host.names import from_files_alone
 from trainer.launch.nodes.discover import find_nodes, is_rank, rank_variables
 
@@ -43,7 +31,8 @@ _SPARE_SECONDS = 2.0  # for what is neither a message nor waiting for one
 _LOOK_SECONDS = 0.02
 _MOST_TRIES = 3
 _COME_SECONDS = 30.0  # that hosts need to start the command and import torch
-Limit = tuple[float | None, str]  # bytes per second, or None; and what it is of, or why it isn't known
+_SLOW = 0.5  # of what links usually carry here
+_LATE, _LATE_SECONDS = 3.0, 3e-4  # times the usual round trip, and by so much: less may be a host's scheduler
 
 
 class RankPlace(NamedTuple):
@@ -54,6 +43,40 @@ class RankPlace(NamedTuple):
     master: str
     port: int
     holds_store: bool
+
+
+class Host(NamedTuple):
+    """A host, by the rank that stands for it, and where it is reached; its interface may be empty."""
+
+    rank: int
+    name: str
+    address: str
+    port: int = 0
+    interface: str = ""
+
+
+class Pair(NamedTuple):
+    """A link of two ranks.
+
+    Attributes:
+        seconds: Median round trip; None if the link is dead.
+        forth: Bytes per second from one to the other; None if unknown.
+        back: The same from the other to one.
+        why: Of a dead link, what happened.
+    """
+
+    one: int
+    other: int
+    seconds: float | None
+    forth: float | None
+    back: float | None
+    why: str = ""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of the slower direction; 0 for a dead link."""
+        known = [rate for rate in (self.forth, self.back) if rate is not None]
+        return min(known) if known and self.seconds is not None else 0.0
 
 
 def bench_links(options: argparse.Namespace) -> int:
@@ -80,19 +103,15 @@ def bench_links(options: argparse.Namespace) -> int:
             print("nothing measured: one host has no links; on each: --nnodes, --node-rank, --master-addr")
             return EXIT_NOT_MEASURED
         place = RankPlace(nodes.number, nodes.most, nodes.host, nodes.port, nodes.number == 0)
-    return show_links(preflight(place, options.seconds), options.seconds, options.json, place.rank == 0)
+    return _show(preflight(place, options.seconds), options.seconds, options.json, place.rank == 0)
 
 
 def _place_of_rank(environ: Mapping[str, str]) -> RankPlace:
     """That of a rank that torchrun or a Slurm hook started."""
     rank = int(environ["RANK"])
-    return RankPlace(
-        rank,
-        int(environ["WORLD_SIZE"]),
-        environ.get("MASTER_ADDR", "127.0.0.1"),
-        int(environ.get("MASTER_PORT", "29500")),
-        rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-    )
+    master, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
+    holds_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return RankPlace(rank, int(environ["WORLD_SIZE"]), master, port, holds_store)
 
 
 def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> dict[str, Any]:
@@ -104,47 +123,47 @@ def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> di
         come_seconds: How long ranks wait for each other at the start; 0: half a minute, or four times that.
 
     Returns:
-        `hosts` and `pairs` for `preflight_verdict.verdict_lines`, the same on every rank; on a rank
-        that could not meet the others `alone`, which says so.
+        What `verdict_lines` takes, the same on every rank; on a rank that could not meet the others `alone`,
+        which says so.
     """
     if place.size == 1:
         return {"hosts": [], "pairs": [], "missing": []}
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
     come = come_seconds or max(_COME_SECONDS, 4 * seconds)
     who, where = f"rank {place.rank} on {platform.node()}", f"{place.master}:{place.port}"
     try:
-        store = _store(place, come)
+        with from_files_alone(place.master):
+            wait = timedelta(seconds=come)
+            store = TCPStore(place.master, place.port, None, place.holds_store, wait, wait_for_workers=False)
     except RuntimeError as error:
         if place.holds_store:
             return {"alone": f"{who} can't listen at {where}: {str(error).splitlines()[0][:200]}"}
         return {"alone": f"{who} got no answer from the store at {where} within {come:g} s"}
     try:
-        return {**_tried(store, place, seconds, come), "come": come}
+        return {**_tried(PrefixStore("preflight", store), place, seconds, come), "come": come}
     except RuntimeError:
         return {"alone": f"{who} lost the store at {where}"}
 
 
-def _store(place: RankPlace, seconds: float) -> Any:
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    wait = timedelta(seconds=seconds)
-    with from_files_alone(place.master):
-        store = TCPStore(place.master, place.port, None, place.holds_store, wait, wait_for_workers=False)
-    return PrefixStore("preflight", store)
-
-
 def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[str, Any]:
-    interface, _ = interface_to(place.master, os.environ)
-    address = next(iter(addresses().get(interface, [])), "") or address_towards(place.master) or "127.0.0.1"
+    named = addresses().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
+    address = next(iter(named), "") or address_towards(place.master) or "127.0.0.1"
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < place.size
     # A host's own name often means 127.0.0.1 to it; others reach it where the store is.
     with listening("" if several and address.startswith("127.") else address) as server:
-        speed = interface_speed(interface)[0] if interface else None
-        own = Host(place.rank, platform.node(), address, server.getsockname()[1], interface, speed)
+        port = server.getsockname()[1]
+        own = Host(place.rank, platform.node(), address, port, interface_of(address))
         _tell(store, f"host-{place.rank}", own)
         present = _present(store, place, come)
         hosts = _one_of_each(present)
         found = _all_links(store, server, own, hosts, seconds)
-        _leave(store, place, present, seconds)
+        _tell(store, f"done-{place.rank}", True)
+        if place.holds_store:  # it goes last
+            until = time.monotonic() + seconds
+            for host in present:
+                _told(store, f"done-{host.rank}", until)
+            time.sleep(0.2)  # for the answers that are on their way
     missing = sorted(set(range(place.size)) - {host.rank for host in present})
     return {"hosts": hosts, "pairs": found, "missing": missing}
 
@@ -158,7 +177,7 @@ def _all_links(
     """
     found, gone, number = dict[tuple[int, int], Pair](), set[int](), 0
     tries: Counter[tuple[int, int]] = Counter()
-    wanted = [(one.rank, other.rank) for pairs in rounds_of(hosts) for one, other in pairs]
+    wanted = {(one.rank, other.rank) for pairs in rounds_of(hosts) for one, other in pairs}
     while wanted:
         for pairs in rounds_of(hosts):
             chosen = [(one, other) for one, other in pairs if (one.rank, other.rank) in wanted]
@@ -171,9 +190,9 @@ def _all_links(
                 found[ends] = better(found[ends], pair) if ends in found else pair
                 tries[ends] += 1
             number += 1
-        odd = faults({host.rank: host for host in hosts}, list(found.values()), seconds)
-        suspects = [(pair.one, pair.other) for pair in odd if pair.seconds is not None]
-        wanted = [ends for ends in suspects if tries[ends] < _MOST_TRIES]
+        odd = faults(list(found.values()), seconds)
+        suspects = {(pair.one, pair.other) for pair in odd if pair.seconds is not None}
+        wanted = {ends for ends in suspects if tries[ends] < _MOST_TRIES}
     return list(found.values())
 
 
@@ -202,6 +221,24 @@ def _round(
     return found
 
 
+def pair_of_ends(one: Host, other: Host, at_one: Link, at_other: Link) -> Pair:
+    """A link by what both ends say of it; it is dead if either got no round trip."""
+    reasons = [link.why or "no answer" for link in (at_other, at_one) if link.seconds is None]
+    if not reasons:
+        return Pair(one.rank, other.rank, at_other.seconds, at_other.received, at_one.received)
+    # An error says more than that nothing came.
+    why = next((reason for reason in reasons if reason != "no answer"), "no answer")
+    return Pair(one.rank, other.rank, None, None, None, why)
+
+
+def better(first: Pair, again: Pair) -> Pair:
+    """A link that was tried twice: what it can do is the better of both."""
+    if first.seconds is None or again.seconds is None:
+        return first if again.seconds is None else again
+    forth, back = (max(a or 0.0, b or 0.0) or None for a, b in zip(first[3:5], again[3:5], strict=True))
+    return first._replace(seconds=min(first.seconds, again.seconds), forth=forth, back=back)
+
+
 def _present(store: Any, place: RankPlace, come: float) -> list[Host]:
     """The ranks that came in time: what rank 0 says, so that all ranks try the same links."""
     if place.rank == 0:
@@ -222,14 +259,15 @@ def _one_of_each(present: Sequence[Host]) -> list[Host]:
     return list(first.values()) if len(first) > 1 else list(present)
 
 
-def _leave(store: Any, place: RankPlace, present: Sequence[Host], seconds: float) -> None:
-    """Rank 0 may hold the store: it goes last."""
-    _tell(store, f"done-{place.rank}", True)
-    if place.holds_store:
-        until = time.monotonic() + seconds
-        for host in present:
-            _told(store, f"done-{host.rank}", until)
-        time.sleep(0.2)  # for the answers that are on their way
+def rounds_of(hosts: Sequence[Host]) -> list[list[tuple[Host, Host]]]:
+    """Every pair once, in rounds in which each has at most one partner: the circle method."""
+    circle: list[Host | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    rounds = []
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        rounds.append([(a, b) if a.rank < b.rank else (b, a) for a, b in pairs if a and b])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
 
 
 def _tell(store: Any, key: str, value: Any) -> None:
@@ -245,45 +283,116 @@ def _told(store: Any, key: str, until: float) -> Any:
     return json.loads(store.get(key))
 
 
-def interface_speed(name: str, root: Path = Path("/")) -> Limit:
-    """What the kernel says of an interface; see /sys/class/net/<iface>/speed in its ABI documentation."""
-    if name == "lo":
-        return None, "loopback: no link, memory is the limit"
-    try:
-        megabits = int((root / "sys/class/net" / name / "speed").read_text())
-    except (OSError, ValueError):
-        return None, f"unknown, because {name} doesn't tell its speed (/sys/class/net/{name}/speed)"
-    if megabits <= 0:
-        return None, f"unknown, because {name} says {megabits} of its speed, as virtual ones do"
-    return megabits * 1e6 / 8, f"{name} {megabits / 1e3:g} Gbit/s"
+def usual(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Bytes per second and round trip of a usual link: of each host its best, and of these the median.
+
+    The median of all links would be that of a slow host's where there are few: of three hosts' three links
+    two are its own.
+    """
+    live = [pair for pair in pairs if pair.seconds is not None]
+    ranks = {rank for pair in live for rank in pair[:2]}
+    if not ranks:
+        return 0.0, 0.0
+    own = [[pair for pair in live if rank in pair[:2]] for rank in ranks]
+    rate = statistics.median(max(pair.bytes_per_s for pair in each) for each in own)
+    return rate, statistics.median(min(pair.seconds or 0.0 for pair in each) for each in own)
 
 
-def interface_to(master: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """The interface that carries traffic to a host, and if none is found, why."""
-    wanted = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if wanted:
-        return wanted, ""
-    address = address_towards(master)
-    if not address:
-        return "", f"there is no route to {master}"
-    if name := interface_of(address):
-        return name, ""
-    if address.startswith("127.") or address == "::1":
-        return "lo", ""
-    return "", f"no interface has the address {address}"
+def faults(pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
+    """The links that aren't as the others are, and what is wrong with each."""
+    rate, trip = usual(pairs)
+    found = {pair: _fault(pair, rate, trip, seconds) for pair in pairs}
+    return {pair: fault for pair, fault in found.items() if fault}
 
 
-def address_towards(host: str) -> str:
-    """This host's address on the route to another; empty if there is none. Nothing is sent."""
-    try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return ""
-    for family, kind, protocol, _, where in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
+def _fault(pair: Pair, rate: float, trip: float, seconds: float) -> str:
+    """What is wrong with a link; empty if nothing is."""
+    if pair.seconds is None:
+        return f"{pair.why} within {seconds:g} s" if pair.why == "no answer" else f"dead: {pair.why}"
+    if not pair.bytes_per_s:
+        return f"no stream came through within {seconds:g} s, though single messages did"
+    if pair.bytes_per_s < _SLOW * rate:
+        return f"{_gigabits(pair.bytes_per_s)} Gbit/s{_direction(pair)}, usual here is {_gigabits(rate)}"
+    if pair.seconds > _LATE * trip and pair.seconds > trip + _LATE_SECONDS:
+        return f"a round trip takes {pair.seconds * 1e3:.3g} ms, usual here is {trip * 1e3:.3g}"
     return ""
+
+
+def _direction(pair: Pair) -> str:
+    """Which way, where the other one is much faster."""
+    if not pair.forth or not pair.back or max(pair.forth, pair.back) * _SLOW < pair.bytes_per_s:
+        return ""
+    ends = (pair.one, pair.other) if pair.forth < pair.back else (pair.other, pair.one)
+    return f" from rank {ends[0]} to rank {ends[1]}"
+
+
+def _gigabits(rate: float) -> str:
+    return f"{rate * 8 / 1e9:.3g}"
+
+
+def verdict_lines(told: Mapping[str, Any], seconds: float) -> list[str]:
+    """One line for each link, or host, that isn't as the others are; empty if all is well.
+
+    Args:
+        told: What `preflight` returned: `hosts`, `pairs`, `missing`, `come`.
+        seconds: That a dead link was waited for.
+    """
+    hosts = {host.rank: host for host in (Host(*card) for card in told["hosts"])}
+    pairs, lines = [Pair(*pair) for pair in told["pairs"]], list[str]()
+    if missing := told["missing"]:
+        lines.append(
+            f"trainer: rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come within "
+            f"{told['come']:g} s: check whether its host is up, its command was started, and it can reach "
+            "the master's port"
+        )
+    bad = faults(pairs, seconds)
+    # If no link is good, no host can be singled out.
+    ends = [rank for rank in hosts if len(hosts) > 2 and len(bad) < len(pairs)]
+    ends = [rank for rank in ends if all(pair in bad for pair in pairs if rank in pair[:2])]
+    for rank in ends:
+        own = [fault for pair, fault in bad.items() if rank in pair[:2]]
+        who, hint = _name(hosts[rank], hosts), _check(hosts[rank])
+        lines.append(f"trainer: {who}: all its {len(own)} links, such as {own[0]}{hint}")
+    for pair, fault in bad.items():
+        if pair.one not in ends and pair.other not in ends:
+            one, other = hosts[pair.one], hosts[pair.other]
+            between = f"{_name(one, hosts)} - {_name(other, hosts)}"
+            lines.append(f"trainer: link {between}: {fault}{_check(one, other)}")
+    return lines
+
+
+def _name(host: Host, hosts: Mapping[int, Host]) -> str:
+    """A host's name, or its address where several have the same name."""
+    several = len({other.address for other in hosts.values() if other.name == host.name}) > 1
+    return f"{host.address if several else host.name} (rank {host.rank})"
+
+
+def _check(*ends: Host) -> str:
+    interfaces = dict.fromkeys(host.interface for host in ends if host.interface not in ("", "lo"))
+    asked = ", ".join(f"ethtool {interface}" for interface in interfaces)
+    return f": check cable, switch port, firewall, NIC speed ({asked})" if asked else ""
+
+
+def _show(told: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
+    """Prints what was found, if this process is the one that does, and judges."""
+    if "alone" in told:  # of a rank that nobody else can speak for
+        print(
+            f"trainer: {told['alone']}: check whether the master is up, its name, its port, and the network"
+        )
+        return EXIT_FAILED
+    hosts, pairs = [Host(*host) for host in told["hosts"]], [Pair(*pair) for pair in told["pairs"]]
+    lines = verdict_lines(told, seconds)
+    if shown and as_json:
+        found = {"hosts": [host._asdict() for host in hosts], "links": [pair._asdict() for pair in pairs]}
+        print(json.dumps({**found, "missing": told["missing"], "verdict": lines}, indent=2))
+    elif shown:
+        rate, trip = usual(pairs)
+        measured = f"; usual is {_gigabits(rate)} Gbit/s, a round trip {trip * 1e3:.3g} ms" * bool(rate)
+        judged = "" if lines or not pairs else ": none is slow or dead"
+        several = len({(host.name, host.address) for host in hosts}) > 1
+        ends = f"{len(hosts)} hosts" if several else f"{len(hosts)} ranks of {platform.node()}"
+        print(*lines, sep="\n", end="\n" * bool(lines))
+        print(f"{len(pairs)} link{'s' * (len(pairs) != 1)} between {ends} tried{judged}{measured}")
+    if lines:
+        return EXIT_FAILED
+    return EXIT_DONE if pairs else EXIT_NOT_MEASURED

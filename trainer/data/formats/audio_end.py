@@ -1,6 +1,5 @@
 """Where the samples of a wav or flac file end, and what lies behind them."""
 
-import mmap
 import re
 from typing import Literal, NamedTuple
 
@@ -19,8 +18,10 @@ _UNKNOWN_LONG = (0, (1 << 63) - 1, (1 << 64) - 1)
 _CHUNK_NAME = re.compile(rb"(?!RIFF|RIFX|RF64|BW64|data|fLaC|OggS|FORM)\w[\w ]{3}", re.ASCII)
 _BLOCK = 1 << 20
 _HEAD = 4096  # bytes that tell what it is
-_SYNC = re.compile(rb"\xff[\xf8\xf9]", re.DOTALL)
-_FRAME_HEADER, _LARGEST_FRAME = 16, 1 << 20
+# The beginning of a flac, wav or ogg file.
+_RECORDING = re.compile(
+    rb"fLaC[\x00\x80]\x00\x00\x22|(?:RIFF|RIFX|RF64|BW64).{4}WAVE|OggS\x00\x02\x00{8}", re.DOTALL
+)
 
 
 class Span(NamedTuple):
@@ -60,7 +61,8 @@ def samples_of_wav(file: int, size: int) -> Span | None:
 def behind(file: int, size: int) -> str:
     """What lies behind the end of a recording, such as "9 bytes at byte 244: …"; "" for what belongs there.
 
-    Tags, zeros and whole chunks of a wav file belong there; a second recording doesn't.
+    Tags, zeros and whole chunks of a wav file belong there; a second recording doesn't. Behind a flac file
+    nothing else is found.
     """
     begin = _past_tags(file, 0, size)
     if read_at(file, begin, 4) == b"fLaC":
@@ -115,85 +117,14 @@ def _past_tags(file: int, position: int, size: int) -> int:
 
 
 def _end_of_flac(file: int, begin: int, size: int) -> int:
-    """The place behind the last frame of a flac file, `size` where none can be found.
+    """Where a second recording begins behind the blocks of a flac file's header; `size` if none does.
 
-    Nothing in the file says where it lies. Its header says which samples it holds, and its bytes have a
-    checksum of zero with the two at their end.
+    Nothing in the file says where its last frame ends: what is no recording may be a part of it.
     """
-    info = read_at(file, begin + 8, 18)
-    nominal, largest = int.from_bytes(info[:2], "big"), int.from_bytes(info[7:10], "big")
-    total = int.from_bytes(info[13:18], "big") & ((1 << 36) - 1)
-    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
-        for found in _SYNC.finditer(data, begin):
-            at = found.start()
-            if total and _frame_end(data[at : at + _FRAME_HEADER], nominal) == total:
-                break
-        else:
-            return size
-        frame = data[at : at + (largest or _LARGEST_FRAME)]
-    ends = [at + length for length in _whole(frame)]
-    # By chance one of 65,536 shorter ones has that checksum, too.
-    known = (end for end in ends if (rest := _past_tags(file, end, size)) >= size or _begins(file, rest))
-    return next(known, ends[0] if ends else size)
-
-
-def _begins(file: int, position: int) -> bool:
-    return read_at(file, position, 4) in (b"fLaC", b"OggS", *_ORDERS)
-
-
-def _frame_end(header: bytes, nominal: int) -> int:
-    """The number of the sample behind a frame; -1 if this is no header of one."""
-    if len(header) < _FRAME_HEADER:
-        header += bytes(_FRAME_HEADER)
-    code, ones = header[2] >> 4, f"{header[4]:08b}".index("0") if header[4] < 0xFF else 8
-    if ones in (1, 8):
-        return -1
-    number = header[4] & (0x7F >> ones)
-    after = 4 + max(1, ones)
-    for digit in header[5:after]:
-        number = number << 6 | digit & 0x3F
-    extra = {6: 1, 7: 2}.get(code, 0)
-    told = int.from_bytes(header[after : after + extra], "big") + 1
-    after += extra + {12: 1, 13: 2, 14: 2}.get(header[2] & 15, 0)
-    if _checksum(header[:after], 0x107) != header[after]:
-        return -1
-    if code < 2:
-        block = 192
-    elif code < 6:
-        block = 576 << (code - 2)
-    else:
-        block = told if extra else 256 << (code - 8)
-    # The number of a frame, or, where their lengths vary, of its first sample.
-    return (number if header[1] & 1 else number * nominal) + block
-
-
-def _checksum(data: bytes, polynomial: int) -> int:
-    value = 0
-    for byte in data:
-        value = _TABLES[polynomial][value ^ byte]
-    return value
-
-
-def _whole(frame: bytes) -> list[int]:
-    """Lengths of a beginning of some bytes whose checksum of 16 bits is zero."""
-    value, found, table = 0, list[int](), _TABLES[0x18005]
-    for length, byte in enumerate(frame, 1):
-        value = (value << 8 & 0xFFFF) ^ table[value >> 8 ^ byte]
-        if not value and length > 8:
-            found.append(length)
-    return found
-
-
-def _table(polynomial: int) -> list[int]:
-    bits = polynomial.bit_length() - 1
-    values = []
-    for byte in range(256):
-        value = byte << (bits - 8)
-        for _ in range(8):
-            value <<= 1
-            value ^= polynomial * (value >> bits)
-        values.append(value)
-    return values
-
-
-_TABLES = {polynomial: _table(polynomial) for polynomial in (0x107, 0x18005)}
+    position, last = begin + 4, False
+    while not last and len(header := read_at(file, position, 4)) == 4:
+        last, position = header[0] >= 0x80, position + 4 + int.from_bytes(header[1:], "big")
+    for at in range(position, size, _BLOCK):
+        if found := _RECORDING.search(read_at(file, at, _BLOCK + 16)):
+            return at + found.start()
+    return size

@@ -7,6 +7,8 @@ an SVG within it whose viewBox is stretched to the plot, with strokes that aren'
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from markupsafe import Markup
+
 from trainer.observe.charts.axis import Axis, Kind, make_axis, step_axis
 from trainer.observe.charts.thin import Cell, Point, thinned
 from trainer.observe.text import count, escaped, number, scaled, share, size
@@ -76,7 +78,7 @@ def line_chart(
     may_log: bool = False,
     marks: Sequence[Mark] = (),
     keyed: bool = True,
-) -> str:
+) -> Markup:
     """A figure with curves over the steps of a run; nothing if there is nothing to draw.
 
     Args:
@@ -92,7 +94,7 @@ def line_chart(
     """
     lines = [one for one in lines if one.drawn]
     if not any(one.look >= 0 for one in lines):
-        return ""
+        return Markup()
     cells = [cell for one in lines for _, cell in one.drawn]
     low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
     # A curve of one point tells no range: the axis begins at 0, as a bar's would.
@@ -126,10 +128,10 @@ def _told(one: Line, kind: Kind, unit: str) -> str:
     )
 
 
-def figure_of(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> str:
+def figure_of(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> Markup:
     """A plot with its title, a note, a key (HTML), and what to tell those who don't see it."""
     noted, wide_ = f"<span>{note}</span>" * bool(note), ' class="wide"' * wide
-    return (
+    return Markup(
         f"<figure{wide_}><figcaption><b>{escaped(title)}</b>{noted}{key}</figcaption>"
         f'<svg class="plot" height="{HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
         f"{''.join(parts)}</svg></figure>"

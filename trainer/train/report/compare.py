@@ -4,16 +4,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from trainer.observe.charts.axis import Kind as Scale
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import thinned
-from trainer.observe.text import DASH, escaped, plain
+from trainer.observe.text import DASH, plain
 from trainer.train.differences import flat
 from trainer.train.report.figures import Figure, joined, kinds, last_step, metrics, scale_of, status, totals
-from trainer.train.report.parts import grid, section, sortable, table
+from trainer.train.report.parts import hash_of, html
 from trainer.train.report.phases import PHASES, phase_bar
 from trainer.train.report.read import RecordedRun
-from trainer.train.report.record import gpus_of, hash_of, verdict
+from trainer.train.report.record import gpus_of, verdict
 from trainer.train.report.sections import title_of
 
 _POINTS = 1600  # of a chart, over all runs
@@ -43,7 +45,7 @@ def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     return [f"{n}: {name}" if names.count(name) > 1 else name for n, name in enumerate(names, 1)]
 
 
-def key_figures(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+def key_figures(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """A table with a row for each run, sorted by the column that is chosen; the best of a column is bold."""
     heads, columns, orders = ["Status"], [[status(run)[0] for run in runs]], list[list[int]]()
     orders.append(_order([float(text != columns[0][0]) for text in columns[0]]))
@@ -55,12 +57,9 @@ def key_figures(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
             columns.append([_cell(figure, best) for figure in figures])
             sign = -1 if kind.better > 0 else 1
             orders.append(_order([math.inf if one is None else sign * one.value for one in figures]))
-    said = [f'<span class="long">{verdict(run)[0]}</span>' for run in runs]
-    return section(
-        "Key figures",
-        sortable(["Run", *heads, "Verdict"], zip(_heads(names), *columns, said, strict=True), orders),
-        "The best of a column is bold. Choose a column to sort the runs by it, the best first.",
-    )
+    said = [Markup('<span class="long">{}</span>').format(verdict(run)[0]) for run in runs]
+    rows = list(zip(_heads(names), *columns, said, strict=True))
+    return html("sections.key_figures", ["Run", *heads, "Verdict"], rows, orders)
 
 
 def _order(values: Sequence[float]) -> list[int]:
@@ -69,15 +68,13 @@ def _order(values: Sequence[float]) -> list[int]:
     return [places.index(n) for n in range(len(values))]
 
 
-def _heads(names: Sequence[str]) -> list[str]:
-    return [
-        f'<i class="c{n % 7}{" dashed" * (n >= 7)}"></i>{escaped(name, 60)}' for n, name in enumerate(names)
-    ]
+def _heads(names: Sequence[str]) -> list[Markup]:
+    return [html("parts.colored", name, n) for n, name in enumerate(names)]
 
 
 def _heading(name: str, figures: Sequence[Figure | None]) -> str:
     units = {figure.note for figure in figures if figure and figure.note.endswith("/s")}
-    return escaped(name.capitalize() if name.islower() else name, 60) + "".join(f", {unit}" for unit in units)
+    return plain(name.capitalize() if name.islower() else name, 60) + "".join(f", {unit}" for unit in units)
 
 
 def _best(figures: Sequence[Figure | None], better: int) -> str | None:
@@ -88,14 +85,15 @@ def _best(figures: Sequence[Figure | None], better: int) -> str | None:
     return (max if better > 0 else min)(found, key=lambda figure: figure.value).text
 
 
-def _cell(figure: Figure | None, best: str | None) -> str:
+def _cell(figure: Figure | None, best: str | None) -> Markup | str:
     if figure is None:
         return DASH
-    text = f"<b>{figure.text}</b>" if figure.text == best else figure.text
-    return text if figure.note.endswith("/s") or not figure.note else f"{text}<small>{figure.note}</small>"
+    text = Markup("<b>{}</b>" if figure.text == best else "{}").format(figure.text)
+    noted = figure.note and not figure.note.endswith("/s")
+    return text + Markup("<small>{}</small>").format(figure.note) if noted else text
 
 
-def differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+def differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """Keys of the configuration and facts of the manifest that aren't the same in all."""
     facts = [_facts(run.manifest) for run in runs]
     keys = list(dict.fromkeys(key for one in facts for key in one))
@@ -103,17 +101,9 @@ def differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     for key in keys:
         values = [plain(one.get(key), 80) if key not in _HASHES else one.get(key) for one in facts]
         if any(value != values[0] for value in values):
-            show = hash_of if key in _HASHES else escaped
-            rows.append([f"<code>{escaped(key, 80)}</code>", *(show(value) for value in values)])
-    if not rows:
-        return section(
-            "Differences", '<p class="prose">Configuration, code and environment are the same.</p>'
-        )
-    return section(
-        "Differences",
-        table(["", *_heads(names)], rows[:_DIFFERENCES]),
-        "What isn&rsquo;t the same of configuration, code and environment.",
-    )
+            shown = [hash_of(value) if key in _HASHES else value for value in values]
+            rows.append([Markup("<code>{}</code>").format(plain(key, 80)), *shown])
+    return html("sections.differences", ["", *_heads(names)], rows[:_DIFFERENCES])
 
 
 def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +118,7 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+def curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """The same figure of all runs in one chart."""
     last = max(last_step(run) for run in runs)
     each = max(40, _POINTS // len(runs))
@@ -138,7 +128,7 @@ def curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     def lines(points: Sequence[Any], figure: str) -> list[Line]:
         return [line(name, own, figure, n) for n, (name, own) in enumerate(zip(names, points, strict=True))]
 
-    charts = list[str]()
+    charts = list[Markup]()
     for title, figure, kind, unit, zero in _CHARTS:
         may_log = figure in ("loss", "grad_norm")
         charts.append(line_chart(title, lines(train, figure), last, kind, unit, zero, may_log, keyed=False))
@@ -155,21 +145,12 @@ def curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
                 charts.append(
                     line_chart(title_of(name), lines(evaluation, name), last, scale, label, keyed=False)
                 )
-    return section("Curves", _key(names) + grid(*charts))
+    return html("sections.curves", _heads(names), charts)
 
 
-def _key(names: Sequence[str]) -> str:
-    return f'<ul class="key runs">{"".join(f"<li>{head}</li>" for head in _heads(names))}</ul>'
-
-
-def time(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+def time(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """Where the wall time of each went."""
-    timed = [totals(run) for run in runs]
-    bars = "".join(
-        f'<div class="run"><span>{escaped(name, 60)}</span>{phase_bar(parts, name, labeled=False)}</div>'
-        for name, parts in zip(names, timed, strict=True)
-        if parts
-    )
-    used = [phase for phase in PHASES if any(phase in dict(parts) for parts in timed)]
-    key = "".join(f'<li><i class="p-{phase}"></i>{phase}</li>' for phase in used)
-    return section("Time", f'<ul class="key">{key}</ul>{bars}' if bars else "", "Shares of the wall time.")
+    timed = {name: parts for name, run in zip(names, runs, strict=True) if (parts := totals(run))}
+    bars = [(name, phase_bar(parts, name, labeled=False)) for name, parts in timed.items()]
+    used = [phase for phase in PHASES if any(phase in dict(parts) for parts in timed.values())]
+    return html("sections.times", bars, used)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from trainer.observe.charts.axis import Kind as Scale
 from trainer.observe.charts.thin import Cell, Point
-from trainer.observe.text import count, duration, escaped, number, scaled, share, size
+from trainer.observe.text import count, duration, number, plain, scaled, share, size
 from trainer.train.report.phases import PHASES
 from trainer.train.report.read import RecordedRun
 
@@ -21,8 +21,8 @@ class Figure(NamedTuple):
 
     Attributes:
         value: To compare.
-        text: As HTML.
-        note: What to say below it, as HTML.
+        text: As people read it.
+        note: What to say below it.
     """
 
     value: float
@@ -262,7 +262,5 @@ def kinds(runs: Sequence[RecordedRun]) -> list[Kind]:
 
 
 def status(run: RecordedRun) -> tuple[str, str]:
-    """How the run stands, as HTML, and why."""
-    return escaped(run.manifest.get("status") or "unknown", 40), escaped(
-        run.manifest.get("reason") or "", 600
-    )
+    """How the run stands, and why."""
+    return plain(run.manifest.get("status") or "unknown", 40), plain(run.manifest.get("reason") or "", 600)

@@ -2,32 +2,33 @@
 
 import time
 from collections.abc import Sequence
-from importlib.resources import files
 
-from trainer.observe.text import count, escaped
+from markupsafe import Markup
+
+from trainer.observe.text import count, plain
 from trainer.train.report import compare, record, sections
 from trainer.train.report.figures import status
+from trainer.train.report.parts import html, templates
 from trainer.train.report.read import RecordedRun
 
 # By this a report is known for one: another file is never replaced by it.
 MARK = '<p class="over"><span>trainer report</span>'
-# Whatever were to slip through the escaping: it would not run, and nothing would be fetched.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_HATCH = (
-    '<svg class="defs" width="0" height="0" aria-hidden="true"><defs>'
-    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<line y2="6"/></pattern></defs></svg>'
-)
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
     """The report of a run, or of several side by side, as HTML."""
-    return _one(runs[0]) if len(runs) == 1 else _several(runs)
+    content = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    return templates.get_template("page.html").render(
+        **content,
+        mark=Markup(MARK),
+        now=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        rows=sum(run.rows for run in runs),
+        unreadable=sum(run.unreadable for run in runs),
+    )
 
 
-def _one(run: RecordedRun) -> str:
-    said, mood = record.verdict(run)
-    name = escaped(run.manifest.get("recipe") or run.name, 80)
+def _one(run: RecordedRun) -> dict[str, object]:
+    name = plain(run.manifest.get("recipe") or run.name, 80)
     parts = [
         record.what(run),
         record.model(run),
@@ -38,16 +39,15 @@ def _one(run: RecordedRun) -> str:
         sections.memory(run),
         sections.machine(run),
         record.findings(run),
-        record.checkpoints(run),
+        html("record.checkpoints", run.checkpoints),
         record.cost(run),
         record.configuration(run),
     ]
-    how, _ = status(run)
-    head = f'<h1>{name}</h1><p class="verdict {mood}">{said}</p>{record.key_figures(run)}'
-    return _shell(f"{name}, {how}", escaped(run.name, 120), head, parts, [run])
+    head = html("record.head", name, *record.verdict(run), record.key_figures(run))
+    return {"title": f"{name}, {status(run)[0]}", "over": plain(run.name, 120), "head": head, "parts": parts}
 
 
-def _several(runs: Sequence[RecordedRun]) -> str:
+def _several(runs: Sequence[RecordedRun]) -> dict[str, object]:
     names = compare.names_of(runs)
     parts = [
         compare.key_figures(runs, names),
@@ -55,25 +55,7 @@ def _several(runs: Sequence[RecordedRun]) -> str:
         compare.curves(runs, names),
         compare.time(runs, names),
     ]
-    recipes = list(dict.fromkeys(escaped(run.manifest.get("recipe") or run.name, 60) for run in runs))
-    head = f"<h1>{count(len(runs))} runs of {', '.join(recipes[:4])}{' …' * (len(recipes) > 4)}</h1>"
-    return _shell(f"{len(runs)} runs", "side by side", head, parts, runs)
-
-
-def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequence[RecordedRun]) -> str:
-    style = files("trainer.train.report").joinpath("style.css").read_text(encoding="utf-8")
-    unreadable = sum(run.unreadable for run in runs)
-    rows = f"{count(sum(run.rows for run in runs))} rows"
-    odd = f"; {count(unreadable)} lines that can&rsquo;t be read were left out" if unreadable else ""
-    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
-        f'<link rel="icon" href="data:,"><title>{title}</title><style>\n{style}</style></head>\n'
-        f"<body>{_HATCH}<main><header>{MARK} {over}</p>{head}</header>\n"
-        f"{chr(10).join(part for part in parts if part)}\n"
-        f"<footer>Written {now} from {rows} of metrics{odd}. Colors after Okabe and Ito, "
-        "for all kinds of color vision.</footer></main></body></html>\n"
-    )
+    recipes = list(dict.fromkeys(plain(run.manifest.get("recipe") or run.name, 60) for run in runs))
+    listed = f"{count(len(runs))} runs of {', '.join(recipes[:4])}{' …' * (len(recipes) > 4)}"
+    head = Markup("<h1>{}</h1>").format(listed)
+    return {"title": f"{len(runs)} runs", "over": "side by side", "head": head, "parts": parts}

@@ -1,82 +1,60 @@
-"""What pages are made of: sections, tables, charts beside each other. All texts here are HTML."""
+"""The templates that pages are made of, and how they show values. They escape all that isn't `Markup`."""
 
-from collections.abc import Iterable, Sequence
+import time
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-def section(title: str, body: str, note: str = "") -> str:
-    """A part of the page; nothing if it is empty. `title`, `body` and `note` are HTML."""
-    if not body:
-        return ""
-    aside = f"<p>{note}</p>" if note else ""
-    return (
-        f'<section id="{name_of(title)}"><div class="side"><h2>{title}</h2>{aside}</div>'
-        f'<div class="body">{body}</div></section>'
-    )
+from trainer.observe.text import DASH, count, duration, plain, share, size
+from trainer.train.report.read import REPLACED
+
+_ITEMS = 20
 
 
-def name_of(title: str) -> str:
-    """What links to a section."""
-    return title.lower().replace(" ", "-")
+def hash_of(value: Any) -> Markup | str:
+    """The start of a hash; all of it for those who hover."""
+    if not isinstance(value, str) or not value:
+        return "unknown"
+    start, _, end = value.rpartition(":")
+    short = f"{start}:" * bool(start) + end.rstrip("+")[:12] + "+" * end.endswith("+")
+    return Markup('<code title="{}">{}</code>').format(plain(value), plain(short, 60))
 
 
-def table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    right: Sequence[int] = (),
-    wide: int | None = None,
-    kind: str = "",
-) -> str:
-    """A table of HTML cells.
-
-    Args:
-        right: Columns of figures.
-        wide: The column of sentences.
-        kind: What the style calls it.
-    """
-
-    def cells(row: Sequence[str], tag: str) -> str:
-        looks: dict[int | None, str] = {wide: ' class="w"', **dict.fromkeys(right, ' class="n"')}
-        kinds = (f"{tag}{looks.get(n, '')}" for n in range(len(row)))
-        return "".join(f"<{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return (
-        f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{cells(head, "th")}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+def moment(value: Any) -> str:
+    """A time of the manifest."""
+    return plain(value, 40).replace("T", " ") if isinstance(value, str) else DASH
 
 
-def sortable(head: Sequence[str], rows: Iterable[Sequence[str]], orders: Sequence[Sequence[int]]) -> str:
-    """A table of figures whose rows are sorted by the column that is chosen, without a script.
-
-    Args:
-        head: The first column is in the order of the rows; the last ones have no order.
-        orders: For each column after the first, the place of each row.
-    """
-    choices = [
-        f'<th><label><input type="radio" name="order" id="by{n}"{" checked" * (n == 0)}>{title}</label></th>'
-        for n, title in enumerate(head[: len(orders) + 1])
-    ]
-    choices += [f"<th>{title}</th>" for title in head[len(orders) + 1 :]]
-    rules = [
-        f"#key-figures:has(#by{n}:checked) tbody tr{{order:var(--by{n})}}" for n in range(1, len(orders) + 1)
-    ]
-    body = []
-    for row, places in zip(rows, zip(*orders, strict=True), strict=True):
-        style = ";".join(f"--by{n}:{place}" for n, place in enumerate(places, 1))
-        first, *others = row
-        cells = "".join(f'<td class="n">{cell}</td>' for cell in others)
-        body.append(f'<tr style="{style}"><td>{first}</td>{cells}</tr>')
-    return (
-        f"<style>{''.join(rules)}</style>"
-        f'<div class="scroll" tabindex="0"><table class="sortable" style="--columns:{len(head)}">'
-        f"<thead><tr>{''.join(choices)}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
+def items(value: Any) -> list[Any]:
+    """What a list of the manifest holds; nothing of what is none."""
+    return value if isinstance(value, list) else []
 
 
-def grid(*figures: str) -> str:
-    """Charts beside each other; nothing if there are none."""
-    shown = [figure for figure in figures if figure]
-    # Two or four stand in two columns, others in three; the first ones are wider, so that each row is full.
-    kind = f"of{len(shown)}" if len(shown) in (1, 2, 4) else f"rest{len(shown) % 3}"
-    return f'<div class="grid {kind}">{"".join(shown)}</div>' if shown else ""
+def pairs(value: Any) -> list[tuple[str, Any]]:
+    """The first keys of a section of the manifest, with their values; nothing of what is none."""
+    return list(value.items())[:_ITEMS] if isinstance(value, dict) else []
+
+
+def _local(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(max(seconds, 0.0), 4e9)))
+
+
+templates = Environment(
+    autoescape=True,
+    loader=PackageLoader("trainer.train.report"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+templates.filters |= {
+    **{"text": plain, "count": count, "size": size, "share": share, "duration": duration, "local": _local},
+    **{"hash": hash_of, "moment": moment, "items": items, "pairs": pairs},
+}
+templates.globals["replaced"] = REPLACED
+
+
+def html(macro: str, *values: object, **named: object) -> Markup:
+    """What a macro gives, by its file and name, such as "parts.section"."""
+    file, _, name = macro.partition(".")
+    return Markup(getattr(templates.get_template(f"{file}.html").module, name)(*values, **named).strip())

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from trainer.observe.charts.axis import make_axis, step_axis
 from trainer.observe.charts.lines import ACROSS, DOWN, STRETCHED, axes, figure_of, percent
 from trainer.observe.charts.thin import Point, thinned
@@ -28,12 +30,12 @@ PHASES = {
 }
 
 
-def phase_chart(points: Sequence[Point], last: int) -> str:
+def phase_chart(points: Sequence[Point], last: int) -> Markup:
     """Shares of the wall by phase, over the steps of a run; nothing if no row has timings."""
     rows = thinned([point for point in points if "time/wall" in point.cells], _BARS)
     rows = [row for row in rows if row.cells["time/wall"].total > 0]
     if not rows:
-        return ""
+        return Markup()
     along = step_axis(last)
     bars, hatched = dict[str, list[str]](), list[str]()
     before = 0
@@ -66,7 +68,7 @@ def phase_chart(points: Sequence[Point], last: int) -> str:
     )
 
 
-def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> str:
+def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> Markup:
     """One bar over all: seconds by phase, in the order of `PHASES`.
 
     Args:
@@ -82,10 +84,13 @@ def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> 
             parts.append(f'<g class="hatched"><rect x="{x}" width="{width}" height="100%"/></g>')
         if labeled and seconds >= 0.1 * every:
             small = " small" * (seconds < 0.3 * every)
-            parts.append(f'<text class="name{small}" x="{x}" y="-7">{phase} {share(seconds / every)}</text>')
+            parts.append(
+                f'<text class="name{small}" x="{x}" y="-7">{phase} {escaped(share(seconds / every))}</text>'
+            )
         left += seconds
-    told = ", ".join(f"{phase} {share(seconds / every)}" for phase, seconds in totals)
-    return (
-        f'<svg class="bar{" labeled" if labeled else ""}" role="img" aria-label="{escaped(what)}: {told}">'
+    said = ", ".join(f"{phase} {share(seconds / every)}" for phase, seconds in totals)
+    told = escaped(f"{what}: {said}", 1000)
+    return Markup(
+        f'<svg class="bar{" labeled" if labeled else ""}" role="img" aria-label="{told}">'
         f"{''.join(parts)}</svg>"
     )

@@ -35,6 +35,7 @@ KNOWN = {
 }
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
 OF_LOSSES = ("loss/", "watched/")  # of a task's own
+REPLACED = "replaced/"  # in a summary, before the name of a data set
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 

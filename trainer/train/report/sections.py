@@ -3,12 +3,14 @@
 from base64 import b64encode
 from collections.abc import Iterable
 
+from markupsafe import Markup
+
 from trainer.host.files import oddity, read_inside
 from trainer.observe.charts.axis import Kind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
-from trainer.observe.text import DASH, count, duration, escaped, share, size
+from trainer.observe.text import DASH, count, size
 from trainer.train.report.figures import joined, last_step, metrics, scale_of, sets, totals
-from trainer.train.report.parts import grid, section, table
+from trainer.train.report.parts import html
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
 from trainer.train.report.read import KNOWN, OF_LOSSES, RecordedRun
 
@@ -91,7 +93,7 @@ def marks_of(run: RecordedRun) -> list[Mark]:
     return marks
 
 
-def charts_of(run: RecordedRun, charts: Iterable[_Chart]) -> list[str]:
+def charts_of(run: RecordedRun, charts: Iterable[_Chart]) -> list[Markup]:
     """Those of the charts for which the run has figures."""
     drawn = []
     for title, kind, unit, curves_ in charts:
@@ -106,11 +108,11 @@ def charts_of(run: RecordedRun, charts: Iterable[_Chart]) -> list[str]:
     return drawn
 
 
-def curves(run: RecordedRun) -> str:
+def curves(run: RecordedRun) -> Markup:
     """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
     last, marks = last_step(run), marks_of(run)
 
-    def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> str:
+    def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> Markup:
         curve = [line(title, run.train, name)]
         return line_chart(title, curve, last, unit=unit, zero=zero, may_log=may_log)
 
@@ -143,18 +145,18 @@ def curves(run: RecordedRun) -> str:
     notes = ["Dashed verticals mark anomalies by their number, and restarts (↻)."] if marks else []
     if any(point.rows > 1 for point in run.train):
         notes.append("Rows are joined here: lines are their means, the pale band is their range.")
-    return section("Curves", grid(*shown), " ".join(notes))
+    return html("sections.charts", "Curves", shown, notes)
 
 
-def of_hooks(run: RecordedRun) -> str:
+def of_hooks(run: RecordedRun) -> Markup:
     """Figures and pictures that hooks returned."""
     last = last_step(run)
-    charts = list[str]()
+    charts = list[Markup]()
     for name in dict.fromkeys(name for point in run.hook for name in point.cells):
         cell = joined(run.hook, name)
         kind, unit = scale_of(name, [cell] if cell else [])
         charts.append(line_chart(title_of(name), [line(name, run.hook, name)], last, kind, unit))
-    left, shown = _PICTURE_BYTES, ""
+    left, pictures = _PICTURE_BYTES, list[tuple[str, int, str]]()
     for name, (step, path) in run.pictures.items():
         try:
             if oddity((run.folder / path).parent, folder=True):
@@ -164,13 +166,8 @@ def of_hooks(run: RecordedRun) -> str:
             continue
         if png.startswith(_PNG):
             left -= len(png)
-            alt, data = escaped(name, 80), b64encode(png).decode()
-            shown += (
-                f"<figure><figcaption><b>{alt}</b><span>step {count(step)}</span></figcaption>"
-                f'<img alt="{alt}" src="data:image/png;base64,{data}"></figure>'
-            )
-    pictures = f'<div class="pictures">{shown}</div>' if shown else ""
-    return section("Hooks", grid(*charts) + pictures, "What hooks returned; of pictures the last ones.")
+            pictures.append((name, step, b64encode(png).decode()))
+    return html("sections.hooks", charts, pictures)
 
 
 def title_of(name: str) -> str:
@@ -178,49 +175,33 @@ def title_of(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def time(run: RecordedRun) -> str:
+def time(run: RecordedRun) -> Markup:
     """Where the wall time went."""
     timed = totals(run)
     if not timed:
-        return ""
+        return Markup()
     wall = sum(seconds for _, seconds in timed)
-    rows = [
-        [f'<i class="p-{phase}"></i>{phase}', share(seconds / wall), duration(seconds), PHASES[phase]]
-        for phase, seconds in timed
-    ]
-    body = (
-        phase_bar(timed, "Wall time by phase", labeled=True)
-        + table(["phase", "share", "time", "what it is"], rows, right=(1, 2), kind="phases")
-        + phase_chart(run.train, last_step(run))
-    )
-    note = f"{duration(wall)} of wall time, each second in one phase."
     collected = joined(run.train, "time/gc")
-    if collected and collected.total:
-        note += f" Garbage collection took {duration(collected.total)} of it, within the phases."
-    return section("Time", body, note)
+    bar = phase_bar(timed, "Wall time by phase", labeled=True)
+    chart = phase_chart(run.train, last_step(run))
+    return html("sections.time", bar, timed, PHASES, chart, wall, collected.total if collected else 0)
 
 
-def throughput(run: RecordedRun) -> str:
+def throughput(run: RecordedRun) -> Markup:
     """Samples, tokens and arithmetic per second."""
-    notes = []
-    if joined(run.train, "flops_per_s"):
-        notes.append(
-            "FLOP/s = FLOPs of a step, counted once by torch&rsquo;s counter, &times; steps per second."
-        )
-    if joined(run.train, "mfu"):
-        notes.append("MFU = FLOP/s &divide; (GPUs &times; peak FLOP/s of one at this precision).")
-    return section("Throughput", grid(*charts_of(run, _THROUGHPUT)), " ".join(notes))
+    counted, mfu = (joined(run.train, name) for name in ("flops_per_s", "mfu"))
+    return html("sections.throughput", charts_of(run, _THROUGHPUT), counted, mfu)
 
 
-def memory(run: RecordedRun) -> str:
+def memory(run: RecordedRun) -> Markup:
     """Of the device and of the host, over the run and by epoch."""
     charts = charts_of(run, _MEMORY)
     if not any(charts):
         charts = charts_of(run, [("Memory of rank 0", "bytes", "", {"": "memory_bytes"})])
-    return section("Memory", grid(*charts) + _by_epoch(run) + _freed(run) + _why_more(run))
+    return html("sections.charts", "Memory", charts, (), _by_epoch(run) + _freed(run) + _why_more(run))
 
 
-def _by_epoch(run: RecordedRun) -> str:
+def _by_epoch(run: RecordedRun) -> Markup:
     """What was held at the start and at the end of epochs: the first, some between, the last."""
     ends = {point.step: point.cells for point in run.epoch_end}
     starts = run.epoch_start
@@ -229,50 +210,35 @@ def _by_epoch(run: RecordedRun) -> str:
     known = ("memory/allocated_bytes", "memory/reserved_bytes", "memory/rss_bytes")
     names = [name for name in known if joined(starts, name) or joined(run.epoch_end, name)]
     if not shown or not names:
-        return ""
+        return Markup()
     rows = []
     for point in shown:
         later = next((ends[step] for step in sorted(ends) if step >= point.step), {})
         cells = [found.get(name) for name in names for found in (point.cells, later)]
         rows.append([count(point.step), *(size(cell.mean) if cell and cell.rows else DASH for cell in cells)])
     heads = [f"{name[7:-6]}, {at}" for name in names for at in ("start", "end")]
-    return table(["epoch from step", *heads], rows, right=range(len(heads) + 1))
+    return html("parts.table", ["epoch from step", *heads], rows, right=range(len(heads) + 1))
 
 
-def _freed(run: RecordedRun) -> str:
+def _freed(run: RecordedRun) -> Markup:
     given, took = (joined(run.freed, f"memory/freed_{what}") for what in ("bytes", "seconds"))
     if given is None:
-        return ""
-    cost = f", which took {duration(took.total)}" if took else ""
-    return (
-        f'<p class="prose">After {count(given.rows)} evaluations the allocator gave {size(given.mean)} back, '
-        f"on average{cost} (memory.empty_cache).</p>"
-    )
+        return Markup()
+    return html("sections.freed", given.rows, given.mean, took.total if took else None)
 
 
-def _why_more(run: RecordedRun) -> str:
+def _why_more(run: RecordedRun) -> Markup:
     names = ("gpu/memory_bytes", "memory/reserved_bytes", "memory/allocated_bytes")
     shown, reserved, allocated = (joined(run.train, name) for name in names)
     if shown is None and (reserved is None or not reserved.high):
-        return ""
-    text = (
-        "<b>Why nvidia-smi shows more than is allocated.</b> It counts all that a process holds: the CUDA "
-        "context and the kernels that were loaded, the workspaces of cuDNN, cuBLAS and NCCL, and all that "
-        "torch&rsquo;s allocator has reserved, whether tensors use it or it is kept for the next ones."
-    )
+        return Markup()
+    held = None
     if shown and reserved and allocated and shown.mean > reserved.mean >= allocated.mean:
-        kept, others = reserved.mean - allocated.mean, shown.mean - reserved.mean
-        text += (
-            f" Here, on average: {size(allocated.mean)} in tensors, {size(kept)} kept by the allocator, "
-            f"{size(others)} context, libraries and other processes."
-        )
-    return f'<p class="prose">{text}</p>'
+        held = (allocated.mean, reserved.mean, shown.mean)
+    return html("sections.why_more", held)
 
 
-def machine(run: RecordedRun) -> str:
+def machine(run: RecordedRun) -> Markup:
     """CPU, loader, disk, network and GPU."""
-    reasons = "; ".join(
-        f"{escaped(reason, 80)} in {count(rows)} rows" for reason, rows in run.throttled.most_common(5)
-    )
-    told = f'<p class="prose">Why the GPU was slowed down: {reasons}.</p>' if reasons else ""
-    return section("Machine", grid(*charts_of(run, _MACHINE)) + told, "The host of rank 0.")
+    slowed = html("sections.slowed", run.throttled.most_common(5))
+    return html("sections.charts", "Machine", charts_of(run, _MACHINE), ["The host of rank 0."], slowed)

@@ -10,7 +10,6 @@ from trainer.host.here import shown
 from trainer.host.latest import MANIFEST
 from trainer.observe.console import warn
 from trainer.observe.text import plain
-from trainer.train.report.page import page
 from trainer.train.report.read import read_run
 
 NAME = "report.html"
@@ -27,6 +26,8 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
     """
     if not 1 <= len(folders) <= _RUNS:
         raise BadInputError(f"{len(folders)} runs: a report shows 1 to {_RUNS}; give fewer")
+    from trainer.train.report.page import page  # brings jinja2, which a start needn't wait for
+
     try:
         text = page([read_run(folder) for folder in folders])
     except RecursionError as error:
