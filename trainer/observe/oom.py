@@ -16,8 +16,8 @@ from trainer.host.files import write_whole, written_whole
 from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
 
-# How those say it that take a GPU's memory beside torch's allocator: cuBLAS and its like for their handles, cuDNN
-# for plans, Triton and the driver for kernels, NCCL for buffers; and torch where NVML doesn't answer.
+# How those say it that take a GPU's memory beside torch's allocator: cuBLAS and its like for handles, cuDNN
+# for plans, Triton and the driver for kernels, NCCL for buffers; and torch itself where NVML doesn't answer.
 _ON_GPU = re.compile(
     r"CUDA out of memory|CUDA (driver )?error: out of memory|Triton Error \[CUDA\]: out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|Cuda failure (2 )?'out of memory'"
