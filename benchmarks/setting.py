@@ -108,7 +108,7 @@ def _side(name: str, values: dict[str, Any], steps: int, stack: ExitStack) -> Ca
     def with_its_settings() -> float:
         # They are the process's, and the sides take turns.
         set_matmul_mode(recipe.precision)
-        set_determinism(recipe)
+        set_determinism(recipe, device)
         return turn()
 
     return with_its_settings

@@ -1,11 +1,22 @@
 """What tests share."""
 
 import multiprocessing
+import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# Before torch can look: the tests start ranks by the dozen as if there were no GPU. Only those of tests/gpu,
+# called by that name (or by -m gpu), get to see one, with what cuBLAS needs to repeat itself. A worker of
+# pytest-xdist has the environment of who started it.
+if not os.environ.get("PYTEST_XDIST_WORKER"):
+    if any("gpu" in Path(word.partition("::")[0]).parts for word in sys.argv[1:]):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch

@@ -136,7 +136,7 @@ class Turns:
         """
         # They are the process's, and the sides take turns.
         set_matmul_mode(self.recipe.precision)
-        set_determinism(self.recipe)
+        set_determinism(self.recipe, self.device)
         torch.set_num_threads(self._threads)
         run, first = self.run, self._done
         self._done += steps

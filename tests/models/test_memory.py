@@ -29,7 +29,7 @@ from trainer.train.memory import (
     too_much,
     top_parts,
 )
-from trainer.train.prepare import blank_batch
+from trainer.train.operations import blank_batch
 from trainer.train.run import make_task
 from trainer.train.step import train_step
 

@@ -12,7 +12,7 @@ from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.models.pointwise import mend_pointwise
-from trainer.train.prepare import blank_batch
+from trainer.train.operations import blank_batch
 from trainer.train.run import make_task
 
 

@@ -175,6 +175,75 @@ def test_the_host_runs_out(tmp_path: Path) -> None:
     assert is_out_of_memory(MemoryError())
 
 
+# Words as users have posted them, and whether they mean memory also where the GPU isn't full.
+GPU_WORDS = [
+    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+    ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+    ("CUDNN_BACKEND_OPERATION: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+    ("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`", True),
+    ("cuFFT error: CUFFT_ALLOC_FAILED", True),
+    ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", True),
+    ("CUDA driver error: out of memory", True),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+    ("Triton Error [CUDA]: out of memory", True),
+    ("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nCuda failure 2 'out of memory'", True),
+    ('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":830', True),
+    ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+    ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contig", False),
+    ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", False),
+    ("GET was unable to find an engine to execute this computation", False),
+    ("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error", False),
+    ("CUDA driver error: device not ready", False),
+]
+HOST_WORDS = [
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("unable to mmap 64 bytes from file </x>: Cannot allocate memory (12)"),
+    OSError(12, "Cannot allocate memory"),
+    MemoryError(),
+]
+OTHERS = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("out of resource: shared memory, Required: 163840, Hardware limit: 101376"),
+    OSError(28, "No space left on device"),
+    ValueError("CUDA out of memory"),
+]
+
+
+@pytest.fixture
+def fill(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets a GPU seem to be there, of which a share is free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    return lambda free: monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda *_: (int(free * 80 * GIB), 80 * GIB)
+    )
+
+
+def test_every_way_to_say_that_memory_ran_out_is_known(
+    fill: Callable[[float], None], allocator: Allocator, tmp_path: Path
+) -> None:
+    fill(0.3)
+    kinds = [RuntimeError, *([torch.AcceleratorError] if hasattr(torch, "AcceleratorError") else [])]
+    for words, sure in GPU_WORDS:
+        for error in [kind(words) for kind in kinds]:
+            assert is_out_of_memory(error) is is_out_of_memory(error, probing=True) is sure, words
+    for error in HOST_WORDS:
+        assert is_out_of_memory(error) and is_out_of_memory(error, probing=True), error
+    assert is_out_of_memory(RuntimeError("could not create a primitive"), probing=True)
+    for error in (*OTHERS, RuntimeError("could not create a primitive")):
+        assert not is_out_of_memory(error), error
+    fill(0.01)
+    assert all(is_out_of_memory(RuntimeError(words)) for words, _ in GPU_WORDS)
+    assert not is_out_of_memory(OTHERS[0]) and is_out_of_memory(OTHERS[0], probing=True)
+    allocator.take(20 * GIB)
+    text = explain_oom(RuntimeError(GPU_WORDS[0][0]), GPU, tmp_path, HELD, micro_batch_size=8)
+    assert "out of memory on cuda:0: 'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when" in text
+    assert "data.micro_batch_size=4" in text and "host memory" not in text and "\n" not in text
+
+
 def test_a_rank_without_memory_says_one_line() -> None:
     record = record_of(0, 0, OutOfMemory("who holds it"))
     assert (record.code, record.line, record.traceback, record.for_all) == (1, "who holds it", "", False)

@@ -26,9 +26,8 @@ from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.profile import Kind, Profile
 from trainer.train import loop
 from trainer.train.loop import train
-from trainer.train.operations import count_operations
+from trainer.train.operations import blank_batch, count_operations
 from trainer.train.outputs import metric_sources
-from trainer.train.prepare import blank_batch
 from trainer.train.run import make_task
 from trainer.train.state import tensors_of
 

@@ -1,5 +1,6 @@
 """Batches cross to the GPU on a side stream, one ahead of the computation."""
 
+import functools
 from collections import deque
 from collections.abc import Iterator
 from typing import TypeVar
@@ -11,6 +12,12 @@ from trainer.observe.phases import PHASE_TIMER, enter_phase
 NumItems = TypeVar("NumItems")
 
 _BATCHES_AHEAD = 4
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all copies to a device: memory that is freed on one stream serves that stream alone."""
+    return torch.cuda.Stream(device)
 
 
 def copied_ahead(
@@ -30,7 +37,7 @@ def copied_ahead(
     Yields:
         The slot on the device, safe to use on the current stream, and its items.
     """
-    side = torch.cuda.Stream(device)
+    side = _side_stream(device)
     under_way: deque[torch.cuda.Event] = deque()
     in_use: deque[torch.cuda.Event] = deque()
     buffers: list[torch.Tensor] = []

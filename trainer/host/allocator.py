@@ -11,6 +11,8 @@ from trainer.config.model import Allocator
 from trainer.errors import BadInputError
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # from 2.9 on, and before
+# What cuBLAS needs to repeat its results; torch looks at it once, when a process first multiplies.
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _OPTIONS = {"expandable": ("expandable_segments", "True"), "async": ("backend", "cudaMallocAsync")}
 _ASYNC_DRIVER = "470.42"  # the first that brings CUDA 11.4, which torch wants for cudaMallocAsync
 

@@ -89,22 +89,24 @@ class KeptBytes:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Identifies a tensor's memory by its address; without one (shapes only) by its storage."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() or storage._cdata
+    """Identifies a tensor's memory, also on the meta device."""
+    return tensor.untyped_storage()._cdata
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable[[], Any]) -> ModelCost:
+def measure(
+    model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable[[], Any], *, timed: bool = True
+) -> ModelCost:
     """Runs two forward passes, with the activations of one block at a time in memory.
 
     Args:
         model: Holds the blocks; in training mode. Its buffers are as before afterwards.
         blocks: Blocks by name.
         forward: Calls the model on a micro-batch and returns the loss.
+        timed: Whether it takes time as in training; otherwise all seconds are 0.
 
     Returns:
         The costs, of blocks that were called.
@@ -119,12 +121,17 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
         inside = KeptBytes((*model.parameters(), *inputs))
         versions = [value._version for value in inputs]
         with torch.enable_grad(), inside.counting(), FlopCounterMode(display=False) as flops:
-            saved = inside.bytes_without(original(*values, **named))
+            output = original(*values, **named)
+            saved = inside.bytes_without(output)
         if versions != [value._version for value in inputs]:
             raise BadInputError(
                 f"activation checkpointing: '{name}' changes its input in place and can't be computed "
                 "twice; choose what lies around it"
             )
+        if not timed:
+            costs[name] = BlockCost(saved, flops.get_total_flops(), 0.0)
+            return output
+        del output  # and all that it keeps
         output, seconds = _timed(lambda: original(*values, **named), inputs)
         costs[name] = BlockCost(saved, flops.get_total_flops(), seconds)
         return output

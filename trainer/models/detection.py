@@ -222,8 +222,8 @@ def detections(
 
     logits, boxes = model(images)
     height, width = images.shape[2:]
-    edge = torch.tensor([width, height, width, height], device=boxes.device, dtype=boxes.dtype)
-    boxes = boxes.clamp(min=0).minimum(edge)
+    across, down = boxes[..., 0::2].clamp(0, width), boxes[..., 1::2].clamp(0, height)
+    boxes = torch.stack((across, down), -1).flatten(-2)
     classes = logits.shape[2]
     scores, flat = logits.float().sigmoid().flatten(1).topk(min(_CANDIDATES, logits[0].numel()))
     results = []

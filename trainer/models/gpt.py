@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from typing_extensions import assert_never
 
 from trainer.config.tasks import GPTConfig
+from trainer.models.head_loss import head_loss
 from trainer.models.packed import attend_by_blocks, blocks_mask, pairs_mask
 
 if TYPE_CHECKING:  # importing it takes seconds
@@ -28,6 +29,8 @@ class GPT(nn.Module):
     Attributes:
         by_blocks: Whether documents in one row are kept apart by blocks, with FlexAttention; see `packed`.
     """
+
+    gives_loss = True  # where it is told the targets: logits of many words are never whole then
 
     def __init__(self, config: GPTConfig, vocabulary: int) -> None:
         """Weights are normal with 0.02; with less where they add to the residual stream."""
@@ -51,16 +54,22 @@ class GPT(nn.Module):
             elif parameter.ndim > 1:
                 nn.init.normal_(parameter, std=residual if name.endswith(".out.weight") else _STD)
 
-    def forward(self, tokens: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        segment: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Predicts the token after each.
 
         Args:
             tokens: int64 (n, length), length at most the sequence length for learned positions.
             segment: Integers (n, length): neighbors with the same number are of one document, whose
                 positions start at 0, and see each other only; None where a row is one document.
+            targets: int64 (n, length), -100 where a token doesn't count; None: logits are wanted.
 
         Returns:
-            Logits (n, length, vocabulary), in autocast's dtype.
+            Logits (n, length, vocabulary), in autocast's dtype; with targets the loss, see `head_loss`.
         """
         place = torch.arange(tokens.shape[1], device=tokens.device)
         mask = None
@@ -76,7 +85,10 @@ class GPT(nn.Module):
             turn = turns(place, self.head_width, torch.promote_types(hidden.dtype, torch.float32))
         for block in self.blocks:
             hidden = block(hidden, turn, mask)
-        logits: torch.Tensor = self.head(self.norm(hidden), self.embedding.weight)
+        hidden = self.norm(hidden)
+        if targets is not None:
+            return head_loss(hidden, self.embedding.weight, targets)
+        logits: torch.Tensor = self.head(hidden, self.embedding.weight)
         return logits
 
 

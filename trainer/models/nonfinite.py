@@ -34,7 +34,7 @@ class FirstNonFinite:
 
     def end_step(self, step: int) -> None:
         """Remembers where the step was wrong first, if it was and none before."""
-        self._flags[-1] = True
+        self._flags[-1:].fill_(True)  # a number put into an element is copied there, and waited for
         place = self._flags.to(torch.uint8).argmax()
         found = torch.where(place < len(self._flags) - 1, place + step * len(self._flags), _NONE)
         self._first = torch.minimum(self._first, found)

@@ -1,6 +1,7 @@
 """Out of memory: who holds it, and what to change."""
 
 import contextlib
+import errno
 import re
 import sysconfig
 import traceback
@@ -15,9 +16,32 @@ from trainer.host.files import write_whole, written_whole
 from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
 
+# How those say it that take a GPU's memory beside torch's allocator: cuBLAS and its like for handles, cuDNN
+# for plans, Triton and the driver for kernels, NCCL for buffers; and torch itself where NVML doesn't answer.
+_ON_GPU = re.compile(
+    r"CUDA out of memory|CUDA (driver )?error: out of memory|Triton Error \[CUDA\]: out of memory"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|Cuda failure (2 )?'out of memory'"
+    r"|CU\w+_ALLOC_FAILED|CUDNN_\w+DEVICE_ALLOCATION_FAILED|NVML_SUCCESS == r INTERNAL ASSERT FAILED"
+)
+# Symptoms of a full GPU, and of much else: they count while less than this share of its memory is free.
+_MAYBE = re.compile(
+    r"CU\w+_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR|NOT_SUPPORTED)|unable to find an engine"
+    r"|unhandled cuda error|device not ready|!handles_\.at"
+)
+_FULL = 0.02
+_ON_HOST = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|Cannot allocate memory"
+    r"|HOST_ALLOCATION_FAILED"
+)
+# In a probe, which has begun with less and went well.
+_MAYBE_ON_HOST = re.compile(
+    r"could not create a primitive|can't start new thread|Resource temporarily unavailable"
+)
+
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _SHOWN = 5
+_LETTERS = 160
 _REST = "activations and temporaries"
 _CACHE = "cached, in pieces that don't fit"
 _OTHERS = "other processes, CUDA itself"
@@ -26,10 +50,36 @@ _TRAINER = str(Path(__file__).parents[1])
 _OBSERVING = str(Path(__file__).parent)  # looks on while others allocate
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory, the device's or the host's, ran out."""
-    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or on_host
+def is_out_of_memory(error: BaseException, *, probing: bool = False) -> bool:
+    """Whether an exception means that memory, the device's or the host's, ran out.
+
+    Args:
+        probing: Whether it is looked for where memory ends: then whatever fails on a full GPU means it.
+    """
+    if _is_of_gpu(error, probing) or isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = str(error) if isinstance(error, RuntimeError) else ""
+    return bool(_ON_HOST.search(words) or (probing and _MAYBE_ON_HOST.search(words)))
+
+
+def _is_of_gpu(error: BaseException, probing: bool = False) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    words = str(error)
+    return bool(_ON_GPU.search(words)) or ((probing or bool(_MAYBE.search(words))) and _gpu_is_full())
+
+
+def _gpu_is_full() -> bool:
+    """Whether nothing is left of this process's GPU for who doesn't ask torch's allocator."""
+    with contextlib.suppress(RuntimeError):  # after some errors nothing more can be asked
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            free, total = torch.cuda.mem_get_info()
+            return free < _FULL * total
+    return False
 
 
 def held_by(
@@ -83,17 +133,13 @@ def explain_oom(
         held: From `held_by`.
     """
     where = _where(error)
-    if not isinstance(error, torch.OutOfMemoryError):
+    if not _is_of_gpu(error):
         return _on_host(error, held, where)
     written = _write(device, folder)
     wanted = _size(error, rf"[Tt]ried to allocate {_SIZE}")
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    allocated = (
-        _size(error, rf"{_SIZE} is allocated by PyTorch") or stats["allocated_bytes"]["all"]["current"]
-    )
-    cached = _size(error, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    if not cached:
-        cached = max(0, stats["reserved_bytes"]["all"]["current"] - allocated)
+    now, reserved = _taken(device)
+    allocated = _size(error, rf"{_SIZE} is allocated by PyTorch") or now
+    cached = _size(error, rf"{_SIZE} is reserved by PyTorch but unallocated") or max(0, reserved - allocated)
     total = _size(error, rf"total capacity of {_SIZE}")
     free = _size(error, rf"of which {_SIZE} is free")
     sizes = {
@@ -106,10 +152,20 @@ def explain_oom(
     shares = ", ".join(f"{name} {sizes[name] / GIB:.2f} GiB" for name in names[:_SHOWN])
     has = f" of {total / GIB:.1f} GiB" if total else ""
     advice = "; ".join(_advice(sizes, wanted, micro_batch_size, checkpointing, precision))
-    return (
-        f"out of memory on {device}{has}{where}: {wanted / MIB:,.0f} MiB more were wanted. "
-        f"Held: {shares}. What to do: {advice}.{written}"
-    )
+    said = f"{wanted / MIB:,.0f} MiB more were wanted" if wanted else f"'{_first_line(error)}'"
+    return f"out of memory on {device}{has}{where}: {said}. Held: {shares}. What to do: {advice}.{written}"
+
+
+def _taken(device: torch.device) -> tuple[int, int]:
+    """Bytes that torch has given away, and those that it holds; 0 where it can't be asked any more."""
+    with contextlib.suppress(RuntimeError):
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
+    return 0, 0
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:_LETTERS]
 
 
 def _advice(

@@ -27,8 +27,8 @@ from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
+from trainer.models.head_loss import IGNORED, in_pieces
 
-_IGNORED = -100  # cross_entropy leaves such targets out
 _RANDOM_VOCABULARY = 256
 
 
@@ -141,25 +141,28 @@ class Language:
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy in nats, summed over the valid tokens of the micro-batch."""
-        logits, targets = self._predicted(model, batch)
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=_IGNORED)
+        tokens, targets, segment = self._given(batch)
+        if getattr(model, "gives_loss", False) and in_pieces(tokens, self._vocabulary):
+            loss: torch.Tensor = model(tokens, segment, targets)
+            return loss
+        logits = _exact(model, tokens, segment)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Loss in nats, summed over the tokens; for each sample bits and bytes, and its places and tokens."""
-        logits, targets = self._predicted(model, batch)
         metrics: dict[str, torch.Tensor] = {}
+        tokens, targets, segment = self._given(batch)
         if self._bytes:
-            nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=_IGNORED)
+            logits = _exact(model, tokens, segment)
+            nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
             nats = nats.view_as(targets)
             metrics["loss"] = nats.sum()
             # The token that ends a document is no byte of it: nanochat's `evaluate_bpb` leaves it out, too.
-            of_bytes = (targets != _IGNORED) & (targets != self._about.end)
+            of_bytes = (targets != IGNORED) & (targets != self._about.end)
             metrics["bits"] = (nats.double() * of_bytes).sum(1) / math.log(2)
             metrics["bytes"] = of_bytes.sum(1)
         else:
-            metrics["loss"] = F.cross_entropy(
-                logits, targets.flatten(), reduction="sum", ignore_index=_IGNORED
-            )
+            metrics["loss"] = self.loss(model, batch)
         if self._config.text != "stream":
             metrics["places"] = torch.full((len(targets),), targets.shape[1], device=targets.device)
             metrics["tokens"] = batch.fields[NUM_ITEMS]
@@ -173,13 +176,6 @@ class Language:
         if "places" in rows:
             figures["padding"] = 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())
         return figures
-
-    def _predicted(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (n * length, vocabulary) and targets (n, length)."""
-        tokens, targets, segment = self._given(batch)
-        logits = model(tokens) if segment is None else model(tokens, segment)
-        # In float32 under autocast too: a sum of exponentials over a vocabulary.
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), targets
 
     def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens and targets, int64 (n, length), targets that don't count being -100; and segments."""
@@ -196,7 +192,7 @@ class Language:
             real = (batch.weight > 0)[:, None]
             valid = real if valid is None else valid & real
         if valid is not None:
-            targets = torch.where(valid, targets, _IGNORED)
+            targets = torch.where(valid, targets, IGNORED)
         return tokens, targets, fields.get(SEGMENT)
 
     def _samples(self, text: Text, measured: bool) -> Dataset:
@@ -266,6 +262,13 @@ class Language:
         if self._config.text == "padded":
             line += f" ({full:.1%} if every sample were padded to {self._config.sequence_length})"
         return (*text, line)
+
+
+def _exact(model: nn.Module, tokens: torch.Tensor, segment: torch.Tensor | None) -> torch.Tensor:
+    """Logits (n * length, vocabulary)."""
+    logits = model(tokens) if segment is None else model(tokens, segment)
+    # In float32 under autocast too: a sum of exponentials over a vocabulary.
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
 
 
 def _cut(longest: int, config: LanguageConfig) -> int:

@@ -13,6 +13,8 @@ from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
 from trainer.distributed.parallel import World, is_sharded, replicate
 from trainer.distributed.sharding import shard
+from trainer.errors import BadInputError
+from trainer.host.allocator import CUBLAS_WORKSPACE
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.precision import (
@@ -65,7 +67,7 @@ def build(
     plan, loading = share.plan, recipe.data.model_copy(update={"prefetch": prefetch or recipe.data.prefetch})
     check_precision(recipe.precision, device)
     set_matmul_mode(recipe.precision)
-    set_determinism(recipe)
+    set_determinism(recipe, device)
     prepared = prepare_model(recipe, task, world, fresh)
     model, in_tree = prepared.model, recipe.parallel.reduction == "tree"
     found = find_changing(recipe, task, model, plan, world)
@@ -163,17 +165,35 @@ def build(
     )
 
 
-def set_determinism(recipe: Recipe) -> None:
+def set_determinism(recipe: Recipe, device: torch.device) -> None:
     """Lets kernels be chosen by speed, or only those that repeat their results.
 
     See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
     same state with the same samples and randomness, but atomic additions come in another order each time.
+
+    Raises:
+        BadInputError: If cuBLAS was in use before, as it mustn't be.
     """
     # cuDNN's timing may choose another algorithm in the next process.
     torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic
     torch.use_deterministic_algorithms(recipe.deterministic)
     if recipe.deterministic:
-        # Read when cuBLAS starts, which nothing has done yet.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(*CUBLAS_WORKSPACE)
         # Nothing here reads memory that it didn't write (a test fills it with NaN).
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            _try_cublas(device)
+
+
+def _try_cublas(device: torch.device) -> None:
+    """Multiplies: torch looks at the variable once, when a process does that for the first time."""
+    try:
+        torch.mm(*[torch.ones(1, 1, device=device)] * 2)
+    except RuntimeError as error:
+        name, value = CUBLAS_WORKSPACE
+        if name not in str(error):
+            raise
+        raise BadInputError(
+            f"deterministic=true: this process has multiplied on a GPU without {name}={value}; set that in "
+            "its environment before it starts, or use trainer train, which does"
+        ) from error

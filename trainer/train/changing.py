@@ -19,8 +19,7 @@ from trainer.models.precision import autocast
 from trainer.observe.console import warn
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.operations import stand_ins
-from trainer.train.prepare import blank_batch
+from trainer.train.operations import blank_batch, stand_ins
 
 _TRIES = 4
 _FEW = 2  # samples

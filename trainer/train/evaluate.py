@@ -88,7 +88,7 @@ def evaluate(
     # Without those that fill up the last round: how many they are depends on the number of ranks.
     real = -(-share.plan.samples // share.plan.micro_batch_size)
     measured = Measured(micro_batches, share.plan.micro_batch_size, world.device)
-    num_items = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
+    num_items = [0.0] * micro_batches  # on the host: a number put into a tensor there would be waited for
     batches = share.batches()
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
     with in_evaluation_mode(model), evaluating(model), autocast(precision, world.device):
@@ -98,7 +98,8 @@ def evaluate(
             given = task.measure(model, batch)
             if number < real:
                 measured.take(number, given)
-    count = float(sum_over_ranks(num_items, world.group)[:real].sum())
+    table = torch.tensor(num_items, dtype=torch.float64, device=world.device)
+    count = float(sum_over_ranks(table, world.group)[:real].sum())
     if not count:
         raise BadInputError(
             "the evaluation data has no items (num_items is 0 for all samples): leave such out"

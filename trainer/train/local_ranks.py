@@ -10,7 +10,7 @@ import torch
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.host.affinity import CpuShares, gpu_nodes, read_topology, share_cpus, within
-from trainer.host.allocator import allocator_variables
+from trainer.host.allocator import CUBLAS_WORKSPACE, allocator_variables
 from trainer.host.gpus import chosen_gpus
 from trainer.host.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
 from trainer.host.nvml import bus_ids
@@ -36,6 +36,9 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
     if device_kind(recipe) == "cuda":
         environment |= _nccl_variables(os.environ, torch.__version__)
+        if recipe.deterministic:
+            name, value = CUBLAS_WORKSPACE
+            environment[name] = os.environ.get(name, value)
     # Threads that spin while they wait make a small model many times slower on a machine that is busy.
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     threads = recipe.parallel.threads

@@ -67,7 +67,10 @@ class Measured:
             table = self._tables[name] = _Table(place)
         if table.values.shape[1:] != value.shape or table.values.dtype != kind:
             raise _unlike(name, table.layout(), _Layout(str(kind).removeprefix("torch."), [*value.shape], 0))
-        table.values[number] = value
+        row = table.values[number]
+        row.copy_(value) if value.ndim else row.fill_(
+            value
+        )  # which doesn't wait for the device to take a number
         table.micro_batches += 1
 
     def of_all(self, world: World, count: int) -> dict[str, torch.Tensor]:

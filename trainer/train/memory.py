@@ -28,7 +28,7 @@ from trainer.observe.text import DASH, count, rough_size, scaled
 from trainer.optim.optimizers import bytes_of_moments, moments_kept
 from trainer.tasks import Task
 from trainer.train.checkpoint_place import checkpoints_of
-from trainer.train.prepare import blank_batch
+from trainer.train.operations import blank_batch
 from trainer.train.updates import brings_optimizer
 
 ROWS = 14  # of the table of the model at most, and one for all of them

@@ -35,7 +35,7 @@ from trainer.train.checkpoint_choice import chosen_checkpoint
 from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.differences import FREE, own_config
 from trainer.train.manifest import Manifest, RunFolder, read_run
-from trainer.train.prepare import shapes_only
+from trainer.train.operations import shapes_only
 from trainer.train.provenance import file_hash
 from trainer.train.run import make_task, more_sets
 from trainer.train.run_folder import MANIFEST

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from trainer.data.loader import Batch
 from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
 from trainer.models.compiling import uncompiled
@@ -24,10 +25,45 @@ from trainer.models.parts import Part, called
 from trainer.models.pointwise import mend_pointwise
 from trainer.observe.flops import Count, Operations
 from trainer.tasks import Task
-from trainer.train.prepare import blank_batch, shapes_only
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _FEW = 2  # samples: BatchNorm wants more than one
+
+
+def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batch:
+    """A batch of zeros; on the meta device, of shapes only."""
+    fields = {
+        name: torch.zeros(
+            (micro_batch_size, *field.shape),
+            dtype=torch.from_numpy(np.empty(0, field.dtype)).dtype,
+            device=device,
+        )
+        for name, field in task.train_data.fields.items()
+    }
+    uniforms = task.train_data.uniforms + task.uniforms
+    uniform = torch.zeros(micro_batch_size, uniforms, device=device) if uniforms else None
+    return Batch(fields, None, uniform, micro_batch_size)
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Leaves weights as they are made: on the meta device torch.nn.init does nothing, but imports sympy."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def shapes_only(task: Task) -> nn.Module:
+    """A new model on the meta device."""
+    try:
+        with torch.device("meta"), _Uninitialized():
+            return task.model()
+    except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
+        return task.model().to("meta")
 
 
 def count_operations(
@@ -100,9 +136,37 @@ def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[
             raise ValueError("the task's model() gives the same model again")
         like(model, trained)
         with _Onto(device):
-            sets = getattr(task, "evaluation_sets", {}).values()
-            twin = _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data, *sets)})
+            twin = _copy(task)
         yield model, twin
+
+
+@contextmanager
+def without_values(task: Task, model: nn.Module) -> Iterator[Task]:
+    """Within it operations give shapes and types alone, at no cost, of whatever tensors: torch's fake ones.
+
+    Unlike those on the meta device they keep autocast and the choice of a kernel for attention. What modules
+    and the task remember of them is forgotten; nothing is compiled.
+
+    Yields:
+        A copy of the task, to be called in place of it.
+    """
+    from torch._subclasses import FakeTensorMode  # here: it takes a second
+
+    twin = _copy(task)
+    kept = [(module, {**vars(module), "_buffers": dict(module._buffers)}) for module in model.modules()]
+    try:
+        with uncompiled(), random_state_kept(), FakeTensorMode(allow_non_fake_inputs=True):
+            yield twin
+    finally:
+        for module, attributes in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _copy(task: Task) -> Any:
+    """A copy of a task, with the same data."""
+    sets = getattr(task, "evaluation_sets", {}).values()
+    return _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data, *sets)})
 
 
 def _has_room_for_another(model: nn.Module) -> bool:

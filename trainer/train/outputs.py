@@ -312,7 +312,7 @@ def memory_explained(run: Run, folder: Path | None) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
         state, recipe = run.state, run.recipe

@@ -4,14 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import GIB, MIB
-from trainer.data.loader import Batch
 from trainer.distributed.overlap import names_of, sharing
 from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
 from trainer.errors import BadInputError
@@ -36,6 +33,7 @@ from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.models.weights import load_initial
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
+from trainer.train.operations import blank_batch, without_values
 
 _NAMES = 5
 
@@ -73,7 +71,8 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     device, notes = world.device, []
     if recipe.parallel.strategy != "ddp" and world.group is None:
         notes.append(f"parallel.strategy={recipe.parallel.strategy}: a rank alone has nothing to share")
-    home = torch.device("cpu") if is_sharded(recipe.parallel, world) else device
+    sharded = is_sharded(recipe.parallel, world)
+    home = torch.device("cpu") if sharded else device
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
@@ -99,14 +98,15 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
             "channels_last; give both modules one Parameter if they are to stay tied"
         )
     mend_pointwise(model)
-    if recipe.parallel.sync_batchnorm and world.group is not None:
-        notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
     if kept := fp32_modules(model, recipe.precision.keep_fp32):
         keep_in_fp32(kept.values(), device)
         notes.append(f"in float32: {_few(list(kept))}")
-    nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
-    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home)
+    # Before anything that asks other ranks, or looks at tensors on the device: it runs forward passes here.
+    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home, timed=not sharded)
     notes.extend(cost_of_checkpointing)
+    if recipe.parallel.sync_batchnorm and world.group is not None:
+        notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
+    nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
     if isinstance(model, GPT) and recipe.language.text == "packed":  # after what counts operations
         model.by_blocks = _can_attend_by_blocks(recipe, world, notes)
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
@@ -123,64 +123,36 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
 
 
-def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batch:
-    """A batch of zeros; on the meta device, of shapes only."""
-    fields = {
-        name: torch.zeros(
-            (micro_batch_size, *field.shape),
-            dtype=torch.from_numpy(np.empty(0, field.dtype)).dtype,
-            device=device,
-        )
-        for name, field in task.train_data.fields.items()
-    }
-    uniforms = task.train_data.uniforms + task.uniforms
-    uniform = torch.zeros(micro_batch_size, uniforms, device=device) if uniforms else None
-    return Batch(fields, None, uniform, micro_batch_size)
-
-
-class _Uninitialized(TorchFunctionMode):
-    """Leaves weights as they are made: on the meta device torch.nn.init does nothing, but imports sympy."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
-            return kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
-def shapes_only(task: Task) -> nn.Module:
-    """A new model on the meta device."""
-    try:
-        with torch.device("meta"), _Uninitialized():
-            return task.model()
-    except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
-        return task.model().to("meta")
-
-
 def _few(names: list[str]) -> str:
     more = f", … ({len(names)} modules)" if len(names) > _NAMES else ""
     return ", ".join(names[:_NAMES]) + more
 
 
 def _choose_checkpointed(
-    recipe: Recipe, task: Task, model: nn.Module, device: torch.device
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device, timed: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    """The modules to checkpoint, and a line that says what it costs."""
+    """The modules to checkpoint, and a line that says what it costs.
+
+    Args:
+        timed: Whether the model lies where it is trained; elsewhere only shapes are computed.
+    """
     config = recipe.memory
     possible, chosen = candidates(config, model)
     if not possible:
         return [], []
-    batch = blank_batch(task, recipe.data.micro_batch_size, device)
-    context = autocast(recipe.precision, device)
-
-    def forward() -> torch.Tensor:
-        with context:
-            return task.loss(model, batch)
-
-    with uncompiled():
-        cost = measure(model, possible, forward)
+    forward = _forward(recipe, task, model, device)
+    if timed:
+        with uncompiled():
+            cost: ModelCost | str = measure(model, possible, forward)
+    else:
+        cost = _counted(recipe, task, model, possible)
+    if isinstance(cost, str):
+        if config.budget_gib is not None:
+            raise BadInputError(
+                f"memory.budget_gib: what the blocks keep {cost}; take memory.checkpointing=blocks, or names"
+            )
+        line = f"activation checkpointing: {_few(chosen)}; what it saves {cost}"
+        return [possible[name] for name in chosen], [line]
     if uncalled := [name for name in chosen if name not in cost.blocks]:
         raise BadInputError(
             f"memory.names: the model never calls '{uncalled[0]}' itself (as an attention does with its "
@@ -188,17 +160,53 @@ def _choose_checkpointed(
         )
     if config.budget_gib is not None:
         chosen = cheapest(cost, config.budget_gib * GIB)
-    return [possible[name] for name in chosen], [_cost_line(model, cost, chosen, forward, device)]
+    line = _cost_line(cost, chosen)
+    if chosen and timed:
+        line += _time_line(model, cost, chosen, forward, device)
+    return [possible[name] for name in chosen], [line]
 
 
-def _cost_line(
-    model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
-) -> str:
+def _forward(
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    batch = blank_batch(task, recipe.data.micro_batch_size, device)
+    context = autocast(recipe.precision, device)
+
+    def forward() -> torch.Tensor:
+        with context:
+            return task.loss(model, batch)
+
+    return forward
+
+
+def _counted(recipe: Recipe, task: Task, model: nn.Module, possible: dict[str, nn.Module]) -> ModelCost | str:
+    """What checkpointing costs, by shapes alone; or why that can't be told."""
+    try:
+        with without_values(task, model) as twin:
+            forward = _forward(recipe, twin, model, torch.device("cpu"))
+            return measure(model, possible, forward, timed=False)
+    except BadInputError:
+        raise
+    except Exception as error:  # code that asks for values
+        return f"can't be counted by shapes alone ({type(error).__name__})"
+
+
+def _cost_line(cost: ModelCost, chosen: list[str]) -> str:
+    kept = f"{cost.kept() / MIB:,.1f}"
     if not chosen:
-        kept = f"{cost.kept() / MIB:,.1f}"
         return (
             f"activation checkpointing: a micro-batch keeps {kept} MiB of activations, which fit as they are"
         )
+    return (
+        f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
+        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations, and backward {cost.again(chosen) / MIB:,.1f} "
+        f"more for the block that it computes again, instead of {kept}"
+    )
+
+
+def _time_line(
+    model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
+) -> str:
     originals = {name: model.get_submodule(name).forward for name in chosen}
     for name in chosen:
         recompute(model.get_submodule(name))
@@ -208,12 +216,7 @@ def _cost_line(
     again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
     # The rest of a step is at least the backward pass of what is computed again.
     more = again / max(step - again, again)
-    return (
-        f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
-        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations, and backward {cost.again(chosen) / MIB:,.1f} "
-        f"more for the block that it computes again, instead of {cost.kept() / MIB:,.1f}, for about "
-        f"{more:.0%} more time (measured here without compiling)"
-    )
+    return f", for about {more:.0%} more time (measured here without compiling)"
 
 
 def _missing_somewhere(missing: str | None, world: World) -> str | None:

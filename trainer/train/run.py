@@ -32,7 +32,7 @@ from trainer.models.weights import load_initial
 from trainer.tasks import Checked, Extensible, Task
 from trainer.train.hooks import find_hooks, load_sinks
 from trainer.train.manifest import Pretrained
-from trainer.train.prepare import blank_batch, shapes_only
+from trainer.train.operations import blank_batch, shapes_only
 from trainer.train.updates import brings_optimizer, check_updates
 
 _TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -44,8 +44,8 @@ from trainer.train.checkpoint_choice import chosen_checkpoint
 from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.differences import differences, other_data
 from trainer.train.manifest import BegunFrom, Manifest, Pretrained, read_run
+from trainer.train.operations import shapes_only
 from trainer.train.options import Mode, StartingPoint
-from trainer.train.prepare import shapes_only
 from trainer.train.provenance import file_hash
 from trainer.train.run import WEIGHTS, data_of, draws_of
 from trainer.train.run_folder import KEPT

@@ -35,7 +35,7 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
     torch.set_num_threads(opened.threads)
     check_precision(recipe.precision, world.device)
     set_matmul_mode(recipe.precision)
-    set_determinism(recipe)
+    set_determinism(recipe, world.device)
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = opened.model.to(device=world.device, memory_format=layout)
     mend_pointwise(model)

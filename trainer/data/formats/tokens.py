@@ -194,7 +194,7 @@ def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     Returns:
         int64 (micro_batch_size, length) twice, contiguous, the second one token further on.
     """
-    if tokens.device.type != "cpu":
+    if tokens.device.type != "cpu" or type(tokens) is not torch.Tensor:
         return tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)
     array = tokens.numpy()  # casts rows that don't touch in 60 % of torch's time
     return (

@@ -1,7 +1,6 @@
 """A rank of a probe, `trainer.train.tune.probe FOLDER-OF-THE-LAUNCH`: it leaves its result in the probe's."""
 
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -12,15 +11,6 @@ from typing import Any
 from trainer.errors import EXIT_FAILED, OutOfMemory
 from trainer.host.files import write_whole
 from trainer.launch.worker import Worker
-
-# What a failed allocation in native code says, besides torch's own words.
-_NATIVE = (
-    "could not create a primitive",
-    "bad_alloc",
-    "can't start new thread",
-    "Cannot allocate memory",
-    "Resource temporarily unavailable",
-)
 
 
 def main(request: dict[str, Any]) -> int:
@@ -47,18 +37,12 @@ def main(request: dict[str, Any]) -> int:
     except OutOfMemory as error:
         tell({"ran_out": str(error)})
     except (RuntimeError, MemoryError, OSError) as error:
-        if not _ran_out(error):
+        from trainer.observe.oom import is_out_of_memory
+
+        if not is_out_of_memory(error, probing=True):
             raise
         tell({"ran_out": (str(error).splitlines() or [type(error).__name__])[0][:300]})
     return EXIT_FAILED
-
-
-def _ran_out(error: BaseException) -> bool:
-    from trainer.observe.oom import is_out_of_memory
-
-    native = isinstance(error, RuntimeError) and any(text in str(error) for text in _NATIVE)
-    none_left = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return is_out_of_memory(error) or native or none_left
 
 
 if __name__ == "__main__":
