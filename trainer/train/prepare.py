@@ -23,6 +23,7 @@ from trainer.models.compiling import (
     missing_for_compiling,
     prepare_cache,
     uncompiled,
+    words_on_ddp,
 )
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT
@@ -119,6 +120,8 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         if compiled and recipe.compile.scope == "model"
         else model
     )
+    if (compiled or getattr(model, "by_blocks", False)) and recipe.parallel.strategy == "ddp":
+        notes += words_on_ddp(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
 
