@@ -181,9 +181,9 @@ class Nvml:
 
 
 def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:
-    """Where on the PCI bus the GPUs of this host's ranks are, as far as NVML tells."""
+    """Where on the PCI bus the GPUs of this host's ranks are, in their order; "" where NVML doesn't tell."""
     with Nvml(environ, ranks) as nvml:
-        return [bus_id for gpu in nvml.gpus if (bus_id := nvml.bus_id(gpu))]
+        return [nvml.bus_id(gpu) for gpu in nvml.gpus]
 
 
 def driver_version() -> str | None:
