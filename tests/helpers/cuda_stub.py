@@ -1,9 +1,9 @@
 """torch.cuda without a GPU: what is computed is the CPU's, and who would have to wait for whom is checked.
 
-A copy to or from the device is made at once, but counts as under way until its stream is waited for. What a GPU
-would do wrong without a word is a line in `problems`: memory of the host that is written or read while a copy of
-it is under way, a tensor of the device that is used before the stream that wrote it was waited for, and one that
-is freed while a stream may still read it that its allocator doesn't know of.
+A copy to or from the device is made at once, but counts as under way until its stream is waited for. What a
+GPU would do wrong without a word is a line in `problems`: memory of the host that is written or read while a
+copy of it is under way, a tensor of the device that is used before its stream was waited for, and
+one that is freed while a stream may still read it that its allocator doesn't know of.
 """
 
 import contextlib
@@ -209,7 +209,8 @@ def stubbed_cuda() -> Iterator[Cuda]:
         patch.setattr(torch.cuda, "Event", Event)
         for name in ("stream", "current_stream", "cudart"):
             patch.setattr(torch.cuda, name, getattr(cuda, name))
-        patch.setattr(torch.Tensor, "record_stream", lambda *given: cuda.record_stream(*given))
+        recorded = lambda one, stream: cuda.record_stream(one, stream)  # noqa: E731, PLW0108
+        patch.setattr(torch.Tensor, "record_stream", recorded)
         patch.setattr(torch.cuda, "synchronize", lambda *_: [one.synchronize() for one in cuda.streams])
         yield cuda
 
