@@ -19,11 +19,17 @@ from typing import Any
 import torch
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.observe.flops import short_name
 from trainer.train.run_folder import read_rows
 
 LIMIT_S = 470.0
-# Bytes per second as NVIDIA's data sheets give them, of the first name that is part of the device's.
-_BANDWIDTHS = {"H200": 4.8e12, "H100 NVL": 3.9e12, "H100 PCIe": 2.0e12, "H100": 3.35e12}
+# Bytes per second as NVIDIA's data sheets give them, by the GPU's whole name: a slice of it has another.
+_BANDWIDTHS = {
+    **dict.fromkeys(("H200", "H200 NVL"), 4.8e12),
+    "H100 NVL": 3.9e12,
+    "H100 PCIe": 2.0e12,
+    "H100 80GB HBM3": 3.35e12,
+}
 
 _WITHIN = 1.05
 
@@ -120,7 +126,7 @@ def _against_timm(ours: str, theirs: str) -> Callable[[Found], Verdict]:
         mine, other = speed(found[ours]), float(found[theirs]["samples_per_s"])
         said = f"{mine:,.0f} img/s; timm's calls {other:,.0f}; ratio {mine / other:.3f}"
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        peak = next((width for part, width in _BANDWIDTHS.items() if part in name), 0.0)
+        peak = _BANDWIDTHS.get(short_name(name), 0.0)
         if peak:
             used = mine * found["roofline"]["bytes_per_image"] / peak
             said += f"; unfused it would move {used:.0%} of what the memory can"

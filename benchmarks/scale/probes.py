@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer import checkpoint
 from trainer.checkpoint import store
-from trainer.checkpoint.background import stage
+from trainer.checkpoint.background import make_room, stage
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, hold_gloo, silenced
 from trainer.errors import BadInputError
@@ -103,11 +103,12 @@ def of_checkpoint(run: Path) -> Found:
             tensors = {
                 file: {name: one.cuda() for name, one in group.items()} for file, group in tensors.items()
             }
-        stage(tensors)
+        room = make_room(tensors)
+        stage(tensors, room)
         with tempfile.TemporaryDirectory(dir=run) as folder:
             for number in range(3):
                 began = time.perf_counter()
-                staged = stage(tensors)
+                staged = stage(tensors, room)
                 copies.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 path = store.write(Path(folder), number, staged, {})

@@ -32,7 +32,7 @@ def reduced_gradients(world: World, compress: Literal["none", "bf16"]) -> list[t
     model = nn.Linear(64, 64)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    replica = replicate(model, world.group, ParallelConfig(compress=compress), CPU)
+    replica = replicate(model, world.group, ParallelConfig(compress=compress))
     torch.manual_seed(world.rank)
     x = torch.randn(8, 64)
     replica(x).square().sum().backward()  # zero: the weights are
@@ -87,7 +87,7 @@ def told(world: World) -> tuple[bool, bool, bool]:
     config = ParallelConfig(static_graph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a newer torch, about an argument's name
-        replica: Any = replicate(nn.Linear(2, 2), world.group, config, CPU)
+        replica: Any = replicate(nn.Linear(2, 2), world.group, config)
     return replica.static_graph, replica.find_unused_parameters, replica.broadcast_buffers
 
 
@@ -111,7 +111,7 @@ class Forked(nn.Module):
 
 def steps_of_forked(world: World, find: bool) -> str:
     config = ParallelConfig(find_unused_parameters=find)
-    replica = replicate(Forked(), world.group, config, CPU)
+    replica = replicate(Forked(), world.group, config)
     try:
         for _ in range(3):
             replica(torch.ones(1, 2)).sum().backward()

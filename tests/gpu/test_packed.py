@@ -82,7 +82,7 @@ def test_a_run_takes_it_and_never_waits(scope: str | None) -> None:
         **({"compile": {"mode": "default", "scope": scope}} if scope else {}),
     )
     run = build(recipe, make_task(recipe), World(0, 1, 0, GPU, None), workers=0)
-    assert "packed text: attends by blocks (FlexAttention), compiled in the first step" in run.notes
+    assert "packed text: attends by blocks (FlexAttention), compiled and tried at the start" in run.notes
     source = Source(run.task.train_data, run.share, 0)
     batches = make_loader(source, GPU, recipe.data, 0)(run.share.batches())
     try:

@@ -35,6 +35,7 @@ COMPILER, INDUCTOR = "aot_eager_decomp_partition", "inductor"
 BACKENDS = [COMPILER, pytest.param(INDUCTOR, marks=[pytest.mark.slow, needs_a_compiler])]
 # What would be compiled stays as it is: all but torch's part.
 CALLED = "called"
+TRACED = "eager"
 
 
 def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
@@ -50,7 +51,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr(torch, "compile", compile_so)
     monkeypatch.setattr("trainer.train.prepare.missing_for_compiling", lambda _: None)
     if backend == CALLED:
-        monkeypatch.setattr(compiling, "_set_up_torch", lambda: None)
+        monkeypatch.setattr(compiling, "set_up_torch", lambda: None)
 
 
 def graphs() -> int:
@@ -122,7 +123,12 @@ def trained_with_everything(
 
 
 @pytest.mark.parametrize(
-    "backend", [CALLED, *(pytest.param(name, marks=pytest.mark.slow) for name in (COMPILER, INDUCTOR))]
+    "backend",
+    [
+        CALLED,
+        pytest.param(TRACED, marks=pytest.mark.compat),  # torch 2.5 refuses some graphs within DDP
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (COMPILER, INDUCTOR)),
+    ],
 )
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope: str, backend: str) -> None:
@@ -130,6 +136,8 @@ def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope
     eager = ranks.run(2, with_everything, scope, "none", backend)
     compiled = ranks.run(2, with_everything, scope, "default", backend)
     rounding = 0 if backend == CALLED else 1e-3
+    split = "DDP's optimizer of graphs is off"
+    assert any(split in note for note in compiled[0][2]) != compiling.SPLITS_ALL_GRAPHS
     for (losses, figures, _), (compiled_losses, compiled_figures, notes) in zip(eager, compiled, strict=True):
         assert compiled_losses == pytest.approx(losses, rel=rounding)
         assert compiled_figures["loss"] == pytest.approx(figures["loss"], rel=rounding)
@@ -196,7 +204,7 @@ def one_rank_cannot(world: World) -> list[str]:
 
 def test_if_one_rank_cannot_compile_none_does(ranks: Ranks) -> None:
     first, second = ranks.run(2, one_rank_cannot)
-    assert "another rank's host lacks a compiler" in first[0]
+    assert "rank 1: no compiler was found" in first[0]
     assert "no compiler was found" in second[0]
 
 
@@ -256,7 +264,7 @@ def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
 
 
 def test_the_number_of_shapes_is_not_torchs_eight() -> None:
-    compiling._set_up_torch()
+    compiling.set_up_torch()
     assert torch._dynamo.config.cache_size_limit >= 128
 
 

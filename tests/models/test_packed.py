@@ -4,8 +4,11 @@ gradients; on a CPU by torch's own formula, on a GPU by its kernel (tests/gpu/te
 
 import functools
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +16,17 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.attention import flex_attention as flex
 
 from tests.helpers.toys import build_alone, make_recipe
-from trainer.config.model import LoraConfig, ModelConfig
+from tests.helpers.world import Ranks
+from trainer.config.model import LoraConfig, ModelConfig, PrecisionConfig
 from trainer.config.tasks import GPTConfig, LanguageConfig
 from trainer.data.formats.tokenize import tokenize
-from trainer.distributed.parallel import World
+from trainer.distributed.parallel import World, words_of_ranks
+from trainer.models import gpt
 from trainer.models.activation_checkpointing import recompute
 from trainer.models.finetune import fine_tune
-from trainer.models.gpt import GPT
+from trainer.models.gpt import GPT, fault_of_blocks
 from trainer.models.packed import blocks_mask, documents, missing_for_blocks, pairs_mask
+from trainer.models.precision import autocast
 from trainer.train import prepare
 from trainer.train.run import make_task
 from trainer.train.step import train_step
@@ -195,6 +201,7 @@ def test_where_it_is_taken(
 ) -> None:
     """The log says why not; on a CPU, where it never is, it says nothing."""
     monkeypatch.setattr("trainer.models.packed.missing_for_compiling", lambda _: None)
+    monkeypatch.setattr(prepare, "fault_of_blocks", lambda *_: None)
     config = LanguageConfig(**SMALL | keys, text="packed")
     recipe = make_recipe(task="language", language=config.model_dump())
     notes: list[str] = []
@@ -203,7 +210,7 @@ def test_where_it_is_taken(
     found = missing_for_blocks(config, device)
     if missing is None:
         assert found is None and notes == [
-            "packed text: attends by blocks (FlexAttention), compiled in the first step"
+            "packed text: attends by blocks (FlexAttention), compiled and tried at the start"
         ]
     else:
         assert found and re.search(missing, found)
@@ -216,3 +223,58 @@ def test_where_it_is_taken(
 def test_a_compiler_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.models.packed.missing_for_compiling", lambda _: "no compiler")
     assert missing_for_blocks(GPTConfig(**SMALL), GPU) == "no compiler"
+
+
+class FailsBackward(torch.autograd.Function):
+    """As Triton's kernels of wide heads do on GPUs with little shared memory."""
+
+    @staticmethod
+    def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376")
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_it_is_tried_forward_and_backward(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu = GPTConfig(**SMALL | {"positions": positions}), torch.device("cpu")
+    contexts = [autocast(PrecisionConfig(mode="bf16"), cpu), nullcontext()]
+    seen: list[torch.dtype] = []
+    attend = gpt.attend_by_blocks
+
+    def noted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(query.dtype)
+        return attend(query, *others)
+
+    monkeypatch.setattr(gpt, "attend_by_blocks", noted)
+    before = torch.get_rng_state()
+    assert fault_of_blocks(config, 2, cpu, contexts) is None
+    assert seen == [torch.bfloat16, torch.float32]
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(gpt, "attend_by_blocks", lambda query, *_: FailsBackward.apply(query))
+    assert "shared memory, Required: 147456" in str(fault_of_blocks(config, 2, cpu, contexts))
+    monkeypatch.setattr(gpt, "attend_by_blocks", mock.Mock(side_effect=torch.OutOfMemoryError("no more")))
+    with pytest.raises(torch.OutOfMemoryError):
+        fault_of_blocks(config, 2, cpu, contexts)
+
+
+def can_attend(world: World, failing: int) -> tuple[bool, list[str]]:
+    notes: list[str] = []
+    recipe = make_recipe(task="language", language=SMALL | {"text": "packed"})
+    fault = "FlexAttention fails here (OutOfResources)" if world.rank == failing else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "missing_for_blocks", lambda *_: None)
+        patch.setattr(prepare, "fault_of_blocks", lambda *_: fault)
+        patch.setattr(prepare, "prepare_cache", lambda: None)
+        patch.setattr(prepare, "words_of_ranks", lambda word, _: words_of_ranks(word, world))
+        return prepare._can_attend_by_blocks(recipe, replace(world, device=GPU), notes), notes
+
+
+def test_where_it_fails_on_one_rank_all_take_the_mask(ranks: Ranks) -> None:
+    assert [taken for taken, _ in ranks.run(2, can_attend, -1)] == [True, True]
+    found = ranks.run(2, can_attend, 1)
+    assert [taken for taken, _ in found] == [False, False]
+    for (_, notes), who in zip(found, ("rank 1: ", ""), strict=True):
+        assert len(notes) == 1 and notes[0].endswith(f"{who}FlexAttention fails here (OutOfResources)")

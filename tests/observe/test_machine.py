@@ -19,9 +19,10 @@ from tests.helpers.clock import Clock
 from tests.helpers.planted import GIB, write
 from tests.helpers.waiting import SECONDS, until
 from trainer.host import counters as host
+from trainer.host.affinity import gpu_nodes
 from trainer.host.counters import JobCounters, rates
 from trainer.host.limits import read_limits
-from trainer.host.nvml import Nvml, slowdown
+from trainer.host.nvml import Nvml, bus_ids, slowdown
 from trainer.observe import machine as machine_module
 from trainer.observe.machine import Machine
 
@@ -316,6 +317,22 @@ def test_what_is_not_told_is_absent() -> None:
     assert Nvml({}, 2, FakeNvml(lost=True)).sample(0.5) == ({}, [])
     mig, _ = Nvml({"CUDA_VISIBLE_DEVICES": "MIG-x"}, 1, FakeNvml()).sample(0.5)
     assert mig == {"gpu/memory_bytes": GIB, "gpu/memory_total_bytes": 80 * GIB}
+
+
+def test_a_gpu_that_does_not_tell_its_place_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the ranks after it would be bound to the CPUs of another GPU."""
+    places = {"GPU-bbbb-2": b"00000000:3B:00.0"}
+
+    class Silent(FakeNvml):
+        def nvmlDeviceGetPciInfo(self, handle: dict[str, Any]) -> Any:  # noqa: N802
+            if handle["uuid"] not in places:
+                raise Lost
+            return SimpleNamespace(busId=places[handle["uuid"]])
+
+    monkeypatch.setitem(sys.modules, "pynvml", Silent())
+    assert bus_ids({}, 2) == ["", "00000000:3B:00.0"]
+    assert bus_ids({"CUDA_VISIBLE_DEVICES": "1,0"}, 2) == ["00000000:3B:00.0", ""]
+    assert gpu_nodes(["", "nonsense"]) == [None, None]
 
 
 def test_no_driver_at_all() -> None:

@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,18 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers import preloaded
+from tests.helpers.toys import make_recipe
 from trainer.config.model import MemoryConfig
 from trainer.config.sizes import GIB, MIB
-from trainer.errors import OutOfMemory
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError, OutOfMemory
 from trainer.host.processes import resident_bytes
 from trainer.launch.exit_record import record_of
 from trainer.observe.leak import Growth, Trends, leak, leak_text
 from trainer.observe.memory import after_evaluation, memory_metrics, memory_row, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
+from trainer.train import trainer
+from trainer.train.run import make_task
 
 GPU = torch.device("cuda", 0)
 
@@ -134,6 +139,37 @@ def test_activations_are_what_is_left(tmp_path: Path) -> None:
     assert "\n" not in text
     assert (tmp_path / "memory_summary.txt").read_text() == "the summary"
     assert (tmp_path / "memory_snapshot.pickle").exists()
+
+
+@pytest.mark.usefixtures("allocator")
+def test_each_rank_leaves_files_of_its_own(tmp_path: Path) -> None:
+    explained(76.0, 0.5, tmp_path)
+    assert f"More in {tmp_path}/memory_summary.rank-5.txt and " in explained(76.0, 0.5, tmp_path, rank=5)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("memory_summary.txt", "memory_snapshot.pickle"),
+        *("memory_summary.rank-5.txt", "memory_snapshot.rank-5.pickle"),
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_history_of_memory_begins_before_the_weights(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank: any of them may be the one that runs out."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: order.append("history"))
+    monkeypatch.setattr(trainer, "newest_checkpoint", lambda *_: (None, []))
+    monkeypatch.setattr(trainer, "least_over_ranks", lambda number, _: number)
+
+    def built(*_: Any) -> Any:
+        order.append("weights")
+        raise BadInputError("as far as it goes")
+
+    monkeypatch.setattr(trainer, "_build", built)
+    recipe, world = make_recipe(memory={"history": True}), World(rank, 1, rank, GPU, None)
+    request: Any = SimpleNamespace(recipe=recipe, folder=Path("nowhere"), resume="auto", begun_from=None)
+    task: Any = make_task(recipe)
+    with pytest.raises(BadInputError, match="as far as it goes"):
+        trainer._attempt(request, task, [], {}, world, None, None)  # type: ignore[arg-type]
+    assert order == ["history", "weights"]
 
 
 @pytest.mark.usefixtures("allocator")

@@ -5,6 +5,7 @@ import errno
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,33 +15,68 @@ import torch
 from trainer.checkpoint import store
 from trainer.checkpoint.folder import Shapes, contents, shard_contents, shared_contents
 from trainer.host.files import remove
+from trainer.host.page_lock import page_lock
 from trainer.observe.phases import heartbeat
 
 _Tensors = Mapping[str, Mapping[str, torch.Tensor]]
 _PAUSE_S = 0.02
+_ALIGNMENT = 64
 
 
-def stage(tensors: _Tensors) -> dict[str, dict[str, torch.Tensor]]:
+def make_room(tensors: _Tensors) -> torch.Tensor:
+    """Page-locked memory for one copy of those tensors that are on a GPU, uint8 (bytes,).
+
+    Made at the start of a run: page-locking takes about as long as copying, and what a slow disk still
+    writes from is not to be there a second time.
+
+    Args:
+        tensors: By file and by name.
+    """
+    size = sum(_room_of(one) for group in tensors.values() for one in group.values() if _on_gpu(one))
+    room = torch.empty(size, dtype=torch.uint8)
+    if not size:
+        return room
+    cudart = torch.cuda.cudart()
+    if page_lock(cudart, str(torch.version.cuda), room.data_ptr(), size):
+        # Before the memory is given back; at the end of the process all of it is.
+        weakref.finalize(room, cudart.cudaHostUnregister, room.data_ptr()).atexit = False
+    return room
+
+
+def stage(tensors: _Tensors, room: torch.Tensor | None = None) -> dict[str, dict[str, torch.Tensor]]:
     """Copies tensors to host memory, so that training may change them; waits until they are there.
 
     Args:
-        tensors: By file and by name. Those on a GPU are copied to pinned memory, which torch keeps for the
-            next time; all keep their memory format.
+        tensors: By file and by name; all keep their memory format.
+        room: From `make_room`, for those on a GPU: what was staged in it before is overwritten. What finds
+            no more room there is copied to memory that isn't page-locked.
     """
-    staged = {file: {name: _to_host(one) for name, one in group.items()} for file, group in tensors.items()}
-    devices = {one.device for group in tensors.values() for one in group.values() if one.is_cuda}
-    for device in devices:
+    free, staged = room, dict[str, dict[str, torch.Tensor]]()
+    for file, group in tensors.items():
+        staged[file] = {}
+        for name, tensor in group.items():
+            one = tensor.detach()
+            if free is None or not _on_gpu(one) or len(free) < _room_of(one):
+                staged[file][name] = torch.empty_like(one, device="cpu").copy_(one)
+                continue
+            place = free[: one.numel() * one.element_size()].view(one.dtype)
+            place = place.as_strided(one.shape, torch.empty_like(one, device="meta").stride())
+            staged[file][name] = place.copy_(one, non_blocking=True)
+            free = free[_room_of(one) :]
+    for device in {one.device for group in tensors.values() for one in group.values() if _on_gpu(one)}:
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(device))
         copied.synchronize()
     return staged
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _room_of(tensor: torch.Tensor) -> int:
+    """Bytes, up to where the next tensor's numbers are aligned, whatever their type."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 class Exchange(Protocol):

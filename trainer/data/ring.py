@@ -5,8 +5,6 @@ agreed. The memory is anonymous: it works in a container whose /dev/shm has 64 M
 sharing strategies end with a bus error (pytorch#5040).
 """
 
-import contextlib
-import ctypes
 import math
 import mmap
 import os
@@ -20,6 +18,7 @@ import torch
 
 from trainer.data.dataset import Field
 from trainer.data.shared import anonymous_file
+from trainer.host.page_lock import page_lock
 
 _ALIGNMENT = 64
 
@@ -86,13 +85,7 @@ class Ring:
     def pin(self) -> bool:
         """Page-locks the slots for CUDA, in place; False where the driver refuses (ulimit memlock)."""
         size = self.slot_bytes * self.slots
-        if int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0)) == 0:
-            return True
-        # The error stays pending, and torch would raise it at some later kernel: read it away.
-        with contextlib.suppress(OSError, AttributeError):
-            major = str(torch.version.cuda).partition(".")[0]
-            ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
-        return False
+        return page_lock(torch.cuda.cudart(), str(torch.version.cuda), self._bytes.data_ptr(), size)
 
     def unpin(self) -> None:
         """Undoes `pin`."""

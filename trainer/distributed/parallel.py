@@ -165,9 +165,7 @@ def is_sharded(config: ParallelConfig, world: World) -> bool:
     return config.strategy != "ddp" and world.group is not None
 
 
-def replicate(
-    model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig, device: torch.device
-) -> nn.Module:
+def replicate(model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig) -> nn.Module:
     """Wraps a model so that backward sums its gradients over the ranks.
 
     Alone it stays as it is, and so it does where it is sharded, or where a tree sums them: then all ranks
@@ -182,9 +180,8 @@ def replicate(
             dist.broadcast(contiguous, 0, group=group)
             tensor.detach().copy_(contiguous)
         return model
-    replica = DistributedDataParallel(
+    replica = DistributedDataParallel(  # without device_ids, or it looks through each batch for what to move
         model,
-        device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,

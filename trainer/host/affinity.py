@@ -72,7 +72,7 @@ def gpu_nodes(bus_ids: Sequence[str], root: Path = Path("/")) -> list[int | None
     """The NUMA node of each GPU; None where nobody tells.
 
     Args:
-        bus_ids: As NVML writes them, "00000000:3B:00.0".
+        bus_ids: As NVML writes them, "00000000:3B:00.0"; "" where it doesn't tell.
         root: Folder that stands for "/".
     """
     places: list[int | None] = []

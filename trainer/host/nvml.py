@@ -181,9 +181,9 @@ class Nvml:
 
 
 def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:
-    """Returns the PCI bus addresses of the GPUs of this host's ranks; empty where NVML has none."""
+    """Returns the PCI bus addresses of the GPUs of this host's ranks, in their order; "" where NVML has none."""
     with Nvml(environ, ranks) as nvml:
-        return [bus_id for gpu in nvml.gpus if (bus_id := nvml.bus_id(gpu))]
+        return [nvml.bus_id(gpu) for gpu in nvml.gpus]
 
 
 def driver_version() -> str | None:

@@ -19,6 +19,9 @@ from trainer.host.toolchain import missing_compiler, missing_headers
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one function; torch gives up compiling it after eight of them.
 _MOST_SHAPES = 128
+# Before torch 2.6 what splits graphs at DDP's buckets refuses those with checkpointing or FlexAttention
+# (https://github.com/pytorch/pytorch/issues/104674).
+SPLITS_ALL_GRAPHS = hasattr(torch.compiler, "set_stance")
 
 
 def missing_for_compiling(device: torch.device) -> str | None:
@@ -89,6 +92,16 @@ def _stay_eager(stack: ExitStack) -> None:
     setattr(eval_frame, "_maybe_set_eval_frame", lambda _: None)  # noqa: B010  (gone from newer ones)
 
 
+def words_on_ddp(world_size: int) -> list[str]:
+    """A line about compiled code within DDP, where this version of torch asks for one."""
+    if SPLITS_ALL_GRAPHS or world_size == 1:
+        return []
+    return [
+        f"torch {torch.__version__}: DDP's optimizer of graphs is off, which refuses checkpointed blocks and "
+        "FlexAttention before 2.6: less of the communication may overlap with backward"
+    ]
+
+
 def torch_mode(config: CompileConfig, device: torch.device) -> str:
     """torch's name of the mode; CUDA graphs only of a whole model (blocks would share their memory)."""
     if config.cuda_graphs and device.type == "cuda":
@@ -100,14 +113,14 @@ def torch_mode(config: CompileConfig, device: torch.device) -> str:
 
 def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Callable[..., Any]:
     """The whole model, compiled; the model itself stays as it is, for evaluation."""
-    _set_up_torch()
+    set_up_torch()
     compiled: Callable[..., Any] = torch.compile(model, mode=torch_mode(config, device), dynamic=False)
     return compiled
 
 
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig, device: torch.device) -> None:
     """Compiles blocks in place for training; in evaluation they run as they are."""
-    _set_up_torch()
+    set_up_torch()
     for block in blocks:
         compiled = torch.compile(block.forward, mode=torch_mode(config, device), dynamic=False)
         block.forward = functools.partial(_choose, block, compiled, block.forward)
@@ -120,9 +133,12 @@ def _choose(
     return (compiled if block.training else original)(*values, **named)
 
 
-def _set_up_torch() -> None:
+def set_up_torch() -> None:
+    """Sets what torch's compiler takes from its own configuration, before anything is compiled."""
     import torch._dynamo  # here: it takes three seconds
 
     # On a machine without a GPU it says with each compilation that there is none.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch._dynamo.config.cache_size_limit = max(_MOST_SHAPES, torch._dynamo.config.cache_size_limit)
+    if not SPLITS_ALL_GRAPHS:
+        torch._dynamo.config.optimize_ddp = False

@@ -1,6 +1,8 @@
 """A decoder-only transformer, and text from it."""
 
 import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +13,7 @@ from typing_extensions import assert_never
 from trainer.config.tasks import GPTConfig
 from trainer.models.head_loss import head_loss
 from trainer.models.packed import attend_by_blocks, blocks_mask, pairs_mask
+from trainer.observe.oom import is_out_of_memory
 
 if TYPE_CHECKING:  # importing it takes seconds
     from torch.nn.attention.flex_attention import BlockMask
@@ -170,6 +173,39 @@ class Attention(nn.Module):
             mixed = attend_by_blocks(query, key, value, mask)
         result: torch.Tensor = self.dropout(self.out(mixed.transpose(1, 2).reshape(n, length, width)))
         return result
+
+
+def fault_of_blocks(
+    config: GPTConfig, n: int, device: torch.device, contexts: Iterable[AbstractContextManager[object]]
+) -> str | None:
+    """Attends by blocks once, forward and backward, as the model will; returns what goes wrong, or None.
+
+    Whether the kernels' shared memory suffices depends on the GPU, a head's channels and the number format,
+    and some fail only in backward (https://github.com/pytorch/pytorch/issues/133254).
+
+    Args:
+        n: Samples, as in training: what is compiled here serves there.
+        contexts: The number formats that attention is computed in: contexts of a forward pass.
+    """
+    with torch.device("meta"):
+        attention = Attention(config)
+    attention.to_empty(device=device)
+    segment = torch.zeros(n, config.sequence_length, dtype=torch.int16, device=device)
+    hidden = torch.zeros(*segment.shape, config.width, device=device, requires_grad=True)
+    turn = None
+    if config.positions == "rotary":
+        turn = turns(place_in_segment(segment), config.width // config.heads, torch.float32)
+    try:
+        for context in contexts:
+            with context:
+                attention(hidden, turn, blocks_mask(segment)).float().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        if is_out_of_memory(error):  # a mask would take more
+            raise
+        return f"FlexAttention fails here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    return None
 
 
 class MLP(nn.Module):

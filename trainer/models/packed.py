@@ -12,13 +12,13 @@ import torch
 from torch.nn import functional as F
 
 from trainer.config.tasks import GPTConfig
-from trainer.models.compiling import missing_for_compiling
+from trainer.models.compiling import missing_for_compiling, set_up_torch
 
 if TYPE_CHECKING:  # importing it takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
 _BLOCK = 128  # FlexAttention's own default
-_NARROWEST, _WIDEST = 16, 256  # heads, in channels: what Triton multiplies, and what fits in shared memory
+_NARROWEST, _WIDEST = 16, 256  # heads, in channels: what Triton multiplies, and what may fit in shared memory
 
 
 def documents(segment: torch.Tensor) -> torch.Tensor:
@@ -118,6 +118,7 @@ def missing_for_blocks(config: GPTConfig, device: torch.device) -> str | None:
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    set_up_torch()
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     return compiled
 

@@ -59,9 +59,13 @@ def peak_flops(device_name: str, mode: str) -> float | None:
     """Peak FLOP/s of a GPU for `precision.mode` ("bf16", "fp16", "tf32"); None where it isn't known."""
     if mode not in ("bf16", "fp16", "tf32"):
         return None
-    name = device_name.removeprefix("NVIDIA ")
-    peaks = next((peaks for peaks, names in _PEAKS if name in names), (0, 0, 0))
+    peaks = next((peaks for peaks, names in _PEAKS if short_name(device_name) in names), (0, 0, 0))
     return peaks[("bf16", "fp16", "tf32").index(mode)] * 1e12 or None
+
+
+def short_name(device_name: str) -> str:
+    """The whole name of a GPU without the maker's, which older drivers leave out."""
+    return device_name.removeprefix("NVIDIA ")
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,12 @@ def explain_oom(
     micro_batch_size: int,
     checkpointing: str = "none",
     precision: str = "fp32",
+    rank: int = 0,
 ) -> str:
     """Returns one paragraph: the allocation that failed, the owners of the memory, the remedy.
 
     Writes memory_summary.txt and memory_snapshot.pickle (for https://pytorch.org/memory_viz; nothing of ours
-    reads it) to the folder when a GPU's memory ran out.
+    reads it) to the folder when a GPU's memory ran out; of another rank than the first with its number.
 
     Args:
         error: What was raised, still with its traceback.
@@ -135,7 +136,7 @@ def explain_oom(
     where = _where(error)
     if not _is_of_gpu(error):
         return _on_host(error, held, where)
-    written = _write(device, folder)
+    written = _write(device, folder, rank)
     wanted = _size(error, rf"[Tt]ried to allocate {_SIZE}")
     now, reserved = _taken(device)
     allocated = _size(error, rf"{_SIZE} is allocated by PyTorch") or now
@@ -221,17 +222,17 @@ def _where(error: BaseException) -> str:
     return ""
 
 
-def _write(device: torch.device, folder: Path | None) -> str:
+def _write(device: torch.device, folder: Path | None, rank: int) -> str:
     """Writes what torch knows; says where."""
     if folder is None:
         return ""
-    files = []
+    files, of = [], f".rank-{rank}" if rank else ""
     with contextlib.suppress(OSError, RuntimeError):
-        file = folder / "memory_summary.txt"
+        file = folder / f"memory_summary{of}.txt"
         write_whole(file, torch.cuda.memory_summary(device))
         files.append(file)
     with contextlib.suppress(OSError, RuntimeError):
-        file = folder / "memory_snapshot.pickle"
+        file = folder / f"memory_snapshot{of}.pickle"
         with written_whole(file, lasting=False) as beside:
             torch.cuda.memory._dump_snapshot(str(beside))
         files.append(file)

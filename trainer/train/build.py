@@ -82,7 +82,7 @@ def build(
     if is_sharded(recipe.parallel, world):
         parts, kind = blocks(model).values(), gathered_in(recipe.precision, model, device)
         rows = shard(model, parts, world, recipe.parallel, kind)
-    replica = replicate(loss_of, world.group, recipe.parallel, device)
+    replica = replicate(loss_of, world.group, recipe.parallel)
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     optimizer, lr = make_updates(recipe, task, model, plan, device, generators)
     skips, sharing = recipe.anomaly.skips_updates, None if rows is None else rows.group

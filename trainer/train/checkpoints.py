@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.background import BackgroundWriter, RankPart, stage
+from trainer.checkpoint.background import BackgroundWriter, RankPart, make_room, stage
 from trainer.checkpoint.folder import folder_name
 from trainer.config.section import config_hash
 from trainer.distributed.exchange import StoreExchange
@@ -40,6 +40,7 @@ class Checkpoints:
         self._told, self._on_written = None if writer is None else writer.written, written
         self._run, self._writer, self._run_id, self._data = run, writer, run_id, dict(data or {})
         self._config, rows = run.recipe.checkpoint, run.state.rows
+        self._room = make_room(tensors_of(run.state)) if writer is not None and self.wanted else None
         self._exchange: StoreExchange | None = None
         if rows is not None and writer is not None:
             self._exchange = StoreExchange(rows.rank, rows.ranks, run.recipe.parallel.timeout_s)
@@ -80,13 +81,12 @@ class Checkpoints:
             "fingerprint": self._data,
         }
         best = state.best[1] if state.best and self._config.best else None
-        if self._on_written is not None:  # before another takes its place
-            self.finish()
+        self.finish()  # before another takes its place, on the disk and in memory
         tensors, part = tensors_of(state), None
         if self._exchange is not None:
             shapes = {kind: shapes_of(state, kind, group) for kind, group in tensors.items()}
             part = RankPart(self._exchange, token, shapes, run.recipe.parallel.timeout_s / 2)
-        self._writer.submit(state.step, stage(tensors), numbers, best, part)
+        self._writer.submit(state.step, stage(tensors, self._room), numbers, best, part)
 
     def _token(self) -> int:
         """A number for a write that all ranks have a part in; collective where there is one."""

@@ -26,7 +26,7 @@ from trainer.observe.flops import peak_flops
 from trainer.observe.leak import Growth, Trends
 from trainer.observe.log import MetricLogger, Sink, Sources
 from trainer.observe.machine import Machine
-from trainer.observe.memory import memory_source, start_history
+from trainer.observe.memory import memory_source
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Profile
 from trainer.observe.progress import Progress, served
@@ -237,7 +237,6 @@ def metric_sources(stack: contextlib.ExitStack, run: Run) -> Sources:
     gather = partial(gather_rows, world) if world.group is not None else None
     if world.rank:
         return Sources(num_items, gather=gather, pause_s=_PAUSE_S)
-    start_history(run.recipe.memory, device)
     machine = Machine(device.type == "cuda", world.local_size)
     stack.callback(machine.close)
     peak = None
@@ -305,7 +304,7 @@ def _open_profile(stack: contextlib.ExitStack, request: Request, run: Run) -> Pr
 
 @contextlib.contextmanager
 def memory_explained(run: Run, folder: Path | None) -> Iterator[None]:
-    """Says who holds the memory when it runs out.
+    """Says who holds the memory when it runs out, on the rank on which it does.
 
     Raises:
         OutOfMemory: In place of torch's error, or Python's.
@@ -325,5 +324,6 @@ def memory_explained(run: Run, folder: Path | None) -> Iterator[None]:
             micro_batch_size=recipe.data.micro_batch_size,
             checkpointing=recipe.memory.checkpointing,
             precision=recipe.precision.mode,
+            rank=run.world.rank,
         )
         raise OutOfMemory(text) from error

@@ -1,6 +1,7 @@
 """A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import GIB, MIB
 from trainer.distributed.overlap import names_of, sharing
-from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
+from trainer.distributed.parallel import World, check_agreement, is_sharded, words_of_ranks
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import ModelCost, cheapest, measure, seconds_of_step
@@ -20,9 +21,10 @@ from trainer.models.compiling import (
     missing_for_compiling,
     prepare_cache,
     uncompiled,
+    words_on_ddp,
 )
 from trainer.models.finetune import fine_tune
-from trainer.models.gpt import GPT
+from trainer.models.gpt import GPT, fault_of_blocks
 from trainer.models.modes import begin_training
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.packed import missing_for_blocks
@@ -108,7 +110,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
     if isinstance(model, GPT) and recipe.language.text == "packed":  # after what counts operations
-        model.by_blocks = _can_attend_by_blocks(recipe, world, notes)
+        model.by_blocks = _can_attend_by_blocks(recipe, world, notes, kept)
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
     if compiled and recipe.compile.scope == "blocks":
         compile_blocks(blocks(model).values(), recipe.compile, device)
@@ -119,6 +121,8 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         if compiled and recipe.compile.scope == "model"
         else model
     )
+    if (compiled or getattr(model, "by_blocks", False)) and recipe.parallel.strategy == "ddp":
+        notes += words_on_ddp(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
 
@@ -220,24 +224,31 @@ def _time_line(
 
 
 def _missing_somewhere(missing: str | None, world: World) -> str | None:
-    """What this rank misses, or that another one does: so that all ranks compute alike."""
-    if world.group is None:
-        return missing
-    unable = torch.tensor([float(missing is not None)], device=world.device)
-    there = not float(sum_over_ranks(unable, world.group))
-    return None if there else missing or "another rank's host lacks a compiler or Python.h"
+    """What this rank misses, or the first one that does: so that all ranks compute alike; collective."""
+    words = words_of_ranks(missing or "", world)
+    return missing or next((f"rank {rank}: {word}" for rank, word in enumerate(words) if word), None)
 
 
-def _can_attend_by_blocks(recipe: Recipe, world: World, notes: list[str]) -> bool:
-    """Whether every rank can, and is to; otherwise all of them take a mask."""
+def _can_attend_by_blocks(recipe: Recipe, world: World, notes: list[str], kept: Iterable[str] = ()) -> bool:
+    """Whether every rank can, by trying it, and is to; otherwise all of them take a mask.
+
+    Args:
+        kept: Names of the modules that compute in float32 whatever the precision.
+    """
     if recipe.language.attention == "mask" or world.device.type == "cpu":
         return False
-    if missing := _missing_somewhere(missing_for_blocks(recipe.language, world.device), world):
+    missing = missing_for_blocks(recipe.language, world.device)
+    if missing is None:
+        prepare_cache()
+        contexts = [autocast(recipe.precision, world.device)]
+        if any(name.startswith("blocks") for name in kept):
+            contexts.append(nullcontext())
+        missing = fault_of_blocks(recipe.language, recipe.data.micro_batch_size, world.device, contexts)
+    if missing := _missing_somewhere(missing, world):
         length = recipe.language.sequence_length
         notes.append(f"packed text: attends with a mask of {length} x {length} for each sample: {missing}")
         return False
-    prepare_cache()
-    notes.append("packed text: attends by blocks (FlexAttention), compiled in the first step")
+    notes.append("packed text: attends by blocks (FlexAttention), compiled and tried at the start")
     return True
 
 

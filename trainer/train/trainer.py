@@ -29,6 +29,7 @@ from trainer.host.nvml import driver_version
 from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, current, requested
 from trainer.observe.console import detail, say, warn
+from trainer.observe.memory import start_history
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.tasks import Task
 from trainer.train.anomaly import AnomalyDetector, Finding, anomalies_before, left_out, read_anomalies
@@ -144,6 +145,7 @@ def _attempt(
         losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
+        start_history(recipe.memory, world.device)  # before the weights: they are held, too
         run, loading = _build(request, task, world, fresh)
         stack.callback(run.close)
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
@@ -162,7 +164,7 @@ def _attempt(
             )
         detail(f"the loop begins with step {begin + 1}")
         watchdog.start(begin + recipe.compile.warm_up if run.compiled else 0)
-        with memory_explained(run, folder if world.rank == 0 else None):
+        with memory_explained(run, folder):
             ending = train(run, out, detector, skipped, stop_after=request.stop_after)
 
         number = ending.signal

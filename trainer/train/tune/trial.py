@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import trainer.train.trainer  # noqa: F401  (a run has its modules in memory, too)
-from trainer.checkpoint.background import stage
+from trainer.checkpoint.background import make_room, stage
 from trainer.config.recipe import Recipe
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import evaluation_share
@@ -120,7 +120,9 @@ def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
             # Of the ranks that write checkpoints; it is there while the next steps are trained.
             rows = run.state.rows
             writes = world.rank == 0 if rows is None else rows.first
-            staged = stage(tensors_of(run.state)) if writes else None
+            if writes:
+                tensors = tensors_of(run.state)
+                staged = stage(tensors, make_room(tensors))
         if step == timed:
             # As many more on every rank as the mean of their times allows.
             mean = _mean(_now(world.device) - began, world)

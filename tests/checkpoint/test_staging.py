@@ -1,0 +1,106 @@
+"""Promise: what a GPU computes further isn't in the checkpoint, and a copy of the run is in memory once."""
+
+import gc
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.cuda_stub import Cuda, stubbed_cuda
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
+from trainer.checkpoint import background
+from trainer.checkpoint.background import BackgroundWriter, make_room, stage
+from trainer.train.checkpoints import Checkpoints
+from trainer.train.state import tensors_of
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """Each tensor but those of the room is the device's."""
+    with stubbed_cuda() as stub:
+        monkeypatch.setattr(background, "_on_gpu", lambda tensor: tensor.data_ptr() in stub._held)
+        yield stub
+
+
+def of_all_kinds(cuda: Cuda) -> dict[str, dict[str, torch.Tensor]]:
+    tensors = {
+        "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "turned": torch.randn(3, 4).t(),
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "odd": torch.randn(7).bfloat16(),
+        "flags": torch.tensor([True, False, True]),
+        "count": torch.arange(3, dtype=torch.int64),
+        "learned": torch.nn.Parameter(torch.randn(5)),
+    }
+    return {"model": {name: cuda.put(tensor) for name, tensor in tensors.items()}}
+
+
+def test_every_kind_of_tensor_is_staged_in_one_piece_of_memory(cuda: Cuda) -> None:
+    tensors = of_all_kinds(cuda)
+    room = make_room(tensors)
+    assert list(cuda.locked.items()) == [(room.data_ptr(), room.nbytes)]
+    assert room.nbytes <= sum(t.nbytes + 64 for t in tensors["model"].values()), "no powers of two"
+    for _ in range(2):
+        staged = stage(tensors, room)["model"]
+        for name, tensor in tensors["model"].items():
+            cuda.host_reads(staged[name])
+            assert torch.equal(staged[name], tensor) and staged[name].stride() == tensor.stride()
+            assert staged[name].dtype == tensor.dtype and not staged[name].requires_grad
+            assert staged[name].untyped_storage().data_ptr() == room.data_ptr()
+        ends = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in staged.values())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert cuda.problems == []
+
+
+def test_the_room_is_given_back_before_its_memory(cuda: Cuda) -> None:
+    """A run that is rolled back makes another one; what is being written stays."""
+    tensors = of_all_kinds(cuda)
+    room = make_room(tensors)
+    staged = stage(tensors, room)
+    assert len(cuda.locked) == 1
+    del room
+    gc.collect()
+    assert not cuda.locked
+    assert torch.equal(staged["model"]["odd"], tensors["model"]["odd"])
+
+
+def test_what_finds_no_room_is_staged_all_the_same(cuda: Cuda) -> None:
+    tensors = of_all_kinds(cuda)
+    for room in (None, make_room({"model": {"odd": tensors["model"]["odd"]}})):
+        for name, copy in stage(tensors, room)["model"].items():
+            assert torch.equal(copy, tensors["model"][name])
+
+
+def test_nothing_is_locked_on_a_cpu() -> None:
+    assert len(make_room({"model": {"weight": torch.ones(3)}})) == 0
+
+
+def test_what_is_still_written_is_never_overwritten(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save waits for the one before, before it copies: the room is its own."""
+    run = build_alone(make_recipe(data={"global_batch_size": 4, "micro_batch_size": 4}), TokenTask(8))
+    for group in tensors_of(run.state).values():
+        for tensor in group.values():
+            cuda.put(tensor)
+    order: list[str] = []
+    writer = BackgroundWriter(tmp_path, 1, pytest.fail)
+    for owner, name in ((writer, "finish"), (writer, "submit")):
+        real: Any = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given, real=real, name=name: (order.append(name), real(*given))[1]
+        )
+    made = stage
+    monkeypatch.setattr(
+        "trainer.train.checkpoints.stage", lambda *given: (order.append("stage"), made(*given))[1]
+    )
+    checkpoints = Checkpoints(run, writer)
+    assert len(cuda.locked) == 1, "made at the start"
+    for _ in range(2):
+        checkpoints.save()
+    assert order[:6] == ["finish", "stage", "submit", "finish", "finish", "stage"]
+    assert len(cuda.locked) == 1
+    checkpoints.close()

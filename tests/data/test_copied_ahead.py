@@ -1,0 +1,94 @@
+"""Promise: batches cross to a GPU ahead of the computation, and none is written over or freed too early."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.cuda_stub import GPU, Cuda, stubbed_cuda
+from trainer.data import device
+from trainer.data.device import copied_ahead
+
+SLOTS = 4  # of a ring: two are being written or read, two are on their way
+
+
+@pytest.fixture
+def cuda() -> Iterator[Cuda]:
+    streams: Any = getattr(device, "_side_stream", None)  # one for each device of a process
+    if streams is not None:
+        streams.cache_clear()
+    with stubbed_cuda() as stub:
+        yield stub
+    if streams is not None:
+        streams.cache_clear()
+
+
+def slots_of(cuda: Cuda, batches: int, slots: int = SLOTS) -> Iterator[tuple[torch.Tensor, int]]:
+    """A ring whose slots are written anew as soon as `copied_ahead` promises that they may be."""
+    ring = torch.zeros(slots, 16, dtype=torch.uint8)
+    written = 0
+    for batch in range(batches):
+        while written < min(batch + slots - 1, batches):  # as a DataLoader, which asks for one more with each
+            cuda.host_writes(ring[written % slots])
+            ring[written % slots].fill_(written)
+            written += 1
+        yield ring[batch % slots], batch
+
+
+def a_pass(cuda: Cuda, batches: int, staged: bool, slots: int = SLOTS) -> list[int]:
+    """What a loop computes with."""
+    seen = []
+    for batch, number in copied_ahead(slots_of(cuda, batches, slots), GPU, staged):
+        cuda.computes(batch)
+        assert int(batch[0]) == number
+        seen.append(number)
+        del batch
+    return seen
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("slots", [3, 4, 7])
+def test_no_slot_is_written_and_no_batch_used_or_freed_too_early(
+    cuda: Cuda, staged: bool, slots: int
+) -> None:
+    assert a_pass(cuda, 12, staged, slots) == list(range(12))
+    assert cuda.problems == []
+
+
+def test_a_copy_is_under_way_while_the_batch_before_is_computed(cuda: Cuda) -> None:
+    a_pass(cuda, 4, staged=False)
+    order = [what for _, what, _ in cuda.done]
+    assert order == [
+        *("copies to the device", "copies to the device", "computes"),
+        *("copies to the device", "computes") * 2,
+        "computes",
+    ]
+    assert {stream for stream, what, _ in cuda.done if what == "computes"} == {0}
+    assert {stream for stream, what, _ in cuda.done if what != "computes"} == {1}
+
+
+def test_passes_share_one_stream(cuda: Cuda) -> None:
+    """What a stream's copies leave in the allocator no other stream can take: each would hold its own."""
+    for _ in range(3):
+        a_pass(cuda, 3, staged=False)
+    assert len(cuda.streams) == 1
+
+
+def test_the_stub_sees_what_it_is_for(cuda: Cuda) -> None:
+    """By hand, each fault once: else the tests above would hold of any order."""
+    slot, side = torch.zeros(4, dtype=torch.uint8), torch.cuda.Stream(GPU)
+    with torch.cuda.stream(side):
+        copy = slot.to(GPU, non_blocking=True)
+    cuda.host_writes(slot)
+    cuda.computes(copy)
+    del copy
+    target = torch.zeros(4)
+    target.copy_(cuda.put(torch.ones(4)), non_blocking=True)
+    cuda.host_reads(target)
+    assert cuda.problems == [
+        "written while a copy reads it",
+        "computed with before its copy was waited for",
+        "freed while a stream may read it that its allocator doesn't know of",
+        "read while a copy writes it",
+    ]
