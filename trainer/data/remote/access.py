@@ -310,6 +310,11 @@ def _what(error: BaseException, status: int | None, code: str) -> str:
         told = code if code != str(status) else ""
         reason = told if told in _CLOCKS else _STATUS.get(status, told)
         return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
+    return _what_came(error)
+
+
+def _what_came(error: BaseException) -> str:
+    """What is wrong where no status says it."""
     if isinstance(error, _refused_redirects()):
         return f"its server leads elsewhere, where nothing is fetched ({type(error).__name__})"
     if _is_too_much(error):
