@@ -9,14 +9,18 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from trainer import cli
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats import audio, decode, files
 from trainer.data.formats.encoders import read_tokenizer
 from trainer.data.formats.sharded import ShardFolder
+from trainer.data.formats.tables import in_table
 from trainer.data.formats.tar_shards import index_shards
 from trainer.errors import BadInputError
 
@@ -152,3 +156,57 @@ def test_a_tokenizer_that_is_none_is_one_line(
     with pytest.raises(BadInputError) as refused:
         read_tokenizer(f"bpe:{made(tmp_path)}")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def rows(path: str, label: str, count: int) -> pyarrow.Table:
+    """As many rows, all alike, in a few hundred bytes."""
+    same = pyarrow.array(np.zeros(count, np.int32))
+    columns = {"path": path, "label": label}
+    made = {
+        name: pyarrow.DictionaryArray.from_arrays(same, pyarrow.array([one])) for name, one in columns.items()
+    }
+    return pyarrow.table(made)
+
+
+PARQUET: dict[str, tuple[pyarrow.Table, str]] = {
+    "a page": (pyarrow.table({"path": ["a" * (64 << 20)], "label": ["c"]}), "column 'path' holds more than"),
+    "a label": (pyarrow.table({"path": ["a"], "label": ["c" * (64 << 20)]}), "column 'label' holds more"),
+    "a dictionary": (rows("a" * (1 << 20), "c", 20_000), "column 'path' holds more|more than 4,096 letters"),
+    "a dictionary of labels": (rows("a", "c" * (1 << 20), 20_000), "more than 4,096 letters|column 'label'"),
+    "rows": (rows("a", "c", 2_000_000), "2,000,000 rows in"),
+    "a list": (pyarrow.table({"path": ["a"], "label": [["c"] * 100_000]}), "column 'label' holds more"),
+    "shared beginnings": (
+        pyarrow.table({"path": ["p" * 100_000 + str(i) for i in range(300)], "label": ["c"] * 300}),
+        "column 'path' holds more",
+    ),
+}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("made", PARQUET)
+def test_parquet_that_inflates_is_refused(tmp_path: Path, made: str, folder: bool) -> None:
+    file = tmp_path / "train.parquet"
+    table, why = PARQUET[made]
+    if folder:
+        file.mkdir()
+    encoding = {"path": "DELTA_BYTE_ARRAY", "label": "PLAIN"} if made.startswith("shared") else None
+    parquet.write_table(
+        table,
+        file / "a.parquet" if folder else file,
+        compression="zstd",
+        use_dictionary=encoding is None,
+        column_encoding=encoding,
+    )
+    with pytest.raises(BadInputError, match=why) as refused:
+        in_table(file)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_folder_of_parquet_has_labels_in_its_names(tmp_path: Path) -> None:
+    for label in ("dog", "cat"):
+        (tmp_path / "train.parquet" / f"label={label}").mkdir(parents=True)
+        place = tmp_path / "train.parquet" / f"label={label}" / "a.parquet"
+        parquet.write_table(pyarrow.table({"path": [f"{label}.png"]}), place)
+    files = in_table(tmp_path / "train.parquet")
+    assert [files.file_name(row) for row in (0, 1)] == [b"cat.png", b"dog.png"]
+    assert list(files.classes) == ["cat", "dog"]

@@ -5,6 +5,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from trainer.host.files import read_at
 _WANTED = ("path", "label")
 _SEPARATORS = ";\t|"
 _NAMED = 20  # columns, in a message
-_ROWS = 4096  # that are read at once
+_ROWS, _FEWEST_ROWS = 4096, 16  # that are read at once
+_READ_BYTES = 1 << 28  # of pages that are inflated for them
+_LONGEST = 4096  # bytes of a path, and of a label
+_SAME_ROWS, _ROWS_A_BYTE = 1 << 20, 16  # a file of fewer bytes repeats its rows
 _MAGIC = b"PAR1"  # begins and ends a Parquet file
 _HEAD = 4096
 
@@ -106,6 +110,8 @@ def _parquet(file: Path) -> Iterator[_Row]:
                 yield number, *_pair(f"{file}: row {number}", path, label)
     except LabelError as error:
         raise BadInputError(f"{file}: row {number + 1}: {error}") from error
+    except MemoryError as error:
+        raise BadInputError(f"{file}: its rows don't fit into the memory; use CSV") from error
     except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         what = what_it_is(_head(file)) if file.is_file() else ""
         reason = what if what and what != "Parquet" else first_line(error)
@@ -114,23 +120,66 @@ def _parquet(file: Path) -> Iterator[_Row]:
 
 def _batches(file: Path, parquet: Any) -> Iterator[Any]:
     """Rows of the two columns alone: others may be large, or of a kind that pyarrow can't read."""
-    columns = list(_WANTED)
-    if file.is_dir():
-        _places(file, parquet.ParquetDataset(file).schema.names)
-        yield from parquet.read_table(file, columns=columns, use_threads=False).to_batches(_ROWS)
+    columns, folder = list(_WANTED), file.is_dir()
+    files = [Path(name) for name in parquet.ParquetDataset(file).files] if folder else [file]
+    rows = min((_rows_at_once(each, parquet) for each in files), default=_ROWS)
+    if folder:
+        from pyarrow import dataset
+
+        read = dataset.dataset(file, format="parquet", partitioning="hive")
+        _places(file, read.schema.names)
+        batches = read.to_batches(columns=columns, batch_size=rows, use_threads=False)
+        yield from map(partial(_short, file), batches)
         return
     with parquet.ParquetFile(file) as table:
         _places(file, table.schema_arrow.names)
         _check_end(file, table.metadata)
         done = 0
-        for batch in table.iter_batches(_ROWS, columns=columns, use_threads=False):
+        for batch in table.iter_batches(rows, columns=columns, use_threads=False):
             done += batch.num_rows
-            yield batch
+            yield _short(file, batch)
         if done != table.metadata.num_rows:
             raise BadInputError(
                 f"{file}: holds {done:,} rows, and says that it has {table.metadata.num_rows:,}; write "
                 "it again"
             )
+
+
+def _rows_at_once(file: Path, parquet: Any) -> int:
+    """How many rows are read together: fewer where one page, which each row may repeat, is large.
+
+    Raises:
+        BadInputError: If pages of the two columns inflate to more than their rows can hold.
+    """
+    facts = parquet.read_metadata(file)
+    if facts.num_rows > max(_SAME_ROWS, _ROWS_A_BYTE * file.stat().st_size):
+        raise BadInputError(
+            f"{file}: says that it has {facts.num_rows:,} rows in {file.stat().st_size:,} bytes, so the same "
+            "again and again; keep one of each, or use CSV"
+        )
+    largest = 0
+    for group in map(facts.row_group, range(facts.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if (name := chunk.path_in_schema.partition(".")[0]) in _WANTED:  # a list has its own below it
+                largest = max(largest, chunk.total_uncompressed_size)
+                most = _FEWEST_ROWS * group.num_rows
+                if largest > _SAME_ROWS + _LONGEST * most or chunk.num_values > most:
+                    raise _too_long(file, name)
+    return max(_FEWEST_ROWS, min(_ROWS, _READ_BYTES // max(1, largest)))
+
+
+def _short(file: Path, batch: Any) -> Any:
+    """A batch, whose texts are short enough to be paths and labels."""
+    for name in _WANTED:
+        if batch.column(name).nbytes > _LONGEST * (_FEWEST_ROWS + batch.num_rows):
+            raise _too_long(file, name)
+    return batch
+
+
+def _too_long(file: Path, column: str) -> BadInputError:
+    return BadInputError(
+        f"{file}: column '{column}' holds more than {_LONGEST:,} bytes a row, so no {column}s"
+    )
 
 
 def _check_end(file: Path, facts: Any) -> None:
@@ -208,6 +257,8 @@ def _pair(where: str, path: Any, label: Any) -> tuple[bytes, str]:
         raise BadInputError(f"{where}: path or label is empty")
     if not isinstance(path, str | bytes):
         raise BadInputError(f"{where}: path {shown(path)} is no text")
+    if len(path) > _LONGEST or (isinstance(label, str) and len(label) > _LONGEST):
+        raise BadInputError(f"{where}: path or label has more than {_LONGEST:,} letters")
     path = os.fsencode(path)
     if b"\0" in path:
         raise BadInputError(f"{where}: a path can't hold a zero byte")

@@ -8,6 +8,8 @@ import asyncio
 import hashlib
 import io
 import os
+import re
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,8 @@ _CONNECT = 5.0
 _UNKNOWN = 256 << 20
 # S3 gives one connection some 80 MB/s: so several, and a part that fails is fetched again alone.
 _PART, _PARTS_AT_ONCE = 8 << 20, 8
+_CLOCKS = ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture")
+_CREDENTIALS = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _STATUS = {401: "not signed in", 403: "access denied", 404: "not found"}
 
 T = TypeVar("T")
@@ -120,7 +124,8 @@ async def _fetch(url: str, sink: Sink, at_once: bool = False) -> None:
         if not url.startswith("s3:"):
             await _tried(url, _seconds(sink.size), lambda: _whole(files, url, sink), at_once)
         elif sink.size is None:
-            sink.write(await _tried(url, _seconds(None), lambda: _small(files, url, sink.most), at_once))
+            seconds = _seconds(min(_UNKNOWN, sink.most or _UNKNOWN))
+            sink.write(await _tried(url, seconds, lambda: _small(files, url, sink.most), at_once))
         else:
             await _in_parts(files, url, sink, sink.size)
     finally:
@@ -133,7 +138,9 @@ def _file_system(url: str, connect: float) -> Any:
 
     common: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
     if url.startswith("s3:"):
-        config = {"connect_timeout": connect, "read_timeout": _SILENCE}
+        from trainer.data.remote.bounded import BoundedSession
+
+        config = {"connect_timeout": connect, "read_timeout": _SILENCE, "http_session_cls": BoundedSession}
         retries = {"total_max_attempts": 1, "mode": "standard"}
         config_kwargs = {**config, "retries": retries}
         files = fsspec.filesystem("s3", **common, session=_session(), config_kwargs=config_kwargs)
@@ -221,8 +228,8 @@ async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]], 
         # Not "from error" below: its text may hold a signed address that the server led to.
         except (OSError, EOFError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             found = error
-        except (BotoCoreError, ClientError) as error:
-            found = error
+        except (BotoCoreError, ClientError, ValueError, LookupError) as error:
+            found = error  # the last two: of a parser that met what no S3 server says
         status, code = _answer(found)
         if at_once and _is_unconnected(found):
             raise BadInputError(
@@ -231,7 +238,7 @@ async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]], 
             ) from None
         if not _may_pass(found, status):
             kind = NotThereError if status == 404 else BadInputError
-            raise kind(f"{url}: {_what(found, status, code)}; {_remedy(found, status)}") from None
+            raise kind(f"{url}: {_what(found, status, code)}; {_remedy(found, status, code)}") from None
         if wait is None:
             break
         await asyncio.sleep(wait)
@@ -249,7 +256,7 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):
             status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return status, str(answer.get("Error", {}).get("Code", ""))
+            return status, re.sub(r"\W", "", str(answer.get("Error", {}).get("Code", "")))[:60]
         if isinstance(status := getattr(each, "status", None), int) and status >= 300:
             return status, ""
     return (404, "") if isinstance(error, FileNotFoundError) else (None, "")
@@ -270,6 +277,12 @@ def _refused_redirects() -> Any:
     return aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects
 
 
+def _is_too_much(error: BaseException) -> bool:
+    from trainer.data.remote.bounded import TooMuchError
+
+    return isinstance(error, TooMuchError)
+
+
 def _may_pass(error: BaseException, status: int | None) -> bool:
     import aiohttp
     from botocore import exceptions
@@ -278,9 +291,12 @@ def _may_pass(error: BaseException, status: int | None) -> bool:
         return True
     if status is not None:
         return status in (408, 425, 429) or (status >= 500 and status != 501)
+    if _is_too_much(error) or isinstance(error, ValueError | LookupError):
+        return False
     if isinstance(error, _refused_redirects() | aiohttp.ClientSSLError | exceptions.SSLError):
         return False
-    return isinstance(error, exceptions.HTTPClientError) or not isinstance(error, exceptions.BotoCoreError)
+    passing = exceptions.HTTPClientError | exceptions.FlexibleChecksumError
+    return isinstance(error, passing) or not isinstance(error, exceptions.BotoCoreError)
 
 
 def _what(error: BaseException, status: int | None, code: str) -> str:
@@ -291,20 +307,33 @@ def _what(error: BaseException, status: int | None, code: str) -> str:
     if status == 416:
         return "is shorter than its index says"
     if status is not None:
-        reason = _STATUS.get(status, code if code != str(status) else "")
+        told = code if code != str(status) else ""
+        reason = told if told in _CLOCKS else _STATUS.get(status, told)
         return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
+    return _what_came(error)
+
+
+def _what_came(error: BaseException) -> str:
+    """What is wrong where no status says it."""
     if isinstance(error, _refused_redirects()):
         return f"its server leads elsewhere, where nothing is fetched ({type(error).__name__})"
+    if _is_too_much(error):
+        return "its server sends more than it was asked for"
+    if isinstance(error, ValueError | LookupError):
+        return f"its server's answer can't be read ({type(error).__name__})"
     return f"can't be reached ({type(error).__name__})"
 
 
-def _remedy(error: BaseException, status: int | None) -> str:
+def _remedy(error: BaseException, status: int | None, code: str) -> str:
+    if code in _CLOCKS:
+        here = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        return f"by its clock the request comes at another time: set the clock of this machine ({here})"
     if status == 404:
         return (
             "check the address: data.path holds train/ and val/, each made by `trainer data pack` or "
             "`trainer data index`"
         )
-    if status in (401, 403) or "Credentials" in type(error).__name__:
+    if status in (401, 403) or code in _CREDENTIALS or "Credentials" in type(error).__name__:
         return (
             "check the address and the credentials (AWS_ACCESS_KEY_ID or AWS_PROFILE; FSSPEC_S3_ANON=true "
             "for a bucket that is open to all; ~/.netrc for https)"
