@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Builds a stack's image, the same each time; labels it from its inside; compares two builds; pushes it."""
+"""Builds a stack's image, the same each time; labels it from its inside; compares two builds."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from image_archives import differing_files, read_layers
 
 from trainer.errors import BadInputError
 
+DEFAULT = "torch2.9-cu128"
 TARGETS = ("train", "dev")
 LABEL = "org.opencontainers.image"
 # Of a build of the default stack: wheels in the cache, layers, their copies in the engine's store; and of one
@@ -29,7 +29,7 @@ LABEL = "org.opencontainers.image"
 BUILD_GB, AGAIN_GB = 25.0, 8.0
 # Of two builds of it: the wheels, and of each its layers, their blobs twice (first times, rewritten times),
 # and its archive. Measured for zstd; reckoned from that, with 7.3 GB in place of each 3.3, for uncompressed.
-VERIFY_GB = {"uncompressed": 70.0, "zstd": 45.0}
+VERIFY_GB = {"uncompressed": 70.0, "zstd": 45.0, "gzip": 47.0}
 STAND_IN = "/opt/stand-in"
 # Where a network has a certificate authority of its own, its certificates are here.
 CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
@@ -43,7 +43,8 @@ class Request(NamedTuple):
         target: train or dev.
         stand_in: An image that stands in for both bases where no registry can be reached; or "".
         tag: Of the image; "": by stack and target.
-        compression: Of its layers: uncompressed (to use it here) or zstd (to push it).
+        compression: Of its layers: uncompressed (to use it here); to push it gzip, which everything reads,
+            or zstd, which enroot reads from 4.0 and Docker from 23.
     """
 
     stack: str
@@ -58,13 +59,21 @@ class Request(NamedTuple):
         return self.tag or f"trainer:{self.stack}-{self.target}"
 
 
-def run(*words: str | Path, quiet: bool = False) -> None:
-    """Runs a command, after saying which."""
+class CommandError(BadInputError):
+    """A command failed; what it printed says why."""
+
+
+def run(*words: str | Path, quiet: bool = False, code: int = 0) -> None:
+    """Runs a command, after saying which.
+
+    Raises:
+        CommandError: If it ends with another exit code.
+    """
     print("+", " ".join(map(str, words)), flush=True)
     done = subprocess.run([str(word) for word in words], check=False, capture_output=quiet, text=True)
-    if done.returncode:
+    if done.returncode != code:
         said = f": {done.stderr.strip().splitlines()[-1]}" if quiet and done.stderr.strip() else ""
-        raise BadInputError(f"`{' '.join(map(str, words[:4]))} …` failed (exit code {done.returncode}){said}")
+        raise CommandError(f"`{' '.join(map(str, words[:4]))} …` failed (exit code {done.returncode}){said}")
 
 
 def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: str) -> list[str]:
@@ -121,6 +130,7 @@ def labels_of(
         f"{LABEL}.revision": commit,
         f"{LABEL}.created": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
         f"{LABEL}.licenses": "Apache-2.0",
+        f"{LABEL}.source": source_of(ROOT),
         "trainer.stack": request.stack,
         "trainer.python": facts["python"],
         "trainer.torch": facts["torch"],
@@ -130,7 +140,8 @@ def labels_of(
         "trainer.architectures": " ".join(facts["architectures"]),
         "trainer.driver": f">={stack['driver']['floor']}",
     }
-    return {**labels, "trainer.stand-in": "both bases"} if request.stand_in else labels
+    labels |= {"trainer.stand-in": "both bases"} if request.stand_in else {}
+    return {name: value for name, value in labels.items() if value}
 
 
 def mismatches(stack: Mapping[str, Any], facts: Mapping[str, Any], stand_in: bool) -> list[str]:
@@ -153,6 +164,12 @@ def commit_of(root: Path) -> str:
     """The commit that is built, with -dirty if files differ from it; "unknown" outside of git."""
     found = call("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+def source_of(root: Path) -> str:
+    """Where the code is published: TRAINER_SOURCE, else what pyproject.toml names; "" where neither does."""
+    urls = read_toml(root / "pyproject.toml")["project"].get("urls", {})
+    return os.environ.get("TRAINER_SOURCE") or str(urls.get("Source") or urls.get("Repository") or "")
 
 
 def read_stack(name: str) -> Any:
@@ -278,73 +295,31 @@ def verify(request: Request, above: bool) -> int:
         archives = [folder / f"{number}.tar" for number in (1, 2)]
         for archive in archives:
             run(*archive_words(request, stack, {}, archive, *again))
-        first, second = (read_layers(archive) for archive in archives)
-        if first == second:
+        found = differences(*archives, request.compression)
+        if not found:
+            first = read_layers(archives[1])
             print(f"image: two builds gave {first.digest} ({len(first.layers)} layers)")
-            return 0
-        if len(first.layers) != len(second.layers):
-            print(f"image: {len(first.layers)} layers and {len(second.layers)}", file=sys.stderr)
-        for number, layers in enumerate(zip(first.layers, second.layers, strict=False)):
-            if layers[0] != layers[1]:
-                names = "(compressed: --compression=uncompressed names the files)"
-                if request.compression == "uncompressed":
-                    found = differing_files(archives[0], archives[1], layers)
-                    names = f"{len(found)} files, {', '.join(found[:20])}"
-                print(f"image: layer {number} differs: {names}", file=sys.stderr)
-    return 1
+    for line in found:
+        print(f"image: {line}", file=sys.stderr)
+    return 1 if found else 0
 
 
-def signing_words(digest: str, sbom: Path | None) -> list[list[str]]:
-    """What cosign is asked for: to sign a pushed image, and to attest its bill of materials."""
-    words = [["cosign", "sign", "--yes", digest]]
-    if sbom is not None:
-        what = ["--type", "cyclonedx", "--predicate", str(sbom)]
-        words.append(["cosign", "attest", "--yes", *what, digest])
-    return words
-
-
-def push(request: Request, registry: str, sbom: Path | None = None) -> None:
-    """Pushes the image that anybody can rebuild, and says its digest; signs it where cosign is.
-
-    Args:
-        request: What is built and pushed.
-        registry: Host and path.
-        sbom: Bill of materials of this image, from `make sbom`; attested where cosign is.
-
-    Raises:
-        BadInputError: If it can't be built or pushed.
-    """
-    if sbom is not None and not sbom.is_file():
-        raise BadInputError(f"--sbom {sbom}: no such file; make it with make sbom IMAGE=… BASE=…")
-    if not registry:
-        raise BadInputError("where to? make push REGISTRY=host/path")
-    stack = read_stack(request.stack)
-    check_engine(build=True)
-    check_store()
-    check_disk(BUILD_GB if request.target in TARGETS else AGAIN_GB)
-    remote = f"{registry}/{request.name}"
-    with scratch() as folder:
-        labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
-        remotely = request._replace(tag=remote, compression="zstd")
-        run(*archive_words(remotely, stack, labels, folder / "image.tar"))
-        run("docker", "load", "--quiet", "--input", folder / "image.tar")
-    run("docker", "push", remote)
-    found = call("docker", "image", "inspect", remote, "--format", "{{json .RepoDigests}}")
-    # The engine leaves out the host of its default registry.
-    repository = remote.rpartition(":")[0]
-    digests = [one for one in json.loads(found.stdout) if repository.endswith(one.partition("@")[0])]
-    if not digests:
-        raise BadInputError(
-            f"{remote} was pushed, but the engine doesn't know its digest: {found.stdout.strip()}"
-        )
-    print(f"image: pull it by {digests[0]}")
-    if shutil.which("cosign"):
-        for words in signing_words(digests[0], sbom):
-            run(*words)
-        if sbom is None:
-            print("image: signed, and nothing attested: give the bill of materials with --sbom FILE")
-    else:
-        print("image: neither signed nor attested: cosign isn't on PATH")
+def differences(first: Path, second: Path, compression: str) -> list[str]:
+    """Where two archives of an image differ, a line for each layer; none if their digests are the same."""
+    one, two = read_layers(first), read_layers(second)
+    if one.digest == two.digest:
+        return []
+    lines = [f"two builds gave {one.digest} and {two.digest}"]
+    if len(one.layers) != len(two.layers):
+        lines.append(f"{len(one.layers)} layers and {len(two.layers)}")
+    for number, layers in enumerate(zip(one.layers, two.layers, strict=False)):
+        if layers[0] != layers[1]:
+            names = "(compressed: make verify-image names the files)"
+            if compression == "uncompressed":
+                found = differing_files(first, second, layers)
+                names = f"{len(found)} files, {', '.join(found[:20])}"
+            lines.append(f"layer {number} differs: {names}")
+    return lines
 
 
 def main() -> int:
@@ -354,12 +329,11 @@ def main() -> int:
     for name, what in (
         ("build", "build and label"),
         ("verify", "build twice without cache and compare"),
-        ("push", "push to a registry, and print the digest"),
     ):
         command = commands.add_parser(name, help=what)
-        command.add_argument("--stack", default="torch2.9-cu128", help="a folder of stacks/ (%(default)s)")
+        command.add_argument("--stack", default=DEFAULT, help="a folder of stacks/ (%(default)s)")
         command.add_argument("--target", choices=TARGETS, default="train", help="(%(default)s)")
-        command.add_argument("--compression", choices=("uncompressed", "zstd"), default="uncompressed")
+        command.add_argument("--compression", choices=[*VERIFY_GB], default="uncompressed")
         command.add_argument("--tag", default="", help="name of the image (trainer:STACK-TARGET)")
         command.add_argument(
             "--stand-in",
@@ -371,9 +345,6 @@ def main() -> int:
             command.add_argument(
                 "--above-wheels", action="store_true", help="only the layers above the wheels"
             )
-        if name == "push":
-            command.add_argument("--registry", required=True, help="host[:port][/path]")
-            command.add_argument("--sbom", type=Path, metavar="FILE", help="attest this, from make sbom")
     options = parser.parse_args()
     if sys.version_info < (3, 11):
         print("image: needs Python 3.11 or newer (tomllib): name one with PYTHON=…", file=sys.stderr)
@@ -382,10 +353,7 @@ def main() -> int:
     try:
         if options.command == "verify":
             return verify(request, options.above_wheels)
-        if options.command == "push":
-            push(request, options.registry, options.sbom)
-        else:
-            build(request)
+        build(request)
     except BadInputError as error:
         print(f"image: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ debian_mirror() {
 
 fetch() {
     local root=$1 apt=$1/apt
-    local packages=(docker.io docker-cli docker-buildx docker-compose containerd)
+    local packages=(docker.io docker-cli docker-buildx docker-compose containerd cosign)
     apt-get -q update
     DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends runc iptables debootstrap
     mkdir -p "$apt/lists/partial" "$apt/archives/partial" "$root/system"
@@ -47,12 +47,16 @@ environment() {
 
 start() {
     local root=$1
-    [[ -x $root/system/usr/sbin/dockerd ]] || fetch "$root" >&2
+    [[ -x $root/system/usr/sbin/dockerd && -x $root/system/usr/bin/cosign ]] || fetch "$root" >&2
     eval "$(environment "$root")"
     if ! docker version >/dev/null 2>&1; then
         # The containerd image store exports OCI archives with rewritten timestamps. By default the builder deletes its
-        # cache on a disk that is 80 % full, and makes every layer a second time: 15 GB more.
-        echo '{"features": {"containerd-snapshotter": true}, "builder": {"gc": {"enabled": false}}}' >"$root/daemon.json"
+        # cache on a disk that is 80 % full, and makes every layer a second time: 15 GB more. The mirror is there while
+        # tests/container/rehearsal.py runs.
+        cat >"$root/daemon.json" <<END
+{"features": {"containerd-snapshotter": true}, "builder": {"gc": {"enabled": false}},
+ "registry-mirrors": ["http://127.0.0.1:${TRAINER_MIRROR_PORT:-5055}"]}
+END
         PATH=$root/system/usr/libexec/docker:$PATH setsid dockerd --config-file "$root/daemon.json" \
             --host "$DOCKER_HOST" --data-root "$root/data" --exec-root "$root/exec" --pidfile "$root/dockerd.pid" \
             </dev/null >"$root/dockerd.log" 2>&1 &
