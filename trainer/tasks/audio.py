@@ -1,6 +1,6 @@
 """Classification of recordings by log-mel features, made and masked on the device."""
 
-import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,19 +37,12 @@ class Audio:
         self.notes = self.audio.notes
         self._model, self._config, self._seed = model, audio, seed
         self._make = named(opens(model.name, "audio") or "")
+        self._hop = round(audio.hop * audio.sample_rate)
         # Here and not at the first batch: torch waits for the device while it makes the filters.
-        from torchaudio.transforms import MelSpectrogram
-
-        self._transform: nn.Module = MelSpectrogram(
-            audio.sample_rate,
-            n_fft=audio.bins,
-            win_length=audio.window_samples,
-            hop_length=round(audio.hop * audio.sample_rate),
-            f_min=audio.lowest,
-            f_max=audio.highest,
-            n_mels=audio.mels,
-        )
-        self._there: dict[torch.device, nn.Module] = {}
+        filters = mel_filters(audio)
+        if empty := int((filters == 0).all(0).sum()):
+            self.notes = (*self.notes, f"{empty} of {audio.mels} mel bands lie between two bins: always silent")
+        self._there = {torch.device("cpu"): (torch.hann_window(audio.window_samples), filters)}
 
     def more_data(self, data: DataConfig, split: str | None) -> Dataset:
         """See `Extensible`."""
@@ -67,7 +60,7 @@ class Audio:
             "seconds": config.seconds,
             "mels": config.mels,
             "window_samples": config.window_samples,
-            "hop_samples": round(config.hop * config.sample_rate),
+            "hop_samples": self._hop,
             "bins": config.bins,
             "band": (config.lowest, config.highest or config.sample_rate / 2),
         }
@@ -100,20 +93,25 @@ class Audio:
             float32 (n, 1, mels, frames), a frame centered at each multiple of the hop; the ends are mirrored.
         """
         if audio.is_meta:  # shapes alone: torch has no Fourier transform of them
-            frames = audio.shape[1] // round(self._config.hop * self._config.sample_rate) + 1
+            frames = audio.shape[1] // self._hop + 1
             return torch.empty(len(audio), 1, self._config.mels, frames, device="meta")
         # float32 whatever autocast says: bf16 has less precision than a quiet band beside a loud one needs.
         with torch.autocast(audio.device.type, enabled=False):
-            mel: torch.Tensor = self._mel(audio.device)(audio.float() / 32768)
-            log = (mel + _FLOOR).log()
+            log = (self._mel(audio.float() / 32768) + _FLOOR).log()
             deviation, mean = torch.std_mean(log, (1, 2), keepdim=True, correction=0)
             feature: torch.Tensor = (log - mean) / (deviation + 1e-5)
             return feature.unsqueeze(1)
 
-    def _mel(self, device: torch.device) -> nn.Module:
-        if device not in self._there:
-            self._there[device] = copy.deepcopy(self._transform).to(device)
-        return self._there[device]
+    def _mel(self, audio: torch.Tensor) -> torch.Tensor:
+        """The power of each band in each frame."""
+        if audio.device not in self._there:
+            window, filters = self._there[torch.device("cpu")]
+            self._there[audio.device] = (window.to(audio.device), filters.to(audio.device))
+        window, filters = self._there[audio.device]
+        waves = torch.stft(
+            audio, self._config.bins, self._hop, len(window), window, pad_mode="reflect", return_complex=True
+        )
+        return torch.matmul(waves.abs().pow(2.0).transpose(1, 2), filters).transpose(1, 2)
 
     def _masked(self, feature: torch.Tensor) -> torch.Tensor:
         """SpecAugment (Park et al., 2019) without its warping of time; masked is 0, each recording's mean.
@@ -121,16 +119,34 @@ class Audio:
         It draws from torch's generator of the device, which is seeded anew for each micro-batch.
         """
         config = self._config
-        if not config.time_masks and not config.frequency_masks:
-            return feature
-        from torchaudio.transforms import SpecAugment
+        for _ in range(config.time_masks):
+            feature = mask_stretch(feature, config.time_mask, 3)
+        for _ in range(config.frequency_masks):
+            feature = mask_stretch(feature, config.frequency_mask, 2)
+        return feature
 
-        augment = SpecAugment(
-            config.time_masks,
-            config.time_mask,
-            config.frequency_masks,
-            config.frequency_mask,
-            zero_masking=True,
-        )
-        masked: torch.Tensor = augment(feature)
-        return masked
+
+def mel_filters(audio: AudioConfig) -> torch.Tensor:
+    """Triangles of height 1, evenly spaced on HTK's mel scale: float32 (bins, mels), as torchaudio makes them."""
+    highest = audio.sample_rate // 2
+    first, last = (
+        2595.0 * math.log10(1.0 + edge / 700.0) for edge in (audio.lowest, audio.highest or float(highest))
+    )
+    edges = 700.0 * (10.0 ** (torch.linspace(first, last, audio.mels + 2) / 2595.0) - 1.0)
+    away = edges - torch.linspace(0, highest, audio.bins // 2 + 1).unsqueeze(1)
+    width = edges.diff()
+    return torch.minimum(-away[:, :-2] / width[:-1], away[:, 2:] / width[1:]).clamp_min(0.0)
+
+
+def mask_stretch(feature: torch.Tensor, longest: int, axis: int) -> torch.Tensor:
+    """Sets a stretch shorter than `longest`, of each recording's own, to 0 along an axis."""
+    if longest < 1:
+        return feature
+    # Transposed, because masked_fill's result is contiguous and a model's kernels depend on the strides.
+    feature = feature.transpose(axis, -1)
+    size, device, dtype = feature.shape[-1], feature.device, feature.dtype
+    length = torch.rand(feature.shape[:2], device=device, dtype=dtype) * longest
+    first = (torch.rand(feature.shape[:2], device=device, dtype=dtype) * (size - length)).long()
+    begin, end = first[..., None, None], (first + length.long())[..., None, None]
+    at = torch.arange(size, device=device, dtype=dtype)
+    return feature.masked_fill((at >= begin) & (at < end), 0.0).transpose(axis, -1)
