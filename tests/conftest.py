@@ -79,7 +79,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _freeze() -> None:
-    # What was imported and collected is millions of objects that stay: unless they are frozen, a full collection
+    # What was imported and collected is millions of objects that stay: unless frozen, a full collection
     # takes a second, in each test that asks for one, and each fork copies the pages that it looks at.
     gc.collect()
     gc.freeze()
