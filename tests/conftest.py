@@ -1,5 +1,6 @@
 """What tests share."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -67,6 +68,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # more: the tests that fork come first there.
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
         items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "attempt"))
+    # What a module's fixture makes is made once, not in each of pytest-xdist's workers.
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None and _shares(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _shares(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture that is made once for its module."""
+    found = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return any(fixtures[-1].scope == "module" for fixtures in found)
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
+    # What was imported and collected is millions of objects that stay: unless frozen, a full collection
+    # takes a second, in each test that asks for one, and each fork copies the pages that it looks at.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

@@ -104,7 +104,7 @@ assert main(["train", "--resume", "cut", "--set", "max_steps=6"]) == 0
 
 
 def test_each_is_one_file_and_one_row(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "trainer", tmp_path / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "trainer", tmp_path / "trainer")
     for chapter, (file, text, row) in ADDED.items():
         (told,) = re.findall(rf"^## {chapter}\n(.*?)^## ", WORDS, re.S | re.M)
         # What the chapter says is all that is done: a file where it says, and a row in its table.

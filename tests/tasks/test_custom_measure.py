@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "data.micro_batch_size": 2,
     "data.eval_batch_size": 2,
     "data.workers": 0,
+    "epochs": 4,
     "log.to": ["jsonl"],
     "parallel.threads": 1,
 }

@@ -370,6 +370,7 @@ def in_process(
     return RingLoader(source, device, 0, config, quarantine)
 
 
+@pytest.mark.xdist_group("forkserver")
 def test_several_sets_have_the_workers_of_one() -> None:
     counts = [9, 4, 7]
     before = {*multiprocessing.active_children()}
@@ -384,6 +385,7 @@ def test_several_sets_have_the_workers_of_one() -> None:
             loader.close()
 
 
+@pytest.mark.xdist_group("forkserver")
 def test_what_cannot_lie_beside_the_main_set_is_read_by_the_rank() -> None:
     odd = ArrayDataset({"x": np.zeros((5, 2))})
     odd.arrays, odd.in_process = None, False

@@ -183,6 +183,7 @@ def odd_switches() -> Iterator[None]:
     del os.environ["TO_BE_KEPT"]
 
 
+FORKSERVER = pytest.mark.xdist_group("forkserver")  # which imports torch, once for all tests of the group
 ENDS: dict[str, tuple[type[BaseException] | None, Any, dict[str, Any]]] = {
     "finished": (None, (), {"deterministic": True}),
     "failed": (KeyError, (At2(raises(KeyError("x"))),), {}),
@@ -194,7 +195,9 @@ ENDS: dict[str, tuple[type[BaseException] | None, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("odd_switches")
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=FORKSERVER if "workers" in end else ()) for end in ENDS]
+)
 def test_a_process_has_back_what_it_had(here: Path, end: str) -> None:
     error, hooks, settings = ENDS[end]
     for number in range(2):  # the first may import, and open, what stays for good
