@@ -38,7 +38,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
@@ -128,7 +128,8 @@ def running(folder: Path) -> Iterator[Slurm]:
     first = free_port()
     ports = range(first, first + 3)
     nodes = "\n".join(
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000"
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000 "
+        "CpuBind=cores"
         for node, port in zip(NODES, ports[1:], strict=True)
     )
     (folder / "slurm.conf").write_text(_CONF.format(host=host, folder=folder, ports=ports, nodes=nodes))

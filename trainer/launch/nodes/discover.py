@@ -244,8 +244,8 @@ def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
     # One colon is a host with a port, more are an IPv6 address.
     if not host or host.count(":") == 1 or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise BadInputError(
-            f"{source} says several nodes, and host '{address}', port '{port}' isn't where the ranks meet: give "
-            "--master-addr HOST and --master-port PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
+            f"{source} says several nodes, and host '{address}', port '{port}' isn't where the ranks meet: "
+            "give --master-addr HOST and --master-port PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
         )
     return host, int(port)
 
