@@ -229,7 +229,7 @@ def test_pods_find_node_0(where: str, nodes: int) -> None:
         assert service["spec"]["publishNotReadyAddresses"] is True
         selector = service["spec"]["selector"].items()
         assert selector <= job_files.indexed_job(objects)["template"]["metadata"]["labels"].items()
-        assert [one["port"] for one in service["spec"]["ports"]] == [29500, 29501]
+        assert [one["port"] for one in service["spec"]["ports"]] == [29500]
     else:  # of a JobSet SET-REPLICATED-JOB-POD.SET
         assert variables["MASTER_ADDR"]["value"] == "mine-node-0-0.mine"
         network = objects["JobSet"]["spec"]["network"]

@@ -23,7 +23,6 @@ _OWN_WORDS = {
     "launch/as_launcher.py": "the launch's own folder, for its user alone, before anything can be imported",
     "launch/folder.py": "the launch's own folder",
     "launch/exit_record.py": "the launch's own folder",
-    "launch/nodes/wire.py": "lines of other launchers, of at most 4 MiB; refused if they are no JSON",
     "checkpoint/background.py": "words of this run's ranks",
     "distributed/watchdog.py": "words of this run's ranks",
     "distributed/flight_recorder.py": "torch's own text in this process",

@@ -20,7 +20,7 @@ from tests.helpers.ports import free_port
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
 PREFIX = f"trainer{os.getpid()}-n"
 NODES = (f"{PREFIX}1", f"{PREFIX}2")
-# A job's script adds twice its number to the port: this is enough for 15 jobs.
+# A job's script adds its number to the port: this is enough for 31 jobs.
 PORT = free_port(32)
 _CONF = """
 ClusterName=trainer
@@ -38,7 +38,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
@@ -128,7 +128,8 @@ def running(folder: Path) -> Iterator[Slurm]:
     first = free_port()
     ports = range(first, first + 3)
     nodes = "\n".join(
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000"
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000 "
+        "CpuBind=cores"
         for node, port in zip(NODES, ports[1:], strict=True)
     )
     (folder / "slurm.conf").write_text(_CONF.format(host=host, folder=folder, ports=ports, nodes=nodes))

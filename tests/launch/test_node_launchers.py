@@ -19,19 +19,20 @@ ROOT = Path(__file__).parents[2]
 START = """
 import json, sys
 from pathlib import Path
-from trainer.launch.nodes import client, server
+from trainer.launch.nodes import leader, presence
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.rounds import launch_with_others
 from trainer.cli import main
-server._FIRST_SETTLE_SECONDS, server._SETTLE_SECONDS = 600.0, 0.1
-client._FOLDER_SECONDS = 0.1
-nodes, folder, out, *what = sys.argv[1:]
+leader._FIRST_SETTLE_SECONDS, leader._SETTLE_SECONDS = 600.0, 0.1
+presence.SILENT_SECONDS, presence.ALIVE_SECONDS, presence.POLL_SECONDS = 6.0, 3.0, 0.1
+nodes, folder, out, seconds, *what = sys.argv[1:]
 from trainer.errors import BadInputError
 try:
     code = launch_with_others(
         "tests.helpers.launch_worker", {"words": [folder, *what]}, LocalRanks(1, 1),
-        nodes=Nodes(*json.loads(nodes)), folder=Path(out), same={}, grace_seconds=120.0, join_seconds=120.0)
+        nodes=Nodes(*json.loads(nodes)), folder=Path(out), same={}, grace_seconds=120.0,
+        join_seconds=float(seconds))
 except BadInputError as error:
     print(error, file=sys.stderr)
     code = 2
@@ -50,10 +51,12 @@ class Launchers:
         self.out.mkdir()
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, number: int, *what: str, out: Path | None = None) -> "subprocess.Popen[str]":
+    def start(
+        self, number: int, *what: str, out: Path | None = None, seconds: float = SECONDS
+    ) -> "subprocess.Popen[str]":
         nodes = json.dumps([self.least, self.most, number, "127.0.0.1", self.port, ["a", "b"]])
         process = preloaded.Popen(
-            [sys.executable, "-c", START, nodes, str(self.folder), str(out or self.out), *what],
+            [sys.executable, "-c", START, nodes, str(self.folder), str(out or self.out), str(seconds), *what],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -95,14 +98,23 @@ def test_two_launchers_are_one_job(launchers: Launchers) -> None:
     assert f"trainer: node 1 ({socket.gethostname()}) ends with code 1: rank 1 of 2 failed:" in texts[1]
     assert "Traceback" not in texts[1]
     assert (launchers.out / "logs/rank-1.log").exists()
-    assert not (launchers.out / ".meeting").exists()
+    (left,) = (launchers.out / "nodes").iterdir()  # each removes its own; node 0's says how it ended
+    assert left.name.startswith("0-")
 
 
-def test_a_folder_that_the_nodes_dont_share_is_bad_input(launchers: Launchers, tmp_path: Path) -> None:
-    first, second = launchers.start(0, "sleep"), launchers.start(1, "sleep", out=tmp_path)
-    text = first.communicate(timeout=SECONDS)[1]
-    assert first.returncode == second.wait(SECONDS) == 2
-    assert f"doesn't see node 0's run folder, {launchers.out}, as {tmp_path}: give --out" in text
+def test_a_folder_that_the_nodes_dont_share_is_told_on_both(launchers: Launchers, tmp_path: Path) -> None:
+    first, second = (
+        launchers.start(0, "sleep", seconds=3),
+        launchers.start(1, "sleep", out=tmp_path, seconds=3),
+    )
+    texts = [process.communicate(timeout=SECONDS)[1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "node 1 (b) didn't come within 3 s" in texts[0]
+    assert f"does it see this run folder, {launchers.out}, as the same one" in texts[0]
+    assert (
+        f"trainer: node 1 ({socket.gethostname()}) ends with code 1: node 0 (a) hasn't begun in {tmp_path}"
+        in texts[1]
+    )
 
 
 @pytest.mark.parametrize("launchers", ["1:2"], indirect=True)

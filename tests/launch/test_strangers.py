@@ -132,10 +132,10 @@ def test_no_command_of_ours_asks_for_torchs_dynamic_rendezvous() -> None:
 
 
 def test_torchrun_is_told_the_static_rendezvous_on_one_host_and_on_several() -> None:
-    joined = Round(1, 0, (2, 2), "runs/x", "token", "203.0.113.1")
+    joined = Round(1, 0, (2, 2), "203.0.113.1")
     nodes = Nodes(2, 2, 0, "203.0.113.1", 29500)
     assert STATIC == "--rdzv-backend=static"
-    for options in (_alone(), _rendezvous_of_torchrun(joined, nodes)):
+    for options in (_alone(), _rendezvous_of_torchrun(joined, nodes, 600.0)):
         assert STATIC in options
         assert not any("c10d" in option for option in options)
 

@@ -19,7 +19,7 @@ from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.errors import BadInputError
 from trainer.host.files import copy_folder, open_own, open_regular, own_folder, written_whole
-from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
+from trainer.launch.nodes import EXIT_CODE, FOLDER, LOGS
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.train.request import Request
 from trainer.train.run_folder import check_inside, claim_folder, lock
@@ -58,7 +58,7 @@ def _names(*folders: Path) -> list[str]:
         if "step-" not in str(path.relative_to(folder).parent)
     }
     more = {".writable", "anomalies.jsonl", "quarantine.jsonl", "trackers", "wandb", "mlflow", "begun-from"}
-    more |= {LOGS, EXIT_CODE, MEETING, "memory_summary.txt", "memory_snapshot.pickle"}
+    more |= {LOGS, EXIT_CODE, FOLDER, "memory_summary.txt", "memory_snapshot.pickle"}
     beside = {f"{name}.tmp" for name in found} | {str(Path(name).with_suffix(".tmp")) for name in found}
     return sorted(found | more | beside)
 
@@ -216,7 +216,7 @@ def test_no_name_leads_what_commands_write_outside(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [".lock", ".writable", LOGS, EXIT_CODE, MEETING, "begun-from", "x.tmp"])
+@pytest.mark.parametrize("name", [".lock", ".writable", LOGS, EXIT_CODE, FOLDER, "begun-from", "x.tmp"])
 def test_a_new_run_writes_nothing_outside_of_the_folder_it_is_given(
     tmp_path: Path, name: str, kind: Callable[[Path, Path], None]
 ) -> None:

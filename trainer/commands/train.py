@@ -159,8 +159,7 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
         "--master-port",
         type=int,
         metavar="PORT",
-        help="its port, where the launchers meet; the ranks' own store is at the next one (default: "
-        "MASTER_PORT, else 29500)",
+        help="its port, where the ranks' store is (default: MASTER_PORT, else 29500)",
     )
     train.add_argument(
         "--join-timeout",

@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import struct
+from contextlib import suppress
 
 from trainer.host.reading import text_of
 
@@ -24,6 +25,24 @@ def addresses() -> dict[str, list[str]]:
     for words in map(str.split, text_of("/proc/net/if_inet6").splitlines()):
         found.setdefault(words[5], []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])))
     return found
+
+
+def own_address(toward: str, numeric: bool = False) -> str:
+    """This host's address on the way to another, or nothing where there is no way. Nothing is sent.
+
+    Args:
+        toward: The other's name or address.
+        numeric: Whether no name is looked up.
+
+    Raises:
+        OSError: socket.gaierror, if the name isn't known.
+    """
+    flags = socket.AI_NUMERICHOST if numeric else 0
+    family, kind, *_, at = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM, flags=flags)[0]
+    with socket.socket(family, kind) as probe, suppress(OSError):
+        probe.connect(at)
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def interface_of(address: str) -> str:

@@ -4,24 +4,30 @@ One round is one world of ranks. A job of a fixed size plays a single one; an el
 node leaves or comes, and each goes on from the checkpoint of the one before.
 """
 
+import math
 import platform
+import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import write_whole
 from trainer.host.interfaces import gloo_interface
 from trainer.launch.exit_record import ExitRecord
 from trainer.launch.launcher import STATIC, LocalRanks, WorkerGroup, say
-from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
-from trainer.launch.nodes.client import RendezvousClient, sees
+from trainer.launch.nodes import EXIT_CODE, LOGS
 from trainer.launch.nodes.discover import Nodes
-from trainer.launch.nodes.rendezvous import Outcome, Rendezvous, Round
-from trainer.launch.nodes.server import RendezvousServer
+from trainer.launch.nodes.follower import Follower
+from trainer.launch.nodes.leader import Leader
+from trainer.launch.nodes.rendezvous import NOTICE_SECONDS, Outcome, Rendezvous, Round
 from trainer.launch.signals import SignalReceiver
 from trainer.launch.termination import leave_message
+
+_CONNECT_SECONDS, _AGAIN_SECONDS = 5.0, 0.5
+_AFTER_THE_OTHERS_SECONDS = 60  # until torchrun gives up: a launcher says before what is in its way
 
 
 def launch_with_others(
@@ -30,7 +36,7 @@ def launch_with_others(
     local: LocalRanks,
     *,
     nodes: Nodes,
-    folder: Path | None,
+    folder: Path,
     same: Mapping[str, str],
     grace_seconds: float,
     join_seconds: float,
@@ -44,7 +50,7 @@ def launch_with_others(
         request: As of `launcher.launch`, for the ranks of this node.
         local: Those.
         nodes: Of the job, and which one this is.
-        folder: The run folder, the same on every node, or None.
+        folder: The run folder, the same on every node.
         same: What must be the same on every node, by name: versions, the configuration.
         grace_seconds: How long ranks have to end after a signal.
         join_seconds: How long the nodes may take to come together.
@@ -66,19 +72,18 @@ def launch_with_others(
                 if isinstance(joined, Outcome):
                     outcome = joined
                 else:
-                    records = _elsewhere(joined, nodes, folder)
+                    records = _unreached(joined, rendezvous)
                     if not records:
                         _tell(joined, nodes)
-                        logs = None if folder is None else folder / LOGS
                         group = WorkerGroup(
-                            signals, joined.ranks, joined.world, grace_seconds, rendezvous, logs
+                            signals, joined.ranks, joined.world, grace_seconds, rendezvous, folder / LOGS
                         )
                         there = {**local.environment, **gloo_interface(joined.address)}
                         records = group.run(
                             module,
                             request,
                             local._replace(environment=there),
-                            _rendezvous_of_torchrun(joined, nodes),
+                            _rendezvous_of_torchrun(joined, nodes, join_seconds),
                             output,
                         )
                     outcome = rendezvous.conclude(records, leaving=bool(signals.received))
@@ -86,23 +91,20 @@ def launch_with_others(
                     text = outcome.text if nodes.number == 0 else _brief(outcome, nodes)
                     say(text, "warning" if outcome.code == EXIT_REQUEUE else "error")
                     leave_message(outcome.code, text)
-                    if nodes.number == 0 and folder is not None:
+                    if nodes.number == 0:
                         with suppress(OSError):  # for a script that sees only the codes of all nodes together
                             write_whole(folder / EXIT_CODE, f"{outcome.code}\n")
                     return outcome.code
                 say(outcome.text, "warning")
         finally:
-            if nodes.number == 0 and folder is not None:
-                with suppress(OSError):
-                    (folder / MEETING).unlink()
             rendezvous.close()
 
 
 def _rendezvous(
     nodes: Nodes,
-    processes: int,
+    ranks: int,
     same: Mapping[str, str],
-    folder: Path | None,
+    folder: Path,
     join_seconds: float,
     signals: SignalReceiver,
     suits: Callable[[int], bool],
@@ -114,26 +116,58 @@ def _rendezvous(
         say(f"trainer: node {nodes.number} ({platform.node()}) {text}\n")
 
     if nodes.number:
-        return RendezvousClient(nodes, processes, same, join_seconds, asked, tell)
-    server = RendezvousServer(nodes, processes, same, str(folder), join_seconds, asked, tell, suits)
-    if folder is not None:
-        try:
-            write_whole(folder / MEETING, server.token)
-        except OSError as error:
-            server.close()
-            raise BadInputError(f"--out {folder}: can't be written ({error.strerror})") from error
-    return server
+        return Follower(nodes, ranks, same, folder, join_seconds, asked, tell)
+    _check_port(nodes.port)
+    return Leader(nodes, ranks, same, folder, join_seconds, asked, tell, suits=suits)
 
 
-def _elsewhere(joined: Round, nodes: Nodes, folder: Path | None) -> list[ExitRecord]:
-    """How the ranks of this node end where it has another run folder than node 0; else nothing."""
-    if not nodes.number or folder is None or sees(folder, MEETING, joined.token):
-        return []
-    line = (
-        f"node {nodes.number} ({platform.node()}) doesn't see node 0's run folder, {joined.folder}, as "
-        f"{folder}: give --out on a file system that all nodes have"
-    )
-    return [ExitRecord(rank, EXIT_BAD_INPUT, line, for_all=True) for rank in joined.ranks]
+def _check_port(port: int) -> None:
+    """Refuses a port that another program has, before torch's store would be there."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+    except OSError as error:
+        raise BadInputError(
+            f"node 0 can't listen at port {port} ({error.strerror}); choose another on every node: "
+            "--master-port, or MASTER_PORT"
+        ) from error
+
+
+def _unreached(joined: Round, rendezvous: Rendezvous) -> list[ExitRecord]:
+    """How the ranks of this node end where node 0's store can't be reached; nothing once it can."""
+    nodes, began = rendezvous.nodes, time.monotonic()
+    noticed, end = began, began + rendezvous.seconds
+    while nodes.number:
+        if not (why := _in_the_way(nodes.host, nodes.port)):
+            break
+        rendezvous.turn()
+        now, line = time.monotonic(), f"{nodes.name(0)} can't be reached at {nodes.host}:{nodes.port}: {why}"
+        if rendezvous.asked() or rendezvous.stop:
+            return [ExitRecord(rank, EXIT_REQUEUE) for rank in joined.ranks]
+        if rendezvous.over or now > end:
+            late = {"consequence": True} if rendezvous.over else {"for_all": True, "time": now}
+            return [ExitRecord(rank, EXIT_FAILED, line, **late) for rank in joined.ranks]
+        if now - noticed > NOTICE_SECONDS:
+            noticed = now
+            rendezvous.say(f"waits: {line}")
+        time.sleep(_AGAIN_SECONDS)
+    return []
+
+
+def _in_the_way(host: str, port: int) -> str:
+    """What keeps this host from another's port, or nothing."""
+    try:
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
+    except socket.gaierror as error:
+        return f"the name isn't known here ({error.strerror}): check DNS, the headless Service, /etc/hosts"
+    except ConnectionRefusedError:
+        return "nothing listens there: is it the address of node 0, and does it have the same port?"
+    except TimeoutError:
+        return "no answer: does a firewall, a NetworkPolicy or the wrong interface stand between?"
+    except OSError as error:
+        return f"{error.strerror}: is there a route from here (ip route get {host})?"
+    return ""
 
 
 def _tell(joined: Round, nodes: Nodes) -> None:
@@ -143,10 +177,11 @@ def _tell(joined: Round, nodes: Nodes) -> None:
     )
 
 
-def _rendezvous_of_torchrun(joined: Round, nodes: Nodes) -> list[str]:
+def _rendezvous_of_torchrun(joined: Round, nodes: Nodes, seconds: float) -> list[str]:
     return [
         *(f"--nnodes={len(joined.sizes)}", f"--node-rank={joined.place}", STATIC),
-        *(f"--master-addr={nodes.host}", f"--master-port={nodes.port + 1}"),
+        *(f"--master-addr={nodes.host}", f"--master-port={nodes.port}"),
+        f"--rdzv-conf=timeout={math.ceil(seconds) + _AFTER_THE_OTHERS_SECONDS}",
     ]
 
 

@@ -31,7 +31,7 @@ from trainer.host.files import (
     read_inside,
     written_whole,
 )
-from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
+from trainer.launch.nodes import EXIT_CODE, FOLDER as NODES, LOGS
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES
 
@@ -39,8 +39,8 @@ _LOCK = ".lock"
 # What a start leaves that was killed before there was a manifest.
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
-_LEFTOVERS = {_LOCK, MEETING, LOGS, EXIT_CODE, KEPT}
-_FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
+_LEFTOVERS = {_LOCK, NODES, LOGS, EXIT_CODE, KEPT}
+_FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, NODES, KEPT)
 _ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 

@@ -2,6 +2,8 @@
 
 import math
 import os
+import platform
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from trainer.train.decision import Decision, Finished, From, Resume, decide
 from trainer.train.local_ranks import plan_local_ranks
 from trainer.train.manifest import Manifest, Pretrained, read_stored
 from trainer.train.options import TrainOptions
+from trainer.train.provenance import lock_hash
 from trainer.train.report.write import failure_reported, report_failure
 from trainer.train.request import Request, as_json
 from trainer.train.run import check_request, device_kind, make_task
@@ -262,6 +265,8 @@ def _same(recipe: Recipe) -> dict[str, str]:
     """Returns the facts that every node must share."""
     return {
         "trainer": __version__,
+        "Python": platform.python_version(),
+        "lock": (lock_hash(Path(sys.prefix)) or "unknown")[:16],
         "PyTorch": torch.__version__,
         "configuration": config_hash(recipe)[:16],
     }

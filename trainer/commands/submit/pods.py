@@ -167,9 +167,8 @@ def job_set(spec: JobSpec, template: Document, **metadata: Any) -> Document:
 
 
 def ports(spec: JobSpec) -> list[Document]:
-    """The two of node 0 that have numbers; gloo and NCCL take what the system gives."""
-    named = (("rendezvous", spec.port), ("store", spec.port + 1))
-    return [{"name": name, "containerPort": port} for name, port in named]
+    """The one of node 0 that has a number; gloo and NCCL take what the system gives."""
+    return [{"name": "store", "containerPort": spec.port}]
 
 
 def beside(spec: JobSpec, site: Site) -> list[Document]:

@@ -52,8 +52,7 @@ _NOT_FROM_OUTSIDE = (
     *("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT"),
 )
 _VERBS = "/dev/infiniband"
-# The highest that job numbers add to the port, and the ranks' store at the next one.
-_MORE_PORTS = 2 * 499 + 1
+_MORE_PORTS = 999  # the highest that job numbers add to the port
 
 
 def render(spec: JobSpec, site: Site) -> str:
@@ -103,8 +102,8 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
     if spec.min_nnodes is not None:
         lines.append(f"export NNODES={spec.nnodes_text}")
     lines += [
-        "# Jobs that share a node get ports of their own: the launchers' and, next to it, the ranks'.",
-        f"export MASTER_PORT=$(({spec.port} + 2 * (SLURM_JOB_ID % 500)))",
+        "# Jobs that share a node get ports of their own.",
+        f"export MASTER_PORT=$(({spec.port} + SLURM_JOB_ID % 1000))",
         *(line for path in from_files(site) for line in _reads(path)),
         *(f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
         *(_LOCKS if site.rdma else []),

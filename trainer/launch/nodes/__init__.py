@@ -1,7 +1,7 @@
-"""Several nodes: which they are, and how their launchers meet at node 0."""
+"""Several nodes: which they are, and how their launchers meet in the run folder."""
 
-# What launchers have in the run folder. By this one those of several nodes see that they mean the same.
-MEETING = ".meeting"
+# What launchers have in the run folder: a file of each, by which they see each other.
+FOLDER = "nodes"
 # The job's exit code: written by node 0's launcher when it ends.
 EXIT_CODE = ".exit-code"
 # What ranks on other nodes write to the terminal.

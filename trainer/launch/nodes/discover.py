@@ -13,8 +13,8 @@ from trainer.errors import BadInputError
 from trainer.host.environment import RANK_MARK
 
 PORT = 29500
-# Two jobs can share a node: on Slurm each has ports of its own, the launchers' and, next to it, the ranks'.
-_SLURM_PORTS = 500
+# Two jobs can share a node: on Slurm each has a port of its own.
+_SLURM_PORTS = 1000
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
 
@@ -25,9 +25,9 @@ class Nodes(NamedTuple):
     Attributes:
         least: So many are enough to begin or to go on with.
         most: So many there are when all are there.
-        number: Which one this is, from 0; node 0 is where the launchers meet.
+        number: Which one this is, from 0; node 0 decides for all.
         host: Name or address of node 0.
-        port: Where they meet; the ranks' own store is on the next one.
+        port: Where the ranks' store is, on node 0.
         names: Of the nodes, as far as they are known beforehand.
         source: Who says so.
     """
@@ -216,7 +216,7 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def _slurm_place(environ: Mapping[str, str]) -> dict[str, str]:
     names = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost")
     number = environ.get("SLURM_NODEID", "0")
-    port = PORT + 2 * (_number(environ, "SLURM_JOB_ID") % _SLURM_PORTS)
+    port = PORT + _number(environ, "SLURM_JOB_ID") % _SLURM_PORTS
     return {"number": number, "master": names[0], "port": str(port), "names": " ".join(names)}
 
 
@@ -241,11 +241,11 @@ def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
     """Host and port of node 0."""
     bracketed = re.fullmatch(r"\[(.+)\]", address)  # as an IPv6 address can be written
     host = bracketed[1] if bracketed else address
-    # The next port is needed, too; one colon is a host with a port, more are an IPv6 address.
-    if not host or host.count(":") == 1 or not port.isdecimal() or not 0 < int(port) < (1 << 16) - 1:
+    # One colon is a host with a port, more are an IPv6 address.
+    if not host or host.count(":") == 1 or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise BadInputError(
-            f"{source} says several nodes, and host '{address}', port '{port}' isn't where they meet: give "
-            "--master-addr HOST and --master-port PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
+            f"{source} says several nodes, and host '{address}', port '{port}' isn't where the ranks meet: "
+            "give --master-addr HOST and --master-port PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
         )
     return host, int(port)
 

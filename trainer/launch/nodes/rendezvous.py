@@ -1,18 +1,35 @@
-"""What launchers of several nodes say to each other, and what comes of it.
+"""How launchers of several nodes come together, and what a round's end means.
 
 torchrun's own rendezvous (c10d) numbers nodes as well, but it can't say who is missing, lets every node end
-with a code of its own, and counts a node that leaves as a failure. So the launchers meet first, at node 0 and
-over one connection each, and torchrun then joins exactly the nodes that are there, by its static rendezvous.
+with a code of its own, and counts a node that leaves as a failure. So the launchers meet first, by files in
+the run folder that all have (`presence`), and torchrun then joins exactly the nodes that are there, by its
+static rendezvous. Node 0 decides; the others do what its file says.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import NamedTuple, Protocol
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
+from trainer.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_HANG,
+    EXIT_REQUEUE,
+    BadInputError,
+)
 from trainer.launch.exit_record import ExitRecord, exit_message, job_code
+from trainer.launch.nodes import FOLDER
+from trainer.launch.nodes.discover import Nodes
+from trainer.launch.nodes.presence import Presence, Said
 
-VERSION = 2
+POLL_SECONDS = 0.05
+NOTICE_SECONDS = 30.0
+STOPPED = "trainer: stopped while nodes were awaited\n"
+# JSON has no infinity; and a file of records must not become too large to be read.
+_NEVER, _TRACEBACK = 1e9, 1 << 16
 
 
 class Round(NamedTuple):
@@ -22,16 +39,12 @@ class Round(NamedTuple):
         number: From 1.
         place: Which of the nodes in it this is, from 0: torchrun's --node-rank.
         sizes: Ranks of each.
-        folder: The run folder, as node 0 names it.
-        token: What lies in it, if it is the same folder here.
         address: Of this node, as the others see it.
     """
 
     number: int
     place: int
     sizes: tuple[int, ...]
-    folder: str
-    token: str
     address: str = ""
 
     @property
@@ -60,33 +73,74 @@ class Outcome(NamedTuple):
     text: str
 
 
-class Rendezvous(Protocol):
-    """One launcher's side of the rendezvous.
+@dataclass
+class Rendezvous:
+    """One launcher's side of the rendezvous: `leader.Leader` on node 0, `follower.Follower` on the others.
 
     Attributes:
+        nodes: Of the job, and which of them this is.
+        ranks: That this node starts.
+        same: What must be the same on every node, by name.
+        folder: The run folder.
+        seconds: How long the nodes may take to come together.
+        asked: Whether this launcher was asked to stop.
+        say: Tells people what it waits for.
         stop: Whether the ranks are to stop with a checkpoint: a node has come.
         over: Whether the round is lost, and its ranks need no longer wait: a node is gone, or a rank failed.
     """
 
-    stop: bool
-    over: bool
+    nodes: Nodes
+    ranks: int
+    same: Mapping[str, str]
+    folder: Path
+    seconds: float
+    asked: Callable[[], bool]
+    say: Callable[[str], None]
+    stop: bool = False
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        """Begins to look."""
+        self.presence = Presence(self.folder / FOLDER, self.nodes.number)
+        self._said = Said(platform.node(), self.ranks, dict(self.same))
 
     def gather(self) -> Round | Outcome:
-        """Waits for the nodes of the next round; an outcome if there will be none."""
+        """Waits for the nodes of the next round; an outcome if there will be none.
+
+        Raises:
+            BadInputError: If this node can't be part of it.
+        """
+        raise NotImplementedError
 
     def turn(self) -> None:
         """Hears what the others say; called some times a second while ranks are running."""
+        raise NotImplementedError
 
     def conclude(self, records: Sequence[ExitRecord], leaving: bool) -> Outcome:
         """Tells how this node's ranks ended, and whether it was asked to leave; waits for what that means."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leaves."""
+        self.presence.close(keep=self.nodes.number == 0)
+
+    def _tell(self, **said: Any) -> None:
+        """Changes what this launcher says."""
+        self._said = replace(self._said, **said)
+        self.presence.say(self._said)
+
+    def _check_written(self) -> None:
+        """Refuses a folder in which this launcher's file can't be made."""
+        if self.presence.unwritten and not self.presence.stands:
+            raise BadInputError(f"--out {self.folder}: {self.presence.unwritten}")
 
 
-def packed(records: Sequence[ExitRecord], began: float) -> list[dict[str, object]]:
+def counted(records: Sequence[ExitRecord], began: float) -> tuple[ExitRecord, ...]:
     """Exit records for another node: its clock is another one, so times count from the round's begin."""
-    return [asdict(record) | {"time": record.time - began} for record in records]
+    return tuple(
+        replace(record, time=min(record.time - began, _NEVER), traceback=record.traceback[-_TRACEBACK:])
+        for record in records
+    )
 
 
 def outcome_of(

@@ -1,0 +1,260 @@
+"""Node 0's side of the rendezvous: it sees all, and decides."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.host.interfaces import own_address
+from trainer.launch.exit_record import ExitRecord
+from trainer.launch.nodes import presence
+from trainer.launch.nodes.presence import Seen
+from trainer.launch.nodes.rendezvous import (
+    NOTICE_SECONDS,
+    POLL_SECONDS,
+    STOPPED,
+    Outcome,
+    Rendezvous,
+    Round,
+    counted,
+    outcome_of,
+)
+
+# With enough nodes for an elastic job, how long the others may still take: at first, and between rounds.
+_FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0
+
+
+class _Node(NamedTuple):
+    """Another node that is there: the ID of its launcher, and what doesn't change of it."""
+
+    id: str
+    name: str
+    ranks: int
+    address: str
+
+
+@dataclass
+class Leader(Rendezvous):
+    """Node 0's side.
+
+    Attributes:
+        suits: Whether the batch can be shared out to so many ranks.
+    """
+
+    suits: Callable[[int], bool] = lambda _: True
+    _round: Round | None = None
+    _began: float = 0.0
+    _there: dict[int, _Node] = field(default_factory=dict)
+    _playing: dict[int, _Node] = field(default_factory=dict)
+    _lost: dict[int, str] = field(default_factory=dict)
+    _came: list[int] = field(default_factory=list)
+    _unlike: str = ""
+
+    def gather(self) -> Round | Outcome:
+        """As `Rendezvous`."""
+        self.stop = self.over = False
+        began = changed = noticed = time.monotonic()
+        there, settle = set(self._there), _SETTLE_SECONDS if self._round else _FIRST_SETTLE_SECONDS
+        while True:
+            if self._round is None:
+                self._check_alone()
+            self._hear()
+            now = time.monotonic()
+            if there != set(self._there):
+                there, changed = set(self._there), now
+            if self.asked():
+                return self._end(Outcome(False, EXIT_REQUEUE, STOPPED))
+            if self._unlike:
+                return self._end(Outcome(False, EXIT_BAD_INPUT, f"trainer: {self._unlike}\n"))
+            count = 1 + len(there)
+            ready = count == self.nodes.most or now - max(changed, began) >= settle
+            playing = self._players()
+            if ready and self.presence.stands and 1 + len(playing) >= self.nodes.least:
+                return self._begin(playing)
+            if now - began > self.seconds:
+                return self._end(Outcome(False, EXIT_FAILED, self._missing()))
+            if now - noticed > NOTICE_SECONDS:
+                noticed = now
+                self.say(f"waits for {self._absent()}: {count} of {self.nodes.most} nodes are here")
+            time.sleep(POLL_SECONDS)
+
+    def turn(self) -> None:
+        """As `Rendezvous`."""
+        self._hear()
+        if not self.over and (self._lost or _failed(self._known())):
+            self._call_over()
+        if self._came and not self.stop:
+            self.stop = True
+            self._tell(stop=self._number)
+
+    def conclude(self, records: Sequence[ExitRecord], leaving: bool) -> Outcome:
+        """As `Rendezvous`."""
+        if _failed(records):
+            self._call_over()
+        while any(number not in self._lost and not self._ended(number) for number in self._playing):
+            self.turn()
+            time.sleep(POLL_SECONDS)
+        assert self._round is not None
+        gone = {number for number in self._playing if (seen := self._ended(number)) and seen.said.leaving}
+        left = [f"{self.nodes.name(number)} leaves" for number in sorted(gone | ({0} if leaving else set()))]
+        left += [f"{self.nodes.name(number)} has come" for number in sorted(self._came)]
+        outcome = outcome_of(
+            [*counted(records, self._began), *self._known()],
+            self._round.world,
+            list(self._lost.values()),
+            left,
+            elastic=self.nodes.elastic,
+            host=leaving,
+        )
+        for number in gone:
+            self._there.pop(number, None)
+        if outcome.again:
+            self._tell(verdict=self._number, text=outcome.text)
+            return outcome
+        return self._end(outcome)
+
+    @property
+    def _number(self) -> int:
+        return self._round.number if self._round else 0
+
+    def _check_alone(self) -> None:
+        """Sees to it that no other launcher is node 0 of this run folder, before this one says that it is.
+
+        Raises:
+            BadInputError: If one is, or the folder can't be written.
+        """
+        while not self.presence.looks:
+            time.sleep(POLL_SECONDS)
+        others = [one for one in self.presence.seen.values() if one.node == 0 and one.said.end is None]
+        for one in others:
+            if one.beats and (not self.presence.stands or one.id < self.presence.id):
+                line = (
+                    f"{one.said.name} is node 0 of {self.folder} already, and this launcher says it is: "
+                    "give each its own number, or wait for its end"
+                )
+                self._end(Outcome(False, EXIT_BAD_INPUT, f"trainer: {line}\n"))
+                raise BadInputError(line)
+        self._check_written()
+        # What a killed one left falls silent for good.
+        if not self._said.leader and all(one.silent >= presence.ALIVE_SECONDS for one in others):
+            self._tell(leader=self.presence.id)
+
+    def _players(self) -> dict[int, _Node]:
+        """The nodes for the next round: as many as can share out the batch; the others stay and wait."""
+        playing = dict(sorted(self._there.items()))
+        while playing and not self.suits(self.ranks + sum(node.ranks for node in playing.values())):
+            playing.popitem()
+        return playing
+
+    def _begin(self, playing: dict[int, _Node]) -> Round:
+        """Starts a round."""
+        self._playing, self._lost, self._came = playing, {}, []
+        members = ((self.presence.id, self.ranks), *((node.id, node.ranks) for node in playing.values()))
+        address = ""
+        with suppress(OSError):
+            address = next((own_address(node.address, numeric=True) for node in playing.values()), "")
+        self._began = time.monotonic()
+        self._round = Round(self._number + 1, 0, tuple(ranks for _, ranks in members), address)
+        self._tell(round=self._number, members=members)
+        return self._round
+
+    def _hear(self) -> None:
+        """Takes leave of who is gone, and takes in who has come."""
+        files = {
+            one.id: one
+            for one in self.presence.seen.values()
+            if 0 < one.node < self.nodes.most and one.said.leader == self.presence.id
+        }
+        for number, node in list(self._there.items()):
+            anew = any(one.node == number and one.id != node.id and one.beats for one in files.values())
+            if why := _gone(files.get(node.id), anew) or self.presence.blind:
+                self._part_with(number, why)
+        for one in files.values():
+            known = self._there.get(one.node)
+            waits = one.silent >= presence.ALIVE_SECONDS or (one.said.ended and one.said.leaving)
+            if waits or one.id in self._said.refused or (known and known.id == one.id):
+                continue
+            if problem := self._problem(one, files.get(known.id) if known else None):
+                self._refuse(one, problem)
+            elif not known:
+                self._there[one.node] = _Node(one.id, one.said.name, one.said.ranks, one.said.address)
+                if self._round is not None and not self.over and self.nodes.elastic:
+                    self._came.append(one.node)
+
+    def _part_with(self, number: int, why: str) -> None:
+        """Takes leave of a node; people are told once, whenever that is."""
+        node = self._there.pop(number)
+        line = f"node {number} ({node.name}) is gone: {why}"
+        if self._playing.get(number) is node and not self._ended(number):
+            self._lost[number] = line  # the round's outcome says it
+        else:
+            self.say(f"noticed that {line}")
+
+    def _problem(self, one: Seen, before: Seen | None) -> str:
+        """Why a launcher can't be part of the job, if so."""
+        name = one.said.name
+        # A beat that came after the other's first is none that was still on its way.
+        if before and one.age - before.silent > 3 * presence.BEAT_SECONDS:
+            return (
+                f"{before.said.name} is node {one.node} already, and {name} says it is: "
+                "give each its own number"
+            )
+        for what, here in self._said.same.items():
+            if (there := one.said.same.get(what)) != here:
+                line = (
+                    f"node {one.node} ({name}) has another {what} than node 0: {there}, not {here}; "
+                    "give every node the same image, files and command"
+                )
+                if self._round is None and not self.nodes.elastic:
+                    self._unlike = line
+                return line
+        return ""
+
+    def _refuse(self, one: Seen, problem: str) -> None:
+        self._tell(refused={**self._said.refused, one.id: problem})
+        self.say(f"a node was refused: {problem}")
+
+    def _ended(self, number: int) -> Seen | None:
+        """A node's file, once its ranks have ended."""
+        file = self.presence.seen.get(f"{number}-{self._playing[number].id}")
+        return file if file and file.said.ended == self._number else None
+
+    def _known(self) -> list[ExitRecord]:
+        return [record for n in self._playing if (file := self._ended(n)) for record in file.said.records]
+
+    def _call_over(self) -> None:
+        self.over = True
+        self._tell(over=self._number)
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        self._tell(end=outcome.code, text=outcome.text)
+        return outcome
+
+    def _absent(self) -> str:
+        numbers = [number for number in range(1, self.nodes.most) if number not in self._there]
+        return ", ".join(self.nodes.name(number) for number in numbers)
+
+    def _missing(self) -> str:
+        return (
+            f"trainer: {self._absent()} didn't come within {self.seconds:g} s, of {self.nodes.most} nodes "
+            f"({self.nodes.least} are needed); look at their logs: is each started, and does it see this "
+            f"run folder, {self.folder}, as the same one (a file system that all nodes have)? Does the name "
+            f"{self.nodes.host} lead to this node from there (DNS)?\n"
+        )
+
+
+def _failed(records: Sequence[ExitRecord]) -> bool:
+    return bool({record.code for record in records} - {EXIT_DONE, EXIT_REQUEUE})
+
+
+def _gone(file: Seen | None, anew: bool) -> str:
+    """Why a node is gone, if it is; sooner where it was started anew."""
+    if file is None:
+        return "its launcher ended"
+    if anew and file.silent >= presence.ALIVE_SECONDS:
+        return "its launcher was started anew"
+    if file.silent >= presence.SILENT_SECONDS:
+        return f"nothing was heard of it for {presence.SILENT_SECONDS:g} s: was its launcher or host killed?"
+    return ""
