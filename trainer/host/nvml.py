@@ -181,7 +181,7 @@ class Nvml:
 
 
 def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:
-    """Returns the PCI bus addresses of the GPUs of this host's ranks, in their order; "" where NVML has none."""
+    """Returns the PCI bus addresses of the ranks' GPUs, in their order; "" where NVML has none."""
     with Nvml(environ, ranks) as nvml:
         return [nvml.bus_id(gpu) for gpu in nvml.gpus]
 
