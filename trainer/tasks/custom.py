@@ -1,12 +1,9 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
-import contextlib
 import inspect
-import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,29 +14,15 @@ from torch import nn
 
 from trainer.config.beside import run_file
 from trainer.config.task_file import read_source, source_hash
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, as_numbers, spread
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, as_numbers
 from trainer.data.items import ArrayItems, ItemDataset, is_items
-from trainer.data.loader import Batch, is_field_name
+from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
-from trainer.models.buffers import few
-from trainer.models.modes import begin_training, in_evaluation_mode
-from trainer.observe.console import warn
-from trainer.observe.rows import is_name, why_no_metric
+from trainer.observe.rows import is_name
 from trainer.optim.own import HostSchedule, Scheduler
-from trainer.rng import Ints
-from trainer.tasks.figures import as_tensor, told, why_unfit
+from trainer.tasks.figures import as_tensor, told
 from trainer.tasks.hints import of_class, of_data, of_error, of_updates
-from trainer.tasks.trial import (
-    Held,
-    expanded,
-    fall_short_when_doubled,
-    find_no_sums,
-    goes_on_alike,
-    held,
-    outside_of_checkpoint,
-    stay_when_doubled,
-)
 
 _WANTED = {
     "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each, or "
@@ -60,9 +43,7 @@ _METHODS = ("describe", "inputs", "predict", "collate", *(name for name in _GIVE
 _ATTRIBUTES = ("metric", "mode", "losses", "watched", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _LETTERS = 160  # of what somebody gave, in a message
-_TRIED = 4  # samples
 _SLIP = 0.8  # how much alike names are of which one is a slip of the other
-_SUMMARIZED = 32  # samples whose rows `summarize` is tried on
 
 
 class CustomTask:
@@ -202,237 +183,21 @@ class CustomTask:
             raise self._wrong("scheduler", "one of another optimizer")
         return cast(Scheduler, scheduler)
 
-    def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
-        """Tries its optimizer and scheduler on a few samples, on the CPU: do they go on from what is saved?
-
-        Args:
-            make: Makes both anew, for a model.
-
-        Raises:
-            BadInputError: If they can't be called, or a checkpoint couldn't hold what they keep.
-        """
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            model = self.model()
-            batch = self._two(self.train_data)
-
-            def update(rates: HostSchedule) -> None:
-                model.zero_grad(set_to_none=True)
-                self.loss(model, batch).backward()
-                self._call("optimizer", rates.optimizer.step)
-                self._call("scheduler", rates.advance)
-
-            try:
-                alike = goes_on_alike(model, partial(make, model), update)
-            except ValueError as error:
-                raise BadInputError(
-                    f"{self._source}: what optimizer or scheduler keep can't be put into a checkpoint "
-                    f"({error}); keep tensors, numbers, words, lists and dicts"
-                ) from error
-        if not alike:
-            raise BadInputError(
-                f"{self._source}: the second update differs after state_dict() and load_state_dict() of "
-                "optimizer and scheduler: a resumed run would end with other weights; keep all that they "
-                "need in param_groups and state"
-            )
-
-    def _two(self, dataset: Dataset) -> Batch:
-        count = min(_TRIED, len(dataset))
-        return self._few(np.arange(max(2, count)) % count)  # BatchNorm wants two samples
-
     def check(self) -> None:
         """Tries every method on a few samples, on the CPU, so that what is wrong is found before training.
 
         Raises:
             BadInputError: Naming the method and what it should give.
         """
-        for what, data in (("training", self.train_data), ("evaluation", self.evaluation_data)):
-            if odd := [name for name in data.fields if not is_field_name(name)]:
-                raise self._wrong("data", f"a field {odd[0]!r:.80} of the {what} data; its name is a text")
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            model = self.model()
-            if name := expanded(model):
-                raise BadInputError(
-                    f"{self._source}: several elements of the model's '{name}' are one number in memory (it "
-                    "was expanded), which nothing can update; add .clone()"
-                )
-            begin_training(model)
-            first = held(model)
-            with in_evaluation_mode(model):
-                self._check_loss(model)
-                before = held(model)
-                self._check_measure(model)
-            changed = before.changed(model)
-            self._check_made(first, model)
-            self._check_state(model)
-            self._check_made(first, model)
-        if changed:
-            warn(
-                f"{self._source}: measure changes the model's {few(changed)}, in evaluation mode: what the "
-                "training changes, too, is put back after it, all else stays so, on each rank for itself; "
-                "change them only `if self.training`"
-            )
-        try:
-            json.dumps(dict(self.describe()), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise BadInputError(f"{self._source}: describe gave what JSON can't hold ({error})") from error
+        from trainer.tasks.custom_trial import try_task
 
-    def _check_made(self, first: Held, model: nn.Module) -> None:
-        if name := first.made(model):
-            raise BadInputError(
-                f"{self._source}: a forward pass makes the model's '{name}', or takes it away, of which "
-                "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
-                "be registered with persistent=False"
-            )
+        try_task(self)
 
-    def _check_loss(self, model: nn.Module) -> None:
-        few = np.arange(min(_TRIED, len(self.train_data)))
-        once, twice = self._few(few), self._few(np.tile(few, 2))
-        with self._dtypes_explained(model, once):
-            loss = self._call("loss", self._own.loss, model, once)
-        if isinstance(loss, Mapping) and not self.losses:
-            raise BadInputError(
-                f"{self._source}: loss gave several; name them in the class: losses = {tuple(loss)!r}"
-            )
-        parts = self._parts(loss) if self.losses else [loss]
-        for name, part in zip(self.losses or ("",), parts, strict=True):
-            wrong = not isinstance(part, torch.Tensor) or part.shape or part.is_complex()
-            if wrong or not (part.is_floating_point() or name in self.watched):
-                raise self._wrong("loss", f"{_called(name)}{told(part)}")
-        if not any(part.requires_grad for part in parts[: len(parts) - len(self.watched)]):
-            raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
-        # With gradients on: a loss may take some itself.
-        tried = [partial(self._values, model, b) for b in (once, twice)]
-        for name, stays in zip(self.losses or ("",), stay_when_doubled(*tried), strict=True):
-            if stays:
-                what = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
-                raise self._wrong("loss", what)
-        for name, short in zip(self.losses or ("",), fall_short_when_doubled(*tried), strict=True):
-            if short:
-                warn(
-                    f"{self._source}: loss gave {_called(name)}what isn't doubled by the same samples twice: "
-                    "a part of it is no sum over the samples and depends on data.micro_batch_size; give a "
-                    "mean of pairs, or a penalty on weights, times len(batch.fields[…])"
-                )
-        num_items = (self.train_data.arrays or {}).get(NUM_ITEMS)
-        empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
-        if len(empty):
-            value = sum(self._values(model, self._few(np.asarray(empty))))
-            if not np.isfinite(value):
-                raise self._wrong("loss", f"{value} for samples of 0 items, which add nothing")
+    def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
+        """Tries its optimizer and scheduler, which `make` makes anew for a model; raises as `check`."""
+        from trainer.tasks.custom_trial import try_updates
 
-    def _check_measure(self, model: nn.Module) -> None:
-        data = self.evaluation_data
-        chosen = spread(len(data), _SUMMARIZED if hasattr(self, "summarize") else _TRIED)
-        measured = self._measured(model, chosen)
-        metrics = [name for name, value in measured.items() if not value.ndim]
-        rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
-        self._check_sums(model, metrics, rows)
-        if rows:
-            # As many as there will be: `summarize` may hold them against what it knows of all samples.
-            again = torch.arange(len(data)) % len(chosen)
-            try:
-                summarized = self._summarize({name: value[again] for name, value in rows.items()})
-            except BadInputError as error:
-                # So metrics complain of a class that these few samples lack.
-                if not isinstance(error.__cause__, ValueError) or len(chosen) == len(data):
-                    raise
-                warn(f"{error} (tried on {len(chosen)} of {len(data)} samples)")
-                return
-            for name in summarized:
-                if why := why_no_metric(name):
-                    raise BadInputError(f"{self._source}: summarize gave {name!r:.80}, which {why}")
-            metrics += summarized
-        if self.metric not in metrics:
-            gives = f"neither measure nor summarize gives (they give {', '.join(metrics)})"
-            if not rows:
-                gives = f"measure doesn't give (it gives {', '.join(metrics)})"
-            raise BadInputError(
-                f"{self._source}: metric is '{self.metric}', which {gives}; name one of these"
-            )
-
-    def _measured(self, model: nn.Module, samples: Ints) -> dict[str, torch.Tensor]:
-        """What `measure` gives of some samples, each figure a tensor that fits."""
-        batch = self._few(samples, evaluation=True)
-        try:
-            with torch.no_grad(), self._dtypes_explained(model, batch):
-                given = self._call("measure", self._own.measure, model, batch)
-        except BadInputError as error:
-            if "not require grad" not in str(error):
-                raise
-            hint = "gradients are off in measure: put what takes them into `with torch.enable_grad():`"
-            raise BadInputError(f"{error}; {hint}") from error.__cause__
-        if not isinstance(given, Mapping) or not given:
-            raise self._wrong("measure", told(given))
-        measured = {name: as_tensor(value) for name, value in given.items()}
-        for name, value in measured.items():
-            if unfit := why_unfit(name, value, len(samples)):
-                raise self._wrong("measure", unfit)
-            if value.ndim and not hasattr(self, "summarize"):
-                raise self._wrong("measure", f"'{name}' as {told(value)}, and there is no summarize")
-        return measured
-
-    def _check_sums(self, model: nn.Module, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> None:
-        """Refuses means, which would be divided twice, and rows that differ between batches."""
-
-        def figures(samples: Ints) -> list[float]:
-            found = self._measured(model, samples)
-            for name, value in rows.items():
-                other = found.get(name)
-                if other is None or other.shape[1:] != value.shape[1:] or other.dtype != value.dtype:
-                    here = told(other)
-                    raise self._wrong(
-                        "measure", f"rows '{name}' as {told(value)} of one batch and as {here} of another"
-                    )
-            return [
-                float(found[name]) if name in found and not found[name].ndim else np.nan for name in names
-            ]
-
-        means, others = find_no_sums(figures, spread(len(self.evaluation_data), _TRIED))
-        for name in (name for name, mean in zip(names, means, strict=True) if mean):
-            raise self._wrong(
-                "measure",
-                f"'{name}' as a mean, or another figure of the whole batch: the same for each sample twice "
-                '(give reduction="sum": the trainer divides; or rows, of which summarize makes RMSE, F1 '
-                "or AUC of all samples)",
-            )
-        for name, side in zip(names, others, strict=True):
-            if not side or (name == "loss" and side > 0):  # a loss may compare the samples of a batch
-                continue
-            warn(
-                f"{self._source}: measure gives '{name}', which is no sum over the samples: those of two "
-                "halves of a batch don't add up to it, so it depends on data.eval_batch_size; give rows, of "
-                "which summarize makes it of all samples"
-            )
-
-    def _check_state(self, model: nn.Module) -> None:
-        batch = self._two(self.train_data)
-
-        def loss() -> torch.Tensor:
-            return self._sum(self._own.loss(model, batch))
-
-        with self._dtypes_explained(model, batch):
-            outside = self._call("loss", outside_of_checkpoint, model, loss, self._own)
-        if outside.buffers:
-            raise BadInputError(
-                f"{self._source}: the model's buffer '{outside.buffers[0]}' is registered with "
-                "persistent=False and changes in training: no checkpoint holds it; leave persistent=False out"
-            )
-        names = ", ".join(outside.attributes[:_TRIED])
-        if outside.differs:
-            changes = f" ({names} changes each time)" if names else ""
-            raise BadInputError(
-                f"{self._source}: in training {outside.differs} differs for the same samples, weights, "
-                f"buffers and random numbers{changes}: a resumed run would end with other weights; keep what "
-                "changes from step to step in a buffer (self.register_buffer), and draw random numbers from "
-                "torch's default generator"
-            )
-        if names:
-            warn(
-                f"{self._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
-                "training depends on it, make it a buffer (self.register_buffer), or a part of the model"
-            )
+        try_updates(self, make)
 
     def _summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         metrics = self._call("summarize", self._own.summarize, rows)
@@ -445,38 +210,6 @@ class CustomTask:
             except (TypeError, ValueError, RuntimeError):
                 raise self._wrong("summarize", f"'{name}' as {told(value)}") from None
         return plain
-
-    def _values(self, model: nn.Module, batch: Batch) -> list[float]:
-        """Of each loss."""
-        given = self._call("loss", self._own.loss, model, batch)
-        return [float(part.detach()) for part in (self._parts(given) if self.losses else [given])]
-
-    @contextlib.contextmanager
-    def _dtypes_explained(self, model: nn.Module, batch: Batch) -> Iterator[None]:
-        """Names the array whose type isn't that of the weights, where a method fails."""
-        try:
-            yield
-        except BadInputError as error:
-            weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-            for name, value in batch.fields.items():
-                if weights and value.is_floating_point() and value.dtype != weights:
-                    theirs, ours = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, weights))
-                    raise BadInputError(
-                        f"{error}; data gave '{name}' as {theirs} and the model's weights are {ours}: "
-                        f"give it as .astype(np.{ours})"
-                    ) from error.__cause__
-            raise
-
-    def _few(self, samples: Ints, evaluation: bool = False) -> Batch:
-        data = self.evaluation_data if evaluation else self.train_data
-        out = {n: np.zeros((len(samples), *f.shape), f.dtype) for n, f in data.fields.items()}
-        numbers = None if evaluation else np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)
-        data.read(samples, numbers, out)
-        uniforms = 0 if evaluation else data.uniforms + self.uniforms
-        uniform = torch.full((len(samples), uniforms), 0.5) if uniforms else None
-        fields = {name: torch.from_numpy(array) for name, array in out.items()}
-        num_items = int(out[NUM_ITEMS].sum()) if NUM_ITEMS in out else data.num_items * len(samples)
-        return Batch(fields, None, uniform, num_items)
 
     def _transforms(self) -> tuple[Callable[[Any], Any], ...]:
         if not hasattr(self._own, "transforms"):
@@ -530,13 +263,11 @@ class CustomTask:
         except BadInputError:
             raise
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(self._source)]
-            where = f" line {lines[-1]}," if lines else ""
+            line = _line_of(error, Path(self._source))
             what = (str(error) or "no message").splitlines()[0]
             raise BadInputError(
-                f"{self._source}:{where} in {method}: {type(error).__name__}: {what}{of_error(error)}; "
-                f"{method} gives {_GIVEN[method]}"
+                f"{self._source}:{line}{',' * bool(line)} in {method}: {type(error).__name__}: "
+                f"{what}{of_error(error)}; {method} gives {_GIVEN[method]}"
             ) from error
 
     def _refuse(self, why: str) -> None:
@@ -558,9 +289,9 @@ def custom_task(path: Path) -> CustomTask:
     try:
         _, module = run_file(path, "task")
     except Exception as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-        where = f" line {lines[-1]}" if lines else ""
-        raise BadInputError(f"{path}{where}: {type(error).__name__}: {error}; mend the file") from error
+        raise BadInputError(
+            f"{path}{_line_of(error, path)}: {type(error).__name__}: {error}; mend the file"
+        ) from error
     found = [
         kind
         for kind in vars(module).values()
@@ -581,6 +312,12 @@ def custom_task(path: Path) -> CustomTask:
     task.source_hash = source_hash(path)
     task.hooks = getattr(module, "hooks", ())
     return task
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    """The last line of a file that an error went through, such as " line 7"; empty if through none."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    return f" line {lines[-1]}" if lines else ""
 
 
 def _check_names(own: Any, source: str) -> None:
@@ -644,7 +381,3 @@ def _names(own: Any, attribute: str, source: str) -> tuple[str, ...]:
             f'{source}: {attribute} is {told}; give their names, short texts such as ("content", "style")'
         )
     return names
-
-
-def _called(name: str) -> str:
-    return f"'{name}' as " if name else ""
