@@ -18,8 +18,8 @@ from trainer.observe.console import warn
 from trainer.observe.rows import why_no_metric
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
-from trainer.tasks.custom import CustomTask
 from trainer.tasks.figures import as_tensor, told, why_unfit
+from trainer.tasks.own_methods import OwnMethods
 from trainer.tasks.trial import (
     Held,
     expanded,
@@ -35,7 +35,7 @@ _TRIED = 4  # samples
 _SUMMARIZED = 32  # samples whose rows `summarize` is tried on
 
 
-def try_updates(task: CustomTask, make: Callable[[nn.Module], HostSchedule]) -> None:
+def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> None:
     """Tries its optimizer and scheduler on a few samples, on the CPU: do they go on from what is saved?
 
     Args:
@@ -70,12 +70,12 @@ def try_updates(task: CustomTask, make: Callable[[nn.Module], HostSchedule]) -> 
         )
 
 
-def _two(task: CustomTask, dataset: Dataset) -> Batch:
+def _two(task: OwnMethods, dataset: Dataset) -> Batch:
     count = min(_TRIED, len(dataset))
     return _few(task, np.arange(max(2, count)) % count)  # BatchNorm wants two samples
 
 
-def try_task(task: CustomTask) -> None:
+def try_task(task: OwnMethods) -> None:
     """Tries every method on a few samples, on the CPU, so that what is wrong is found before training.
 
     Raises:
@@ -114,7 +114,7 @@ def try_task(task: CustomTask) -> None:
         raise BadInputError(f"{task._source}: describe gave what JSON can't hold ({error})") from error
 
 
-def _refuse_made(task: CustomTask, first: Held, model: nn.Module) -> None:
+def _refuse_made(task: OwnMethods, first: Held, model: nn.Module) -> None:
     if name := first.made(model):
         raise BadInputError(
             f"{task._source}: a forward pass makes the model's '{name}', or takes it away, of which "
@@ -123,7 +123,7 @@ def _refuse_made(task: CustomTask, first: Held, model: nn.Module) -> None:
         )
 
 
-def _try_loss(task: CustomTask, model: nn.Module) -> None:
+def _try_loss(task: OwnMethods, model: nn.Module) -> None:
     few = np.arange(min(_TRIED, len(task.train_data)))
     once, twice = _few(task, few), _few(task, np.tile(few, 2))
     with _dtypes_explained(model, once):
@@ -160,7 +160,7 @@ def _try_loss(task: CustomTask, model: nn.Module) -> None:
             raise task._wrong("loss", f"{value} for samples of 0 items, which add nothing")
 
 
-def _try_measure(task: CustomTask, model: nn.Module) -> None:
+def _try_measure(task: OwnMethods, model: nn.Module) -> None:
     data = task.evaluation_data
     chosen = spread(len(data), _SUMMARIZED if hasattr(task, "summarize") else _TRIED)
     measured = _measured(task, model, chosen)
@@ -189,7 +189,7 @@ def _try_measure(task: CustomTask, model: nn.Module) -> None:
         raise BadInputError(f"{task._source}: metric is '{task.metric}', which {gives}; name one of these")
 
 
-def _measured(task: CustomTask, model: nn.Module, samples: Ints) -> dict[str, torch.Tensor]:
+def _measured(task: OwnMethods, model: nn.Module, samples: Ints) -> dict[str, torch.Tensor]:
     """What `measure` gives of some samples, each figure a tensor that fits."""
     batch = _few(task, samples, evaluation=True)
     try:
@@ -212,7 +212,7 @@ def _measured(task: CustomTask, model: nn.Module, samples: Ints) -> dict[str, to
 
 
 def _try_sums(
-    task: CustomTask, model: nn.Module, names: Sequence[str], rows: Mapping[str, torch.Tensor]
+    task: OwnMethods, model: nn.Module, names: Sequence[str], rows: Mapping[str, torch.Tensor]
 ) -> None:
     """Refuses means, which would be divided twice, and rows that differ between batches."""
 
@@ -245,7 +245,7 @@ def _try_sums(
         )
 
 
-def _try_state(task: CustomTask, model: nn.Module) -> None:
+def _try_state(task: OwnMethods, model: nn.Module) -> None:
     batch = _two(task, task.train_data)
 
     def loss() -> torch.Tensor:
@@ -274,7 +274,7 @@ def _try_state(task: CustomTask, model: nn.Module) -> None:
         )
 
 
-def _values(task: CustomTask, model: nn.Module, batch: Batch) -> list[float]:
+def _values(task: OwnMethods, model: nn.Module, batch: Batch) -> list[float]:
     """Of each loss."""
     given = task._call("loss", task._own.loss, model, batch)
     return [float(part.detach()) for part in (task._parts(given) if task.losses else [given])]
@@ -297,7 +297,7 @@ def _dtypes_explained(model: nn.Module, batch: Batch) -> Iterator[None]:
         raise
 
 
-def _few(task: CustomTask, samples: Ints, evaluation: bool = False) -> Batch:
+def _few(task: OwnMethods, samples: Ints, evaluation: bool = False) -> Batch:
     data = task.evaluation_data if evaluation else task.train_data
     out = {n: np.zeros((len(samples), *f.shape), f.dtype) for n, f in data.fields.items()}
     numbers = None if evaluation else np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)
