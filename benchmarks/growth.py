@@ -30,7 +30,7 @@ from trainer.observe.conditions import conditions
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows
 from trainer.train.report.page import page
-from trainer.train.report.read import read_run
+from trainer.train.report.read import read_recorded
 from trainer.train.run_folder import MANIFEST
 
 SAMPLES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
@@ -290,7 +290,7 @@ def write_rows(folder: Path, steps: int) -> None:
 
 def report(folder: Path, _: int) -> None:
     """What `trainer report` does, but writing it."""
-    page([read_run(folder)])
+    page([read_recorded(folder)])
 
 
 def resume(folder: Path, steps: int) -> None:

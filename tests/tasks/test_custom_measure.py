@@ -16,6 +16,7 @@ from tests.helpers.small_task import Small
 from trainer.errors import BadInputError
 from trainer.observe.rows import OWN, why_no_metric
 from trainer.tasks.custom import CustomTask
+from trainer.tasks.custom_trial import _try_loss
 from trainer.train.from_python import Fitted
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -307,7 +308,8 @@ def test_a_loss_with_a_part_that_is_no_sum_is_a_warning(
     def loss(_own: Any, model: nn.Module, batch: Any) -> torch.Tensor:
         return made(model(batch.fields["x"]), batch.fields)
 
-    CustomTask(type("Mine", (Classes,), {"loss": loss})(), "mine")._check_loss(Classes().model())
+    task = CustomTask(type("Mine", (Classes,), {"loss": loss})(), "mine")
+    _try_loss(task, Classes().model())
     said = capsys.readouterr().err
     assert said.count("\n") == told
     assert ("isn't doubled by the same samples twice" in said) is told

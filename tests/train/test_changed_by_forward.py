@@ -364,7 +364,7 @@ def looped(own: Any, every: str, **sections: Any) -> Run:
 
 def test_an_evaluation_leaves_what_the_training_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trainer.tasks.custom.warn", said.append)
+    monkeypatch.setattr("trainer.tasks.custom_trial.warn", said.append)
     CustomTask(Own(Counts), "own").check()
     assert len(said) == 1 and "measure changes the model's scale," in said[0]
     often, seldom = (looped(Own(seeded(Counts)), every).state.model for every in ("1 steps", "end"))
@@ -397,7 +397,7 @@ class Beside(Own):
 @pytest.mark.parametrize("how", ["shadow", "teacher", "copied later"])
 def test_what_learns_beside_the_model_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trainer.tasks.custom.warn", said.append)
+    monkeypatch.setattr("trainer.tasks.custom_trial.warn", said.append)
     CustomTask(Beside(how), "own").check()
     name = "self.shadow['weight']" if how == "shadow" else "self.teacher.weight"
     assert len(said) == 1 and f"{name} changes" in said[0]

@@ -11,9 +11,18 @@ from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import thinned
 from trainer.observe.text import DASH, plain
 from trainer.train.differences import flat
-from trainer.train.report.figures import Figure, joined, kinds, last_step, metrics, scale_of, status, totals
-from trainer.train.report.parts import hash_of, html
-from trainer.train.report.phases import PHASES, phase_bar
+from trainer.train.report.figures import (
+    Figure,
+    end_step,
+    figures_of_runs,
+    metric_scale,
+    metrics,
+    over_rows,
+    status,
+    totals,
+)
+from trainer.train.report.parts import html, short_hash
+from trainer.train.report.phases import PHASES_EXPLAINED, phase_bar
 from trainer.train.report.read import RecordedRun
 from trainer.train.report.record import gpus_of, verdict
 from trainer.train.report.sections import title_of
@@ -37,7 +46,7 @@ _CHARTS: tuple[tuple[str, str, Scale, str, bool], ...] = (
 )
 
 
-def names_of(runs: Sequence[RecordedRun]) -> list[str]:
+def run_names(runs: Sequence[RecordedRun]) -> list[str]:
     """A name for each run that no other has, as text."""
     names = [plain(run.name, 40) for run in runs]
     paths = [plain(f"{run.folder.resolve().parent.name}/{run.name}", 60) for run in runs]
@@ -45,11 +54,11 @@ def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     return [f"{n}: {name}" if names.count(name) > 1 else name for n, name in enumerate(names, 1)]
 
 
-def key_figures(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
+def key_figure_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """A table with a row for each run, sorted by the column that is chosen; the best of a column is bold."""
     heads, columns, orders = ["Status"], [[status(run)[0] for run in runs]], list[list[int]]()
     orders.append(_order([float(text != columns[0][0]) for text in columns[0]]))
-    for kind in kinds(runs):
+    for kind in figures_of_runs(runs):
         figures = [kind.of(run) for run in runs]
         if any(figures):
             best = _best(figures, kind.better)
@@ -93,7 +102,7 @@ def _cell(figure: Figure | None, best: str | None) -> Markup | str:
     return text + Markup("<small>{}</small>").format(figure.note) if noted else text
 
 
-def differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
+def differing(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """Keys of the configuration and facts of the manifest that aren't the same in all."""
     facts = [_facts(run.manifest) for run in runs]
     keys = list(dict.fromkeys(key for one in facts for key in one))
@@ -101,7 +110,7 @@ def differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     for key in keys:
         values = [plain(one.get(key), 80) if key not in _HASHES else one.get(key) for one in facts]
         if any(value != values[0] for value in values):
-            shown = [hash_of(value) if key in _HASHES else value for value in values]
+            shown = [short_hash(value) if key in _HASHES else value for value in values]
             rows.append([Markup("<code>{}</code>").format(plain(key, 80)), *shown])
     return html("sections.differences", ["", *_heads(names)], rows[:_DIFFERENCES])
 
@@ -118,9 +127,9 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
+def curves_of_runs(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """The same figure of all runs in one chart."""
-    last = max(last_step(run) for run in runs)
+    last = max(end_step(run) for run in runs)
     each = max(40, _POINTS // len(runs))
     train = [thinned(run.train, each) for run in runs]
     evaluation = [thinned(run.evaluation, each) for run in runs]
@@ -140,17 +149,17 @@ def curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
             )
             found = dict.fromkeys(name for run in runs for name in metrics(run))
             for name in list(found)[:6]:
-                cells = [cell for own in evaluation if (cell := joined(own, name))]
-                scale, label = scale_of(name, cells)
+                cells = [cell for own in evaluation if (cell := over_rows(own, name))]
+                scale, label = metric_scale(name, cells)
                 charts.append(
                     line_chart(title_of(name), lines(evaluation, name), last, scale, label, keyed=False)
                 )
     return html("sections.curves", _heads(names), charts)
 
 
-def time(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
+def times(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
     """Where the wall time of each went."""
     timed = {name: parts for name, run in zip(names, runs, strict=True) if (parts := totals(run))}
     bars = [(name, phase_bar(parts, name, labeled=False)) for name, parts in timed.items()]
-    used = [phase for phase in PHASES if any(phase in dict(parts) for parts in timed.values())]
+    used = [phase for phase in PHASES_EXPLAINED if any(phase in dict(parts) for parts in timed.values())]
     return html("sections.times", bars, used)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 from trainer.observe.charts.axis import Kind as Scale
 from trainer.observe.charts.thin import Cell, Point
 from trainer.observe.text import count, duration, number, plain, scaled, share, size
-from trainer.train.report.phases import PHASES
+from trainer.train.report.phases import PHASES_EXPLAINED
 from trainer.train.report.read import RecordedRun
 
 _SET_PARTS = 3  # eval/NAME/metric
@@ -30,7 +30,7 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-class Kind(NamedTuple):
+class KeyFigure(NamedTuple):
     """A figure that runs have: its name, how to find it, and which is better: 1 more, -1 less, 0 neither."""
 
     name: str
@@ -43,7 +43,7 @@ def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and -1e200 < value < 1e200
 
 
-def joined(points: Iterable[Point], name: str) -> Cell | None:
+def over_rows(points: Iterable[Point], name: str) -> Cell | None:
     """A figure over all rows, as one."""
     cells = [cell for point in points if (cell := point.cells.get(name)) and cell.rows]
     if not cells:
@@ -52,7 +52,7 @@ def joined(points: Iterable[Point], name: str) -> Cell | None:
     return Cell(low, high, sum(cell.total for cell in cells), sum(cell.rows for cell in cells))
 
 
-def last_step(run: RecordedRun) -> int:
+def end_step(run: RecordedRun) -> int:
     """The last step of which a row tells, or an end; at least 1."""
     ends = [points[-1].step for points in (run.train, run.evaluation) if points]
     if not ends and is_number(run.manifest.get("steps")):
@@ -78,14 +78,14 @@ def more_is_better(metric: str) -> bool:
 
 
 def totals(run: RecordedRun) -> list[tuple[str, float]]:
-    """Seconds by phase, in the order of `PHASES`; [] without timings.
+    """Seconds by phase, in the order of `PHASES_EXPLAINED`; [] without timings.
 
     Of the row at the end, which knows what came after the last row of metrics; after restarts it doesn't know
     what came before, and the sum of all rows is taken.
     """
-    found = {phase: run.end.get(f"time/{phase}") for phase in PHASES}
+    found = {phase: run.end.get(f"time/{phase}") for phase in PHASES_EXPLAINED}
     if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
-        cells = {phase: joined(run.train, f"time/{phase}") for phase in PHASES}
+        cells = {phase: over_rows(run.train, f"time/{phase}") for phase in PHASES_EXPLAINED}
         found = {phase: cell.total if cell else None for phase, cell in cells.items()}
     timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
     if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
@@ -123,7 +123,7 @@ def _rate(name: str, unit: str) -> Callable[[RecordedRun], Figure | None]:
     """Of the whole run, or, where it didn't come to its end, the mean of its rows."""
 
     def of(run: RecordedRun) -> Figure | None:
-        cell, value = joined(run.train, name), run.end.get(name)
+        cell, value = over_rows(run.train, name), run.end.get(name)
         if not is_number(value):
             if cell is None:
                 return None
@@ -137,7 +137,7 @@ def _mean(
     name: str, text: Callable[[float], str], note: str = "mean"
 ) -> Callable[[RecordedRun], Figure | None]:
     def of(run: RecordedRun) -> Figure | None:
-        cell = joined(run.train, name)
+        cell = over_rows(run.train, name)
         return None if cell is None else Figure(cell.mean, text(cell.mean), note)
 
     return of
@@ -148,7 +148,7 @@ def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
 
     def of(run: RecordedRun) -> Figure | None:
         for name, note in notes.items():
-            if cell := joined(run.train, name):
+            if cell := over_rows(run.train, name):
                 return Figure(cell.high, size(cell.high), note)
         return None
 
@@ -160,7 +160,7 @@ def _loss(run: RecordedRun) -> Figure | None:
     return Figure(cells[-1].mean, number(cells[-1].mean), "last, training") if cells else None
 
 
-def scale_of(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
+def metric_scale(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
     """How a metric is written, in tiles as in charts, and its unit: accuracies from 0 to 1 as percent."""
     percent = metric.startswith(("accuracy", "top")) and all(
         -_ROUNDING <= cell.low <= cell.high <= 1 + _ROUNDING for cell in cells
@@ -206,7 +206,7 @@ def energy(run: RecordedRun) -> Figure | None:
     """Joules of the run."""
     joules = run.end.get("energy/joules") if attempts(run) == 1 else None
     if not is_number(joules):
-        cell = joined(run.train, "energy/joules")
+        cell = over_rows(run.train, "energy/joules")
         joules = cell.total if cell else None
     if joules is None or joules <= 0:
         return None
@@ -228,37 +228,39 @@ money_per_thousand = _cost("cost/per_thousand_samples", lambda cost: number(cost
 
 _COMPUTE = ("forward", "backward", "update")
 
-KINDS = (
-    Kind("Training loss", _loss, -1),
-    Kind("Wall time", _wall, -1),
-    Kind("Throughput", _rate("samples_per_s", "samples/s"), 1),
-    Kind("Tokens", _rate("tokens_per_s", "tokens/s"), 1),
-    Kind("Arithmetic", _mean("flops_per_s", lambda v: scaled(v, "FLOP/s")), 1),
-    Kind("MFU", _mean("mfu", share, "mean, of the peak"), 1),
-    Kind("Computing", _share_of(_COMPUTE), 1),
-    Kind("Waiting for data", _share_of(["data"]), -1),
-    Kind("GPU busy", _mean("gpu/utilization", share), 1),
-    Kind("CPUs used", _mean("cpu/used", lambda v: number(v, 3))),
-    Kind(
+KEY_FIGURES = (
+    KeyFigure("Training loss", _loss, -1),
+    KeyFigure("Wall time", _wall, -1),
+    KeyFigure("Throughput", _rate("samples_per_s", "samples/s"), 1),
+    KeyFigure("Tokens", _rate("tokens_per_s", "tokens/s"), 1),
+    KeyFigure("Arithmetic", _mean("flops_per_s", lambda v: scaled(v, "FLOP/s")), 1),
+    KeyFigure("MFU", _mean("mfu", share, "mean, of the peak"), 1),
+    KeyFigure("Computing", _share_of(_COMPUTE), 1),
+    KeyFigure("Waiting for data", _share_of(["data"]), -1),
+    KeyFigure("GPU busy", _mean("gpu/utilization", share), 1),
+    KeyFigure("CPUs used", _mean("cpu/used", lambda v: number(v, 3))),
+    KeyFigure(
         "Device memory",
         _most({"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "most, as nvidia-smi shows it"}),
         -1,
     ),
-    Kind("Memory", _most({"memory/rss_bytes": "most, host, rank 0", "memory_bytes": "most, rank 0"}), -1),
-    Kind("Energy", energy, -1),
-    Kind("Cost", money, -1),
-    Kind("Cost of 1,000 samples", money_per_thousand, -1),
+    KeyFigure(
+        "Memory", _most({"memory/rss_bytes": "most, host, rank 0", "memory_bytes": "most, rank 0"}), -1
+    ),
+    KeyFigure("Energy", energy, -1),
+    KeyFigure("Cost", money, -1),
+    KeyFigure("Cost of 1,000 samples", money_per_thousand, -1),
 )
 
 
-def kinds(runs: Sequence[RecordedRun]) -> list[Kind]:
+def figures_of_runs(runs: Sequence[RecordedRun]) -> list[KeyFigure]:
     """Figures of these runs: their metrics first."""
     names = list(dict.fromkeys(name for run in runs for name in metrics(run)))[:6]
     own = []
     for name in names:
-        scale, _ = scale_of(name, [cell for run in runs if (cell := joined(run.evaluation, name))])
-        own.append(Kind(name, metric_figure(name, scale), 1 if more_is_better(name) else -1))
-    return [*own, *KINDS]
+        scale, _ = metric_scale(name, [cell for run in runs if (cell := over_rows(run.evaluation, name))])
+        own.append(KeyFigure(name, metric_figure(name, scale), 1 if more_is_better(name) else -1))
+    return [*own, *KEY_FIGURES]
 
 
 def status(run: RecordedRun) -> tuple[str, str]:

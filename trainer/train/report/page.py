@@ -36,7 +36,7 @@ def _one(run: RecordedRun) -> dict[str, object]:
         sections.of_hooks(run),
         sections.time(run),
         sections.throughput(run),
-        sections.memory(run),
+        sections.memory_charts(run),
         sections.machine(run),
         record.findings(run),
         html("record.checkpoints", run.checkpoints),
@@ -48,12 +48,12 @@ def _one(run: RecordedRun) -> dict[str, object]:
 
 
 def _several(runs: Sequence[RecordedRun]) -> dict[str, object]:
-    names = compare.names_of(runs)
+    names = compare.run_names(runs)
     parts = [
-        compare.key_figures(runs, names),
-        compare.differences(runs, names),
-        compare.curves(runs, names),
-        compare.time(runs, names),
+        compare.key_figure_table(runs, names),
+        compare.differing(runs, names),
+        compare.curves_of_runs(runs, names),
+        compare.times(runs, names),
     ]
     recipes = list(dict.fromkeys(plain(run.manifest.get("recipe") or run.name, 60) for run in runs))
     listed = f"{count(len(runs))} runs of {', '.join(recipes[:4])}{' …' * (len(recipes) > 4)}"

@@ -12,7 +12,7 @@ from trainer.train.report.read import REPLACED
 _ITEMS = 20
 
 
-def hash_of(value: Any) -> Markup | str:
+def short_hash(value: Any) -> Markup | str:
     """The start of a hash; all of it for those who hover."""
     if not isinstance(value, str) or not value:
         return "unknown"
@@ -49,7 +49,7 @@ templates = Environment(
 )
 templates.filters |= {
     **{"text": plain, "count": count, "size": size, "share": share, "duration": duration, "local": _local},
-    **{"hash": hash_of, "moment": moment, "items": items, "pairs": pairs},
+    **{"hash": short_hash, "moment": moment, "items": items, "pairs": pairs},
 }
 templates.globals["replaced"] = REPLACED
 

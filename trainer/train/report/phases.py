@@ -13,7 +13,7 @@ _BARS = 120
 _FEW = 48  # up to so many bars stand apart
 
 # Of the time, in the order in which it is stacked: what a GPU is bought for first.
-PHASES = {
+PHASES_EXPLAINED = {
     "forward": "the model's forward pass",
     "backward": "its gradients",
     "update": "the optimizer's step, with clipping and loss scaling",
@@ -42,7 +42,7 @@ def phase_chart(points: Sequence[Point], last: int) -> Markup:
     for row in rows:
         x, right = round(ACROSS * along.at(before)), round(ACROSS * along.at(row.step))
         before, low, wall = row.step, 0.0, row.cells["time/wall"].total
-        for phase in PHASES:
+        for phase in PHASES_EXPLAINED:
             cell = row.cells.get(f"time/{phase}")
             part = max(0.0, cell.total / wall) if cell else 0.0
             y, low = round(DOWN * (1 - low)), min(1.0, low + part)
@@ -69,7 +69,7 @@ def phase_chart(points: Sequence[Point], last: int) -> Markup:
 
 
 def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> Markup:
-    """One bar over all: seconds by phase, in the order of `PHASES`.
+    """One bar over all: seconds by phase, in the order of `PHASES_EXPLAINED`.
 
     Args:
         what: What it is, for those who don't see it.

@@ -49,7 +49,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 @dataclass
-class Some:
+class FirstAndLast:
     """The first and the last of a list that may be long, and how many there are in it.
 
     Attributes:
@@ -119,17 +119,17 @@ class RecordedRun:
     hook: list[Point] = field(default_factory=list)
     pictures: dict[str, tuple[int, str]] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
-    verdicts: Some = field(default_factory=Some)
+    verdicts: FirstAndLast = field(default_factory=FirstAndLast)
     verdict: dict[str, Any] | None = None
     slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
-    anomalies: Some = field(default_factory=Some)
+    anomalies: FirstAndLast = field(default_factory=FirstAndLast)
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     rows: int = 0
     unreadable: int = 0
 
 
-def read_run(folder: Path) -> RecordedRun:
+def read_recorded(folder: Path) -> RecordedRun:
     """Reads a run folder, in one pass and in bounded memory.
 
     Raises:

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from trainer.config.idle import is_read
 from trainer.observe.text import DASH, count, number, plain, scaled, share, size
 from trainer.train.differences import flat
-from trainer.train.report.figures import energy, is_number, kinds, money, money_per_thousand, status
+from trainer.train.report.figures import energy, figures_of_runs, is_number, money, money_per_thousand, status
 from trainer.train.report.parts import html, items, moment, pairs
 from trainer.train.report.read import RecordedRun
 
@@ -50,7 +50,7 @@ def _sentence(row: dict[str, Any]) -> Markup | str:
 def key_figures(run: RecordedRun) -> list[tuple[str, str, str]]:
     """The figures to look at first: name, figure, and what to say below it."""
     cells = [("Status", status(run)[0], _progress(run))]
-    for kind in kinds([run]):
+    for kind in figures_of_runs([run]):
         if figure := kind.of(run):
             name = kind.name.replace("_", " ").capitalize() if kind.name.islower() else kind.name
             cells.append((name, figure.text, figure.note))

@@ -9,9 +9,9 @@ from trainer.host.files import oddity, read_inside
 from trainer.observe.charts.axis import Kind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.text import DASH, count, size
-from trainer.train.report.figures import joined, last_step, metrics, scale_of, sets, totals
+from trainer.train.report.figures import end_step, metric_scale, metrics, over_rows, sets, totals
 from trainer.train.report.parts import html
-from trainer.train.report.phases import PHASES, phase_bar, phase_chart
+from trainer.train.report.phases import PHASES_EXPLAINED, phase_bar, phase_chart
 from trainer.train.report.read import KNOWN, OF_LOSSES, RecordedRun
 
 _MARKS = 30
@@ -104,13 +104,13 @@ def charts_of(run: RecordedRun, charts: Iterable[_Chart]) -> list[Markup]:
         if not all(figure in _RARE for figure in curves_.values()) or any(
             cell.high > 0 for one in lines for _, cell in one.drawn
         ):
-            drawn.append(line_chart(title, lines, last_step(run), kind, unit, zero=True))
+            drawn.append(line_chart(title, lines, end_step(run), kind, unit, zero=True))
     return drawn
 
 
 def curves(run: RecordedRun) -> Markup:
     """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
-    last, marks = last_step(run), marks_of(run)
+    last, marks = end_step(run), marks_of(run)
 
     def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> Markup:
         curve = [line(title, run.train, name)]
@@ -126,8 +126,8 @@ def curves(run: RecordedRun) -> Markup:
     losses = [line("training", run.train, "loss"), *evaluated("evaluation", "loss")]
     shown = [line_chart("Loss", losses, last, unit="loss", may_log=True, marks=marks)]
     for name in metrics(run):
-        cell = joined(run.evaluation, name)
-        kind, unit = scale_of(name, [cell] if cell else [])
+        cell = over_rows(run.evaluation, name)
+        kind, unit = metric_scale(name, [cell] if cell else [])
         lines = evaluated("evaluation" if others else name, name)
         shown.append(line_chart(title_of(name), lines, last, kind, unit))
     shown += [
@@ -137,8 +137,8 @@ def curves(run: RecordedRun) -> Markup:
     ]
     names = dict.fromkeys(name for point in run.train for name in point.cells if name not in KNOWN)
     for name in (one for one in names if one.startswith(OF_LOSSES) or "/" not in one):
-        cell, short = joined(run.train, name), name.removeprefix("watched/")
-        kind, unit = scale_of(short, [cell] if cell else [])
+        cell, short = over_rows(run.train, name), name.removeprefix("watched/")
+        kind, unit = metric_scale(short, [cell] if cell else [])
         shown.append(
             line_chart(f"{title_of(short)}, training", [line(name, run.train, name)], last, kind, unit)
         )
@@ -150,11 +150,11 @@ def curves(run: RecordedRun) -> Markup:
 
 def of_hooks(run: RecordedRun) -> Markup:
     """Figures and pictures that hooks returned."""
-    last = last_step(run)
+    last = end_step(run)
     charts = list[Markup]()
     for name in dict.fromkeys(name for point in run.hook for name in point.cells):
-        cell = joined(run.hook, name)
-        kind, unit = scale_of(name, [cell] if cell else [])
+        cell = over_rows(run.hook, name)
+        kind, unit = metric_scale(name, [cell] if cell else [])
         charts.append(line_chart(title_of(name), [line(name, run.hook, name)], last, kind, unit))
     left, pictures = _PICTURE_BYTES, list[tuple[str, int, str]]()
     for name, (step, path) in run.pictures.items():
@@ -181,19 +181,21 @@ def time(run: RecordedRun) -> Markup:
     if not timed:
         return Markup()
     wall = sum(seconds for _, seconds in timed)
-    collected = joined(run.train, "time/gc")
+    collected = over_rows(run.train, "time/gc")
     bar = phase_bar(timed, "Wall time by phase", labeled=True)
-    chart = phase_chart(run.train, last_step(run))
-    return html("sections.time", bar, timed, PHASES, chart, wall, collected.total if collected else 0)
+    chart = phase_chart(run.train, end_step(run))
+    return html(
+        "sections.time", bar, timed, PHASES_EXPLAINED, chart, wall, collected.total if collected else 0
+    )
 
 
 def throughput(run: RecordedRun) -> Markup:
     """Samples, tokens and arithmetic per second."""
-    counted, mfu = (joined(run.train, name) for name in ("flops_per_s", "mfu"))
+    counted, mfu = (over_rows(run.train, name) for name in ("flops_per_s", "mfu"))
     return html("sections.throughput", charts_of(run, _THROUGHPUT), counted, mfu)
 
 
-def memory(run: RecordedRun) -> Markup:
+def memory_charts(run: RecordedRun) -> Markup:
     """Of the device and of the host, over the run and by epoch."""
     charts = charts_of(run, _MEMORY)
     if not any(charts):
@@ -208,7 +210,7 @@ def _by_epoch(run: RecordedRun) -> Markup:
     every = max(1, -(-len(starts) // 6))
     shown = starts[::every] + ([] if (len(starts) - 1) % every == 0 else starts[-1:])
     known = ("memory/allocated_bytes", "memory/reserved_bytes", "memory/rss_bytes")
-    names = [name for name in known if joined(starts, name) or joined(run.epoch_end, name)]
+    names = [name for name in known if over_rows(starts, name) or over_rows(run.epoch_end, name)]
     if not shown or not names:
         return Markup()
     rows = []
@@ -221,7 +223,7 @@ def _by_epoch(run: RecordedRun) -> Markup:
 
 
 def _freed(run: RecordedRun) -> Markup:
-    given, took = (joined(run.freed, f"memory/freed_{what}") for what in ("bytes", "seconds"))
+    given, took = (over_rows(run.freed, f"memory/freed_{what}") for what in ("bytes", "seconds"))
     if given is None:
         return Markup()
     return html("sections.freed", given.rows, given.mean, took.total if took else None)
@@ -229,7 +231,7 @@ def _freed(run: RecordedRun) -> Markup:
 
 def _why_more(run: RecordedRun) -> Markup:
     names = ("gpu/memory_bytes", "memory/reserved_bytes", "memory/allocated_bytes")
-    shown, reserved, allocated = (joined(run.train, name) for name in names)
+    shown, reserved, allocated = (over_rows(run.train, name) for name in names)
     if shown is None and (reserved is None or not reserved.high):
         return Markup()
     held = None

@@ -1,0 +1,313 @@
+"""The trial of a custom task: each of its methods on a few samples, on the CPU, before training."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.data.dataset import NUM_ITEMS, Dataset, spread
+from trainer.data.loader import Batch, is_field_name
+from trainer.errors import BadInputError
+from trainer.models.buffers import few
+from trainer.models.modes import begin_training, in_evaluation_mode
+from trainer.observe.console import warn
+from trainer.observe.rows import why_no_metric
+from trainer.optim.own import HostSchedule
+from trainer.rng import Ints
+from trainer.tasks.figures import as_tensor, told, why_unfit
+from trainer.tasks.own_methods import OwnMethods
+from trainer.tasks.trial import (
+    Held,
+    expanded,
+    fall_short_when_doubled,
+    find_no_sums,
+    goes_on_alike,
+    held,
+    outside_of_checkpoint,
+    stay_when_doubled,
+)
+
+_TRIED = 4  # samples
+_SUMMARIZED = 32  # samples whose rows `summarize` is tried on
+
+
+def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> None:
+    """Tries its optimizer and scheduler on a few samples, on the CPU: do they go on from what is saved?
+
+    Args:
+        make: Makes both anew, for a model.
+
+    Raises:
+        BadInputError: If they can't be called, or a checkpoint couldn't hold what they keep.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = task.model()
+        batch = _two(task, task.train_data)
+
+        def update(rates: HostSchedule) -> None:
+            model.zero_grad(set_to_none=True)
+            task.loss(model, batch).backward()
+            task._call("optimizer", rates.optimizer.step)
+            task._call("scheduler", rates.advance)
+
+        try:
+            alike = goes_on_alike(model, partial(make, model), update)
+        except ValueError as error:
+            raise BadInputError(
+                f"{task._source}: what optimizer or scheduler keep can't be put into a checkpoint "
+                f"({error}); keep tensors, numbers, words, lists and dicts"
+            ) from error
+    if not alike:
+        raise BadInputError(
+            f"{task._source}: the second update differs after state_dict() and load_state_dict() of "
+            "optimizer and scheduler: a resumed run would end with other weights; keep all that they "
+            "need in param_groups and state"
+        )
+
+
+def _two(task: OwnMethods, dataset: Dataset) -> Batch:
+    count = min(_TRIED, len(dataset))
+    return _few(task, np.arange(max(2, count)) % count)  # BatchNorm wants two samples
+
+
+def try_task(task: OwnMethods) -> None:
+    """Tries every method on a few samples, on the CPU, so that what is wrong is found before training.
+
+    Raises:
+        BadInputError: Naming the method and what it should give.
+    """
+    for what, data in (("training", task.train_data), ("evaluation", task.evaluation_data)):
+        if odd := [name for name in data.fields if not is_field_name(name)]:
+            raise task._wrong("data", f"a field {odd[0]!r:.80} of the {what} data; its name is a text")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = task.model()
+        if name := expanded(model):
+            raise BadInputError(
+                f"{task._source}: several elements of the model's '{name}' are one number in memory (it "
+                "was expanded), which nothing can update; add .clone()"
+            )
+        begin_training(model)
+        first = held(model)
+        with in_evaluation_mode(model):
+            _try_loss(task, model)
+            before = held(model)
+            _try_measure(task, model)
+        changed = before.changed(model)
+        _refuse_made(task, first, model)
+        _try_state(task, model)
+        _refuse_made(task, first, model)
+    if changed:
+        warn(
+            f"{task._source}: measure changes the model's {few(changed)}, in evaluation mode: what the "
+            "training changes, too, is put back after it, all else stays so, on each rank for itself; "
+            "change them only `if task.training`"
+        )
+    try:
+        json.dumps(dict(task.describe()), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BadInputError(f"{task._source}: describe gave what JSON can't hold ({error})") from error
+
+
+def _refuse_made(task: OwnMethods, first: Held, model: nn.Module) -> None:
+    if name := first.made(model):
+        raise BadInputError(
+            f"{task._source}: a forward pass makes the model's '{name}', or takes it away, of which "
+            "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
+            "be registered with persistent=False"
+        )
+
+
+def _try_loss(task: OwnMethods, model: nn.Module) -> None:
+    few = np.arange(min(_TRIED, len(task.train_data)))
+    once, twice = _few(task, few), _few(task, np.tile(few, 2))
+    with _dtypes_explained(model, once):
+        loss = task._call("loss", task._own.loss, model, once)
+    if isinstance(loss, Mapping) and not task.losses:
+        raise BadInputError(
+            f"{task._source}: loss gave several; name them in the class: losses = {tuple(loss)!r}"
+        )
+    parts = task._parts(loss) if task.losses else [loss]
+    for name, part in zip(task.losses or ("",), parts, strict=True):
+        wrong = not isinstance(part, torch.Tensor) or part.shape or part.is_complex()
+        if wrong or not (part.is_floating_point() or name in task.watched):
+            raise task._wrong("loss", f"{_called(name)}{told(part)}")
+    if not any(part.requires_grad for part in parts[: len(parts) - len(task.watched)]):
+        raise task._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
+    # With gradients on: a loss may take some itself.
+    tried = [partial(_values, task, model, b) for b in (once, twice)]
+    for name, stays in zip(task.losses or ("",), stay_when_doubled(*tried), strict=True):
+        if stays:
+            what = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
+            raise task._wrong("loss", what)
+    for name, short in zip(task.losses or ("",), fall_short_when_doubled(*tried), strict=True):
+        if short:
+            warn(
+                f"{task._source}: loss gave {_called(name)}what isn't doubled by the same samples twice: "
+                "a part of it is no sum over the samples and depends on data.micro_batch_size; give a "
+                "mean of pairs, or a penalty on weights, times len(batch.fields[…])"
+            )
+    num_items = (task.train_data.arrays or {}).get(NUM_ITEMS)
+    empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
+    if len(empty):
+        value = sum(_values(task, model, _few(task, np.asarray(empty))))
+        if not np.isfinite(value):
+            raise task._wrong("loss", f"{value} for samples of 0 items, which add nothing")
+
+
+def _try_measure(task: OwnMethods, model: nn.Module) -> None:
+    data = task.evaluation_data
+    chosen = spread(len(data), _SUMMARIZED if hasattr(task, "summarize") else _TRIED)
+    measured = _measured(task, model, chosen)
+    metrics = [name for name, value in measured.items() if not value.ndim]
+    rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
+    _try_sums(task, model, metrics, rows)
+    if rows:
+        # As many as there will be: `summarize` may hold them against what it knows of all samples.
+        again = torch.arange(len(data)) % len(chosen)
+        try:
+            summarized = task._summarize({name: value[again] for name, value in rows.items()})
+        except BadInputError as error:
+            # So metrics complain of a class that these few samples lack.
+            if not isinstance(error.__cause__, ValueError) or len(chosen) == len(data):
+                raise
+            warn(f"{error} (tried on {len(chosen)} of {len(data)} samples)")
+            return
+        for name in summarized:
+            if why := why_no_metric(name):
+                raise BadInputError(f"{task._source}: summarize gave {name!r:.80}, which {why}")
+        metrics += summarized
+    if task.metric not in metrics:
+        gives = f"neither measure nor summarize gives (they give {', '.join(metrics)})"
+        if not rows:
+            gives = f"measure doesn't give (it gives {', '.join(metrics)})"
+        raise BadInputError(f"{task._source}: metric is '{task.metric}', which {gives}; name one of these")
+
+
+def _measured(task: OwnMethods, model: nn.Module, samples: Ints) -> dict[str, torch.Tensor]:
+    """What `measure` gives of some samples, each figure a tensor that fits."""
+    batch = _few(task, samples, evaluation=True)
+    try:
+        with torch.no_grad(), _dtypes_explained(model, batch):
+            given = task._call("measure", task._own.measure, model, batch)
+    except BadInputError as error:
+        if "not require grad" not in str(error):
+            raise
+        hint = "gradients are off in measure: put what takes them into `with torch.enable_grad():`"
+        raise BadInputError(f"{error}; {hint}") from error.__cause__
+    if not isinstance(given, Mapping) or not given:
+        raise task._wrong("measure", told(given))
+    measured = {name: as_tensor(value) for name, value in given.items()}
+    for name, value in measured.items():
+        if unfit := why_unfit(name, value, len(samples)):
+            raise task._wrong("measure", unfit)
+        if value.ndim and not hasattr(task, "summarize"):
+            raise task._wrong("measure", f"'{name}' as {told(value)}, and there is no summarize")
+    return measured
+
+
+def _try_sums(
+    task: OwnMethods, model: nn.Module, names: Sequence[str], rows: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuses means, which would be divided twice, and rows that differ between batches."""
+
+    def figures(samples: Ints) -> list[float]:
+        found = _measured(task, model, samples)
+        for name, value in rows.items():
+            other = found.get(name)
+            if other is None or other.shape[1:] != value.shape[1:] or other.dtype != value.dtype:
+                here = told(other)
+                raise task._wrong(
+                    "measure", f"rows '{name}' as {told(value)} of one batch and as {here} of another"
+                )
+        return [float(found[name]) if name in found and not found[name].ndim else np.nan for name in names]
+
+    means, others = find_no_sums(figures, spread(len(task.evaluation_data), _TRIED))
+    for name in (name for name, mean in zip(names, means, strict=True) if mean):
+        raise task._wrong(
+            "measure",
+            f"'{name}' as a mean, or another figure of the whole batch: the same for each sample twice "
+            '(give reduction="sum": the trainer divides; or rows, of which summarize makes RMSE, F1 '
+            "or AUC of all samples)",
+        )
+    for name, side in zip(names, others, strict=True):
+        if not side or (name == "loss" and side > 0):  # a loss may compare the samples of a batch
+            continue
+        warn(
+            f"{task._source}: measure gives '{name}', which is no sum over the samples: those of two "
+            "halves of a batch don't add up to it, so it depends on data.eval_batch_size; give rows, of "
+            "which summarize makes it of all samples"
+        )
+
+
+def _try_state(task: OwnMethods, model: nn.Module) -> None:
+    batch = _two(task, task.train_data)
+
+    def loss() -> torch.Tensor:
+        return task._sum(task._own.loss(model, batch))
+
+    with _dtypes_explained(model, batch):
+        outside = task._call("loss", outside_of_checkpoint, model, loss, task._own)
+    if outside.buffers:
+        raise BadInputError(
+            f"{task._source}: the model's buffer '{outside.buffers[0]}' is registered with "
+            "persistent=False and changes in training: no checkpoint holds it; leave persistent=False out"
+        )
+    names = ", ".join(outside.attributes[:_TRIED])
+    if outside.differs:
+        changes = f" ({names} changes each time)" if names else ""
+        raise BadInputError(
+            f"{task._source}: in training {outside.differs} differs for the same samples, weights, "
+            f"buffers and random numbers{changes}: a resumed run would end with other weights; keep what "
+            "changes from step to step in a buffer (task.register_buffer), and draw random numbers from "
+            "torch's default generator"
+        )
+    if names:
+        warn(
+            f"{task._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
+            "training depends on it, make it a buffer (task.register_buffer), or a part of the model"
+        )
+
+
+def _values(task: OwnMethods, model: nn.Module, batch: Batch) -> list[float]:
+    """Of each loss."""
+    given = task._call("loss", task._own.loss, model, batch)
+    return [float(part.detach()) for part in (task._parts(given) if task.losses else [given])]
+
+
+@contextlib.contextmanager
+def _dtypes_explained(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Names the array whose type isn't that of the weights, where a method fails."""
+    try:
+        yield
+    except BadInputError as error:
+        weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        for name, value in batch.fields.items():
+            if weights and value.is_floating_point() and value.dtype != weights:
+                theirs, ours = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, weights))
+                raise BadInputError(
+                    f"{error}; data gave '{name}' as {theirs} and the model's weights are {ours}: "
+                    f"give it as .astype(np.{ours})"
+                ) from error.__cause__
+        raise
+
+
+def _few(task: OwnMethods, samples: Ints, evaluation: bool = False) -> Batch:
+    data = task.evaluation_data if evaluation else task.train_data
+    out = {n: np.zeros((len(samples), *f.shape), f.dtype) for n, f in data.fields.items()}
+    numbers = None if evaluation else np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)
+    data.read(samples, numbers, out)
+    uniforms = 0 if evaluation else data.uniforms + task.uniforms
+    uniform = torch.full((len(samples), uniforms), 0.5) if uniforms else None
+    fields = {name: torch.from_numpy(array) for name, array in out.items()}
+    num_items = int(out[NUM_ITEMS].sum()) if NUM_ITEMS in out else data.num_items * len(samples)
+    return Batch(fields, None, uniform, num_items)
+
+
+def _called(name: str) -> str:
+    return f"'{name}' as " if name else ""

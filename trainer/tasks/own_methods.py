@@ -1,0 +1,334 @@
+"""The methods of somebody's class as a task calls them, and what each is to give."""
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, as_numbers
+from trainer.data.items import ArrayItems, ItemDataset, is_items
+from trainer.data.loader import Batch
+from trainer.errors import BadInputError
+from trainer.observe.rows import is_name
+from trainer.optim.own import Scheduler
+from trainer.tasks.figures import as_tensor, told
+from trainer.tasks.hints import of_class, of_data, of_error, of_updates
+
+WANTED = {
+    "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each, or "
+    "two data sets with __getitem__ and __len__",
+    "model": "a torch.nn.Module",
+    "loss": "a float tensor of shape (): the sum over the samples of the batch; or several by name",
+    "measure": "a dict of tensors by name: sums over the samples, each of shape ()",
+}
+GIVEN = {
+    **WANTED,
+    "summarize": "metrics by name, each a number",
+    "transforms": "a function, or a list of them, that each take a training sample and give it back changed",
+    "optimizer": "a torch.optim.Optimizer of the model's parameters, whose step() needs no arguments",
+    "scheduler": "a scheduler of torch.optim.lr_scheduler, whose step() follows each update",
+}
+# What a task may have besides: methods, and plain attributes.
+METHODS_BESIDES = (
+    "describe",
+    "inputs",
+    "predict",
+    "collate",
+    *(name for name in GIVEN if name not in WANTED),
+)
+_ATTRIBUTES = ("metric", "mode", "losses", "watched", "uniforms", "RECIPE")
+_OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
+_LETTERS = 160  # of what somebody gave, in a message
+_SLIP = 0.8  # how much alike names are of which one is a slip of the other
+
+
+class OwnMethods:
+    """Somebody's class, as a task.
+
+    Batches come to `loss` and `measure` without padding, so that these needn't know of weights.
+
+    Args:
+        own: Has the methods data, model, loss and measure, and may have describe, inputs, summarize, predict,
+            collate, transforms, optimizer, scheduler, and the attributes metric (default: loss), mode ("min"
+            or "max": which way the metric is better; not needed for loss and accuracy), losses (the names of
+            several), watched (more names of what `loss` gives: what isn't trained) and uniforms.
+        source: Where it comes from, for messages: a file, or a class of a notebook.
+
+    Raises:
+        BadInputError: If a method is missing, `data` gives something else, or nothing says which way the
+            metric is better.
+    """
+
+    def __init__(self, own: Any, source: str) -> None:
+        """Opens the data."""
+        self._own, self._source = own, source
+        self.source_hash = ""
+        self.hooks: Any = ()
+        for name, what in WANTED.items():
+            if not callable(getattr(own, name, None)):
+                raise BadInputError(f"{source}: the method {name} is missing; it gives {what}{of_class(own)}")
+        _check_names(own, source)
+        self.metric: str = getattr(own, "metric", "loss")
+        self.lower_is_better: bool = _lower_is_better(own, self.metric, source)
+        self.uniforms: int = getattr(own, "uniforms", 0)
+        self.watched = _names(own, "watched", source)
+        trained = _names(own, "losses", source) or ("loss",) * bool(self.watched)
+        if both := set(trained) & set(self.watched):
+            raise BadInputError(
+                f"{source}: {both.pop()!r} is in losses and in watched; what is watched isn't trained"
+            )
+        self.losses = (*trained, *self.watched)
+        parts = self._call("data", own.data)
+        self._refuse(of_data(parts))
+        if not isinstance(parts, tuple | list) or len(parts) != 2:
+            raise self._wrong("data", f"{type(parts).__name__}")
+        transforms = self._transforms()
+        self.train_data = self._call("data", self._dataset, parts[0], "training", transforms)
+        self.evaluation_data = self._call("data", self._dataset, parts[1], "evaluation", ())
+        for name in ("inputs", "predict"):
+            if hasattr(own, name):
+                setattr(self, name, getattr(own, name))
+        for name in ("summarize", "optimizer", "scheduler"):
+            if hasattr(own, name):
+                setattr(self, name, getattr(self, f"_{name}"))
+
+    def describe(self) -> Mapping[str, Any]:
+        """What its own `describe` says, or nothing."""
+        return self._own.describe() if hasattr(self._own, "describe") else {}
+
+    def model(self) -> nn.Module:
+        """A new model."""
+        model = self._call("model", self._own.model)
+        if not isinstance(model, nn.Module):
+            raise self._wrong("model", type(model).__name__)
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The sum over the samples that aren't padding; of all losses, if there are several."""
+        real, padding = _without_padding(batch, self.train_data)
+        loss = self._sum(self._own.loss(model, real))
+        return loss * 0 if padding else loss
+
+    def loss_parts(self, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        """Each of several losses, in the order of `losses`, summed over the samples that aren't padding."""
+        real, padding = _without_padding(batch, self.train_data)
+        parts = self._parts(self._own.loss(model, real))
+        parts = [
+            part if part.is_floating_point() else part.float() for part in parts
+        ]  # a count that is watched
+        return [part * 0 for part in parts] if padding else parts
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Sums over the samples that aren't padding, and rows with zeros for those that are."""
+        real, padding = _without_padding(batch, self.evaluation_data)
+        measured: Mapping[str, torch.Tensor] = self._own.measure(model, real)
+        if batch.weight is None or not isinstance(measured, Mapping):
+            return measured
+        added = len(batch.weight) - len(next(iter(real.fields.values())))
+        whole = {}
+        for name, given in measured.items():
+            whole[name] = value = as_tensor(given)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if padding:
+                whole[name] = torch.zeros_like(value)
+            elif value.ndim and added:
+                whole[name] = torch.cat([value, value.new_zeros((added, *value.shape[1:]))])
+        return whole
+
+    def _parts(self, given: Any) -> list[torch.Tensor]:
+        if not isinstance(given, Mapping) or given.keys() != set(self.losses):
+            gave = f"losses named {', '.join(map(str, given))}" if isinstance(given, Mapping) else told(given)
+            raise BadInputError(
+                f"{self._source}: loss gave {gave}; by the class's attributes losses and watched it gives "
+                f"{', '.join(self.losses)}, all of them each time"
+            )
+        return [given[name] for name in self.losses]
+
+    def _sum(self, given: Any) -> torch.Tensor:
+        if not self.losses:
+            return cast(torch.Tensor, given)
+        first, *others = self._parts(given)[: len(self.losses) - len(self.watched)]
+        return sum(others, first)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = self._call("optimizer", self._own.optimizer, model)
+        self._refuse(of_updates("optimizer", optimizer))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise self._wrong("optimizer", told(optimizer))
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = {id(p): name for name, p in model.named_parameters()}
+        if given - names.keys():
+            raise self._wrong("optimizer", "one that updates what is no parameter of the model")
+        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+        if left:
+            raise BadInputError(
+                f"{self._source}: optimizer leaves out '{left[0]}' ({len(left)} of {len(names)} parameters); "
+                "give it all that are trained, and freeze the others in model() by requires_grad_(False)"
+            )
+        return optimizer
+
+    def _scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler:
+        wanted = inspect.signature(self._own.scheduler).parameters
+        arguments = (optimizer, steps) if "steps" in wanted else (optimizer,)
+        scheduler = self._call("scheduler", self._own.scheduler, *arguments)
+        self._refuse(of_updates("scheduler", scheduler))
+        if missing := [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)]:
+            raise self._wrong("scheduler", f"{told(scheduler)} without {missing[0]}")
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise self._wrong("scheduler", "one of another optimizer")
+        return cast(Scheduler, scheduler)
+
+    def _summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        metrics = self._call("summarize", self._own.summarize, rows)
+        if not isinstance(metrics, Mapping):
+            raise self._wrong("summarize", told(metrics))
+        plain = {}
+        for name, value in metrics.items():
+            try:
+                plain[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise self._wrong("summarize", f"'{name}' as {told(value)}") from None
+        return plain
+
+    def _transforms(self) -> tuple[Callable[[Any], Any], ...]:
+        if not hasattr(self._own, "transforms"):
+            return ()
+        given = self._call("transforms", self._own.transforms)
+        transforms = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if odd := [one for one in transforms if not callable(one)]:
+            raise self._wrong("transforms", told(odd[0]))
+        return transforms
+
+    def _dataset(self, part: Any, what: str, transforms: tuple[Callable[[Any], Any], ...]) -> Dataset:
+        collate = getattr(self._own, "collate", None)
+        if not isinstance(part, Mapping) and not hasattr(part, "read") and is_items(part):
+            return ItemDataset(part, what, collate, transforms, getattr(part, "num_items", 1))
+        if not isinstance(part, Mapping):
+            if missing := [name for name in _OF_DATASETS if not hasattr(part, name)]:
+                raise self._wrong("data", f"a {type(part).__name__} without {missing[0]}")
+            if transforms or collate:
+                raise BadInputError(
+                    f"{self._source}: data gave a data set with `read`, which fills batches itself: do there "
+                    "what transforms and collate do, and leave them out"
+                )
+            for name, field in part.fields.items():
+                self._numbers(name, np.empty(0, field.dtype))
+            return cast(Dataset, part)
+        arrays = {name: self._numbers(name, value) for name, value in part.items()}
+        lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1 or min(lengths.values()) < 1:
+            raise self._wrong("data", f"arrays of different lengths or empty ones ({lengths})")
+        num_items = arrays.get(NUM_ITEMS)
+        if num_items is not None and (
+            num_items.dtype.kind == "f" or num_items.ndim != 1 or num_items.min() < 0
+        ):
+            raise self._wrong("data", f"'{NUM_ITEMS}' that aren't one whole number from 0 on for each sample")
+        if num_items is not None and not num_items.any():
+            raise self._wrong("data", f"'{NUM_ITEMS}' that are 0 for every sample, so that nothing counts")
+        whole = ArrayDataset(arrays)
+        if not transforms and collate is None:
+            return whole
+        return ItemDataset(ArrayItems(arrays), what, collate, transforms, whole.num_items)
+
+    def _numbers(self, name: str, value: Any) -> npt.NDArray[Any]:
+        try:
+            return as_numbers(name, value)
+        except ValueError as error:
+            raise self._wrong("data", str(error)) from error
+
+    def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except BadInputError:
+            raise
+        except Exception as error:
+            line = line_of(error, Path(self._source))
+            what = (str(error) or "no message").splitlines()[0]
+            raise BadInputError(
+                f"{self._source}:{line}{',' * bool(line)} in {method}: {type(error).__name__}: "
+                f"{what}{of_error(error)}; {method} gives {GIVEN[method]}"
+            ) from error
+
+    def _refuse(self, why: str) -> None:
+        if why:
+            raise BadInputError(f"{self._source}: {why}")
+
+    def _wrong(self, method: str, given: str) -> BadInputError:
+        return BadInputError(f"{self._source}: {method} gave {given}; it gives {GIVEN[method]}")
+
+
+def line_of(error: Exception, path: Path) -> str:
+    """The last line of a file that an error went through, such as " line 7"; empty if through none."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    return f" line {lines[-1]}" if lines else ""
+
+
+def _check_names(own: Any, source: str) -> None:
+    """Refuses what is all but called like something that a task may have: nothing would ever use it."""
+    for kind in type(own).__mro__:
+        if kind.__module__.partition(".")[0] in ("builtins", "torch", "typing"):
+            continue
+        for name, value in vars(kind).items():
+            method = callable(value) or isinstance(value, staticmethod | classmethod)
+            possible = METHODS_BESIDES if method else _ATTRIBUTES
+            meant = get_close_matches(name, possible, n=1, cutoff=_SLIP)
+            if meant and not name.startswith("_") and name not in (*GIVEN, *METHODS_BESIDES, *_ATTRIBUTES):
+                if hasattr(own, meant[0]):  # that is there, so this is something else
+                    continue
+                what = "method" if method else "attribute"
+                raise BadInputError(
+                    f"{source}: the {what} {name} is none that a task has; did you mean '{meant[0]}'? (If it "
+                    f"is your own, call it _{name})"
+                )
+
+
+def _lower_is_better(own: Any, metric: str, source: str) -> bool:
+    """From `mode`, or the metric's name where that leaves no doubt."""
+    mode = getattr(own, "mode", None)
+    if mode not in (None, "min", "max"):
+        raise BadInputError(f'{source}: mode is {mode!r}; give "min" or "max": which way {metric} is better')
+    if mode is not None or metric == "loss":
+        return mode != "max"
+    if metric == "acc" or "accuracy" in metric:
+        return False
+    raise BadInputError(
+        f"{source}: metric is '{metric}', and nothing says which way it is better; add to the class "
+        'mode = "min" (as of an error) or mode = "max" (as of an accuracy)'
+    )
+
+
+def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
+    """The batch without samples of weight 0; as it is, and True, where there is nothing else in it.
+
+    Padding comes last. How much there is of it the host knows without asking the device, but where samples
+    differ in their items.
+    """
+    if batch.weight is None:
+        return batch, False
+    ragged = NUM_ITEMS in dataset.fields
+    count = int((batch.weight > 0).sum()) if ragged else batch.num_items // dataset.num_items
+    if count in (0, len(batch.weight)):
+        return batch._replace(weight=None), not count
+    fields = {name: value[:count] for name, value in batch.fields.items()}
+    uniform = None if batch.uniform is None else batch.uniform[:count]
+    return batch._replace(fields=fields, weight=None, uniform=uniform), False
+
+
+def _names(own: Any, attribute: str, source: str) -> tuple[str, ...]:
+    """Of several losses, or of what is watched."""
+    given = getattr(own, attribute, ())
+    names = tuple(given) if isinstance(given, tuple | list) else ("",)
+    if not all(map(is_name, names)) or len(set(names)) < len(names):
+        told = f"{given!r}"[:_LETTERS]
+        raise BadInputError(
+            f'{source}: {attribute} is {told}; give their names, short texts such as ("content", "style")'
+        )
+    return names
