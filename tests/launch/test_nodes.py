@@ -388,6 +388,18 @@ def test_a_launcher_that_was_paused_is_told_and_comes_back(cluster: Cluster) -> 
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_node_0_that_was_paused_goes_on_with_those_who_gave_it_up(cluster: Cluster) -> None:
+    cluster.least = 1
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
+    _met(cluster, mine, other)
+    turn, mine.presence.turn = mine.presence.turn, lambda: None  # type: ignore[method-assign]
+    assert cluster.conclude(other, 1).result(SECONDS).again
+    mine.presence.turn = turn  # type: ignore[method-assign]
+    assert cluster.conclude(mine, 1).result(SECONDS).again
+    assert [one.world for one in _met(cluster, mine, other)] == [4, 4]
+
+
 # --- the files ---
 
 
