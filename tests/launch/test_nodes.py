@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,7 @@ def test_a_node_that_is_gone_is_named(cluster: Cluster) -> None:
     )
     assert "for 1 s: was its launcher or host killed?\n" in outcome.text
     assert "the same command resumes from the newest checkpoint" in outcome.text
+    assert not any("is gone" in line for line in cluster.said[0])  # told once
 
 
 def test_a_launcher_that_ends_is_noticed_at_once(cluster: Cluster) -> None:
@@ -422,6 +424,7 @@ def test_silence_is_counted_in_looks_and_not_by_clocks(alone: tuple[Presence, Cl
     here, clock = alone
     file = _written(here.folder, "1-0123456789abcdef")
     here.turn()
+    assert not here.seen[file.name].beats  # it may be what a killed launcher left
     for beat in range(1, 40):
         clock.move(0.5)
         os.utime(file, (beat * 1e6 % 7, beat * 1e6 % 7))  # a clock of its own, that jumps
@@ -456,7 +459,7 @@ def test_a_folder_that_cant_be_read_makes_nobody_look_gone(
 
 def test_what_a_stranger_leaves_is_passed_over(alone: tuple[Presence, Clock]) -> None:
     here, clock = alone
-    folder, id_ = here.folder, lambda: secrets.token_hex(8)
+    folder, id_ = here.folder, partial(secrets.token_hex, 8)
     real = _written(folder, f"1-{id_()}")
     for said in (
         b"", b"[" * 100_000, b"\xff", b"{}", b"x" * (5 << 20), b'{"name": "x", "ranks": 1e999, "same": {}}',
