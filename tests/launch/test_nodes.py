@@ -335,8 +335,12 @@ def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
     until(lambda: mine._there)
     with pytest.raises(BadInputError, match=r"is node 1 already, and .* says it is"):
         cluster.gather(cluster.rendezvous(1)).result(SECONDS)
+    files = {f"{one.nodes.number}-{one.presence.id}" for one in (mine, other)}
     with pytest.raises(BadInputError, match=r"is node 0 of .* already"):
-        cluster.gather(cluster.rendezvous(0)).result(SECONDS)
+        cluster.gather(late := cluster.rendezvous(0)).result(SECONDS)
+    late.close()
+    left = {file.name for file in (cluster.folder / "nodes").iterdir()}
+    assert files <= left and f"0-{late.presence.id}" not in left
     assert not any(one.done() for one in waiting)
 
 

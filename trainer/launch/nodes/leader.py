@@ -122,7 +122,8 @@ class Leader(Rendezvous):
                     f"{one.said.name} is node 0 of {self.folder} already, and this launcher says it is: "
                     "give each its own number, or wait for its end"
                 )
-                self._end(Outcome(False, EXIT_BAD_INPUT, f"trainer: {line}\n"))
+                if self.presence.stands:  # else not a word: with its first, node 0 clears the folder
+                    self._end(Outcome(False, EXIT_BAD_INPUT, f"trainer: {line}\n"))
                 raise BadInputError(line)
         self._check_written()
         # What a killed one left falls silent for good.
