@@ -71,7 +71,9 @@ class Slurm:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # Jobs run the trainer of this checkout, wherever the environment has its own.
+        own = {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(Path(__file__).parents[2])}
+        self.environment = {**os.environ, **own}
 
     def tell(self, *words: str) -> str:
         """Runs one of Slurm's programs and returns what it prints."""

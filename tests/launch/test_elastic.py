@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import preloaded
+from tests.helpers.listeners import listeners
 from tests.helpers.netns import hosts
 from tests.helpers.waiting import SECONDS, until
+from trainer.host.processes import tree
 
 pytestmark = pytest.mark.slow  # on one host, without a training: tests/launch/test_node_launchers.py
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,11 @@ def test_a_node_dies_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
         nodes.hold(step)
     first, second = nodes.start(0), nodes.start(1)
     nodes.until_at(25)
+    # What faces the network: torch's store at one port, and gloo on the way to the other host; no launcher.
+    for process, address, stores in ((first, "10.79.0.1", {29500}), (second, "10.79.0.2", set[int]())):
+        found = listeners(tree(process.pid))
+        assert process.pid not in {one.pid for one in found}
+        assert {one.port for one in found if one.address != address} == stores, found
     second.send_signal(signal.SIGKILL)  # the kernel ends its rank with it
     until(lambda: "on 1 rank instead of 2" in nodes.log(), nodes.log)
     nodes.go_on(25)

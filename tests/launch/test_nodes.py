@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,7 @@ def test_a_node_that_is_gone_is_named(cluster: Cluster) -> None:
     )
     assert "for 1 s: was its launcher or host killed?\n" in outcome.text
     assert "the same command resumes from the newest checkpoint" in outcome.text
+    assert not any("is gone" in line for line in cluster.said[0])  # told once
 
 
 def test_a_launcher_that_ends_is_noticed_at_once(cluster: Cluster) -> None:
@@ -333,8 +335,12 @@ def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
     until(lambda: mine._there)
     with pytest.raises(BadInputError, match=r"is node 1 already, and .* says it is"):
         cluster.gather(cluster.rendezvous(1)).result(SECONDS)
+    files = {f"{one.nodes.number}-{one.presence.id}" for one in (mine, other)}
     with pytest.raises(BadInputError, match=r"is node 0 of .* already"):
-        cluster.gather(cluster.rendezvous(0)).result(SECONDS)
+        cluster.gather(late := cluster.rendezvous(0)).result(SECONDS)
+    late.close()
+    left = {file.name for file in (cluster.folder / "nodes").iterdir()}
+    assert files <= left and f"0-{late.presence.id}" not in left
     assert not any(one.done() for one in waiting)
 
 
@@ -388,6 +394,18 @@ def test_a_launcher_that_was_paused_is_told_and_comes_back(cluster: Cluster) -> 
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_node_0_that_was_paused_goes_on_with_those_who_gave_it_up(cluster: Cluster) -> None:
+    cluster.least = 1
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
+    _met(cluster, mine, other)
+    turn, mine.presence.turn = mine.presence.turn, lambda: None  # type: ignore[method-assign]
+    assert cluster.conclude(other, 1).result(SECONDS).again
+    mine.presence.turn = turn  # type: ignore[method-assign]
+    assert cluster.conclude(mine, 1).result(SECONDS).again
+    assert [one.world for one in _met(cluster, mine, other)] == [4, 4]
+
+
 # --- the files ---
 
 
@@ -410,6 +428,7 @@ def test_silence_is_counted_in_looks_and_not_by_clocks(alone: tuple[Presence, Cl
     here, clock = alone
     file = _written(here.folder, "1-0123456789abcdef")
     here.turn()
+    assert not here.seen[file.name].beats  # it may be what a killed launcher left
     for beat in range(1, 40):
         clock.move(0.5)
         os.utime(file, (beat * 1e6 % 7, beat * 1e6 % 7))  # a clock of its own, that jumps
@@ -444,7 +463,7 @@ def test_a_folder_that_cant_be_read_makes_nobody_look_gone(
 
 def test_what_a_stranger_leaves_is_passed_over(alone: tuple[Presence, Clock]) -> None:
     here, clock = alone
-    folder, id_ = here.folder, lambda: secrets.token_hex(8)
+    folder, id_ = here.folder, partial(secrets.token_hex, 8)
     real = _written(folder, f"1-{id_()}")
     for said in (
         b"", b"[" * 100_000, b"\xff", b"{}", b"x" * (5 << 20), b'{"name": "x", "ranks": 1e999, "same": {}}',

@@ -143,8 +143,8 @@ def _unreached(joined: Round, rendezvous: Rendezvous) -> list[ExitRecord]:
             break
         rendezvous.turn()
         now, line = time.monotonic(), f"{nodes.name(0)} can't be reached at {nodes.host}:{nodes.port}: {why}"
-        if rendezvous.asked() or rendezvous.stop:
-            return [ExitRecord(rank, EXIT_REQUEUE) for rank in joined.ranks]
+        if rendezvous.asked() or rendezvous.stop:  # the ranks hear of it, and the others by them
+            break
         if rendezvous.over or now > end:
             late = {"consequence": True} if rendezvous.over else {"for_all": True, "time": now}
             return [ExitRecord(rank, EXIT_FAILED, line, **late) for rank in joined.ranks]

@@ -77,6 +77,10 @@ class Follower(Rendezvous):
         )
         line = f"trainer: {self.nodes.name(0)} is gone: {why}\n"
         again = self.nodes.elastic and not leaving
+        if again:  # as if started anew: a node 0 that was only paused must not wait for what this one said
+            self.close()
+            self.__post_init__()
+            self._leader = ""
         return Outcome(again, code if code == EXIT_BAD_INPUT else EXIT_REQUEUE, line)
 
     def _heard(self) -> Said | None:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.interfaces import own_address
@@ -26,15 +25,6 @@ from trainer.launch.nodes.rendezvous import (
 _FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0
 
 
-class _Node(NamedTuple):
-    """Another node that is there: the ID of its launcher, and what doesn't change of it."""
-
-    id: str
-    name: str
-    ranks: int
-    address: str
-
-
 @dataclass
 class Leader(Rendezvous):
     """Node 0's side.
@@ -46,8 +36,8 @@ class Leader(Rendezvous):
     suits: Callable[[int], bool] = lambda _: True
     _round: Round | None = None
     _began: float = 0.0
-    _there: dict[int, _Node] = field(default_factory=dict)
-    _playing: dict[int, _Node] = field(default_factory=dict)
+    _there: dict[int, Seen] = field(default_factory=dict)  # as each was first seen
+    _playing: dict[int, Seen] = field(default_factory=dict)
     _lost: dict[int, str] = field(default_factory=dict)
     _came: list[int] = field(default_factory=list)
     _unlike: str = ""
@@ -87,14 +77,16 @@ class Leader(Rendezvous):
             self._call_over()
         if self._came and not self.stop:
             self.stop = True
-            self._tell(stop=self._number)
+            self._tell(stop=self._said.round)
 
     def conclude(self, records: Sequence[ExitRecord], leaving: bool) -> Outcome:
         """As `Rendezvous`."""
         if _failed(records):
             self._call_over()
-        while any(number not in self._lost and not self._ended(number) for number in self._playing):
+        while missing := [n for n in self._playing if n not in self._lost and not self._ended(n)]:
             self.turn()
+            if self.presence.blind:  # while ranks train, a file server that hangs for a while does no harm
+                self._lost |= {n: f"{self.nodes.name(n)}: {self.presence.blind}" for n in missing}
             time.sleep(POLL_SECONDS)
         assert self._round is not None
         gone = {number for number in self._playing if (seen := self._ended(number)) and seen.said.leaving}
@@ -111,13 +103,9 @@ class Leader(Rendezvous):
         for number in gone:
             self._there.pop(number, None)
         if outcome.again:
-            self._tell(verdict=self._number, text=outcome.text)
+            self._tell(verdict=self._said.round, text=outcome.text)
             return outcome
         return self._end(outcome)
-
-    @property
-    def _number(self) -> int:
-        return self._round.number if self._round else 0
 
     def _check_alone(self) -> None:
         """Sees to it that no other launcher is node 0 of this run folder, before this one says that it is.
@@ -125,7 +113,7 @@ class Leader(Rendezvous):
         Raises:
             BadInputError: If one is, or the folder can't be written.
         """
-        while not self.presence.looks:
+        while not (self.presence.looks or self.asked()):
             time.sleep(POLL_SECONDS)
         others = [one for one in self.presence.seen.values() if one.node == 0 and one.said.end is None]
         for one in others:
@@ -134,30 +122,31 @@ class Leader(Rendezvous):
                     f"{one.said.name} is node 0 of {self.folder} already, and this launcher says it is: "
                     "give each its own number, or wait for its end"
                 )
-                self._end(Outcome(False, EXIT_BAD_INPUT, f"trainer: {line}\n"))
+                if self.presence.stands:  # else not a word: with its first, node 0 clears the folder
+                    self._end(Outcome(False, EXIT_BAD_INPUT, f"trainer: {line}\n"))
                 raise BadInputError(line)
         self._check_written()
         # What a killed one left falls silent for good.
         if not self._said.leader and all(one.silent >= presence.ALIVE_SECONDS for one in others):
             self._tell(leader=self.presence.id)
 
-    def _players(self) -> dict[int, _Node]:
+    def _players(self) -> dict[int, Seen]:
         """The nodes for the next round: as many as can share out the batch; the others stay and wait."""
         playing = dict(sorted(self._there.items()))
-        while playing and not self.suits(self.ranks + sum(node.ranks for node in playing.values())):
+        while playing and not self.suits(self.ranks + sum(node.said.ranks for node in playing.values())):
             playing.popitem()
         return playing
 
-    def _begin(self, playing: dict[int, _Node]) -> Round:
+    def _begin(self, playing: dict[int, Seen]) -> Round:
         """Starts a round."""
         self._playing, self._lost, self._came = playing, {}, []
-        members = ((self.presence.id, self.ranks), *((node.id, node.ranks) for node in playing.values()))
+        members = ((self.presence.id, self.ranks), *((node.id, node.said.ranks) for node in playing.values()))
         address = ""
         with suppress(OSError):
-            address = next((own_address(node.address, numeric=True) for node in playing.values()), "")
+            address = next((own_address(node.said.address, numeric=True) for node in playing.values()), "")
         self._began = time.monotonic()
-        self._round = Round(self._number + 1, 0, tuple(ranks for _, ranks in members), address)
-        self._tell(round=self._number, members=members)
+        self._round = Round(self._said.round + 1, 0, tuple(ranks for _, ranks in members), address)
+        self._tell(round=self._round.number, members=members)
         return self._round
 
     def _hear(self) -> None:
@@ -169,7 +158,7 @@ class Leader(Rendezvous):
         }
         for number, node in list(self._there.items()):
             anew = any(one.node == number and one.id != node.id and one.beats for one in files.values())
-            if why := _gone(files.get(node.id), anew) or self.presence.blind:
+            if why := _gone(files.get(node.id), anew):
                 self._part_with(number, why)
         for one in files.values():
             known = self._there.get(one.node)
@@ -177,16 +166,17 @@ class Leader(Rendezvous):
             if waits or one.id in self._said.refused or (known and known.id == one.id):
                 continue
             if problem := self._problem(one, files.get(known.id) if known else None):
-                self._refuse(one, problem)
+                self._tell(refused={**self._said.refused, one.id: problem})
+                self.say(f"a node was refused: {problem}")
             elif not known:
-                self._there[one.node] = _Node(one.id, one.said.name, one.said.ranks, one.said.address)
+                self._there[one.node] = one
                 if self._round is not None and not self.over and self.nodes.elastic:
                     self._came.append(one.node)
 
     def _part_with(self, number: int, why: str) -> None:
         """Takes leave of a node; people are told once, whenever that is."""
         node = self._there.pop(number)
-        line = f"node {number} ({node.name}) is gone: {why}"
+        line = f"node {number} ({node.said.name}) is gone: {why}"
         if self._playing.get(number) is node and not self._ended(number):
             self._lost[number] = line  # the round's outcome says it
         else:
@@ -212,21 +202,17 @@ class Leader(Rendezvous):
                 return line
         return ""
 
-    def _refuse(self, one: Seen, problem: str) -> None:
-        self._tell(refused={**self._said.refused, one.id: problem})
-        self.say(f"a node was refused: {problem}")
-
     def _ended(self, number: int) -> Seen | None:
         """A node's file, once its ranks have ended."""
         file = self.presence.seen.get(f"{number}-{self._playing[number].id}")
-        return file if file and file.said.ended == self._number else None
+        return file if file and file.said.ended == self._said.round else None
 
     def _known(self) -> list[ExitRecord]:
         return [record for n in self._playing if (file := self._ended(n)) for record in file.said.records]
 
     def _call_over(self) -> None:
         self.over = True
-        self._tell(over=self._number)
+        self._tell(over=self._said.round)
 
     def _end(self, outcome: Outcome) -> Outcome:
         self._tell(end=outcome.code, text=outcome.text)
