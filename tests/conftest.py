@@ -80,7 +80,12 @@ def _shares(item: pytest.Item) -> bool:
     return any(fixtures[-1].scope == "module" for fixtures in found)
 
 
+def pytest_collection() -> None:
+    gc.disable()  # what is imported and collected stays
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
     _freeze()
 
 

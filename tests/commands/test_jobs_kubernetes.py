@@ -18,6 +18,9 @@ from trainer.commands.submit.places import PLACES as HOW
 from trainer.commands.submit.spec import JobSpec
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
 
+# The schemas of Kubernetes build parsers for seconds, once in a process.
+pytestmark = pytest.mark.xdist_group("json schema")
+
 PODS = ("job", "jobset", "trainjob")
 # Before 1.29 the schema asked for pod conditions in a rule on exit codes, which was a mistake of its.
 VERSIONS = ("1.29", "1.37")

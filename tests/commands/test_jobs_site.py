@@ -24,6 +24,9 @@ from trainer.commands.submit.site_file import SiteFile
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.errors import BadInputError
 
+# The schemas of Kubernetes build parsers for seconds, once in a process.
+pytestmark = pytest.mark.xdist_group("json schema")
+
 NAMES = {"job": "trainer", "jobset": "trainer", "trainjob": "node"}
 KINDS = {"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob"}
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from tests.helpers.forked import attempt, small
@@ -57,9 +56,12 @@ def test_the_chances_are_those_of_a_weight_for_each_sample(weights: Any) -> None
     assert LABELS[draws(weights).by_class].tolist() == sorted(LABELS.tolist())
 
 
+@pytest.mark.xdist_group("scipy")
 @pytest.mark.parametrize("weights", [WEIGHTS, "balanced", {"b": 0}])
 def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
     """Pearson's chi-squared: against the law, and against as many draws of torch's; each sample by itself."""
+    from scipy import stats
+
     found = draws(weights)
     chance = (found.chances / found.counts)[LABELS]
     counts = np.bincount(all_of(plan(weights))[:40_000], minlength=100)
@@ -73,8 +75,11 @@ def test_samples_come_as_often_as_from_torchs_sampler(weights: Any) -> None:
     assert stats.chi2_contingency([counts[there], theirs[there]]).pvalue > 0.001
 
 
+@pytest.mark.xdist_group("scipy")
 def test_draws_are_independent_of_one_another() -> None:
     """Of neighbors, of the same position in neighboring epochs, and of class and sample in it."""
+    from scipy import stats
+
     label = LABELS[all_of(plan())]
     for first, second in ((label[:-1], label[1:]), (label[:-100], label[100:])):
         table = np.bincount(first * 3 + second, minlength=9).reshape(3, 3)

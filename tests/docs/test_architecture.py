@@ -94,6 +94,7 @@ def test_there_are_eight() -> None:
     assert len(FACTS) == 8
 
 
+@pytest.mark.xdist_group("architecture")  # the package is parsed once
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.name)
 def test_a_fact_is_decided_in_its_files_alone(fact: Fact) -> None:
     assert 0 < len(fact.files) <= MOST and fact.defines and fact.nowhere_else

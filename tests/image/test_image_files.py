@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 from explicit_lock import Package
 from image_files import Made, Report, account, keep, main
 from image_hazards import Finding
@@ -520,7 +518,11 @@ def test_a_folder_is_read_as_its_archive(tmp_path: Path, squeeze: bool) -> None:
         read_layout(folder, keep)
 
 
+@pytest.mark.xdist_group("json schema")
 def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -> None:
+    from cyclonedx.schema import SchemaVersion  # here: it builds parsers for ten seconds
+    from cyclonedx.validation.json import JsonStrictValidator
+
     labels = {"org.opencontainers.image.revision": "abc"}
     image = read(archived(clean(tmp_path), config={"Labels": labels}))
     base = read(archived(BASE))

@@ -111,15 +111,13 @@ def test_pip_adds_removes_and_replaces_its_own(image: Image) -> None:
     image.pip("install", "extra==1.0")
     assert versions(image, "extra") == ["1.0", "1.0"]
     image.pip("install", "--upgrade", "extra")
-    assert versions(image, "extra") == ["2.0", "2.0"]
-    image.pip("install", "--force-reinstall", "--no-deps", "extra==1.0")
-    assert versions(image, "extra") == ["1.0", "1.0"]
-    assert "extra==1.0" in image.pip("list", "--format=freeze")
+    assert "extra==2.0" in image.pip("list", "--format=freeze")
     image.pip("uninstall", "--yes", "extra")
     assert versions(image, "extra") == ["none"]
     assert not list(image.top.rglob("*extra*"))
 
 
+@pytest.mark.slow
 def test_what_an_older_image_put_on_top_can_be_replaced(image: Image) -> None:
     """Those had pip install with --prefix: into the same folder, without a virtual environment."""
     image.pip("--python", str(image.python), "install", "--prefix", str(image.top), "extra==1.0")

@@ -111,7 +111,7 @@ def assert_concatenated(ranks: Ranks, case: Case, parallel: dict[str, Any], kind
 
 # On one rank nothing is sharded, and each micro-batch of four gathers.
 @example(Case(17, 3, 3, 1, "weighted", 2, True, True))
-@settings(max_examples=max(20, settings().max_examples // 3))  # one costs as much as three elsewhere
+@settings(max_examples=max(10, settings().max_examples // 3))  # one costs as much as three elsewhere
 @given(case=cases(worlds=(2, 4), most_batches=12, most_accumulated=5))
 def test_every_step_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
     if expected_steps(case):
