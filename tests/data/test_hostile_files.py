@@ -22,6 +22,7 @@ from trainer.data.formats.encoders import read_tokenizer
 from trainer.data.formats.sharded import ShardFolder
 from trainer.data.formats.tables import in_table
 from trainer.data.formats.tar_shards import index_shards
+from trainer.data.formats.tokenize import tokenize
 from trainer.errors import BadInputError
 
 _END = bytes(1024)
@@ -210,3 +211,19 @@ def test_a_folder_of_parquet_has_labels_in_its_names(tmp_path: Path) -> None:
     files = in_table(tmp_path / "train.parquet")
     assert [files.file_name(row) for row in (0, 1)] == [b"cat.png", b"dog.png"]
     assert list(files.classes) == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("rule", ["pre_tokenizer", "normalizer"])
+def test_a_regular_expression_that_backtracks_is_one_line(tmp_path: Path, rule: str) -> None:
+    pattern = {"pattern": {"Regex": "(a+)+$"}}
+    rules = {
+        "pre_tokenizer": {"type": "Split", "behavior": "Isolated", "invert": False, **pattern},
+        "normalizer": {"type": "Replace", "content": "x", **pattern},
+    }
+    model = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "b": 2}, "merges": []}
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model, rule: rules[rule]}))
+    (tmp_path / "x.txt").write_text("a" * 2000 + "b")
+    with pytest.raises(BadInputError, match=r"rules fail on a text .*retry-limit"):
+        tokenize(tmp_path / "x.txt", tmp_path / "o" / "x.bin", f"bpe:{file}")
+    assert not list((tmp_path / "o").iterdir())

@@ -51,6 +51,7 @@ class Hub:
         self.commits: dict[str, str] = {}
         self.asked = Counter[str]()
         self.status = 0
+        self.headers: dict[str, str] = {}
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -86,7 +87,7 @@ class Hub:
             headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
         body = content if status == 200 and content is not None else b""
         request.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+        for key, value in {**headers, "Content-Length": str(len(body)), **self.headers}.items():
             request.send_header(key, value)
         request.end_headers()
         if request.command == "GET":
@@ -174,6 +175,7 @@ def test_without_a_network_the_cache_serves(tmp_path: Path, hub: Hub) -> None:
         ("hub:org/pickles@main", "org/pickles holds no model.safetensors"),
         ("hub:org/odd@main", "is not a safetensors file"),
         ("hub:org/name", "give hub:ORG/NAME@REVISION"),
+        ("hub:org/name@a/../../../../x", "give hub:ORG/NAME@REVISION"),
         ("torchvision:ResNet18", "give torchvision:WEIGHTS"),
         ("torchvision:ResNet18_Weights.IMAGENET1K_V3", "did you mean 'ResNet18_Weights.IMAGENET1K_V1'?"),
         ("torchvision:ResNet18_QuantizedWeights.NONE", "torchvision has no such weights"),
@@ -207,6 +209,39 @@ def test_a_hub_that_refuses_or_is_not_there(
     assert done.returncode == 2 and message in done.stderr
     assert done.stderr.count("\n") == 1
     assert not status or max(hub.asked.values()) <= 8
+
+
+def test_a_hub_that_names_a_file_elsewhere_writes_nothing_there(tmp_path: Path, hub: Hub) -> None:
+    hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
+    hub.headers = {"ETag": str(tmp_path / "elsewhere")}
+    done = trained(tmp_path, hub.url, "--out", "run")
+    assert done.returncode == 2 and "the header etag it sends" in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.glob("elsewhere*"))
+
+
+HEADERS: list[tuple[dict[str, str], str, int]] = [
+    *(({name: "../x"}, name.lower(), 200) for name in ("ETag", "X-Linked-Etag", "X-Repo-Commit")),
+    *(({"ETag": etag}, "etag", 302) for etag in ("", "/x", '"a/b"', "..", "a" * 200, "a b", 'W/"/x"')),
+    *(({"X-Repo-Commit": commit}, "x-repo-commit", 200) for commit in ("1" * 39, "main", "")),
+    ({"Retry-After": "100000"}, "HTTP 429 and asks to wait", 429),
+    ({"RateLimit": '"api";r=0;t=9999'}, "HTTP 503 and asks to wait", 503),
+    ({}, "how long the file is", 200),
+    ({"Content-Length": "9", "Content-Encoding": "gzip"}, "how long the file is", 200),
+]
+
+
+@pytest.mark.parametrize(("headers", "message", "status"), HEADERS)
+def test_headers_of_a_hub_that_lead_astray_are_refused(
+    headers: dict[str, str], message: str, status: int
+) -> None:
+    import httpx2
+
+    asked = httpx2.Request("GET", "http://hub/org/name/resolve/main/model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        pretrained._check_answer(httpx2.Response(status, headers=headers, request=asked))
+    good = {"ETag": 'W/"1f-b0"', "X-Linked-Etag": "0" * 64, "X-Repo-Commit": OLD, "Content-Length": "9"}
+    pretrained._check_answer(httpx2.Response(200, headers=good, request=asked))
+    pretrained._check_answer(httpx2.Response(429, headers={"Retry-After": "5"}, request=asked))
 
 
 def test_a_hub_that_cannot_be_connected_to_is_asked_once(

@@ -14,7 +14,8 @@ from trainer.config.section import Section
 Allocator = Literal["native", "expandable", "async"]
 
 # What names weights elsewhere; anything else is a path.
-HUB = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+(/[\w.-]+)*)")
+_PART = r"(?!\.)[\w.-]+"  # no way out of a folder
+HUB = re.compile(rf"hub:(?P<repository>{_PART}/{_PART})@(?P<revision>{_PART}(/{_PART})*)")
 TORCHVISION = re.compile(r"torchvision:(?P<name>\w+\.\w+)")
 
 

@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,10 @@ from trainer.observe.console import say
 
 FILE = "model.safetensors"
 _CONNECT_S = 5.0  # for an answer of the hub
+_LONGEST_WAIT_S = 60  # that the hub may ask for
+# The hub's client makes a path of it.
+_ETAG = re.compile(r'(W/)?"?[\w=+-][\w.=+-]{0,127}"?', re.ASCII)
+_WAIT = re.compile(r"(?:^|t=)(\d+)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # As torch.hub reads it: the first digits of the file's SHA-256, in its name.
@@ -94,7 +98,8 @@ def _of_hub(source: str, repository: str, revision: str) -> Weights:
         disable_progress_bars()
     what, hub = f"model.pretrained={source}", constants.ENDPOINT
     try:
-        file = _downloaded(repository, revision)
+        with _answers_checked():
+            file = _downloaded(repository, revision)
     except errors.GatedRepoError as error:
         raise BadInputError(
             f"{what}: {hub} gives it to those only who were granted access: set HF_TOKEN"
@@ -119,7 +124,7 @@ def _of_hub(source: str, repository: str, revision: str) -> Weights:
             f"{what}: {hub} {how}, and {constants.HF_HUB_CACHE} doesn't hold it; fetch "
             "it once where there is a network, set HF_ENDPOINT to a mirror, or give a file"
         ) from error
-    except (httpx2.HTTPError, errors.HFValidationError, RuntimeError) as error:
+    except (httpx2.HTTPError, ValueError, RuntimeError) as error:
         raise BadInputError(f"{what}: {hub} doesn't give it ({_first_line(error)}); try again") from error
     # The cache's own layout: snapshots/COMMIT/FILE is a link to a blob that is named by its hash.
     commit, blob = file.parent.name, file.resolve().name
@@ -135,6 +140,44 @@ def _downloaded(repository: str, revision: str) -> Path:
         with contextlib.suppress(errors.LocalEntryNotFoundError):
             return Path(hf_hub_download(repository, FILE, revision=revision, local_files_only=True))
     return Path(hf_hub_download(repository, FILE, revision=revision, local_files_only=not _answers()))
+
+
+@contextlib.contextmanager
+def _answers_checked() -> Iterator[None]:
+    """Looks at what the hub answers before its client does, which makes paths of headers and waits."""
+    from huggingface_hub import get_session
+
+    session = get_session()
+    before = session.event_hooks
+    session.event_hooks = {**before, "response": [*before.get("response", []), _check_answer]}
+    try:
+        yield
+    finally:
+        session.event_hooks = before
+
+
+def _check_answer(answer: Any) -> None:
+    """Looks at the headers of one answer.
+
+    Raises:
+        ValueError: If one leads out of the cache, asks to wait for long, or the length of a file isn't said.
+    """
+    headers = answer.headers
+    for name in ("etag", "x-linked-etag"):
+        if name in headers and not _ETAG.fullmatch(headers[name]):
+            raise ValueError(f"the header {name} it sends isn't the name of a file's content")
+    if not _COMMIT.fullmatch(headers.get("x-repo-commit", "0" * 40)):
+        raise ValueError("the header x-repo-commit it sends isn't a commit")
+    waits = [*_WAIT.findall(headers.get("retry-after", "")), *_WAIT.findall(headers.get("ratelimit", ""))]
+    if answer.status_code in (429, 503) and any(
+        len(wait) > 9 or int(wait) > _LONGEST_WAIT_S for wait in waits
+    ):
+        raise ValueError(f"it answers HTTP {answer.status_code} and asks to wait for long")
+    plain = "content-length" in headers and headers.get("content-encoding", "identity") == "identity"
+    asked = answer.request
+    file = asked.method == "GET" and "/api/" not in asked.url.path
+    if file and answer.status_code < 300 and not plain:
+        raise ValueError("it doesn't say how long the file is")
 
 
 def _answers() -> bool:

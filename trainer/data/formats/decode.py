@@ -195,7 +195,7 @@ def _decoded(
     if image.shape[1:] != (height, width):
         return None
     if image.dtype != torch.uint8:
-        image = torch.from_numpy(_eight_bits(image.to(torch.int32).numpy(), reading.bits))
+        image = torch.from_numpy(_eight_bits(image.numpy(), reading.bits))
     return _Decoded(image[None], box, turn)
 
 
@@ -286,7 +286,7 @@ def _more_than_eight(file: Any) -> bool:
     )
 
 
-def _eight_bits(deep: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]:
+def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     """The upper 8 of the bits that are in use.
 
     Raises:
@@ -299,8 +299,8 @@ def _eight_bits(deep: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]
             f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
             f"data.image_bits to the bits in use ({likely}?), or to 16 if it is as dark as that"
         )
-    shifted: npt.NDArray[np.uint8] = np.minimum(deep >> ((bits or 16) - 8), 255).astype(np.uint8)
-    return shifted
+    shifted = deep >> ((bits or 16) - 8)  # such an image may take a gigabyte: no further copy
+    return np.minimum(shifted, 255, out=shifted).astype(np.uint8)
 
 
 def _too_large(what: str) -> str:

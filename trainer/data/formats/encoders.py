@@ -5,6 +5,7 @@ are encoded side by side by the library's own threads.
 """
 
 import codecs
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, first_line
 from trainer.host.files import read_bounded
 
 if TYPE_CHECKING:
@@ -129,11 +130,26 @@ def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iter
 def _encode(
     batch: list[tuple[str, bool]], tokenizer: "Tokenizer", dtype: np.dtype[np.generic], end: bytes
 ) -> Iterator[bytes]:
-    encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+    texts = [text for text, _ in batch]
+    with _told():
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     for encoding, (_, last) in zip(encodings, batch, strict=True):
         yield np.array(encoding.ids, dtype).tobytes()
         if last:
             yield end
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Says in one line that the library failed: it panics after 10^7 tries of a regular expression."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise BadInputError(
+            f"--tokenizer: its rules fail on a text ({first_line(error)}); use another tokenizer.json"
+        ) from error
 
 
 def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator[tuple[str, bool]]:
@@ -156,7 +172,8 @@ def _harmless_cut(text: str, tokenizer: "Tokenizer") -> int:
     """A place after `PIECE` characters where both sides are encoded as they are together; 0 if none."""
 
     def ids(part: str) -> list[int]:
-        return list(tokenizer.encode(part, add_special_tokens=False).ids)
+        with _told():
+            return list(tokenizer.encode(part, add_special_tokens=False).ids)
 
     found = _CUT.finditer(text, PIECE, len(text) - _AROUND)
     for cut in (match.start() for match in islice(found, _CUTS)):
