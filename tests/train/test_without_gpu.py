@@ -1,4 +1,4 @@
-"""Promise, without a GPU: what would stop the host there, be refused by NCCL or pile up is found on the CPU."""
+"""Promise, without a GPU: what would stop the host there, be refused by NCCL or pile up shows on the CPU."""
 
 import os
 import subprocess
@@ -25,6 +25,7 @@ from trainer.errors import BadInputError
 from trainer.host.allocator import CUBLAS_WORKSPACE
 from trainer.observe.flops import waits
 from trainer.train import build, local_ranks
+from trainer.train.checkpoint_choice import resume_notes
 from trainer.train.evaluate import evaluate_run
 from trainer.train.prepare import prepare_model
 from trainer.train.run import make_task
@@ -173,7 +174,7 @@ def test_shapes_alone_say_what_a_measurement_does() -> None:
 class Stream:
     made = 0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, _: torch.device) -> None:
         type(self).made += 1
 
 
@@ -224,9 +225,9 @@ def test_a_process_that_used_cublas_before_is_refused(monkeypatch: pytest.Monkey
                 build.set_determinism(deterministic(True), GPU)
             build.set_determinism(deterministic(False), GPU)
             build.set_determinism(deterministic(True), torch.device("cpu"))
-        with mock.patch.object(torch, "mm", side_effect=RuntimeError("out of memory")):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                build.set_determinism(deterministic(True), GPU)
+        failing = mock.patch.object(torch, "mm", side_effect=RuntimeError("out of memory"))
+        with failing, pytest.raises(RuntimeError, match="out of memory"):
+            build.set_determinism(deterministic(True), GPU)
         build.set_determinism(deterministic(True), GPU)
     assert os.environ[name] == value
 
@@ -237,6 +238,24 @@ def _switches() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "told"),
+    [
+        ("cpu", {}, "and the same bits"),
+        ("cuda", {}, "the same bits want deterministic=true)"),
+        ("cuda", {"deterministic": True}, "and the same bits"),
+        ("cuda", {"parallel": {"reduction": "all_reduce"}}, "but sums in another order"),
+    ],
+)
+def test_the_same_bits_are_told_only_where_kernels_repeat_theirs(
+    device: str, settings: dict[str, Any], told: str
+) -> None:
+    stored: Any = mock.Mock(config={"parallel": {"reduction": "tree"}, **settings}, world_size=4, steps=9)
+    stored.status, stored.extended = "stopped", False
+    notes = resume_notes(stored, [], 3, World(0, 1, 0, torch.device(device), None), [], 9)
+    assert told in notes[-1]
 
 
 def test_only_the_tests_of_gpus_see_one() -> None:
