@@ -113,22 +113,25 @@ def test_only_what_is_large_is_computed_in_pieces() -> None:
         assert in_pieces(there, 128_256)
 
 
-def test_the_model_gives_its_loss_also_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "PIECE", 240)  # two pieces
-    model = make_model(layers=1)
-    tokens = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(1))
-    targets = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(2))
+def test_the_model_gives_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_loss, "PIECE", 100)
+    model, gradients = make_model(), []
+    tokens, targets = torch.randint(20, (2, 2, 12), generator=torch.Generator().manual_seed(1))
     segment = torch.arange(12).expand(2, 12) // 5
-    gradients = []
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for call in (
-        lambda: F.cross_entropy(model(tokens, segment).flatten(0, 1), targets.flatten(), reduction="sum"),
-        lambda: model(tokens, segment, targets),
-        lambda: compiled(tokens, segment, targets),
+    for loss in (
+        F.cross_entropy(model(tokens, segment).flatten(0, 1), targets.flatten(), reduction="sum"),
+        model(tokens, segment, targets),
     ):
-        loss = call()
         loss.backward()
         gradients.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         model.zero_grad()
-    for ours in gradients[1:]:
-        torch.testing.assert_close(ours, gradients[0], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_it_is_compiled_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_loss, "PIECE", 3000)
+    given = drawn(torch.float64, 20, 101)
+    compiled = torch.compile(head_loss.head_loss, backend="aot_eager", fullgraph=True)
+    ours, theirs = (with_gradients(loss, *given) for loss in (compiled, whole))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)

@@ -206,7 +206,12 @@ def resume_notes(
         notes[-1] += f": its end moves from step {stored.steps} to {steps}"
     if stored.world_size != world.size:
         tree = stored.config.get("parallel", {}).get("reduction") == "tree"
-        sums = "and the same bits (parallel.reduction=tree)" if tree else "but sums in another order"
+        repeats = world.device.type == "cpu" or stored.config.get("deterministic", False)
+        sums = "but sums in another order"
+        if tree:
+            sums = "and the same bits (parallel.reduction=tree)"
+        if tree and not repeats:
+            sums = "summed in the same order (parallel.reduction=tree; the same bits want deterministic=true)"
         notes.append(
             f"on {world.size} rank{'s' * (world.size > 1)} instead of {stored.world_size}: the same "
             f"samples in the same steps, {sums}"

@@ -1,0 +1,281 @@
+"""Promise, without a GPU: what would stop the host there, be refused by NCCL or pile up shows on the CPU."""
+
+import os
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.toys import build_alone
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe
+from trainer.data import device as crossing
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.host.allocator import CUBLAS_WORKSPACE
+from trainer.observe.flops import waits
+from trainer.train import build, local_ranks
+from trainer.train.checkpoint_choice import resume_notes
+from trainer.train.evaluate import evaluate_run
+from trainer.train.prepare import prepare_model
+from trainer.train.run import make_task
+from trainer.train.step import take_metrics, train_step
+
+GPU = torch.device("cuda", 0)
+# Besides what `waits` knows: these ask the device for a size, as does an index by a mask.
+SIZED = {"aten::masked_select", "aten::_unique2", "aten::bincount", "aten::repeat_interleave"}
+INDEXED = {"aten::index", "aten::index_put", "aten::index_put_"}
+# What may wait, each with its reason.
+MAY_WAIT = {
+    "evaluate.py evaluate:": "the sums of an evaluation, once at its end",
+    "measured.py": "the tables of an evaluation, once at its end",
+    "average_precision.py": "rows that lie on the host, at the end",
+    "detection.py": "the boxes that are found in an image of an evaluation: how many, only the device knows",
+    "language.py summarize:": "rows that lie on the host, at the end",
+    "boxes.py": "torchvision's suppression of boxes, for those",
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU, by file.
+
+    A number that is put into an element, or a list of them made a tensor, is copied there and waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+        self._held: list[torch.Tensor] = []  # so that no id is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        out = func(*args, **kwargs)
+        masked = name in INDEXED and any(t is not None and t.dtype == torch.bool for t in args[1])
+        if name == "aten::lift_fresh":
+            self._held.append(out)
+        fresh = name == "aten::copy_" and any(args[1] is one for one in self._held)
+        if fresh or masked or name in SIZED or waits(name, args, kwargs, torch.device("cpu")):
+            self.found[f"{name} at {self._where()}"] += 1
+        return out
+
+    @staticmethod
+    def _where() -> str:
+        frames = [f for f in traceback.extract_stack() if f"{os.sep}torch{os.sep}" not in f.filename]
+        return f"{Path(frames[-3].filename).name} {frames[-3].name}:{frames[-3].lineno}"
+
+
+GPT = ["language.layers=1", "language.width=32", "language.heads=2", "language.sequence_length=64"]
+GPT += ["data.micro_batch_size=4", "data.global_batch_size=8", "data.eval_batch_size=256"]
+CASES = {
+    "clipped": ["digits", "data.micro_batch_size=16", "data.global_batch_size=32", "optim.max_grad_norm=1"],
+    "muon": ["digits", "precision.mode=fp16", "optim.name=muon", "ema.decay=0.9"],
+    "debug": ["digits", "precision.mode=bf16", "anomaly.nonfinite=skip", "precision.debug=true"],
+    "mixed": ["digits", "regularization.mixup=0.2", "regularization.cutmix=1.0"],
+    "tree": ["digits", "parallel.reduction=tree", "data.last_batch=weighted", "memory.checkpointing=blocks"],
+    "stream": ["gpt-stdlib", *GPT],
+    "packed": ["gpt-stdlib", *GPT, "language.text=packed"],
+    "boxes": ["digits-detection"],
+    "sound": ["dtmf"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_waits_in_a_step_a_row_or_an_evaluation(case: str) -> None:
+    name, *settings = CASES[case]
+    common = ["parallel.threads=1", "compile.mode=none", "max_steps=8", "data.limit=64"]
+    recipe = load_recipe(name, [*common, *settings], None)
+    run = build_alone(recipe, make_task(recipe))
+    batches = run.loader(run.share.batches())
+    run.replica.train()
+    train_step(run, batches, 0)
+    with Waits() as seen:
+        train_step(run, batches, 1)
+        take_metrics(run)
+    assert not seen.found
+    with Waits() as seen:
+        evaluate_run(run)
+    once = {place: n for place, n in seen.found.items() if not any(file in place for file in MAY_WAIT)}
+    assert not once
+    sums = [n for place, n in seen.found.items() if "evaluate.py" in place]
+    assert max(sums, default=0) <= 1 + len(run.state.metrics), seen.found  # not once a micro-batch
+    run.close()
+
+
+def spied(calls: list[str]) -> Callable[[str], Any]:
+    """Stands for a collective: of NCCL's group, which has nothing for tensors on the CPU."""
+
+    def stand_in(name: str) -> Any:
+        return lambda *_, **__: calls.append(name)
+
+    return stand_in
+
+
+@pytest.fixture
+def collectives() -> Iterator[list[str]]:
+    calls: list[str] = []
+    names = [
+        n for n in dir(dist) if n.startswith(("all_", "broadcast", "reduce", "gather", "scatter", "barr"))
+    ]
+    with mock.patch.object(dist, "get_world_size", lambda *_: 2):
+        patches = [mock.patch.object(dist, name, spied(calls)(name)) for name in names]
+        for patch in patches:
+            patch.start()
+        yield calls
+        for patch in patches:
+            patch.stop()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_nothing_is_measured_on_the_host_for_a_gpu_nor_together(
+    strategy: str, collectives: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With DDP the model would go to the GPU: to none here.
+    device = GPU if strategy == "fsdp" else torch.device("meta")
+    sections = ["parallel.sync_batchnorm=true", "memory.checkpointing=blocks", "max_steps=3"]
+    recipe = load_recipe("digits", [f"parallel.strategy={strategy}", *sections], None)
+    task, seen = make_task(recipe), set[str]()
+    make = task.model
+
+    def watched() -> torch.nn.Module:
+        model = make()
+        model.register_forward_pre_hook(lambda _, inputs: seen.add(f"{type(inputs[0])} {inputs[0].device}"))
+        return model
+
+    monkeypatch.setattr(task, "model", watched)
+    group: Any = object()
+    prepared = prepare_model(recipe, task, World(0, 2, 0, device, group, None, 2))
+    assert not collectives
+    assert seen and all("FakeTensor" in one or "meta" in one for one in seen)
+    note = next(note for note in prepared.notes if note.startswith("activation checkpointing"))
+    assert ("more time" in note) is (strategy == "ddp")
+    assert all(type(t) in (torch.nn.Parameter, torch.Tensor) for t in prepared.model.state_dict().values())
+    task.loss(make(), next(iter(build_alone(recipe, task).loader(range(1)))))  # keeps no shapes of tensors
+
+
+def test_shapes_alone_say_what_a_measurement_does() -> None:
+    settings = ["memory.checkpointing=blocks", "precision.mode=bf16", "parallel.strategy=fsdp"]
+    recipe, group, told = load_recipe("digits", settings, None), object(), []
+    for world in (World(0, 1, 0, torch.device("cpu"), None), World(0, 2, 0, GPU, group, None, 2)):  # type: ignore[arg-type]
+        notes = prepare_model(recipe, make_task(recipe), world).notes
+        told += [note.split(", for about")[0] for note in notes if note.startswith("activation")]
+    assert told[0] == told[1]
+
+
+class Stream:
+    made = 0
+
+    def __init__(self, _: torch.device) -> None:
+        type(self).made += 1
+
+
+def test_all_passes_over_the_data_share_a_side_stream() -> None:
+    # What is freed on a stream serves that stream alone: each further one keeps memory for nothing.
+    crossing._side_stream.cache_clear()
+    Stream.made = 0
+    slots = [(torch.zeros(4, dtype=torch.uint8), 1)] * 3
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            Stream=Stream,
+            Event=mock.MagicMock(),
+            stream=lambda _: nullcontext(),
+            current_stream=mock.MagicMock(),
+        ),
+        mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
+    ):
+        for _ in range(3):
+            assert len(list(crossing.copied_ahead(iter(slots), torch.device("cpu"), staged=False))) == 3
+    crossing._side_stream.cache_clear()
+    assert Stream.made == 1
+
+
+def deterministic(on: bool) -> Recipe:
+    return load_recipe("digits", [f"deterministic={str(on).lower()}", "max_steps=3"], None)
+
+
+def test_the_ranks_have_what_cublas_needs_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = CUBLAS_WORKSPACE
+    monkeypatch.setattr(local_ranks, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(local_ranks, "bus_ids", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv(name, raising=False)
+    assert local_ranks.plan_local_ranks(deterministic(True), None, None).environment[name] == value
+    assert name not in local_ranks.plan_local_ranks(deterministic(False), None, None).environment
+    monkeypatch.setenv(name, ":16:8")
+    assert local_ranks.plan_local_ranks(deterministic(True), None, None).environment[name] == ":16:8"
+
+
+@pytest.mark.usefixtures("_switches")
+def test_a_process_that_used_cublas_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = CUBLAS_WORKSPACE
+    monkeypatch.delenv(name, raising=False)
+    with mock.patch.object(torch, "ones", return_value=torch.zeros(1, 1)):
+        with mock.patch.object(torch, "mm", side_effect=RuntimeError(f"… set {name}={value} or :16:8")):
+            with pytest.raises(BadInputError, match=f"{name}={value}; set that in its environment before"):
+                build.set_determinism(deterministic(True), GPU)
+            build.set_determinism(deterministic(False), GPU)
+            build.set_determinism(deterministic(True), torch.device("cpu"))
+        failing = mock.patch.object(torch, "mm", side_effect=RuntimeError("out of memory"))
+        with failing, pytest.raises(RuntimeError, match="out of memory"):
+            build.set_determinism(deterministic(True), GPU)
+        build.set_determinism(deterministic(True), GPU)
+    assert os.environ[name] == value
+
+
+@pytest.fixture
+def _switches() -> Iterator[None]:
+    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "told"),
+    [
+        ("cpu", {}, "and the same bits"),
+        ("cuda", {}, "the same bits want deterministic=true)"),
+        ("cuda", {"deterministic": True}, "and the same bits"),
+        ("cuda", {"parallel": {"reduction": "all_reduce"}}, "but sums in another order"),
+    ],
+)
+def test_the_same_bits_are_told_only_where_kernels_repeat_theirs(
+    device: str, settings: dict[str, Any], told: str
+) -> None:
+    stored: Any = mock.Mock(config={"parallel": {"reduction": "tree"}, **settings}, world_size=4, steps=9)
+    stored.status, stored.extended = "stopped", False
+    notes = resume_notes(stored, [], 3, World(0, 1, 0, torch.device(device), None), [], 9)
+    assert told in notes[-1]
+
+
+def test_only_the_tests_of_gpus_see_one() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    start = Path(__file__).parents[1].joinpath("conftest.py").read_text().split("import pytest\n")[0]
+    program = (
+        start + "\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"
+    )
+    for words, seen in (
+        (["tests/gpu/test_training.py::test_x", "-q"], "7 :4096:8"),
+        (["-m", "gpu"], "7 :4096:8"),
+        (["tests/train", "-k", "gpus"], " None"),
+        ([], " None"),
+    ):
+        ours = {k: v for k, v in os.environ.items() if k not in ("PYTEST_XDIST_WORKER", CUBLAS_WORKSPACE[0])}
+        said = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**ours, "CUDA_VISIBLE_DEVICES": "7"},
+        )
+        assert said.stdout.rstrip("\n") == seen
