@@ -77,7 +77,7 @@ def start_memory() -> dict[str, Any]:
 
 
 def _parameter_bytes() -> int:
-    return sum(one.nbytes for one in gc.get_objects() if isinstance(one, nn.Parameter))
+    return sum(one.nbytes for one in gc.get_objects() if type(one) is nn.Parameter)
 
 
 def cuts() -> dict[str, Any]:

@@ -31,9 +31,8 @@ _RESULTS, _TABLE = "results.json", "table.md"
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Says what it takes on the command line."""
     bench.add_argument("--dry-run", action="store_true", help="show the commands")
-    bench.add_argument(
-        "--only", default="", metavar="KEY,…", help="rows: " + ", ".join(t.key for t in TARGETS)
-    )
+    keys = ", ".join(target.key for target in TARGETS)
+    bench.add_argument("--only", default="", metavar="KEY,…", help=f"rows: {keys}")
     bench.add_argument("--piece", type=int, default=0, metavar="N", help=f"1 to {PIECES}; a call for each")
     bench.add_argument("--out", type=Path, default=FOLDER, help=f"folder for what was found ({FOLDER})")
     bench.set_defaults(run=lambda o: bench_targets(o.dry_run, chosen(o.only, o.piece), o.out))
@@ -97,7 +96,7 @@ def bench_targets(dry_run: bool, rows: Sequence[Target], out: Path) -> int:
 
 
 def table_of(found: dict[str, Any]) -> str:
-    """Puts all targets into a table, by what was found; what is still missing has the call that measures it."""
+    """Puts all targets into a table; what is still missing has the call that measures it."""
     lines = ["| what | target | measured | |", "|---|---|---|---|"]
     for target in TARGETS:
         said, met = judged(target, found)
