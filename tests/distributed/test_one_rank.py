@@ -1,4 +1,4 @@
-"""Promise: what tests/gpu does with NCCL and one rank is right with gloo and one rank: it is the same code."""
+"""Promise: what tests/gpu does with NCCL and one rank is right with gloo and one rank: the code is one."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ranks do with each other, by one rank alone: with gloo on a CPU, with NCCL and gloo beside on a GPU."""
+"""What ranks do with each other, by one rank: with gloo on a CPU, with NCCL and gloo beside on a GPU."""
 
 import os
 from collections.abc import Iterator

@@ -17,12 +17,13 @@ from torch.nn.attention import flex_attention as flex
 
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
-from trainer.config.model import LoraConfig, ModelConfig, PrecisionConfig
+from trainer.config.model import CompileConfig, LoraConfig, ModelConfig, PrecisionConfig
 from trainer.config.tasks import GPTConfig, LanguageConfig
 from trainer.data.formats.tokenize import tokenize
 from trainer.distributed.parallel import World, words_of_ranks
 from trainer.models import gpt
 from trainer.models.activation_checkpointing import recompute
+from trainer.models.compiling import compile_blocks, compile_model
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT, fault_of_blocks
 from trainer.models.packed import blocks_mask, documents, missing_for_blocks, pairs_mask
@@ -142,6 +143,35 @@ def test_it_is_compiled_as_one(scope: str) -> None:
     model.zero_grad()
     same(gradients(model, other), gradients(again, other))
     assert scope == "model" or torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "blocks"])
+def test_no_mask_is_compiled_for_itself(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of unlike documents and a shorter last one, as the trainer compiles; blocks computed again."""
+    counters, real = torch._dynamo.utils.counters, torch.compile
+
+    def trace(model: Any, mode: str, dynamic: bool) -> Any:
+        assert mode == "default"
+        return real(model, backend="eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", trace)
+    torch._dynamo.reset()
+    counters.clear()
+    model, config = make_model(True, layers=1), CompileConfig(mode="default")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if scope == "blocks":
+        compile_blocks(model.blocks, config, torch.device("cpu"))
+    recompute(model.blocks[0])
+    call = compile_model(model, config, torch.device("cpu")) if scope == "model" else model
+    seen = list[int]()
+    for number, rows in enumerate([4, 4, 4, 2, 2]):
+        segment = segments([[7 + number, 100], [LENGTH], [1, 2, 3], [200]][:rows])
+        call(tokens_of(segment), segment)
+        seen.append(counters["stats"]["unique_graphs"])
+    first = seen[0]
+    assert first > 0 and seen == [first, first, first, 2 * first, 2 * first]
+    assert sum(counters["graph_break"].values()) == 0
 
 
 def test_lora_learns_the_same() -> None:
