@@ -40,7 +40,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr("trainer.observe.conditions.conditions", lambda: "a machine")
     monkeypatch.setattr(targets_run, "_done", take)
-    monkeypatch.setattr(targets_run.time, "monotonic", lambda: minutes[0])
+    monkeypatch.setattr("benchmarks.targets_run.time.monotonic", lambda: minutes[0])
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)

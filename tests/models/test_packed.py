@@ -4,7 +4,7 @@ gradients; on a CPU by torch's own formula, on a GPU by its kernel (tests/gpu/te
 
 import functools
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from trainer.models.activation_checkpointing import recompute
 from trainer.models.compiling import compile_blocks, compile_model
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT, fault_of_blocks
-from trainer.models.packed import blocks_mask, documents, missing_for_blocks, pairs_mask
+from trainer.models.packed import attend_by_blocks, blocks_mask, documents, missing_for_blocks, pairs_mask
 from trainer.models.precision import autocast
 from trainer.train import prepare
 from trainer.train.run import make_task
@@ -270,9 +270,12 @@ class FailsBackward(torch.autograd.Function):
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_it_is_tried_forward_and_backward(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, cpu = GPTConfig(**SMALL | {"positions": positions}), torch.device("cpu")
-    contexts = [autocast(PrecisionConfig(mode="bf16"), cpu), nullcontext()]
+    contexts: list[AbstractContextManager[object]] = [
+        autocast(PrecisionConfig(mode="bf16"), cpu),
+        nullcontext(),
+    ]
     seen: list[torch.dtype] = []
-    attend = gpt.attend_by_blocks
+    attend = attend_by_blocks
 
     def noted(query: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(query.dtype)
@@ -283,7 +286,7 @@ def test_it_is_tried_forward_and_backward(positions: str, monkeypatch: pytest.Mo
     assert fault_of_blocks(config, 2, cpu, contexts) is None
     assert seen == [torch.bfloat16, torch.float32]
     assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setattr(gpt, "attend_by_blocks", lambda query, *_: FailsBackward.apply(query))
+    monkeypatch.setattr(gpt, "attend_by_blocks", lambda query, *_: FailsBackward.apply(query))  # type: ignore[no-untyped-call]
     assert "shared memory, Required: 147456" in str(fault_of_blocks(config, 2, cpu, contexts))
     monkeypatch.setattr(gpt, "attend_by_blocks", mock.Mock(side_effect=torch.OutOfMemoryError("no more")))
     with pytest.raises(torch.OutOfMemoryError):
