@@ -145,7 +145,8 @@ def test_it_is_compiled_as_one(scope: str) -> None:
     assert scope == "model" or torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_no_mask_is_compiled_for_itself(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of unlike documents and a shorter last one, as the trainer compiles; blocks computed again."""
     counters, real = torch._dynamo.utils.counters, torch.compile
