@@ -49,7 +49,7 @@ BENCHES = {
     ),
     "growth": ("growth", "how time and memory grow with samples, shards and steps"),
     "pictures": ("pictures", "the documentation's pictures: the rooms of the package, the losses of runs"),
-    "targets": ("targets", "the targets on one H200 with 16 CPU cores, 8 minutes at most"),
+    "targets": ("targets_run", "the targets on one H200 with 16 CPU cores, in pieces of 8 minutes at most"),
 }
 
 

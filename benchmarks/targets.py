@@ -1,28 +1,17 @@
-"""The targets on one H200 with 16 CPU cores, each with the commands that measure it: `scripts/bench_gpu.sh`.
+"""The targets on one H200 with 16 CPU cores, each with the commands that measure it.
 
-Nothing is downloaded. Without a GPU nothing is measured, and that is what it says.
+`targets_run` measures them (`scripts/bench_gpu.sh`), in pieces: the promises first. Nothing is downloaded.
 """
 
-import argparse
-import json
-import shlex
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.flops import short_name
-from trainer.train.run_folder import read_rows
 
-LIMIT_S = 470.0
 # Bytes per second as NVIDIA's data sheets give them, by the GPU's whole name: a slice of it has another.
 _BANDWIDTHS = {
     **dict.fromkeys(("H200", "H200 NVL"), 4.8e12),
@@ -46,11 +35,13 @@ class Step:
         key: What others know it by.
         words: Of the command, after Python: `-m …`; {work} stands for a folder.
         keeps: Which of the three.
+        deterministic: Whether cuBLAS is told so before it starts.
     """
 
     key: str
     words: tuple[str, ...]
     keeps: str = "rows"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,12 +49,16 @@ class Target:
     """A row: what is asked for, how it is measured and what the figures come to.
 
     Attributes:
+        key: For `--only`.
+        piece: Number of the call that measures it; a piece takes less than 8 minutes, as far as is known.
         what: In words.
         target: In words.
         steps: Done in turn; those that were done for another row aren't repeated.
         judge: Words for what was found, and whether that meets the target; None: not to be judged.
     """
 
+    key: str
+    piece: int
     what: str
     target: str
     steps: tuple[Step, ...]
@@ -76,14 +71,14 @@ def train(key: str, recipe: str, *settings: str) -> Step:
     return Step(key, ("-m", "trainer", "train", recipe, "--out", f"{{work}}/{key}", *words))
 
 
-def part(key: str, *words: str) -> Step:
+def part(key: str, *words: str, deterministic: bool = False) -> Step:
     """A part of `targets_parts`, whose JSON is kept."""
-    return Step(key, ("-m", "benchmarks.targets_parts", *words), "json")
+    return Step(key, ("-m", "benchmarks.targets_parts", *words), "json", deterministic)
 
 
-def bench(key: str, *words: str) -> Step:
+def bench(key: str, *words: str, deterministic: bool = False) -> Step:
     """A bench, whose table is shown and whose exit code is kept."""
-    return Step(key, ("-m", *words), "code")
+    return Step(key, ("-m", *words), "code", deterministic)
 
 
 _LARGE = (
@@ -193,6 +188,11 @@ def _resumed(found: Found) -> Verdict:
     return f"{cuts['same']} of {cuts['cuts']} cuts end with the same bits", cuts["same"] == cuts["cuts"]
 
 
+def _start(found: Found) -> Verdict:
+    start = found["start-memory"]
+    return f"{start['kept']:,} bytes stay of each start", start["kept"] <= 0 if start["measured"] else None
+
+
 def _added_up(found: Found) -> Verdict:
     explained = 1 - share(found["bf16"], "unexplained")
     return f"{explained:.1%}", explained >= 0.97
@@ -200,31 +200,70 @@ def _added_up(found: Found) -> Verdict:
 
 TARGETS = (
     Target(
+        "waits",
+        1,
+        "host synchronizations in a step without a row",
+        "0",
+        (part("synchronizations", "synchronizations"),),
+        _waits,
+    ),
+    Target(
+        "cuts",
+        1,
+        "deterministic: bitwise resume",
+        "20 of 20 cuts",
+        (part("cuts", "cuts", deterministic=True),),
+        _resumed,
+    ),
+    Target(
+        "start-memory",
+        1,
+        "memory that a start leaves behind, with activation checkpointing",
+        "0",
+        (part("start-memory", "start-memory"),),
+        _start,
+    ),
+    Target(
+        "stall",
+        1,
+        "checkpoint stall, every 100 steps",
+        "at most 1 % of the time",
+        (
+            train(
+                *("checkpoints", "resnet50-synthetic", *_LARGE, *_SHORT, "checkpoint.every=100"),
+                *("max_steps=260", "log.every=20"),
+            ),
+        ),
+        _stall,
+    ),
+    Target(
+        "graphs",
+        2,
+        "small model's step with CUDA graphs",
+        f"within {_WITHIN:.2f} x of a hand-written loop's",
+        (part("graphs", "graphs"),),
+        _graphs,
+    ),
+    Target(
+        "overhead",
+        2,
+        "overhead over a hand-written loop",
+        "at most 20 us a step",
+        (bench("overhead", "benchmarks", "overhead", "--rounds", "20"),),
+        _code("overhead"),
+    ),
+    Target(
+        "resnet-bf16",
+        3,
         "ResNet-50, 224, synthetic, bf16, channels_last, compile",
         "at least timm's calls x 1.00",
         (_BF16, part("timm-bf16", "timm", "--precision", "bf16"), part("roofline", "roofline")),
         _against_timm("bf16", "timm-bf16"),
     ),
+    Target("added-up", 3, "data-wait, copy, compute, optimizer add up", "at least 97 %", (_BF16,), _added_up),
     Target(
-        "the same, fp16 with its scaler",
-        "at least timm's calls x 1.00",
-        (_FP16, part("timm-fp16", "timm", "--precision", "fp16"), part("roofline", "roofline")),
-        _against_timm("fp16", "timm-fp16"),
-    ),
-    Target(
-        "ResNet-50 from JPEGs",
-        "at least 0.95 of synthetic, GPU utilization at least 90 %",
-        (
-            _BF16,
-            part("photographs", "photographs", "{work}/photographs"),
-            train(
-                *("jpeg", "resnet50-imagenet", "data.path={work}/photographs", *_LARGE, *_SHORT),
-                *("data.eval_batch_size=64", "max_steps=120", "log.every=20"),
-            ),
-        ),
-        _real,
-    ),
-    Target(
+        "gpt2",
+        4,
         "GPT-2 124M, T = 1024, bf16, compile, flash attention",
         "MFU at least 50 %",
         (
@@ -242,35 +281,31 @@ TARGETS = (
         _mfu,
     ),
     Target(
-        "host synchronizations in a step without a row",
-        "0",
-        (part("synchronizations", "synchronizations"),),
-        _waits,
-    ),
-    Target(
-        "overhead over a hand-written loop",
-        "at most 20 us a step",
-        (bench("overhead", "benchmarks", "overhead", "--rounds", "20"),),
-        _code("overhead"),
-    ),
-    Target(
-        "small model's step with CUDA graphs",
-        f"within {_WITHIN:.2f} x of a hand-written loop's",
-        (part("graphs", "graphs"),),
-        _graphs,
-    ),
-    Target(
-        "checkpoint stall, every 100 steps",
-        "at most 1 % of the time",
+        "jpeg",
+        4,
+        "ResNet-50 from JPEGs",
+        "at least 0.95 of synthetic, GPU utilization at least 90 %",
         (
+            _BF16,
+            part("photographs", "photographs", "{work}/photographs"),
             train(
-                *("checkpoints", "resnet50-synthetic", *_LARGE, *_SHORT, "checkpoint.every=100"),
-                *("max_steps=260", "log.every=20"),
+                *("jpeg", "resnet50-imagenet", "data.path={work}/photographs", *_LARGE, *_SHORT),
+                *("data.eval_batch_size=64", "max_steps=120", "log.every=20"),
             ),
         ),
-        _stall,
+        _real,
     ),
     Target(
+        "resnet-fp16",
+        5,
+        "the same, fp16 with its scaler",
+        "at least timm's calls x 1.00",
+        (_FP16, part("timm-fp16", "timm", "--precision", "fp16"), part("roofline", "roofline")),
+        _against_timm("fp16", "timm-fp16"),
+    ),
+    Target(
+        "claims",
+        6,
         "AMP, activation checkpointing, accumulation",
         "the claims' table, measured",
         (
@@ -280,93 +315,18 @@ TARGETS = (
         ),
         _claims,
     ),
-    Target("deterministic: bitwise resume", "20 of 20 cuts", (part("cuts", "cuts"),), _resumed),
     Target(
+        "price",
+        6,
         "deterministic: its price",
         "known",
         (
             bench(
                 *("price", "benchmarks", "setting", "resnet50-synthetic", "deterministic=true"),
                 *("--rounds", "7", "--steps", "5", "--set", "data.micro_batch_size=256"),
+                deterministic=True,
             ),
         ),
         _code("price"),
     ),
-    Target("data-wait, copy, compute, optimizer add up", "at least 97 %", (_BF16,), _added_up),
 )
-
-
-def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
-    bench.add_argument("--dry-run", action="store_true", help="show the commands")
-    bench.set_defaults(run=lambda options: bench_targets(options.dry_run))
-
-
-def bench_targets(dry_run: bool = False) -> int:
-    """Measures all that there is time for, and prints a table.
-
-    Args:
-        dry_run: Whether only to show the commands.
-
-    Returns:
-        0 if every target was met, 1 if one was missed, 3 if one could not be judged or there is no GPU.
-    """
-    if dry_run:
-        for target in TARGETS:
-            print(f"# {target.what}: {target.target}")
-            for step in target.steps:
-                print(shlex.join(command(step, Path("WORK"))))
-        return EXIT_DONE
-    if not torch.cuda.is_available():
-        print("not measured: no GPU")
-        return EXIT_NOT_MEASURED
-    from trainer.observe.conditions import conditions
-
-    lines, verdicts = [], []
-    began, found = time.monotonic(), dict[str, Any]()
-    with tempfile.TemporaryDirectory(prefix="trainer-targets-") as name:
-        for target in TARGETS:
-            said, met = _measured(target, Path(name), found, LIMIT_S - (time.monotonic() - began))
-            verdicts.append(met)
-            verdict = {True: "met", False: "MISSED", None: ""}[met]
-            lines.append(f"| {target.what} | {target.target} | {said} | {verdict} |")
-    print(f"{conditions()}\n\n| what | target | measured | |\n|---|---|---|---|")
-    print("\n".join(lines))
-    if False in verdicts:
-        return EXIT_FAILED
-    return EXIT_DONE if all(verdicts) else EXIT_NOT_MEASURED
-
-
-def command(step: Step, work: Path) -> list[str]:
-    """The words of a step's command."""
-    return [sys.executable, *(word.replace("{work}", str(work)) for word in step.words)]
-
-
-def _measured(target: Target, work: Path, found: dict[str, Any], left: float) -> Verdict:
-    """Does what of a row's steps wasn't done yet, and judges; says why where that can't be."""
-    end = time.monotonic() + left
-    for step in target.steps:
-        if step.key in found:
-            continue
-        if time.monotonic() >= end:
-            return f"not measured: {LIMIT_S:.0f} s were over", None
-        try:
-            found[step.key] = _done(step, work, end - time.monotonic())
-        except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
-            return f"not measured: {step.key}: {str(error).splitlines()[0][:120]}", None
-    try:
-        return target.judge(found)
-    except (KeyError, StopIteration, ZeroDivisionError, TypeError) as error:
-        return f"not measured: no figure ({type(error).__name__} {error})", None
-
-
-def _done(step: Step, work: Path, within: float) -> Any:
-    words = command(step, work)
-    print(f"+ {shlex.join(words)}", file=sys.stderr, flush=True)
-    piped = subprocess.PIPE if step.keeps == "json" else None
-    done = subprocess.run(words, stdout=piped, text=True, timeout=within, check=step.keeps != "code")
-    if step.keeps == "code":
-        return done.returncode
-    if step.keeps == "json":
-        return json.loads(done.stdout.splitlines()[-1])
-    return list(read_rows(work / step.key))

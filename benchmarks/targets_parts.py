@@ -4,6 +4,7 @@
 """
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -59,6 +60,24 @@ def synchronizations() -> dict[str, Any]:
                 torch.cuda.set_sync_debug_mode("default")
     waits = [str(one.message) for one in seen if "synchronizing" in str(one.message)]
     return {"waits": len(waits), "steps": _STEPS, "measured": cuda}
+
+
+def start_memory() -> dict[str, Any]:
+    """Bytes that stay allocated after a run was built and closed, for each start but the first."""
+    settings = ("memory.checkpointing=blocks", "data.micro_batch_size=8", "data.global_batch_size=8")
+    held = []
+    for _ in range(3):
+        with ExitStack() as stack:
+            turns = Turns(IMAGES, Side(settings), stack)
+            cuda = turns.device.type == "cuda"
+            del turns
+        gc.collect()
+        held.append(torch.cuda.memory_allocated() if cuda else _parameter_bytes())
+    return {"kept": (held[2] - held[0]) // 2, "measured": cuda}
+
+
+def _parameter_bytes() -> int:
+    return sum(one.nbytes for one in gc.get_objects() if type(one) is nn.Parameter)
 
 
 def cuts() -> dict[str, Any]:
@@ -173,6 +192,7 @@ def make_parser() -> argparse.ArgumentParser:
     images.add_argument("--count", type=int, default=2048)
     images.set_defaults(run=lambda o: photographs(o.folder, o.count))
     parts.add_parser("synchronizations").set_defaults(run=lambda _: synchronizations())
+    parts.add_parser("start-memory").set_defaults(run=lambda _: start_memory())
     parts.add_parser("cuts").set_defaults(run=lambda _: cuts())
     parts.add_parser("roofline").set_defaults(run=lambda _: roofline())
     replayed = parts.add_parser("graphs", allow_abbrev=False)

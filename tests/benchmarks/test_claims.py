@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import targets
+from benchmarks import targets, targets_run
 from benchmarks.__main__ import main, make_parser as bench_parser
 from benchmarks.claims import measuring, run as runs
 from benchmarks.claims.catalogue import ABLATIONS, CLAIMS, in_turn
@@ -295,7 +295,7 @@ def test_the_targets_say_that_there_is_no_gpu(
     assert capsys.readouterr().out == "not measured: no GPU\n"
     assert main(["targets", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"# {target.what}: {target.target}" in shown for target in targets.TARGETS)
+    assert all(f"{target.what}: {target.target}" in shown for target in targets.TARGETS)
 
 
 STEPS = {step.key: step for target in targets.TARGETS for step in target.steps}
@@ -303,7 +303,7 @@ STEPS = {step.key: step for target in targets.TARGETS for step in target.steps}
 
 @pytest.mark.parametrize("key", STEPS)
 def test_each_command_of_the_targets_parses(key: str, tmp_path: Path) -> None:
-    _, _, module, *words = targets.command(STEPS[key], tmp_path)
+    _, _, module, *words = targets_run.command(STEPS[key], tmp_path)
     if module == "benchmarks.targets_parts":
         assert callable(make_parser().parse_args(words).run)
         return

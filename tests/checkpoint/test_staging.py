@@ -13,6 +13,7 @@ from tests.helpers.cuda_stub import Cuda, stubbed_cuda
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.checkpoint import background
 from trainer.checkpoint.background import BackgroundWriter, make_room, stage
+from trainer.train import checkpoints as saving
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.state import tensors_of
 
@@ -88,15 +89,19 @@ def test_what_is_still_written_is_never_overwritten(
             cuda.put(tensor)
     order: list[str] = []
     writer = BackgroundWriter(tmp_path, 1, pytest.fail)
-    for owner, name in ((writer, "finish"), (writer, "submit")):
-        real: Any = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *given, real=real, name=name: (order.append(name), real(*given))[1]
-        )
-    made = stage
-    monkeypatch.setattr(
-        "trainer.train.checkpoints.stage", lambda *given: (order.append("stage"), made(*given))[1]
-    )
+
+    def noted(owner: Any, name: str, word: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*given: Any) -> Any:
+            order.append(word)
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(writer, "finish", "finish")
+    noted(writer, "submit", "submit")
+    noted(saving, "stage", "stage")
     checkpoints = Checkpoints(run, writer)
     assert len(cuda.locked) == 1, "made at the start"
     for _ in range(2):

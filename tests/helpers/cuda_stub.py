@@ -103,6 +103,10 @@ class Cuda(TorchFunctionMode):
     def current_stream(self, _: Any = None) -> Stream:
         return self._current[-1]
 
+    def synchronize(self, _: Any = None) -> None:
+        for one in (self._default, *self.streams):
+            one.synchronize()
+
     def cudart(self) -> "Cuda":
         return self
 
@@ -211,7 +215,7 @@ def stubbed_cuda() -> Iterator[Cuda]:
             patch.setattr(torch.cuda, name, getattr(cuda, name))
         recorded = lambda one, stream: cuda.record_stream(one, stream)  # noqa: E731, PLW0108
         patch.setattr(torch.Tensor, "record_stream", recorded)
-        patch.setattr(torch.cuda, "synchronize", lambda *_: [one.synchronize() for one in cuda.streams])
+        patch.setattr(torch.cuda, "synchronize", cuda.synchronize)
         yield cuda
 
 

@@ -4,7 +4,7 @@ gradients; on a CPU by torch's own formula, on a GPU by its kernel (tests/gpu/te
 
 import functools
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from torch.nn.attention import flex_attention as flex
 
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
-from trainer.config.model import LoraConfig, ModelConfig, PrecisionConfig
+from trainer.config.model import CompileConfig, LoraConfig, ModelConfig, PrecisionConfig
 from trainer.config.tasks import GPTConfig, LanguageConfig
 from trainer.data.formats.tokenize import tokenize
 from trainer.distributed.parallel import World, words_of_ranks
 from trainer.models import gpt
 from trainer.models.activation_checkpointing import recompute
+from trainer.models.compiling import compile_blocks, compile_model
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT, fault_of_blocks
-from trainer.models.packed import blocks_mask, documents, missing_for_blocks, pairs_mask
+from trainer.models.packed import attend_by_blocks, blocks_mask, documents, missing_for_blocks, pairs_mask
 from trainer.models.precision import autocast
 from trainer.train import prepare
 from trainer.train.run import make_task
@@ -144,6 +145,36 @@ def test_it_is_compiled_as_one(scope: str) -> None:
     assert scope == "model" or torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_no_mask_is_compiled_for_itself(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of unlike documents and a shorter last one, as the trainer compiles; blocks computed again."""
+    counters, real = torch._dynamo.utils.counters, torch.compile
+
+    def trace(model: Any, mode: str, dynamic: bool) -> Any:
+        assert mode == "default"
+        return real(model, backend="eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", trace)
+    torch._dynamo.reset()
+    counters.clear()
+    model, config = make_model(True, layers=1), CompileConfig(mode="default")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if scope == "blocks":
+        compile_blocks(model.blocks, config, torch.device("cpu"))
+    recompute(model.blocks[0])
+    call = compile_model(model, config, torch.device("cpu")) if scope == "model" else model
+    seen = list[int]()
+    for number, rows in enumerate([4, 4, 4, 2, 2]):
+        segment = segments([[7 + number, 100], [LENGTH], [1, 2, 3], [200]][:rows])
+        call(tokens_of(segment), segment)
+        seen.append(counters["stats"]["unique_graphs"])
+    first = seen[0]
+    assert first > 0 and seen == [first, first, first, 2 * first, 2 * first]
+    assert sum(counters["graph_break"].values()) == 0
+
+
 def test_lora_learns_the_same() -> None:
     segment, found = segments(ROWS), []
     for by_blocks in (True, False):
@@ -240,9 +271,12 @@ class FailsBackward(torch.autograd.Function):
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_it_is_tried_forward_and_backward(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, cpu = GPTConfig(**SMALL | {"positions": positions}), torch.device("cpu")
-    contexts = [autocast(PrecisionConfig(mode="bf16"), cpu), nullcontext()]
+    contexts: list[AbstractContextManager[object]] = [
+        autocast(PrecisionConfig(mode="bf16"), cpu),
+        nullcontext(),
+    ]
     seen: list[torch.dtype] = []
-    attend = gpt.attend_by_blocks
+    attend = attend_by_blocks
 
     def noted(query: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(query.dtype)
@@ -253,7 +287,7 @@ def test_it_is_tried_forward_and_backward(positions: str, monkeypatch: pytest.Mo
     assert fault_of_blocks(config, 2, cpu, contexts) is None
     assert seen == [torch.bfloat16, torch.float32]
     assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setattr(gpt, "attend_by_blocks", lambda query, *_: FailsBackward.apply(query))
+    monkeypatch.setattr(gpt, "attend_by_blocks", lambda query, *_: FailsBackward.apply(query))  # type: ignore[no-untyped-call]
     assert "shared memory, Required: 147456" in str(fault_of_blocks(config, 2, cpu, contexts))
     monkeypatch.setattr(gpt, "attend_by_blocks", mock.Mock(side_effect=torch.OutOfMemoryError("no more")))
     with pytest.raises(torch.OutOfMemoryError):

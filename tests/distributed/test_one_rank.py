@@ -1,0 +1,26 @@
+"""Promise: what tests/gpu does with NCCL and one rank is right with gloo and one rank: the code is one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.one_rank import WAYS, check_abort, check_life, recorded
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_life_in_a_group_of_one(way: str, tmp_path: Path) -> None:
+    check_life(CPU, way, tmp_path)
+
+
+def test_a_group_is_left_and_another_joined() -> None:
+    check_abort(CPU)
+
+
+def test_the_flight_recorder_keeps_what_was_done() -> None:
+    """Where this process's recorder was made with room; the first group decides."""
+    if (found := recorded(CPU)) is not None:
+        assert "all_reduce" in json.dumps(json.loads(found))
