@@ -40,7 +40,7 @@ def facts() -> dict[str, object]:
         "triton": _triton(),
         # sm_90a has code for sm_90's own instructions beside it: the same GPUs.
         "architectures": list(dict.fromkeys(re.findall(r"sm_\d+", flags))),
-        "trainer": version("trainer"),
+        "trainer": version("reproducible-trainer"),
         "compiler": _compiler(),
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.doctor.facts import Card, Gpus, MachineFacts, Network, RecipeNeeds, Software, System
-from trainer.commands.doctor.stacks import read_stacks
+from trainer.host.stacks import read_stacks
 from trainer.host.disks import Data, Folder, Mount
 from trainer.host.limits import Limits
 

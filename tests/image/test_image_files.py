@@ -200,7 +200,7 @@ def clean(folder: Path) -> Tree:
         "trainer/__init__.py": "opt/trainer/trainer/__init__.py",
         "../../bin/trainer": "opt/trainer/bin/trainer",
     }
-    place = "trainer-0.1.0.dist-info/RECORD"
+    place = "reproducible_trainer-0.1.0.dist-info/RECORD"
     tree[f"opt/trainer/{place}"] = record(tree, listed, place)
     return tree
 
@@ -244,7 +244,7 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
     assert [(one.kind, one.name, one.version) for one in seen.components] == [
         ("conda", "tool", "1.0"),
         ("wheel", "lib-x", "2.0"),
-        ("trainer", "trainer", "0.1.0"),
+        ("trainer", "reproducible-trainer", "0.1.0"),
     ]
 
 
@@ -381,7 +381,7 @@ def test_a_copy_that_was_made_a_link_to_one_without_symbols_is_owned(tmp_path: P
 def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     tree["opt/trainer/trainer/__init__.py"] = f"KEY = '{TOKEN}'\n".encode()
-    place = "trainer-0.1.0.dist-info/RECORD"
+    place = "reproducible_trainer-0.1.0.dist-info/RECORD"
     names = ("trainer/__init__.py", "bin/trainer")
     tree[f"opt/trainer/{place}"] = record(tree, {name: f"opt/trainer/{name}" for name in names}, place)
     assert found(report(tree, tmp_path)) == [("token", "opt/trainer/trainer/__init__.py")]

@@ -41,7 +41,10 @@ class Audio:
         # Here and not at the first batch: torch waits for the device while it makes the filters.
         filters = mel_filters(audio)
         if empty := int((filters == 0).all(0).sum()):
-            self.notes = (*self.notes, f"{empty} of {audio.mels} mel bands lie between two bins: always silent")
+            self.notes = (
+                *self.notes,
+                f"{empty} of {audio.mels} mel bands lie between two bins: always silent",
+            )
         self._there = {torch.device("cpu"): (torch.hann_window(audio.window_samples), filters)}
 
     def more_data(self, data: DataConfig, split: str | None) -> Dataset:

@@ -20,8 +20,8 @@ from trainer.commands.doctor.facts import (
     variable,
     warn,
 )
-from trainer.commands.doctor.stacks import numbers, read_stacks, stack_of
 from trainer.host.reading import kind_of, text_of
+from trainer.host.stacks import numbers, read_stacks, unsupported
 from trainer.host.stamp import read_stamp
 from trainer.host.toolchain import missing_compiler, missing_headers
 
@@ -151,7 +151,7 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         return bad(
             f"torch's files are of {release}, its record of {dist}", "half of it was replaced", **_ANEW
         )
-    stack = stack_of(software, stacks)
+    stack = software.stack()
     if stack is None:
         known = ", ".join(sorted(stacks))
         finding = f"torch {software.torch} is of no stack (there are {known})"
@@ -170,6 +170,10 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
             f"pip install put it over what {stack.name} locks: nobody has tried these together, and the "
             "manifests of runs name a lock that isn't what ran",
             **_ANEW,
+        )
+    if ended := unsupported(stack):
+        return warn(
+            ended, "known weaknesses of its packages are no longer looked for", host="make train STACK=…"
         )
     if software.lock != stack.lock:
         how = "from another lock; make venv updates it" if software.lock else "not from its lock"
