@@ -31,7 +31,7 @@ HEADER = """\
 ENVIRONMENT = """\
 # Made by `make lock STACK={stack}`; not to be edited. What conda.lock and wheels.lock hold, for Linux x86_64:
 # conda env create -f {path}
-# conda run -n {name} pip install --no-deps --no-build-isolation -e {root}   (apart: a folder has no hash for pip to check)
+# conda run -n {name} pip install --no-deps --no-build-isolation -e {root}
 name: {name}
 channels:
 {channels}

@@ -20,8 +20,8 @@ from trainer.commands.doctor.doctor import CHECKS, judge
 from trainer.commands.doctor.facts import CheckResult, Gpus, Place, Software, fine
 from trainer.commands.doctor.needs import make_needs, read_for_needs
 from trainer.commands.doctor.show import show, surroundings
-from trainer.host.stacks import fitting, read_stacks
 from trainer.host.disks import Data
+from trainer.host.stacks import fitting, read_stacks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDS = [name for name, _ in CHECKS]

@@ -8,7 +8,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -44,7 +43,7 @@ def declared(metadata: importlib.metadata.PackageMetadata) -> set[str]:
 
 
 def installed(wheel: Path, environment: Path) -> Path:
-    """Makes an environment of the wheel and of what it needs, which is linked from this one; returns its Python."""
+    """An environment of the wheel and links to what it needs; returns its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     site = next(environment.glob("lib/python*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:

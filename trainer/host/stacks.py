@@ -91,4 +91,4 @@ def unsupported(stack: Stack, today: date | None = None) -> str:
     """Says that a stack's support is over; "" if it isn't."""
     if (today or date.today()) <= date.fromisoformat(stack.supported_until):
         return ""
-    return f"the stack {stack.name} had fixes until {stack.supported_until}: move to a newer one (docs/stacks.md)"
+    return f"the stack {stack.name} had fixes until {stack.supported_until}: docs/stacks.md says how to move"

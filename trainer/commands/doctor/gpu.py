@@ -20,10 +20,10 @@ from trainer.commands.doctor.facts import (
     variable,
     warn,
 )
-from trainer.host.stacks import fitting, numbers, read_stacks
 from trainer.config.sizes import GIB
 from trainer.host.nvml import Nvml
 from trainer.host.reading import kind_of, text_of
+from trainer.host.stacks import fitting, numbers, read_stacks
 from trainer.observe.text import rough_size
 
 # NVML's numbers (nvml.h, nvmlReturn_t).
