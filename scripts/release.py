@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Makes a release in a folder: wheel, sdist, notes, bill of materials, provenance, checksums and their signature.
+"""Makes a release in a folder: wheel, sdist, notes, bill of materials, provenance, checksums, signature.
 
-Nothing is published. What it builds is the commit that is checked out, not the files around it; two calls give the
-same bytes. The README gets absolute links and the metadata addresses, because an index shows them without the files.
+Nothing is published. What it builds is the commit that is checked out, not the files around it; two calls
+give the same bytes. The README gets absolute links and the metadata addresses, because an index shows them
+without the files.
 """
 
 import argparse
+import gzip
 import hashlib
 import io
 import json
@@ -16,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import uuid
+import zipfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, metadata
@@ -28,7 +31,7 @@ from wheels import Wheel, read_lock
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "torch2.9-cu128"
 TEXT, PICTURE = "blob", "raw"  # what leads to a file, and what shows it
-BUILD = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})"
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
 class ReleaseError(Exception):
@@ -73,7 +76,7 @@ def version_of(tag: str, texts: dict[str, str]) -> str:
         said[file] = found[1].strip("\"'") if found else "none"
     if not tag.startswith("v") or len(set(said.values())) > 1:
         raise ReleaseError(
-            f"tag {tag}: versions differ: {', '.join(f'{where} {version}' for where, version in said.items())}"
+            f"tag {tag}: versions differ: {', '.join(f'{where} {one}' for where, one in said.items())}"
         )
     return said["the tag"]
 
@@ -133,20 +136,38 @@ def build(out: Path, source: str, tag: str, epoch: int) -> None:
         for name, change in {"README.md": absolute, "pyproject.toml": addressed}.items():
             file = folder / name
             file.write_text(change(file.read_text(), source, tag))
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
         os.umask(0o022)
-        for path in [folder, *folder.rglob("*")]:
-            os.utime(path, (epoch, epoch), follow_symlinks=False)
-        environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
         ran = subprocess.run(
-            [sys.executable, "-c", BUILD.format(str(out))],
+            [sys.executable, "-c", BUILD, out],
             cwd=folder,
-            env=environment,
+            env={**os.environ, "SOURCE_DATE_EPOCH": str(epoch)},
             capture_output=True,
             text=True,
             check=False,
         )
-    if ran.returncode:
-        raise ReleaseError(f"setuptools: {ran.stderr.strip().splitlines()[-1]}")
+        if ran.returncode:
+            raise ReleaseError(f"setuptools: {ran.stderr.strip().splitlines()[-1]}")
+        (wheel,) = out.glob("*.whl")
+        name = "-".join(wheel.name.split("-")[:2])
+        with zipfile.ZipFile(wheel) as archive:
+            (folder / "PKG-INFO").write_bytes(archive.read(f"{name}.dist-info/METADATA"))
+        write_sdist(out / f"{name}.tar.gz", folder, [folder / "PKG-INFO", *files], epoch)
+
+
+def write_sdist(file: Path, folder: Path, files: Sequence[Path], epoch: int) -> None:
+    """Writes an sdist with everything that the commit has; setuptools' differs from call to call."""
+    with (
+        file.open("wb") as raw,
+        gzip.GzipFile("", "wb", 9, raw, mtime=epoch) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for path in files:
+            entry = tarfile.TarInfo(f"{file.name.removesuffix('.tar.gz')}/{path.relative_to(folder)}")
+            entry.size, entry.mtime = path.stat().st_size, epoch
+            entry.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+            with path.open("rb") as content:
+                archive.addfile(entry, content)
 
 
 def license_of(name: str) -> str:

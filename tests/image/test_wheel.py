@@ -16,7 +16,7 @@ TRAIN = """\
 import sys
 from trainer.cli import main
 for recipe in ("digits", "gpt-stdlib", "dtmf", "digits-detection"):
-    words = ["train", recipe, "--quiet", "--out", f"runs/{recipe}", "--set", "max_steps=1",
+    words = ["train", recipe, "--fast-dev-run", "--out", f"runs/{recipe}", "--set", "max_steps=1",
              "--set", "parallel.threads=1", "--set", "compile.mode=none"]
     print("ended:", recipe, main(words), flush=True)
 """
@@ -64,6 +64,7 @@ def installed(wheel: Path, environment: Path) -> Path:
     return environment / "bin/python"
 
 
+@pytest.mark.slow  # test_habits.py sees in the fast suite that nothing undeclared is imported
 def test_the_wheel_alone_trains_each_embedded_recipe(tmp_path: Path) -> None:
     python = installed(built(tmp_path), tmp_path / "environment")
     left = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
