@@ -24,7 +24,7 @@ def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:
                 wheels[wheel.name] = " ".join([*wheels.get(wheel.name, "").split(), wheel.version])
         found[folder.name] = {
             "conda": stack["kind"] == "conda",
-            **stack["pins"],
+            **{"torchaudio": "", **stack["pins"]},
             "cuda": stack["brings"]["cuda"],
             "architectures": stack["gpu"]["architectures"],
             "native": stack["driver"]["native"],

@@ -1,13 +1,17 @@
 """P2: the wheel alone, beside nothing but what it declares, trains every embedded recipe."""
 
+import ast
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from conda_lock import read_toml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -16,8 +20,7 @@ TRAIN = """\
 import sys
 from trainer.cli import main
 for recipe in ("digits", "gpt-stdlib", "dtmf", "digits-detection"):
-    words = ["train", recipe, "--fast-dev-run", "--out", f"runs/{recipe}", "--set", "max_steps=1",
-             "--set", "parallel.threads=1", "--set", "compile.mode=none"]
+    words = ["train", recipe, "--fast-dev-run", "--set", "parallel.threads=1", "--set", "compile.mode=none"]
     print("ended:", recipe, main(words), flush=True)
 """
 
@@ -42,6 +45,17 @@ def declared(metadata: importlib.metadata.PackageMetadata) -> set[str]:
     }
 
 
+def needed(waiting: set[str]) -> dict[str, importlib.metadata.Distribution]:
+    """These packages and what they need, as far as they are installed."""
+    found = dict[str, importlib.metadata.Distribution]()
+    while waiting:
+        name = waiting.pop()
+        for one in importlib.metadata.distributions(name=name):
+            found[name] = one
+            waiting |= declared(one.metadata) - found.keys()
+    return found
+
+
 def installed(wheel: Path, environment: Path) -> Path:
     """An environment of the wheel and links to what it needs; returns its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
@@ -50,21 +64,16 @@ def installed(wheel: Path, environment: Path) -> Path:
         archive.extractall(site)
     (own,) = importlib.metadata.distributions(path=[str(site)])
     assert own.metadata["Name"] == "reproducible-trainer"
-    waiting, seen = declared(own.metadata), set[str]()
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        one = importlib.metadata.distribution(name)
+    for one in needed(declared(own.metadata)).values():
         for top in {file.parts[0] for file in one.files or () if file.parts[0] not in ("..", "__pycache__")}:
             there = Path(str(one.locate_file(top)))
             if there.exists() and not (site / top).exists():
                 (site / top).symlink_to(there)
-        waiting |= declared(one.metadata) - seen
-    assert "torchaudio" not in seen
+    assert not list(site.glob("torchaudio*"))
     return environment / "bin/python"
 
 
-@pytest.mark.slow  # test_habits.py sees in the fast suite that nothing undeclared is imported
+@pytest.mark.slow
 def test_the_wheel_alone_trains_each_embedded_recipe(tmp_path: Path) -> None:
     python = installed(built(tmp_path), tmp_path / "environment")
     left = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
@@ -73,3 +82,29 @@ def test_the_wheel_alone_trains_each_embedded_recipe(tmp_path: Path) -> None:
     )
     ended = [line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("ended:")]
     assert ended == [[name, "0"] for name in ("digits", "gpt-stdlib", "dtmf", "digits-detection")], ran.stderr
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """Each file of the package and the top of each module that it imports."""
+    for file in (ROOT / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((one.name.partition(".")[0], file.name) for one in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield str(node.module).partition(".")[0], file.name
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = read_toml(ROOT / "pyproject.toml")["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    asked = {canonicalize_name(Requirement(line).name) for group in groups for line in group}
+    assert "torchaudio" not in asked
+    there = needed(asked).keys()
+    owners = importlib.metadata.packages_distributions()
+    others = {
+        (name, file)
+        for name, file in imported()
+        if name not in sys.stdlib_module_names and name != "trainer" and name in owners
+        if not there & set(map(canonicalize_name, owners[name]))
+    }
+    assert not others

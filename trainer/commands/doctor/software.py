@@ -145,6 +145,12 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         return bad("there is no torch", "nothing can be trained", **_ANEW)
     if software.changing:
         return bad("an installer of this environment was interrupted", "half a package may be there", **_ANEW)
+    if {"trainer", "reproducible-trainer"} <= installed.keys():
+        finding = "both reproducible-trainer and another project's trainer are installed"
+        remedy = "pip uninstall trainer reproducible-trainer; then install one"
+        return bad(
+            finding, "they are imported by one name: the last one overwrote the other's files", host=remedy
+        )
     if software.twice:
         return bad(f"{some(software.twice)} are both installed", "one was installed over another", **_ANEW)
     if dist.partition("+")[0] != release:
@@ -157,6 +163,7 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         finding = f"torch {software.torch} is of no stack (there are {known})"
         return warn(finding, "nobody has tried these versions together", **_ANEW)
     pins = {name: getattr(stack, name) for name in ("torch", "torchvision", "torchaudio")}
+    pins = {name: version for name, version in pins.items() if version}
     locked = {**pins, **stack.wheels} if software.lock == stack.lock else pins
     other = [
         f"{name} {installed[name]} (locked: {versions.replace(' ', ' or ')})"
