@@ -21,10 +21,16 @@ from typing import Any
 import lock
 import stack_table
 from conda_lock import FILES, read_toml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 # torchaudio ends here; from torch 2.15 on, of CUDA 13.2, its import fails. The trainer itself needs none.
 LAST_AUDIO, LAST_WITH_AUDIO = "2.11.0", (2, 14)
+WHERE = {
+    **{"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"},
+    **{"python_version": "3.12", "python_full_version": "3.12.0", "implementation_name": "cpython"},
+    "platform_python_implementation": "CPython",
+}
 ARCHITECTURES = "import torch; print(torch._C._cuda_getArchFlags() or '')"
 
 
@@ -41,12 +47,17 @@ def audio_of(torch: str) -> str:
 
 
 def brought(resolved: str) -> dict[str, str]:
-    """What a torch brings, from its resolution for Linux x86_64 (`name==version` lines).
+    """What a torch brings on Linux x86_64, from its resolution (`name==version ; marker` lines).
 
     Raises:
         StackError: something is missing.
     """
-    held = dict(re.findall(r"^([\w.-]+)==([\w.]+)", resolved, re.MULTILINE))
+    lines = [Requirement(one.rstrip(" \\")) for one in resolved.splitlines() if re.match(r"[\w.-]+==", one)]
+    held = {
+        one.name: str(one.specifier).removeprefix("==")
+        for one in lines
+        if one.marker is None or one.marker.evaluate(WHERE)
+    }
 
     def one(*names: str) -> str:
         found = [held[name] for name in names if name in held]
@@ -156,9 +167,8 @@ def make(base: str, torch: str, driver: str, tests: bool) -> str:
     asked = [f"torch=={torch}", "torchvision", *(f"{key}=={value}" for key, value in audio.items())]
     uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv") or "uv"
     with tempfile.TemporaryDirectory() as temporary:
-        platform = ["--python-platform=x86_64-manylinux_2_28", "--python-version=3.12"]
         try:
-            said = lock.resolve(uv, asked, "", Path(temporary), *platform)
+            said = lock.resolve(uv, asked, "", Path(temporary))
         except (OSError, subprocess.CalledProcessError):
             raise StackError(f"uv finds no torch {torch} with a torchvision (above)") from None
     brings = brought(said)

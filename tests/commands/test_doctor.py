@@ -386,7 +386,7 @@ def test_a_folder_of_the_box_is_what_is_planted() -> None:
 def test_two_packages_of_one_import_are_told() -> None:
     both = {"trainer": "0.0.36", "reproducible-trainer": "0.1.0"}
     found = judge(healthy(software__installed=both))["software.lock"]
-    assert (found.status, "imported by one name" in str(found)) == ("bad", True)
+    assert (found.status, "imported as trainer" in str(found)) == ("bad", True)
 
 
 def test_a_stack_past_its_support_is_told_by_doctor_and_run(monkeypatch: pytest.MonkeyPatch) -> None:

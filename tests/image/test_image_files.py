@@ -542,7 +542,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -
     assert tool["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
     assert lib["purl"] == "pkg:pypi/lib-x@2.0" and "hashes" not in lib
     assert [one["value"] for one in lib["properties"]][1:] == ["b" * 64, "c" * 64]
-    assert trainer["purl"] == "pkg:generic/trainer@0.1.0"
+    assert trainer["purl"] == "pkg:generic/reproducible-trainer@0.1.0"
     other = bill("trainer:x", base, {}, [], None, None)
     assert other["serialNumber"] != found["serialNumber"] and "timestamp" not in other["metadata"]
 

@@ -148,9 +148,7 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if {"trainer", "reproducible-trainer"} <= installed.keys():
         finding = "both reproducible-trainer and another project's trainer are installed"
         remedy = "pip uninstall trainer reproducible-trainer; then install one"
-        return bad(
-            finding, "they are imported by one name: the last one overwrote the other's files", host=remedy
-        )
+        return bad(finding, "both are imported as trainer: one overwrote files of the other", host=remedy)
     if software.twice:
         return bad(f"{some(software.twice)} are both installed", "one was installed over another", **_ANEW)
     if dist.partition("+")[0] != release:
