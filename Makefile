@@ -28,6 +28,12 @@ BENCH   = claims
 REGISTRY =
 RUN     = runs
 BASE    =
+FROM    =
+TORCH   =
+DRIVER  =
+TAG     =
+SOURCE  =
+KEY     =
 ADVISORIES =
 VENV    = .venv
 
@@ -50,7 +56,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor mutants steady image verify-image push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
-	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock audit sbom scan clean-venv
+	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock stack release audit sbom scan clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -189,6 +195,18 @@ lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels 
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
 	$(VENV)/bin/python scripts/stack_table.py
+
+# From a stack of wheels; a CUDA that no stack has needs DRIVER=native,floor.
+stack: override VENV = build/lock
+stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1, and test both; ARGS=--no-tests
+	$(if $(and $(FROM),$(TORCH)),,$(error make stack needs FROM=, a folder of stacks/, and TORCH=, a version))
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
+	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)
+
+release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.1.0 SOURCE=https://… KEY=file
+	$(call bootstrap,--groups train)
+	$(VENV)/bin/python scripts/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") \
+		$(if $(SOURCE),--source "$(SOURCE)") $(if $(KEY),--key "$(KEY)") $(ARGS)
 
 audit sbom scan: override VENV = build/lock
 audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml

@@ -234,14 +234,21 @@ def run(options: argparse.Namespace) -> int:
     """Audits a stack; returns the exit code."""
     locked = read_locks(options.stacks / options.stack)
     found = items_of_bill(options.bill) if options.bill else items(locked)
+    today = datetime.now(timezone.utc).date()
+    until = read_toml(options.stacks / options.stack / "stack.toml").get("supported_until", today)
+    if until < today:
+        print(
+            f"audit: {options.stack}: supported until {until}: docs/stacks.md says how to move",
+            file=sys.stderr,
+        )
     if options.advisories is None:
         print("audit: not run: no advisory file (give ADVISORIES=FILE)")
-        return 0
+        return int(until < today)
     there = options.waivers != WAIVERS or WAIVERS.is_file()
     waivers = read_waivers(options.waivers) if there else []
     advisories = read_advisories(options.advisories)
     try:
-        bad, said = audit(found, advisories, waivers, datetime.now(timezone.utc).date())
+        bad, said = audit(found, advisories, waivers, today)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise AuditError(f"{options.advisories} has a record that is not OSV's: {error!r}") from None
     for line in said:
@@ -252,7 +259,7 @@ def run(options: argparse.Namespace) -> int:
     packages = sum(one.ecosystem == "conda" or "conda" not in one.where for one in found)
     counts = f"{packages} packages, {len(advisories)} advisories: {len(bad)} fail, {len(said)} waived"
     print(f"audit: {options.stack}: {counts}")
-    return 1 if bad else 0
+    return int(bool(bad) or until < today)
 
 
 def main(words: list[str] | None = None) -> None:

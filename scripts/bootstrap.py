@@ -235,6 +235,8 @@ def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> Non
         packages = sorted({wheel.name for wheel in wheels if set(names) & set(wheel.groups)})
         venv.write(changing=False, groups=now, packages=packages, lock=source)
         if project:
+            if any(venv.path.glob(f"{SITE[:-2]}/trainer-*.dist-info")):  # its name until 0.1.0
+                venv.run(*tool, "uninstall", "trainer")
             if not venv.run(*tool, "install", "--no-index", "--no-deps", "--no-build-isolation", "-e", ROOT):
                 stop(f"{ROOT} could not be installed", 1)
             venv.write(project=project)

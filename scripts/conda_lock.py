@@ -31,6 +31,7 @@ HEADER = """\
 ENVIRONMENT = """\
 # Made by `make lock STACK={stack}`; not to be edited. What conda.lock and wheels.lock hold, for Linux x86_64:
 # conda env create -f {path}
+# conda run -n {name} pip install --no-deps --no-build-isolation -e {root}
 name: {name}
 channels:
 {channels}
@@ -126,6 +127,7 @@ def write_environment(stack: str, channels: Sequence[str], packages: Sequence[Pa
     return ENVIRONMENT.format(
         stack=stack,
         path=path,
+        root="../.." if "/" in path else ".",
         name=stack,
         channels="\n".join(f"  - {channel}" for channel in channels),
         # With several channels each package names its own: a strict priority would look in the first only.

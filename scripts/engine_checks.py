@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.commands.doctor.stacks import Stack, fitting, numbers, read_stacks  # noqa: E402
 from trainer.config.suggest import nearest  # noqa: E402
 from trainer.errors import BadInputError  # noqa: E402
 from trainer.host.gpus import Gpu, parse_gpus  # noqa: E402
+from trainer.host.stacks import Stack, fitting, numbers, read_stacks  # noqa: E402
 
 
 def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ import json
 import platform
 import re
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -15,6 +15,13 @@ def _cudnn() -> str:
     number = torch.backends.cudnn.version() or 0
     major, rest = divmod(number, 10000)
     return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _torchaudio() -> str:
+    try:
+        return version("torchaudio").partition("+")[0]
+    except PackageNotFoundError:  # it ends before torch 2.15
+        return ""
 
 
 def _triton() -> str:
@@ -33,14 +40,14 @@ def facts() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__.partition("+")[0],
         "torchvision": version("torchvision").partition("+")[0],
-        "torchaudio": version("torchaudio").partition("+")[0],
+        "torchaudio": _torchaudio(),
         "cuda": torch.version.cuda,
         "cudnn": _cudnn(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "triton": _triton(),
         # sm_90a has code for sm_90's own instructions beside it: the same GPUs.
         "architectures": list(dict.fromkeys(re.findall(r"sm_\d+", flags))),
-        "trainer": version("trainer"),
+        "trainer": version("reproducible-trainer"),
         "compiler": _compiler(),
     }
 

@@ -102,7 +102,7 @@ def wheel_claims(files: Files, known: Container[str]) -> tuple[list[Component], 
         if not match or place in known or place in claims or entry.kind != "file":
             continue
         site, name = match["site"], canonical(match["name"])
-        kind = "trainer" if (site, name) == ("opt/trainer", "trainer") else "wheel"
+        kind = "trainer" if (site, name) == ("opt/trainer", "reproducible-trainer") else "wheel"
         component = Component(kind, name, match["version"], place, {})
         components.append(component)
         claims[place] = [Claim(component, entry.digest)]

@@ -114,6 +114,7 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
     pins = description["pins"] if description["kind"] == "wheels" else {}
     constraints = "".join(f"{name}=={version}\n" for name, version in {**held, **pins}.items())
     groups, old = wanted(project), stack / "wheels.lock"
+    groups["train"] = [*groups["train"], *pins]  # torchaudio, which the trainer itself doesn't need
     groups = {name: groups[name] for name in description.get("groups", groups)}
     if description["kind"] == "conda":
         groups = {

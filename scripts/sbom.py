@@ -17,7 +17,7 @@ def purl(one: Component) -> str:
     version = quote(one.version, safe="")
     if one.kind == "wheel":
         return f"pkg:pypi/{one.name}@{version}"
-    if one.kind == "trainer":  # PyPI's `trainer` is another project
+    if one.kind == "trainer":  # built from this repository, not taken from PyPI
         return f"pkg:generic/{one.name}@{version}"
     channel, subdir = (
         str(one.record.get("channel", "")).rstrip("/").rsplit("/", 1)[-1],

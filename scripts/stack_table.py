@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes trainer/commands/doctor/stacks.json: what the doctor knows of each stack without a checkout."""
+"""Writes trainer/host/stacks.json: what the doctor knows of each stack without a checkout."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from conda_lock import read_toml
 from wheels import read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "trainer/commands/doctor/stacks.json"
+TABLE = ROOT / "trainer/host/stacks.json"
 
 
 def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:
@@ -24,11 +24,12 @@ def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:
                 wheels[wheel.name] = " ".join([*wheels.get(wheel.name, "").split(), wheel.version])
         found[folder.name] = {
             "conda": stack["kind"] == "conda",
-            **stack["pins"],
+            **{"torchaudio": "", **stack["pins"]},
             "cuda": stack["brings"]["cuda"],
             "architectures": stack["gpu"]["architectures"],
             "native": stack["driver"]["native"],
             "floor": stack["driver"]["floor"],
+            "supported_until": str(stack["supported_until"]),
             "lock": hashlib.sha256(lock).hexdigest(),
             "wheels": wheels,
         }

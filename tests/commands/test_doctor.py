@@ -6,6 +6,8 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,8 +22,9 @@ from trainer.commands.doctor.doctor import CHECKS, judge
 from trainer.commands.doctor.facts import CheckResult, Gpus, Place, Software, fine
 from trainer.commands.doctor.needs import make_needs, read_for_needs
 from trainer.commands.doctor.show import show, surroundings
-from trainer.commands.doctor.stacks import fitting, read_stacks
 from trainer.host.disks import Data
+from trainer.host.stacks import fitting, read_stacks, unsupported
+from trainer.train import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDS = [name for name, _ in CHECKS]
@@ -378,3 +381,24 @@ def test_a_folder_of_the_box_is_what_is_planted() -> None:
     box = healthy(folders__run__free=7)
     assert box.folders["run"] == folder(free=7)
     assert box.folders["tmp"] == healthy().folders["tmp"]
+
+
+def test_two_packages_of_one_import_are_told() -> None:
+    both = {"trainer": "0.0.36", "reproducible-trainer": "0.1.0"}
+    found = judge(healthy(software__installed=both))["software.lock"]
+    assert (found.status, "imported as trainer" in str(found)) == ("bad", True)
+
+
+def test_a_stack_past_its_support_is_told_by_doctor_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = read_stacks()["torch2.9-cu128"]
+    last = date.fromisoformat(stack.supported_until)
+    assert not unsupported(stack, last)
+    assert "had fixes until" in unsupported(stack, last + timedelta(days=1))
+    assert provenance._support(stack.lock) == []
+    old = {name: replace(one, supported_until="2020-01-01") for name, one in read_stacks().items()}
+    monkeypatch.setattr("trainer.commands.doctor.facts.read_stacks", lambda: old)
+    monkeypatch.setattr("trainer.train.provenance.read_stacks", lambda: old)
+    found = judge(healthy())["software.lock"]
+    assert (found.status, "had fixes until 2020-01-01" in found.finding) == ("warn", True)
+    (said,) = provenance._support(stack.lock)
+    assert said == found.finding

@@ -19,7 +19,7 @@ from trainer.host.files import read_bounded
 _OWN_WORDS = {
     "host/strict_json.py": "the bounded parser",
     "host/stamp.py": "a file of the environment that the package is installed in",
-    "commands/doctor/stacks.py": "a file of the package",
+    "host/stacks.py": "a file of the package",
     "launch/as_launcher.py": "the launch's own folder, for its user alone, before anything can be imported",
     "launch/folder.py": "the launch's own folder",
     "launch/exit_record.py": "the launch's own folder",

@@ -363,7 +363,7 @@ def test_every_file_has_an_owner_and_no_secret_is_in_a_layer(dev_image: str, tmp
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 findings" in done.stdout
     components = json.loads((tmp_path / "sbom.json").read_text())["components"]
-    assert {"torch", "nvidia-cudnn-cu12", "trainer"} <= {one["name"] for one in components}
+    assert {"torch", "nvidia-cudnn-cu12", "reproducible-trainer"} <= {one["name"] for one in components}
 
 
 def test_libraries_without_symbols_are_those_of_the_wheels(train_image: str, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.doctor.facts import Card, Gpus, MachineFacts, Network, RecipeNeeds, Software, System
-from trainer.commands.doctor.stacks import read_stacks
 from trainer.host.disks import Data, Folder, Mount
 from trainer.host.limits import Limits
+from trainer.host.stacks import read_stacks
 
 GIB, MIB = 1 << 30, 1 << 20
 STACK = read_stacks()["torch2.9-cu128"]

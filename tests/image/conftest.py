@@ -20,7 +20,7 @@ def machine(tmp_path: Path) -> Machine:
     for room in ("", "config", "host", "commands", "commands/doctor"):
         (root / "trainer" / room).mkdir(parents=True)
         shutil.copy(ROOT / "trainer" / room / "__init__.py", root / "trainer" / room)
-    doctor = ("commands/doctor/stacks.py", "commands/doctor/stacks.json")
+    doctor = ("host/stacks.py", "host/stacks.json")
     for name in (
         "errors.py",
         "version.py",

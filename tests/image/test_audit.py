@@ -205,3 +205,14 @@ def test_bad_input_is_one_line(stacks: Path) -> None:
     (stacks / "small" / "conda.lock").write_text("@EXPLICIT\nnothing\n")
     code, out = run(stacks, "--advisories", file)
     assert (code, out.count("\n")) == (2, 1) and "conda.lock: line 2" in out
+
+
+@pytest.mark.parametrize(("until", "code"), [("2020-01-01", 1), ("2999-01-01", 0)])
+def test_a_stack_past_its_support_fails(stacks: Path, until: str, code: int) -> None:
+    about = stacks / "small/stack.toml"
+    about.write_text(f"supported_until = {until}\n{about.read_text()}")
+    err = io.StringIO()
+    with redirect_stderr(err), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as ended:
+        main(["small", "--stacks", str(stacks)])
+    assert ended.value.code == code
+    assert ("audit: small: supported until 2020-01-01" in err.getvalue()) == bool(code)

@@ -198,7 +198,7 @@ def clean(folder: Path) -> Tree:
         "trainer/__init__.py": "opt/trainer/trainer/__init__.py",
         "../../bin/trainer": "opt/trainer/bin/trainer",
     }
-    place = "trainer-0.1.0.dist-info/RECORD"
+    place = "reproducible_trainer-0.1.0.dist-info/RECORD"
     tree[f"opt/trainer/{place}"] = record(tree, listed, place)
     return tree
 
@@ -242,7 +242,7 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
     assert [(one.kind, one.name, one.version) for one in seen.components] == [
         ("conda", "tool", "1.0"),
         ("wheel", "lib-x", "2.0"),
-        ("trainer", "trainer", "0.1.0"),
+        ("trainer", "reproducible-trainer", "0.1.0"),
     ]
 
 
@@ -379,7 +379,7 @@ def test_a_copy_that_was_made_a_link_to_one_without_symbols_is_owned(tmp_path: P
 def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     tree["opt/trainer/trainer/__init__.py"] = f"KEY = '{TOKEN}'\n".encode()
-    place = "trainer-0.1.0.dist-info/RECORD"
+    place = "reproducible_trainer-0.1.0.dist-info/RECORD"
     names = ("trainer/__init__.py", "bin/trainer")
     tree[f"opt/trainer/{place}"] = record(tree, {name: f"opt/trainer/{name}" for name in names}, place)
     assert found(report(tree, tmp_path)) == [("token", "opt/trainer/trainer/__init__.py")]
@@ -544,7 +544,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -
     assert tool["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
     assert lib["purl"] == "pkg:pypi/lib-x@2.0" and "hashes" not in lib
     assert [one["value"] for one in lib["properties"]][1:] == ["b" * 64, "c" * 64]
-    assert trainer["purl"] == "pkg:generic/trainer@0.1.0"
+    assert trainer["purl"] == "pkg:generic/reproducible-trainer@0.1.0"
     other = bill("trainer:x", base, {}, [], None, None)
     assert other["serialNumber"] != found["serialNumber"] and "timestamp" not in other["metadata"]
 

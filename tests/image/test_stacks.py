@@ -12,6 +12,7 @@ from typing import Any
 
 import conda_lock
 import lock
+import new_stack
 import pytest
 import rattler
 import yaml
@@ -361,3 +362,55 @@ def test_the_build_number_is_read_from_the_build() -> None:
         "default_hbd61a6d_102": 102,
     }
     assert {build: conda_lock.build_number(build) for build in builds} == builds
+
+
+def test_a_new_stack_is_what_was_made_by_hand(tmp_path: Path) -> None:
+    """From the default's text and the lock of torch 2.14: the facts of the stack that is there."""
+    there = ROOT / "stacks/torch2.14-cu130"
+    expected = read_toml(there / "stack.toml")
+    brings = new_stack.brought((there / "wheels.lock").read_text())
+    pins = {
+        "torch": "2.14.1",
+        "torchvision": brings.pop("torchvision"),
+        "torchaudio": new_stack.audio_of("2.14.1"),
+    }
+    driver = new_stack.drivers(brings["cuda"], "", ROOT / "stacks")
+    text = new_stack.described((DEFAULT / "stack.toml").read_text(), there.name, pins, brings, driver)
+    text = new_stack.with_architectures(text, "sm_75 sm_80 sm_86 sm_90a sm_100 sm_120")
+    (tmp_path / "stack.toml").write_text(text)
+    made = read_toml(tmp_path / "stack.toml")
+    for key in ("name", "kind", "python", "pins", "brings", "gpu", "driver", "conda"):
+        assert made[key] == expected[key], key
+    assert "budget_gb" not in made
+    page = new_stack.documented("| a |\n|---|---|\n| b |\n", "torch9.9-cu130", made)
+    assert page.splitlines()[2].startswith(
+        "| `torch9.9-cu130` | 2.14.1, 13.0; wheels | sm_75 to sm_120 | 580 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "torch", "said"),
+    [
+        ("torch9", "2.14.1", "FROM=torch9: no such folder"),
+        ("torch2.9-cu128", "2.14", "TORCH=2.14: give a release"),
+        ("pytorch-cuda-12.4", "2.14.1", "channel ended with torch 2.5.1"),
+    ],
+)
+def test_what_makes_no_stack_is_one_line(
+    base: str, torch: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new_stack.main([f"--base={base}", f"--torch={torch}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_cuda_without_a_stack_needs_its_drivers_and_torchaudio_ends() -> None:
+    with pytest.raises(new_stack.StackError, match=r"no stack has CUDA 13\.9: give DRIVER=NATIVE,FLOOR"):
+        new_stack.drivers("13.9", "", ROOT / "stacks")
+    assert new_stack.drivers("13.2", "595.45.04,580", ROOT / "stacks") == ("595.45.04", "580")
+    assert [new_stack.audio_of(one) for one in ("2.9.1", "2.12.0", "2.15.0")] == ["2.9.1", "2.11.0", ""]
+
+
+def test_the_page_names_each_stack_and_its_end(stack: Path) -> None:
+    text, until = (ROOT / "docs/stacks.md").read_text(), read_toml(stack / "stack.toml")["supported_until"]
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{stack.name}`")]
+    assert row.endswith(f"| {until} |")

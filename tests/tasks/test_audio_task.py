@@ -85,6 +85,39 @@ def test_features_are_a_log_mel_spectrogram() -> None:
         np.testing.assert_allclose(given.numpy(), expected, atol=2e-3)
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("rate", "highest"), [(8000, 1800.0), (16000, None), (11025, None), (44100, 16000.0)]
+)
+def test_features_and_masks_have_the_bits_of_torchaudio(rate: int, highest: float | None) -> None:
+    transforms = pytest.importorskip("torchaudio.transforms")
+    masks = {"time_masks": 2, "time_mask": 5, "frequency_masks": 2, "frequency_mask": 7}
+    task = audio_task(audio={"sample_rate": rate, "highest": highest, "lowest": 20, "mels": 24, **masks})
+    given = torch.randint(-20000, 20000, (3, task._config.bins * 4), dtype=torch.int16).float() / 32768
+    theirs = transforms.MelSpectrogram(
+        rate,
+        n_fft=task._config.bins,
+        win_length=task._config.window_samples,
+        hop_length=task._hop,
+        f_min=20.0,
+        f_max=highest,
+        n_mels=24,
+    )(given)
+    assert torch.equal(task._mel(given), theirs)
+    torch.manual_seed(5)
+    expected = transforms.SpecAugment(2, 5, 2, 7, zero_masking=True)(theirs.unsqueeze(1))
+    torch.manual_seed(5)
+    masked = task._masked(theirs.unsqueeze(1))
+    assert torch.equal(masked, expected)
+    assert masked.stride() == expected.stride(), "the model's kernels depend on it"
+
+
+def test_a_band_between_two_bins_is_told() -> None:
+    task = audio_task(audio={"mels": 300})
+    assert any("mel bands lie between two bins" in note for note in task.notes)
+    assert not any("mel bands" in note for note in audio_task().notes)
+
+
 def test_a_level_changes_nothing_and_silence_is_finite() -> None:
     task = audio_task()
     loud = torch.randint(-20000, 20000, (1, 1024), dtype=torch.int16)

@@ -130,7 +130,7 @@ class Audio:
 
 
 def mel_filters(audio: AudioConfig) -> torch.Tensor:
-    """Triangles of height 1, evenly spaced on HTK's mel scale: float32 (bins, mels), as torchaudio makes them."""
+    """Triangles of height 1 on HTK's mel scale, as torchaudio makes them: float32 (bins, mels)."""
     highest = audio.sample_rate // 2
     first, last = (
         2595.0 * math.log10(1.0 + edge / 700.0) for edge in (audio.lowest, audio.highest or float(highest))

@@ -19,6 +19,7 @@ from trainer.config.section import config_hash
 from trainer.host.environment import IMAGE_DIGEST
 from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
+from trainer.host.stacks import read_stacks, stack_of, unsupported
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
 from trainer.train.differences import differences, extends, other_arithmetic, other_data
@@ -105,7 +106,7 @@ def make_manifest(
         },
         steps=run.steps,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
-        notes=list(notes),
+        notes=[*_support(lock_hash(Path(sys.prefix))), *notes],
         trackers=dict(stored.trackers) if stored else {},
         trust=marked(recipe, run_id, stored.trust if stored else {}),
         weights={},
@@ -126,6 +127,12 @@ def lock_hash(prefix: Path) -> str | None:
     """SHA-256 of the wheels.lock that an environment was installed from; None where nobody knows."""
     stamp = read_stamp(prefix)
     return None if stamp.changing else stamp.lock
+
+
+def _support(lock: str | None) -> list[str]:
+    stack = stack_of(lock or "", torch.__version__, torch.version.cuda or "", read_stacks())
+    ended = unsupported(stack) if stack else ""
+    return [ended] if ended else []
 
 
 def _versions(device: torch.device) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 It never imports torch, which may be what is broken. `doctor` reads the box as `facts`, and asks the checks:
 `gpu`, `software`, `resources`, `storage`, `network`. `needs` is what a recipe asks of the box,
-`stacks` what torch may be beside which driver, `show` tells what was found.
+`show` tells what was found.
 """
 
 import argparse

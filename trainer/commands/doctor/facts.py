@@ -12,6 +12,7 @@ from typing import Literal
 
 from trainer.host.disks import Data, Folder
 from trainer.host.limits import Limits
+from trainer.host.stacks import Stack, read_stacks, stack_of
 
 Status = Literal["ok", "warn", "bad", "not available"]
 Place = Literal["container", "kubernetes", "slurm", "host"]
@@ -151,6 +152,10 @@ class Software:
     shadowed: tuple[str, ...] = ()  # packages that PYTHONPATH puts before the installed ones, with the folder
     searched: tuple[str, ...] = ()  # CUDA, cuDNN and NCCL libraries in LD_LIBRARY_PATH or LD_PRELOAD
     uncompiled: str = ""  # what torch.compile lacks of a compiler and Python's headers; "" if nothing
+
+    def stack(self) -> Stack | None:
+        """The stack that it was made from, or that has its torch."""
+        return stack_of(self.lock, self.torch, self.cuda, read_stacks())
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from trainer.commands.doctor.facts import (
     variable,
     warn,
 )
-from trainer.commands.doctor.stacks import fitting, numbers, read_stacks, stack_of
 from trainer.config.sizes import GIB
 from trainer.host.nvml import Nvml
 from trainer.host.reading import kind_of, text_of
+from trainer.host.stacks import fitting, numbers, read_stacks
 from trainer.observe.text import rough_size
 
 # NVML's numbers (nvml.h, nvmlReturn_t).
@@ -170,7 +170,7 @@ def driver(box: MachineFacts) -> CheckResult:
     gpus, stacks = box.gpus, read_stacks()
     if not gpus.driver:
         return unavailable("no driver answers")
-    stack = stack_of(box.software, stacks)
+    stack = box.software.stack()
     if stack is None:  # a torch of the user's own: what its CUDA needs is in the table as well
         same = [one for one in stacks.values() if numbers(one.cuda)[:1] == numbers(box.software.cuda)[:1]]
         if not same:
@@ -210,7 +210,7 @@ def architecture(box: MachineFacts) -> CheckResult:
     cards = [card for card in box.gpus.cards if card.architecture]
     if not cards:
         return unavailable("no GPU")
-    stack = stack_of(box.software, read_stacks())
+    stack = box.software.stack()
     if stack is None:
         return unavailable(f"torch {box.software.torch} is of no stack that is known here")
     if without := [card for card in cards if not stack.covers(card.architecture)]:

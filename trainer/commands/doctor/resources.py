@@ -14,9 +14,9 @@ from trainer.commands.doctor.facts import (
     variable,
     warn,
 )
-from trainer.commands.doctor.stacks import numbers
 from trainer.config.sizes import GIB, MIB
 from trainer.host.limits import TASKS_PER_RANK, TASKS_PER_WORKER
+from trainer.host.stacks import numbers
 from trainer.observe.text import rough_size
 
 # NCCL's own advice for containers is 1 GiB of /dev/shm.

@@ -20,8 +20,8 @@ from trainer.commands.doctor.facts import (
     variable,
     warn,
 )
-from trainer.commands.doctor.stacks import numbers, read_stacks, stack_of
 from trainer.host.reading import kind_of, text_of
+from trainer.host.stacks import numbers, read_stacks, unsupported
 from trainer.host.stamp import read_stamp
 from trainer.host.toolchain import missing_compiler, missing_headers
 
@@ -145,18 +145,23 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         return bad("there is no torch", "nothing can be trained", **_ANEW)
     if software.changing:
         return bad("an installer of this environment was interrupted", "half a package may be there", **_ANEW)
+    if {"trainer", "reproducible-trainer"} <= installed.keys():
+        finding = "both reproducible-trainer and another project's trainer are installed"
+        remedy = "pip uninstall trainer reproducible-trainer; then install one"
+        return bad(finding, "both are imported as trainer: one overwrote files of the other", host=remedy)
     if software.twice:
         return bad(f"{some(software.twice)} are both installed", "one was installed over another", **_ANEW)
     if dist.partition("+")[0] != release:
         return bad(
             f"torch's files are of {release}, its record of {dist}", "half of it was replaced", **_ANEW
         )
-    stack = stack_of(software, stacks)
+    stack = software.stack()
     if stack is None:
         known = ", ".join(sorted(stacks))
         finding = f"torch {software.torch} is of no stack (there are {known})"
         return warn(finding, "nobody has tried these versions together", **_ANEW)
     pins = {name: getattr(stack, name) for name in ("torch", "torchvision", "torchaudio")}
+    pins = {name: version for name, version in pins.items() if version}
     locked = {**pins, **stack.wheels} if software.lock == stack.lock else pins
     other = [
         f"{name} {installed[name]} (locked: {versions.replace(' ', ' or ')})"
@@ -170,6 +175,10 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
             f"pip install put it over what {stack.name} locks: nobody has tried these together, and the "
             "manifests of runs name a lock that isn't what ran",
             **_ANEW,
+        )
+    if ended := unsupported(stack):
+        return warn(
+            ended, "known weaknesses of its packages are no longer looked for", host="make train STACK=…"
         )
     if software.lock != stack.lock:
         how = "from another lock; make venv updates it" if software.lock else "not from its lock"

@@ -10,10 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from trainer.commands.doctor.facts import Software
+from datetime import date
 
 
 @dataclass(frozen=True)
@@ -30,6 +27,7 @@ class Stack:
         architectures: GPUs that torch has code for, such as sm_90.
         native: Driver from which everything works.
         floor: Driver from which it works but for JIT of PTX.
+        supported_until: The last day on which its locks are kept free of known weaknesses (2027-11-30).
         lock: SHA-256 of wheels.lock.
         wheels: Version of each locked wheel that training needs; several where they depend on the Python.
     """
@@ -43,6 +41,7 @@ class Stack:
     architectures: list[str]
     native: str
     floor: str
+    supported_until: str
     lock: str
     wheels: Mapping[str, str]
 
@@ -55,7 +54,7 @@ class Stack:
 
 def read_stacks() -> dict[str, Stack]:
     """Every stack by its name."""
-    text = (importlib.resources.files("trainer.commands.doctor") / "stacks.json").read_text("utf-8")
+    text = (importlib.resources.files("trainer.host") / "stacks.json").read_text("utf-8")
     return {name: Stack(name=name, **facts) for name, facts in json.loads(text).items()}
 
 
@@ -64,14 +63,14 @@ def numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
-def stack_of(software: Software, stacks: Mapping[str, Stack]) -> Stack | None:
+def stack_of(lock: str, torch: str, cuda: str, stacks: Mapping[str, Stack]) -> Stack | None:
     """The stack that an environment was made from: by its lock, else by torch's version and CUDA."""
     for stack in stacks.values():
-        if software.lock == stack.lock:
+        if lock == stack.lock:
             return stack
-    release = software.torch.partition("+")[0]
+    release = torch.partition("+")[0]
     for stack in stacks.values():
-        if (release, software.cuda) == (stack.torch, stack.cuda):
+        if (release, cuda) == (stack.torch, stack.cuda):
             return stack
     return None
 
@@ -86,3 +85,10 @@ def fitting(driver: str, architectures: Iterable[str], stacks: Mapping[str, Stac
     ]
     best = max(fits, key=lambda stack: (numbers(stack.torch), numbers(stack.cuda)), default=None)
     return best.name if best else ""
+
+
+def unsupported(stack: Stack, today: date | None = None) -> str:
+    """Says that a stack's support is over; "" if it isn't."""
+    if (today or date.today()) <= date.fromisoformat(stack.supported_until):
+        return ""
+    return f"the stack {stack.name} had fixes until {stack.supported_until}: docs/stacks.md says how to move"

@@ -1,0 +1,106 @@
+"""P1, P9: a release is of the tag and commit that it names, the same bytes twice, signed."""
+
+import json
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import release
+from release import ReleaseError, absolute, section, version_of
+
+FILES = {
+    "pyproject.toml": '[project]\nname = "x"\nversion = "0.2.0"\nreadme = "README.md"\n\n'
+    '[project.scripts]\nx = "x:main"\n\n[tool.setuptools]\npackages = ["trainer"]\n',
+    "trainer/version.py": '__version__ = "0.2.0"\n',
+    "trainer/__init__.py": "",
+    "CITATION.cff": "version: 0.2.0\n",
+    "CHANGELOG.md": "## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n- New.\n\n## [0.1.0] - 2026-11-22\n",
+    "README.md": "[a](docs/a.md) ![p](p.png) [w](https://x.org) [h](#h)\n\n```\n[c](d.md)\n```\n",
+    "docs/a.md": "a\n",
+    "stacks/torch2.9-cu128/wheels.lock": "# groups: train\nnumpy==1.0 \\\n    --hash=sha256:"
+    + "a" * 64
+    + "\n",
+}
+URL = "https://code.example/us/trainer"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small checkout with one commit."""
+    root = tmp_path / "project"
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=root, check=True)
+    monkeypatch.setattr(release, "ROOT", root)
+    return root
+
+
+@pytest.mark.usefixtures("project")
+def test_a_release_is_whole_signed_and_the_same_twice(tmp_path: Path) -> None:
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl")
+    for name in ("one", "two"):
+        words = ["--tag=v0.2.0", f"--out={tmp_path / name}", f"--source={URL}", f"--key={tmp_path / 'key'}"]
+        assert release.main(words) == 0
+    one, two = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two")
+    )
+    assert one == two
+    assert (tmp_path / "key").stat().st_mode & 0o077 == 0
+    assert one["notes.md"] == b"- New.\n"
+    (component,) = json.loads(one["sbom.cdx.json"])["components"]
+    assert (component["name"], "licenses" in component) == ("numpy", True)
+    with zipfile.ZipFile(tmp_path / "one/x-0.2.0-py3-none-any.whl") as archive:
+        said = archive.read("x-0.2.0.dist-info/METADATA").decode()
+    assert f"Project-URL: Changelog, {URL}/blob/v0.2.0/CHANGELOG.md" in said
+    assert f"[a]({URL}/blob/v0.2.0/docs/a.md) ![p]({URL}/raw/v0.2.0/p.png) [w](https://x.org)" in said
+    assert "[c](d.md)" in said, "code stays as it is"
+    with tarfile.open(tmp_path / "one/x-0.2.0.tar.gz") as sdist:
+        assert {f"x-0.2.0/{name}" for name in FILES} < set(sdist.getnames())
+    (tmp_path / "one/SHA256SUMS").write_text("another\n")
+    verify = "openssl pkeyutl -verify -rawin -in SHA256SUMS -pubin -inkey release.pub -sigfile SHA256SUMS.sig"
+    assert subprocess.run(verify.split(), cwd=tmp_path / "two", check=False).returncode == 0
+    assert subprocess.run(verify.split(), cwd=tmp_path / "one", check=False).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("tag", "change", "said"),
+    [
+        ("v0.3.0", "", "versions differ: the tag 0.3.0, trainer/version.py 0.2.0"),
+        ("0.2.0", "", "tag 0.2.0: versions differ"),
+        ("v0.2.0", "CITATION.cff:version: 0.1.0", "CITATION.cff 0.1.0"),
+        ("v0.2.0", "CHANGELOG.md:## [Unreleased]\n", "no section '## [0.2.0] - YEAR-MONTH-DAY'"),
+        ("v0.2.0", "README.md:another", "a file differs from the commit (M README.md): commit it first"),
+        ("v0.2.0", "tag", "the tag v0.2.0 is of "),
+    ],
+)
+def test_what_isnt_a_release_is_refused(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tag: str, change: str, said: str
+) -> None:
+    file, _, text = change.partition(":")
+    if text:
+        (project / file).write_text(text)
+    elif file:
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "tag", tag], cwd=project, check=True)
+        subprocess.run([*git, "commit", "-qm", "two", "--allow-empty"], cwd=project, check=True)
+    assert release.main([f"--tag={tag}", f"--out={tmp_path / 'out'}"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_section_ends_at_the_next_and_may_not_be_empty() -> None:
+    assert section("## [1.0] - 2026-01-01\n\na\n\n### B\n\nc\n", "1.0") == "a\n\n### B\n\nc\n"
+    with pytest.raises(ReleaseError, match="or it is empty"):
+        section("## [1.0] - 2026-01-01\n\n## [0.9] - 2025-01-01\na\n", "1.0")
+
+
+def test_without_an_address_links_stay_and_tags_are_of_one_form() -> None:
+    assert absolute("[a](b)", "", "v1") == "[a](b)"
+    texts = {name: FILES[name] for name in ("trainer/version.py", "pyproject.toml", "CITATION.cff")}
+    assert version_of("v0.2.0", texts) == "0.2.0"
