@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Publishes the images that `make first-build` tested, and no others: pushes, signs and attests, then tags them.
+"""Publishes the images that `make first-build` tested, and no others: pushes, signs and attests, tags them.
 
-`push` gives a registry those digests under a name that moves (candidate-…); `sign` signs them and attests the bill
-of materials and where they come from; `tag` gives them names by day and version, which are never moved.
+`push` gives a registry those digests under a name that moves (candidate-…); `sign` signs them and attests
+their bills of materials and where they come from; `tag` names them by day and version, and moves no name.
 """
 
 from __future__ import annotations
