@@ -43,7 +43,7 @@ def tested(stack: str) -> Tested:
         )
     try:
         about: Tested = json.loads(file.read_text())
-        commit, images = about["commit"], about["images"]
+        commit, images = str(about["commit"]), dict(about["images"])
     except (ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{file} can't be read ({error!r}): make first-build STACK={stack}") from None
     here = commit_of(ROOT).removesuffix("-dirty")
