@@ -196,7 +196,7 @@ def another_commit(first: Rehearsal, images: dict[str, str], tag: tuple[str, ...
 
 def test_a_digest_that_is_gone(copied: Rehearsal) -> None:
     name, digest = list(copied.digests.items())[1]
-    copied.edit("Dockerfile", digest, f"sha256:{'0' * 64}")
+    copied.edit("Dockerfile", f"{re.escape(name)}@{digest}", f"{name}@sha256:{'0' * 64}")
     said = copied.refused()
     assert f"{name} is there, but no longer as sha256:000" in said and f"it is {digest} now" in said
 
