@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,7 +149,7 @@ def published(first: Rehearsal, images: dict[str, str], tmp_path: Path) -> None:
     """Pushes, signs, tags, pulls and runs what was tested."""
     ours = ("--registry", f"{REGISTRY}/ours")
     first.run("push", *ours, script="publish.py")
-    key = {"COSIGN_PASSWORD": ""}
+    key: dict[str, Any] = {"COSIGN_PASSWORD": ""}
     subprocess.run(["cosign", "generate-key-pair"], cwd=tmp_path, env={**os.environ, **key}, check=True)
     for target, digest in images.items():
         component = {"component": {"type": "container", "name": target, "version": digest}}
