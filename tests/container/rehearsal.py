@@ -95,7 +95,12 @@ sys.exit(75 if end == 15 else 0)
 
 
 def pack(target: Path, package: Package, files: Mapping[str, bytes | str]) -> str:
-    """Makes a conda package under its name in a lock; returns its hash. Text is what a link points to."""
+    """Makes a conda package under its name in a lock; returns its hash. Text is what a link points to.
+
+    Locks of several stacks have it in common: it is made once, because zip keeps the time.
+    """
+    if target.exists():
+        return hashlib.sha256(target.read_bytes()).hexdigest()
     name, version, build = package.record.rsplit("-", 2)
     paths = [
         {"_path": path, "path_type": "softlink" if isinstance(data, str) else "hardlink",
