@@ -55,7 +55,7 @@ script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
 where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
-.PHONY: help train doctor mutants steady image verify-image push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
+.PHONY: help train doctor mutants steady image verify-image first-build push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
 	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock stack release audit sbom scan clean-venv
 
 help: ## list the targets and variables
@@ -78,9 +78,11 @@ image: ## build the images of STACK, train and dev
 verify-image: ## build STACK twice without cache and compare the bytes
 	$(call script,image.py verify --stack $(STACK) $(ARGS))
 
-push: ## push the images of STACK to REGISTRY=host/path and print their digests
-	$(call script,image.py push --stack $(STACK) --target train --registry "$(REGISTRY)" $(ARGS))
-	$(call script,image.py push --stack $(STACK) --target dev --registry "$(REGISTRY)" $(ARGS))
+first-build: ## pull the bases, build STACK twice, test, write docs/results/image.md, leave a log; ADVISORIES=FILE ARGS=--prune
+	$(call script,first_build.py --stack $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS))
+
+push: ## push what make first-build tested to REGISTRY=host/path and print the digests
+	$(call script,publish.py push --stack $(STACK) --registry "$(REGISTRY)" $(ARGS))
 
 shell: ## open a shell in the image; ARGS="command" runs that instead
 	$(call script,runtime.py shell $(where) -- $(ARGS))

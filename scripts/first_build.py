@@ -207,8 +207,8 @@ def pull(base: Base) -> str:
         found = call("docker", "image", "inspect", "--format", "{{index .RepoDigests 0}}", base.name).stdout
         now = found.strip().partition("@")[2]
         raise BadInputError(
-            f"{base.name} is there, but no longer as {base.digest}; it is {now} now: look at what changed, then "
-            f"put that into the Dockerfile ({base.stage}) and say so in CHANGELOG.md"
+            f"{base.name} is there, but no longer as {base.digest}; it is {now} now: look at what changed, "
+            f"then put that into the Dockerfile ({base.stage}) and say so in CHANGELOG.md"
         )
     raise BadInputError(f"{base.ref}: {explain(done.stderr) or last_line(done.stderr)}")
 

@@ -292,13 +292,13 @@ def verify(request: Request, above: bool) -> int:
     again = ["--no-cache-filter=base,code,above", "--build-arg", "VERIFY=1"] if above else ["--no-cache"]
     request = request._replace(target="above") if above else request
     with scratch() as folder:
-        archives = [folder / f"{number}.tar" for number in (1, 2)]
-        for archive in archives:
+        first, second = (folder / f"{number}.tar" for number in (1, 2))
+        for archive in (first, second):
             run(*archive_words(request, stack, {}, archive, *again))
-        found = differences(*archives, request.compression)
+        found = differences(first, second, request.compression)
         if not found:
-            first = read_layers(archives[1])
-            print(f"image: two builds gave {first.digest} ({len(first.layers)} layers)")
+            built = read_layers(second)
+            print(f"image: two builds gave {built.digest} ({len(built.layers)} layers)")
     for line in found:
         print(f"image: {line}", file=sys.stderr)
     return 1 if found else 0

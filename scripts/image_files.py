@@ -25,6 +25,7 @@ from image_hazards import Finding, hazards
 from image_records import (
     BYTECODE,
     META,
+    METADATA,
     NOTHING,
     RECORD,
     REMOVED,
@@ -90,9 +91,12 @@ class Report(NamedTuple):
 
 def keep(path: str) -> bool:
     """Whether the walk needs a file's content."""
-    wanted = META.fullmatch(path) or RECORD.fullmatch(path) or path.endswith(".pyc") or path == REMOVED
-    return bool(wanted) or any(
-        (made.text or made.added) and fnmatch.fnmatch(path, made.path) for made in MADE
+    wanted = any(rule.fullmatch(path) for rule in (META, METADATA, RECORD))
+    return (
+        wanted
+        or path.endswith(".pyc")
+        or path == REMOVED
+        or any((made.text or made.added) and fnmatch.fnmatch(path, made.path) for made in MADE)
     )
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import email
 import hashlib
 import json
 import posixpath
@@ -14,6 +15,7 @@ from wheels import canonical
 
 NOTHING = hashlib.sha256(b"").hexdigest()
 RECORD = re.compile(r"(?P<site>.*)/(?P<name>[^/]+)-(?P<version>[^/-]+)\.dist-info/RECORD")
+METADATA = re.compile(r".*\.dist-info/METADATA")
 META = re.compile(r"(?P<prefix>opt/[^/]+)/conda-meta/[^/]+\.json")
 BYTECODE = re.compile(r"(?P<folder>.*/)?__pycache__/(?P<name>[^/]+?)\.cpython-\d+(\.opt-\d)?\.pyc")
 # The only libraries that prune_env.py may take symbols from, whatever its list says.
@@ -22,7 +24,7 @@ REMOVED, PRUNED = "opt/image/removed.json", "opt/env"  # prune_env.py's list, an
 
 
 class Component(NamedTuple):
-    """A package in the image: its kind (conda, wheel, trainer), and of conda's its record."""
+    """A package in the image: its kind (conda, wheel, trainer) and record (of wheels: the license)."""
 
     kind: str
     name: str
@@ -103,7 +105,9 @@ def wheel_claims(files: Files, known: Container[str]) -> tuple[list[Component], 
             continue
         site, name = match["site"], canonical(match["name"])
         kind = "trainer" if (site, name) == ("opt/trainer", "reproducible-trainer") else "wheel"
-        component = Component(kind, name, match["version"], place, {})
+        about = files.get(f"{posixpath.dirname(place)}/METADATA")
+        license = license_of(about.content.decode(errors="replace")) if about else ""
+        component = Component(kind, name, match["version"], place, {"license": license} if license else {})
         components.append(component)
         claims[place] = [Claim(component, entry.digest)]
         for row in csv.reader(entry.content.decode(errors="replace").splitlines()):
@@ -116,6 +120,17 @@ def wheel_claims(files: Files, known: Container[str]) -> tuple[list[Component], 
                 continue
             claims.setdefault(path, []).append(Claim(component, unpacked(digest)))
     return components, claims
+
+
+def license_of(metadata: str) -> str:
+    """The license that a wheel's METADATA names: its expression, else its short field, else classifiers."""
+    given = email.message_from_string(metadata)
+    short = (given.get("License") or "").strip()
+    if "\n" in short or len(short) > 100 or short.upper() == "UNKNOWN":  # a whole text, or none
+        short = ""
+    listed = [str(one).rpartition(" :: ")[2] for one in given.get_all("Classifier", [])
+              if str(one).startswith("License :: ")]  # fmt: skip
+    return str(given.get("License-Expression") or short or " and ".join(listed)).strip()
 
 
 def unpacked(digest: str) -> str:

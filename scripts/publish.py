@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Publishes the images that `make first-build` tested, and no others: pushes, signs and attests, then tags them.
+"""Publishes the images that `make first-build` tested, and no others: pushes, signs and attests, tags them.
 
-`push` gives a registry those digests under a name that moves (candidate-…); `sign` signs them and attests the bill
-of materials and where they come from; `tag` gives them names by day and version, which are never moved.
+`push` gives a registry those digests under a name that moves (candidate-…); `sign` signs them and attests
+their bills of materials and where they come from; `tag` names them by day and version, and moves no name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def tested(stack: str) -> Tested:
         )
     try:
         about: Tested = json.loads(file.read_text())
-        commit, images = about["commit"], about["images"]
+        commit, images = str(about["commit"]), dict(about["images"])
     except (ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{file} can't be read ({error!r}): make first-build STACK={stack}") from None
     here = commit_of(ROOT).removesuffix("-dirty")

@@ -6,23 +6,19 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from image import Request, commit_of, labels_of, mismatches, push, read_stack
+from image import Request, commit_of, labels_of, mismatches, read_stack
 from image_archives import differing_files, read_layers
 from prune_env import digest_of, strip
 from wheels import canonical, read_lock
 
 from tests.container.run import engine
 from tests.helpers.packages import wheel
-from tests.helpers.ports import free_port
-from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.container
 
@@ -384,38 +380,3 @@ def test_libraries_without_symbols_are_those_of_the_wheels(train_image: str, tmp
         library, new = site / path.removeprefix(where), tmp_path / "new"
         assert strip(tmp_path, library, new) > 0
         assert hashes == {"before": digest_of(library), "after": digest_of(new)}, path
-
-
-def answers(address: str) -> bool:
-    host, _, port = address.partition(":")
-    with socket.socket() as knocks:
-        return not knocks.connect_ex((host, int(port)))
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
-    """Debian's registry, on loopback."""
-    program = shutil.which("docker-registry")
-    if program is None:
-        pytest.skip("no docker-registry here (a package of Debian's)")
-    address = f"127.0.0.1:{free_port()}"
-    blobs = f"{{filesystem: {{rootdirectory: {tmp_path}/blobs}}}}"
-    configuration = tmp_path / "config.yml"
-    configuration.write_text(f"version: 0.1\nstorage: {blobs}\nhttp: {{addr: '{address}'}}\n")
-    words = [program, "serve", str(configuration)]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until(lambda: answers(address))
-        yield address
-        process.terminate()
-
-
-def test_what_was_pushed_is_pulled_by_its_digest(registry: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the small target: what differs for the whole image is the time that it takes."""
-    base = os.environ.get("TRAINER_STAND_IN", "")
-    push(Request(STACK, "above", base), registry)
-    digest = re.findall(r"pull it by (\S+)", capsys.readouterr().out)[0]
-    assert re.fullmatch(rf"{registry}/trainer@sha256:[0-9a-f]{{64}}", digest)
-    engine("rmi", f"{registry}/trainer:{STACK}-above")
-    engine("pull", digest)
-    assert json.loads(engine("image", "inspect", digest))[0]["RepoDigests"] == [digest]
-    engine("rmi", digest)

@@ -53,7 +53,7 @@ def test_a_steps_shell_passes_shellcheck(name: str) -> None:
 def test_steps_only_call_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     called = {found for text in SCRIPTS.values() for found in re.findall(r"\bmake ([a-z-]+)\b", text)}
-    assert called == {"audit", "image", "image-test", "push", "sbom"} & targets
+    assert called == {"first-build", "push", "sbom"} & targets
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS], ids=lambda path: path.stem)
@@ -90,62 +90,51 @@ def run_step(name: str, folder: Path, **environment: str) -> "subprocess.Complet
     )
 
 
-def test_images_are_signed_attested_and_tagged_by_date(tmp_path: Path) -> None:
-    environment = stand_ins(tmp_path, docker="", cosign="", date="echo 20261123")
-    train, dev = (f"localhost:5000/ours/trainer@sha256:{digit * 64}" for digit in "12")
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build/push.log").write_text(
-        f"+ docker push\nimage: pull it by {train}\nimage: pull it by {dev}\n"
-    )
-    done = run_step(
-        "image/push/Sign, attest, tag by date",
-        tmp_path,
-        **environment,
-        GITHUB_STEP_SUMMARY=str(tmp_path / "told"),
-    )
-    assert done.returncode == 0, done.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()[1:]
-    half = len(calls) // 2
-    for name, digest, tag, said in (
-        ("train", train, "small-20261123", calls[:half]),
-        ("dev", dev, "small-dev-20261123", calls[half:]),
-    ):
-        assert said == [
-            f"cosign sign --yes {digest}",
-            f"cosign attest --yes --type cyclonedx --predicate build/sbom/{name}.cdx.json {digest}",
-            f"docker tag localhost:5000/ours/trainer:small-{name} localhost:5000/ours/trainer:{tag}",
-            f"docker push --quiet localhost:5000/ours/trainer:{tag}",
+def test_only_a_tag_of_a_release_names_a_version(tmp_path: Path) -> None:
+    environment = stand_ins(tmp_path, python3="") | {"GITHUB_STEP_SUMMARY": str(tmp_path / "told")}
+    for kind, version in (("branch", ""), ("tag", "v0.1.0")):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        given = {"GITHUB_REF_TYPE": kind, "GITHUB_REF_NAME": "v0.1.0"}
+        done = run_step(
+            "image/publish/Sign, attest, name by day and version", tmp_path, **environment, **given
+        )
+        assert done.returncode == 0, done.stderr
+        where = "--stack small --registry localhost:5000/ours"
+        assert (tmp_path / "calls").read_text().splitlines() == [
+            f"python3 scripts/publish.py sign {where}",
+            f"python3 scripts/publish.py tag {where} --version {version}",
         ]
-        assert f"localhost:5000/ours/trainer:{tag} is {digest}\n" in (tmp_path / "told").read_text()
 
 
-def test_nothing_is_signed_where_one_push_is_missing(tmp_path: Path) -> None:
-    environment = stand_ins(tmp_path, docker="", cosign="")
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build/push.log").write_text("image: pull it by localhost:5000/ours/trainer@sha256:1\n")
-    assert run_step("image/push/Sign, attest, tag by date", tmp_path, **environment).returncode == 1
-    assert not (tmp_path / "calls").exists()
+def test_nothing_is_named_where_signing_fails(tmp_path: Path) -> None:
+    environment = stand_ins(tmp_path, python3="exit 2") | {"GITHUB_STEP_SUMMARY": str(tmp_path / "told")}
+    step = "image/publish/Sign, attest, name by day and version"
+    assert run_step(step, tmp_path, **environment, GITHUB_REF_TYPE="branch").returncode == 2
+    assert "publish.py tag" not in (tmp_path / "calls").read_text()
 
 
 def test_bills_are_of_both_images_on_the_dockerfiles_bases(tmp_path: Path) -> None:
     write = "mkdir -p build/sbom; echo $RANDOM > build/sbom/sbom.cdx.json"
-    environment = stand_ins(tmp_path, docker="", make=write)
+    environment = stand_ins(tmp_path, make=write)
     shutil.copy(ROOT / "Dockerfile", tmp_path)
-    done = run_step("image/push/Find the owner of every file that was pushed", tmp_path, **environment)
+    done = run_step("image/first-build/Find the owner of every file", tmp_path, **environment)
     assert done.returncode == 0, done.stderr
-    *pulls, train, dev = (tmp_path / "calls").read_text().splitlines()
+    train, dev = (tmp_path / "calls").read_text().splitlines()
     bases = re.findall(
         r"^FROM --platform=linux/amd64 (\S+@sha256:\w{64}) AS", (ROOT / "Dockerfile").read_text(), re.M
     )
-    assert pulls == [f"docker pull --quiet {base}" for base in bases]
     conda, debian = bases
-    assert train == f"make sbom STACK=small IMAGE=localhost:5000/ours/trainer:small-train BASE={debian}"
-    assert dev == f"make sbom STACK=small IMAGE=localhost:5000/ours/trainer:small-dev BASE={debian} {conda}"
+    assert train == f"make sbom STACK=small IMAGE=trainer:small-train BASE={debian}"
+    assert dev == f"make sbom STACK=small IMAGE=trainer:small-dev BASE={debian} {conda}"
     assert {path.name for path in (tmp_path / "build/sbom").iterdir()} == {"train.cdx.json", "dev.cdx.json"}
 
 
-def test_the_push_step_fails_with_the_push(tmp_path: Path) -> None:
-    assert run_step("image/push/Push", tmp_path, **stand_ins(tmp_path, make="exit 2")).returncode == 2
+def test_publishing_needs_the_first_build() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())["jobs"]
+    assert list(jobs) == ["first-build", "publish"] and jobs["publish"]["needs"] == "first-build"
+    names = [step.get("name") for step in jobs["first-build"]["steps"]]
+    assert names.index("Build twice, compare, test") < names.index("Push what was tested")
+    assert "id-token" not in jobs["first-build"]["permissions"]
 
 
 def test_advisories_become_the_list_that_make_audit_reads(tmp_path: Path) -> None:
@@ -154,11 +143,13 @@ def test_advisories_become_the_list_that_make_audit_reads(tmp_path: Path) -> Non
         for record in records:
             archive.writestr(f"{record['id']}.json", json.dumps(record))
     environment = stand_ins(tmp_path, make="", curl='cp "${4#file://}" "$6"')
-    step = "image/test/Match the locks with advisories"
+    step, told = "image/first-build/Get the advisories", tmp_path / "told"
+    environment |= {"GITHUB_STEP_SUMMARY": str(told)}
     done = run_step(step, tmp_path, **environment, ADVISORIES=(tmp_path / "all.zip").as_uri())
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "build/advisories.json").read_text()) == records
-    assert "make audit STACK=small ADVISORIES=build/advisories.json" in (tmp_path / "calls").read_text()
+    assert run_step(step, tmp_path, **environment, ADVISORIES="").returncode == 0
+    assert told.read_text().endswith("Advisories are off: the variable ADVISORIES is empty.\n")
 
 
 def test_the_version_is_the_same_everywhere() -> None:

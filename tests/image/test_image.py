@@ -12,9 +12,7 @@ from image import (
     check_size,
     labels_of,
     mismatches,
-    push,
     read_stack,
-    signing_words,
 )
 
 from trainer.errors import BadInputError
@@ -96,14 +94,3 @@ def test_a_budget_is_kept(
         check_size(built, read_stack(STACK))
     check_size(real, read_stack(STACK))
     assert "its budget in stack.toml is" in capsys.readouterr().out
-
-
-def test_what_is_pushed_is_signed_and_its_bill_attested(tmp_path: Path) -> None:
-    digest = "host/trainer@sha256:0"
-    assert signing_words(digest, None) == [["cosign", "sign", "--yes", digest]]
-    _, attest = signing_words(digest, tmp_path / "sbom.json")
-    assert attest[:3] == ["cosign", "attest", "--yes"]
-    assert attest[-1] == digest
-    assert attest[attest.index("--predicate") + 1] == str(tmp_path / "sbom.json")
-    with pytest.raises(BadInputError, match="no such file; make it with make sbom"):
-        push(Request("torch2.9-cu128", "train", ""), "host", tmp_path / "none.json")

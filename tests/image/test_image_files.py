@@ -22,6 +22,7 @@ import pytest
 from explicit_lock import Package
 from image_files import Made, Report, account, keep, main
 from image_hazards import Finding
+from image_records import license_of
 from image_tar import MAGICS, Image, ImageError, read_image, read_layout, source_hashes
 from locked import Locked
 from sbom import bill
@@ -157,7 +158,10 @@ def clean(folder: Path) -> Tree:
     source = b"x = 1\n"
     tree |= {f"{SITE}/lib_x/__init__.py": source, "opt/env/bin/x": b"#!/opt/env/bin/python\n"}
     tree |= {f"{SITE}/lib_x/libcudnn.so.9": b"cudnn", f"{SITE}/lib_x/one.so": b"one"}
-    tree |= {f"{SITE}/lib_x/two.so": b"one", f"{SITE}/lib_x-2.0.dist-info/METADATA": b"Name: lib_x\n"}
+    tree |= {
+        f"{SITE}/lib_x/two.so": b"one",
+        f"{SITE}/lib_x-2.0.dist-info/METADATA": b"Name: lib_x\nLicense: MIT\n",
+    }
     tree[f"{SITE}/torch/lib/libtorch_x.so"] = LONG
     names = [
         "lib_x/__init__.py",
@@ -543,6 +547,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -
     assert tool["purl"] == "pkg:conda/tool@1.0?build=h1_0&channel=conda-forge&subdir=linux-64&type=conda"
     assert tool["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
     assert lib["purl"] == "pkg:pypi/lib-x@2.0" and "hashes" not in lib
+    assert lib["licenses"] == [{"license": {"name": "MIT"}}]
     assert [one["value"] for one in lib["properties"]][1:] == ["b" * 64, "c" * 64]
     assert trainer["purl"] == "pkg:generic/reproducible-trainer@0.1.0"
     other = bill("trainer:x", base, {}, [], None, None)
@@ -617,3 +622,23 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
     assert run("unknown", "--base", "base.tar", path="/nowhere")[1].endswith("no docker to ask for it\n")
     code, out = run("base.tar", "--base", "base.tar", "--stack", "nosuch")
     assert code == 2 and "no stack nosuch: there are pytorch-cuda-11.8, " in out
+
+
+@pytest.mark.parametrize(
+    ("metadata", "license"),
+    [
+        ("Name: x\nLicense: BSD\nLicense-Expression: MIT\n", "MIT"),
+        ("Name: x\nLicense: NVIDIA Proprietary Software\n", "NVIDIA Proprietary Software"),
+        (
+            "Name: x\nLicense: Copyright\n  all of its text\nClassifier: License :: OSI Approved :: ISC\n",
+            "ISC",
+        ),
+        (
+            "Name: x\nLicense: UNKNOWN\nClassifier: License :: Zlib\nClassifier: License :: ISC\n",
+            "Zlib and ISC",
+        ),
+        ("Name: x\nLicense: UNKNOWN\n\nLicense: of the description\n", ""),
+    ],
+)
+def test_the_license_of_a_wheel_is_what_its_metadata_names(metadata: str, license: str) -> None:
+    assert license_of(metadata) == license

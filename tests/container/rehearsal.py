@@ -1,0 +1,249 @@
+"""A small project for `make first-build`: its scripts, Compose file and the Dockerfile's head are real.
+
+Both bases are a small Debian, pushed under their real names to a registry that the engine asks first; each
+conda package of the locks is a file of its name, served on this machine over http. What comes after the conda
+environment is stood in for: no wheels, and a `trainer` that only counts steps.
+"""
+
+import hashlib
+import io
+import json
+import re
+import shutil
+import ssl
+import subprocess
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from conda_lock import read_toml
+from explicit_lock import Package, parse_lock
+
+from tests.container.run import engine
+from tests.container.stand_in_conda import raw_zstd
+from trainer.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+STACKS = ("torch2.9-cu128", "torch2.6-cu124")  # the first is built, of both the locks are installed
+BASE = """
+FROM {stand_in} AS full
+RUN cd /usr && rm -rf lib/gcc lib/git-core lib/python3 libexec include bin/*-linux-gnu-* \\
+    lib/*-linux-gnu/perl* lib/*-linux-gnu/*.a lib/*-linux-gnu/lib*san.so* \\
+    share/doc share/locale share/man share/perl* /opt/stand-in
+FROM scratch
+COPY --from=full / /
+"""
+# In place of the stages from wheels on.
+TAIL = """
+FROM stack AS uv
+RUN touch /tmp/uv.txt
+FROM debian-base AS train
+ARG SOURCE_DATE_EPOCH
+COPY --link --from=env /opt/env /opt/env
+COPY --chmod=755 scripts/rehearsal/ /opt/env/bin/
+RUN ls /opt/env/share/small | wc -l > /opt/env/packages
+ENV PATH=/opt/env/bin:/usr/bin:/bin
+WORKDIR /workspace
+ENTRYPOINT ["/opt/env/bin/dumb-init", "--"]
+FROM scratch AS facts
+COPY scripts/rehearsal/facts.json /
+FROM train AS dev
+ARG SOURCE_DATE_EPOCH
+RUN echo dev > /opt/env/dev
+CMD ["jupyter"]
+"""
+MAKEFILE = """\
+image-test:
+\tdocker run --rm --network=none trainer:$(STACK)-train trainer --help
+"""
+INIT = """\
+#!/bin/sh
+shift  # --
+[ "$1" != /opt/image/entrypoint ] || shift
+exec "$@"
+"""
+SERVER = """\
+#!/opt/env/bin/python
+import http.server, sys
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"version": "small"}')
+port = 8888 if sys.argv[0].endswith("jupyter") else 6006
+http.server.ThreadingHTTPServer(("", port), Answers).serve_forever()
+"""
+TRAINER = """\
+#!/opt/env/bin/python
+import pathlib, sys
+if "--out" not in sys.argv:
+    sys.exit("usage: trainer train" if "--help" not in sys.argv else 0)
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1], "checkpoints")
+begin = max([int(path.name[5:]) for path in out.glob("step-*")], default=0)
+assert bool(begin) == ("--resume" in sys.argv)
+end = 15 if "--stop-after" in sys.argv else 40
+(out / f"step-{end:08}").mkdir(parents=True)
+(out / f"step-{end:08}" / "model.safetensors").write_text(str(end))
+sys.exit(75 if end == 15 else 0)
+"""
+
+
+def pack(target: Path, package: Package, files: Mapping[str, bytes | str]) -> str:
+    """Makes a conda package under its name in a lock; returns its hash. Text is what a link points to.
+
+    Locks of several stacks have it in common: it is made once, because zip keeps the time.
+    """
+    if target.exists():
+        return hashlib.sha256(target.read_bytes()).hexdigest()
+    name, version, build = package.record.rsplit("-", 2)
+    paths = [
+        {"_path": path, "path_type": "softlink" if isinstance(data, str) else "hardlink",
+         "sha256": hashlib.sha256(b"" if isinstance(data, str) else data).hexdigest()}
+        for path, data in files.items()
+    ]  # fmt: skip
+    index = {"name": name, "version": version, "build": build, "build_number": 0, "depends": []}
+    about: dict[str, bytes | str] = {
+        "info/index.json": json.dumps(index).encode(),
+        "info/paths.json": json.dumps({"paths": paths, "paths_version": 1}).encode(),
+        "info/files": "".join(f"{path}\n" for path in files).encode(),
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".conda":
+        with zipfile.ZipFile(target, "w") as parts:
+            parts.writestr("metadata.json", '{"conda_pkg_format_version": 2}')
+            for part, inside in (("pkg", files), ("info", about)):
+                parts.writestr(f"{part}-{package.record}.tar.zst", raw_zstd(tarred(inside, "w")))
+    else:
+        target.write_bytes(tarred({**about, **files}, "w:bz2"))
+    return hashlib.sha256(target.read_bytes()).hexdigest()
+
+
+def tarred(files: Mapping[str, bytes | str], mode: Any) -> bytes:
+    """A tar of files and links."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode=mode) as tar:
+        for path, data in files.items():
+            member = tarfile.TarInfo(path)
+            if isinstance(data, str):
+                member.type, member.linkname = tarfile.SYMTYPE, data
+                tar.addfile(member)
+            else:
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return sink.getvalue()
+
+
+def python_files(version: str) -> dict[str, bytes | str]:
+    """An environment of the base's own Python, as the package python brings it."""
+    configuration = f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {version}\n"
+    links = dict.fromkeys(("bin/python", "bin/python3"), "/usr/bin/python3")
+    return {"pyvenv.cfg": configuration.encode(), **links}
+
+
+def small_locks(project: Path, channel: Path, address: str) -> None:
+    """Makes a package for each line of the locks, and locks with their hashes and this machine's address."""
+    for stack in STACKS:
+        folder = project / "stacks" / stack
+        shutil.copytree(ROOT / "stacks" / stack, folder)
+        for lock in folder.glob("conda*.lock"):
+            lines = []
+            for one in parse_lock(lock.read_text()):
+                files: dict[str, bytes | str] = {f"share/small/{one.name}": one.record.encode()}
+                if one.name == "python":
+                    files |= python_files("3.11")
+                lines.append(f"{address}/{one.path}#{pack(channel / one.path, one, files)}")
+            lock.write_text("\n".join(["@EXPLICIT", *lines, ""]))
+
+
+def push_bases(stand_in: str, registry: str, folder: Path) -> dict[str, str]:
+    """Pushes the small Debian under the names of the Dockerfile's bases; returns the digest of each."""
+    folder.mkdir()
+    (folder / "Dockerfile").write_text(BASE.format(stand_in=stand_in))
+    digests = {}
+    for name in re.findall(r"^FROM --platform=\S+ (\S+)@sha256:", (ROOT / "Dockerfile").read_text(), re.M):
+        remote = f"{registry}/{name if '/' in name else f'library/{name}'}"
+        given = f"type=image,name={remote},push=true,compression=gzip"
+        engine("buildx", "build", "--quiet", "--provenance=false", "--output", given, folder)
+        digests[name] = json.loads(
+            engine("buildx", "imagetools", "inspect", remote, "--format", "{{json .Manifest.Digest}}")
+        )
+    return digests
+
+
+def make_project(folder: Path, digests: Mapping[str, str], channel: Path, address: str) -> Path:
+    """Writes the project, a git repository of one commit."""
+    for name in ("scripts", "trainer"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("docker-compose.yml", "pyproject.toml", ".dockerignore"):
+        shutil.copy(ROOT / name, folder)
+    small_locks(folder, channel, address)
+    head = (ROOT / "Dockerfile").read_text().partition("# The installer of wheels")[0]
+    for name, digest in digests.items():
+        head = re.sub(rf"(?<= {re.escape(name)}@)sha256:\w+", digest, head)
+    (folder / "Dockerfile").write_text(head + TAIL)
+    (folder / "Makefile").write_text(MAKEFILE)
+    (folder / ".gitignore").write_text("build/\n__pycache__/\n")
+    stack = read_toml(folder / "stacks" / STACKS[0] / "stack.toml")
+    facts = {**stack["pins"], **stack["brings"], "python": stack["python"], "trainer": __version__}
+    facts |= {"architectures": stack["gpu"]["architectures"], "compiler": "none"}
+    small = folder / "scripts" / "rehearsal"
+    small.mkdir()
+    (small / "facts.json").write_text(json.dumps(facts))
+    for program, text in (
+        ("dumb-init", INIT), ("trainer", TRAINER), ("jupyter", SERVER), ("tensorboard", SERVER),
+    ):  # fmt: skip
+        (small / program).write_text(text)
+    commit(folder, "init", "--quiet")
+    return folder
+
+
+def commit(project: Path, *first: str) -> None:
+    """Commits all of it; after another git command."""
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
+    for words in (first or ("status",), ("add", "--all"), (*who, "commit", "--quiet", "--message", "small")):
+        subprocess.run(["git", "-C", project, *words], check=True, capture_output=True)
+
+
+@contextmanager
+def served(folder: Path, host: str, certificate: Path | None = None) -> Iterator[str]:
+    """Serves a folder over http, or over https with a certificate and key in one file; gives the address."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer((host, 0), partial(Quiet, directory=str(folder))) as server:
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"{'https' if certificate else 'http'}://{host}:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def own_certificate(folder: Path, host: str) -> Path:
+    """A certificate that nobody knows, and its key, in one file."""
+    words = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=small -addext subjectAltName=IP:{host}"
+    )
+    file = folder / "server.pem"
+    subprocess.run(
+        [*words.split(), "-keyout", file, "-out", folder / "ca.pem"], check=True, capture_output=True
+    )
+    file.write_text(file.read_text() + (folder / "ca.pem").read_text())
+    return folder / "server.pem"
+
+
+def gateway() -> str:
+    """This machine's address for containers of the default network."""
+    found = engine("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    return found.strip()
