@@ -173,7 +173,7 @@ def write_sdist(file: Path, folder: Path, files: Sequence[Path], epoch: int) -> 
 def license_of(name: str) -> str:
     """The license that an installed package names; "" if it isn't installed or names none."""
     try:
-        said = metadata(name)
+        said: Any = metadata(name)  # "get" is not in its type before Python 3.12
     except PackageNotFoundError:
         return ""
     short = [

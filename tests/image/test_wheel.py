@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conda_lock import read_toml
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = """\
@@ -37,7 +37,7 @@ def built(folder: Path) -> Path:
     return wheel
 
 
-def declared(metadata: importlib.metadata.PackageMetadata) -> set[str]:
+def declared(metadata: importlib.metadata.PackageMetadata) -> set[NormalizedName]:
     """What a package needs on this machine, without extras."""
     found = map(Requirement, metadata.get_all("Requires-Dist") or [])
     return {
@@ -45,9 +45,9 @@ def declared(metadata: importlib.metadata.PackageMetadata) -> set[str]:
     }
 
 
-def needed(waiting: set[str]) -> dict[str, importlib.metadata.Distribution]:
+def needed(waiting: set[NormalizedName]) -> dict[NormalizedName, importlib.metadata.Distribution]:
     """These packages and what they need, as far as they are installed."""
-    found = dict[str, importlib.metadata.Distribution]()
+    found = dict[NormalizedName, importlib.metadata.Distribution]()
     while waiting:
         name = waiting.pop()
         for one in importlib.metadata.distributions(name=name):

@@ -81,7 +81,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy(
 def test_logits_are_never_whole(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_loss, "PIECE", 2000)
     hidden, weight, targets = drawn(torch.float32, 100, 200)
-    with torch.set_grad_enabled(learns), Largest() as seen:
+    with torch.set_grad_enabled(learns), Largest() as seen:  # type: ignore[no-untyped-call]
         loss = head_loss.head_loss(hidden.requires_grad_(), weight.requires_grad_(), targets)
         if learns:
             loss.backward()

@@ -266,6 +266,7 @@ def test_every_way_to_say_that_memory_ran_out_is_known(
     for words, sure in GPU_WORDS:
         for error in [kind(words) for kind in kinds]:
             assert is_out_of_memory(error) is is_out_of_memory(error, probing=True) is sure, words
+    error: Exception
     for error in HOST_WORDS:
         assert is_out_of_memory(error) and is_out_of_memory(error, probing=True), error
     assert is_out_of_memory(RuntimeError("could not create a primitive"), probing=True)

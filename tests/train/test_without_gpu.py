@@ -53,7 +53,7 @@ class Waits(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = Counter[str]()
         self._held: list[torch.Tensor] = []  # so that no id is used twice
 

@@ -90,7 +90,8 @@ class KeptBytes:
 
 def _place(tensor: torch.Tensor) -> int:
     """Identifies a tensor's memory, also on the meta device."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -266,7 +266,7 @@ class Language:
 
 def _exact(model: nn.Module, tokens: torch.Tensor, segment: torch.Tensor | None) -> torch.Tensor:
     """Logits (n * length, vocabulary)."""
-    logits = model(tokens) if segment is None else model(tokens, segment)
+    logits: torch.Tensor = model(tokens) if segment is None else model(tokens, segment)
     # In float32 under autocast too: a sum of exponentials over a vocabulary.
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
 

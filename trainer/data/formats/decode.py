@@ -299,7 +299,7 @@ def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
             f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
             f"data.image_bits to the bits in use ({likely}?), or to 16 if it is as dark as that"
         )
-    shifted = deep >> ((bits or 16) - 8)  # such an image may take a gigabyte: no further copy
+    shifted: npt.NDArray[Any] = deep >> ((bits or 16) - 8)  # such an image may take a gigabyte: no further copy
     return np.minimum(shifted, 255, out=shifted).astype(np.uint8)
 
 

@@ -222,6 +222,7 @@ async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]], 
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
 
+    found: Exception
     for wait in (*_WAITS, None):
         try:
             return await asyncio.wait_for(attempt(), seconds)
