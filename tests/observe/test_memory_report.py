@@ -266,12 +266,11 @@ def test_every_way_to_say_that_memory_ran_out_is_known(
     for words, sure in GPU_WORDS:
         for error in [kind(words) for kind in kinds]:
             assert is_out_of_memory(error) is is_out_of_memory(error, probing=True) is sure, words
-    error: Exception
-    for error in HOST_WORDS:
-        assert is_out_of_memory(error) and is_out_of_memory(error, probing=True), error
+    for on_host in HOST_WORDS:
+        assert is_out_of_memory(on_host) and is_out_of_memory(on_host, probing=True), on_host
     assert is_out_of_memory(RuntimeError("could not create a primitive"), probing=True)
-    for error in (*OTHERS, RuntimeError("could not create a primitive")):
-        assert not is_out_of_memory(error), error
+    for other in (*OTHERS, RuntimeError("could not create a primitive")):
+        assert not is_out_of_memory(other), other
     fill(0.01)
     assert all(is_out_of_memory(RuntimeError(words)) for words, _ in GPU_WORDS)
     assert not is_out_of_memory(OTHERS[0]) and is_out_of_memory(OTHERS[0], probing=True)

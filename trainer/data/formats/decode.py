@@ -299,8 +299,9 @@ def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
             f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
             f"data.image_bits to the bits in use ({likely}?), or to 16 if it is as dark as that"
         )
-    shifted: npt.NDArray[Any] = deep >> ((bits or 16) - 8)  # such an image may take a gigabyte: no further copy
-    return np.minimum(shifted, 255, out=shifted).astype(np.uint8)
+    shifted = deep >> ((bits or 16) - 8)  # such an image may take a gigabyte: no further copy
+    pixels: npt.NDArray[np.uint8] = np.minimum(shifted, 255, out=shifted).astype(np.uint8)
+    return pixels
 
 
 def _too_large(what: str) -> str:
