@@ -51,6 +51,7 @@ from image_archives import read_layers
 from locked import read_locks
 
 from trainer.errors import BadInputError
+from trainer.host.limits import read_limits
 
 FOLDER = ROOT / "build" / "first-build"
 # Two builds of train (VERIFY_GB), what dev adds, both images in the engine, and an environment for the tests;
@@ -157,8 +158,8 @@ def check_machine(given: Given) -> str:
         call("docker", "buildx", "version").stdout.strip(),
         call("docker", "compose", "version", "--short").stdout.strip(),
     ]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    there = f"{platform.platform()}, {os.cpu_count()} CPUs, {memory:.0f} GiB"
+    limits = read_limits()
+    there = f"{platform.platform()}, {limits.cpus:g} CPUs, {limits.memory_bytes / 2**30:.0f} GiB"
     proxies = sorted(name for name in os.environ if name.lower().endswith("_proxy"))
     engine = f"Docker {versions[0]}, {versions[1]}, Compose {versions[2]}"
     return f"{engine}; {there}; proxies set: {', '.join(proxies) or 'none'}"

@@ -37,8 +37,8 @@ STEPS = steps()
 SCRIPTS = {name: step["run"] for name, step in STEPS.items() if "run" in step}
 
 
-def test_there_are_two_workflows() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["ci", "image"]
+def test_the_workflows() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["ci", "image", "release"]
     assert len(SCRIPTS) > 8
 
 
@@ -53,7 +53,7 @@ def test_a_steps_shell_passes_shellcheck(name: str) -> None:
 def test_steps_only_call_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     called = {found for text in SCRIPTS.values() for found in re.findall(r"\bmake ([a-z-]+)\b", text)}
-    assert called == {"first-build", "push", "sbom"} & targets
+    assert called == {"first-build", "push", "sbom", "venv", "release"} & targets
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS], ids=lambda path: path.stem)
