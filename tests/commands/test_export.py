@@ -6,6 +6,7 @@ import pickle
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,6 +200,18 @@ def test_a_signal_leaves_nothing_half_written(
         "export: writing safetensors (fp32)",
         f"trainer: stopped by {signal.Signals(number).name}",
     ]
+
+
+@pytest.mark.parametrize("name", [pytest.param("torch-export", marks=pytest.mark.slow), "torchscript"])
+def test_a_full_disk_is_one_line(name: str, run: Path, tmp_path: Path) -> None:
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+        "from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["export", str(run), "--to", name, "--out", str(tmp_path / "out")]
+    done = preloaded.run([sys.executable, "-c", limited, *words])
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, []), done.stderr
+    assert "out: can't be written (File too large); give another --out" in done.stderr.splitlines()[-1]
 
 
 def _forget_the_mean(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:

@@ -2,8 +2,10 @@
 
 import os
 import re
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +55,24 @@ def test_an_existing_file_stays_as_it_is(here: Path, capsys: pytest.CaptureFixtu
     assert (here / "mine.py").read_text() == "mine = 1\n"
     assert main(["new", "mine"]) == 2
     assert "name it mine.py" in capsys.readouterr().err
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files of this process have at most 512 bytes meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_no_half_of_a_task(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with full_disk():
+        assert main(["new", "mine.py"]) == 2
+    assert "mine.py: can't be written (File too large)" in capsys.readouterr().err
+    assert not list(here.iterdir())
 
 
 def test_it_resumes_to_the_same_bits(here: Path) -> None:

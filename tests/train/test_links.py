@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -313,6 +314,15 @@ def test_the_name_while_writing_cannot_be_foreseen(tmp_path: Path) -> None:
             assert beside.suffixes == [".json", ".gz"]
             seen.add(beside.name)
     assert len(seen) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices, and could replace them")
+def test_a_device_is_never_replaced(tmp_path: Path) -> None:
+    null = tmp_path / "null"
+    os.mknod(null, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    with pytest.raises(OSError, match="it is a device"), written_whole(null) as beside:
+        beside.write_text("a report")
+    assert null.is_char_device() and [path.name for path in tmp_path.iterdir()] == ["null"]
 
 
 def test_a_copy_of_a_folder_follows_nothing(tmp_path: Path) -> None:

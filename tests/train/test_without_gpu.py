@@ -93,6 +93,7 @@ CASES = {
 def test_nothing_waits_in_a_step_a_row_or_an_evaluation(case: str) -> None:
     name, *settings = CASES[case]
     common = ["parallel.threads=1", "compile.mode=none", "max_steps=8", "data.limit=64"]
+    common += ["data.eval_batch_size=4"]  # so that there are more micro-batches than metrics
     recipe = load_recipe(name, [*common, *settings], None)
     run = build_alone(recipe, make_task(recipe))
     batches = run.loader(run.share.batches())

@@ -2,10 +2,12 @@
 
 import argparse
 import importlib.resources
+import os
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.files import write_whole
 
 
 def add_parser(commands: Any) -> None:
@@ -25,11 +27,10 @@ def new(options: argparse.Namespace) -> int:
     if path.suffix != ".py":
         raise BadInputError(f"{path}: a task is a Python file; name it {path.stem or 'my_task'}.py")
     text = (importlib.resources.files("trainer") / "tasks" / "example.py").read_text("utf-8")
+    if os.path.lexists(path):
+        raise BadInputError(f"{path}: is there already, and stays as it is; give another name")
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise BadInputError(f"{path}: is there already, and stays as it is; give another name") from error
+        write_whole(path, text)
     except OSError as error:
         raise BadInputError(f"{path}: can't be written ({error.strerror}); give another place") from error
     print(f"{path}: a task that trains as it is\n  next  trainer check {path}\n  then  trainer train {path}")

@@ -218,8 +218,9 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
         lasting: Whether it is on the disk then.
 
     Raises:
-        OSError: If it can't be written; a folder is never replaced.
+        OSError: If it can't be written; a folder or a device is never replaced.
     """
+    _check_no_device(path)
     beside = _beside(path)
     try:
         _make(beside)
@@ -238,6 +239,15 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
         raise
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _check_no_device(path: Path) -> None:
+    """Refuses `/dev/null`, `/dev/stdout` and the like, which root would replace for all."""
+    in_dev = Path(os.path.realpath(path.parent)).is_relative_to("/dev")
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or (in_dev and not stat.S_ISREG(mode)):
+            raise OSError(errno.EEXIST, "it is a device", str(path))
 
 
 def _beside(path: Path) -> Path:

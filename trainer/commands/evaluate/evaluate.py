@@ -13,6 +13,7 @@ from trainer.commands.evaluate.rank import RESULT, asked, measure
 from trainer.commands.evaluate.show import MOST_DRAWN, as_json, chart, lines
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.files import write_whole
 from trainer.host.latest import MANIFEST
 from trainer.launch.launcher import launch
 from trainer.train.local_ranks import plan_local_ranks
@@ -88,7 +89,7 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
 def _print(told: dict[str, Any], options: argparse.Namespace) -> None:
     if options.plot is not None:
         try:
-            options.plot.write_text(chart(told["confusion"], told["classes"]))
+            write_whole(options.plot, chart(told["confusion"], told["classes"]))
         except OSError as error:
             raise BadInputError(f"--plot {options.plot}: can't be written ({error.strerror})") from error
     print(as_json(told) if options.json else "\n".join(lines(told)))

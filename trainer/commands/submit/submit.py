@@ -1,5 +1,6 @@
 """Hands a rendered job to what runs it."""
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -75,10 +76,19 @@ def job_folder(spec: JobSpec) -> Path:
 
 
 def _write(file: Path, text: str) -> None:
-    """For the owner's eyes: variables may be secrets."""
-    file.unlink(missing_ok=True)
-    file.touch(0o600)
-    file.write_text(text, "utf-8")
+    """Writes it for the owner's eyes: variables may be secrets.
+
+    Raises:
+        BadInputError: If it can't be written; then there is no file.
+    """
+    try:
+        file.unlink(missing_ok=True)
+        file.touch(0o600)
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        raise BadInputError(f"{file}: can't be written ({error.strerror}); give another --runs") from error
 
 
 def _submits(place: Place, spec: JobSpec, site: Site, file: Path) -> list[str]:

@@ -10,7 +10,7 @@ from trainer.commands.submit.spec import JobSpec, pinned
 from trainer.commands.submit.submit import job_folder
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
-from trainer.host.files import read_bounded
+from trainer.host.files import read_bounded, write_whole
 
 _MOST = 1000
 
@@ -89,5 +89,8 @@ def write_list(common: JobSpec, runs: list[JobSpec]) -> Path:
     path = job_folder(common) / f"{common.name}-sweep.json"
     listed = [{"name": run.name, "folder": folder(run), "settings": run.settings} for run in runs]
     values = {"recipe": common.recipe, "image": common.image, "runs": listed}
-    path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+    try:
+        write_whole(path, json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise BadInputError(f"{path}: can't be written ({error.strerror}); give another --runs") from error
     return path

@@ -1,10 +1,12 @@
 """The formats: each writer takes a model and example inputs, and leaves its file or files in a folder."""
 
 import importlib.util
+import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def write_torch_export(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
     """torch.export's archive; needs no Python code of the model."""
     file = folder / "model.pt2"
     with quiet():
-        torch.export.save(exported_program(model, inputs), file)
+        _save(partial(torch.export.save, exported_program(model, inputs)), file)
     return file
 
 
@@ -97,7 +99,7 @@ def write_torchscript(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
     """
     file = folder / "model.ts"
     with quiet():
-        torch.jit.save(frozen_trace(model, inputs), str(file))
+        _save(partial(torch.jit.save, frozen_trace(model, inputs)), file)
     return file
 
 
@@ -111,6 +113,17 @@ def frozen_trace(model: nn.Module, inputs: Tensors) -> torch.jit.ScriptModule:
         raise BadInputError(f"torch {torch.__version__} has no TorchScript any more: use --to torch-export")
     traced = torch.jit.trace(model, tuple(inputs), check_trace=False)
     return torch.jit.freeze(traced)  # type: ignore[no-any-return]
+
+
+def _save(save: Callable[[io.BytesIO], object], file: Path) -> None:
+    """Saves to memory first: on a full disk torch's own writer of files aborts the process.
+
+    Raises:
+        OSError: If the file can't be written.
+    """
+    archive = io.BytesIO()
+    save(archive)
+    file.write_bytes(archive.getbuffer())
 
 
 def missing_packages(*names: str) -> str:
