@@ -245,8 +245,8 @@ def _check_no_device(path: Path) -> None:
     """Refuses `/dev/null`, `/dev/stdout` and the like, which root would replace for all."""
     in_dev = Path(os.path.realpath(path.parent)).is_relative_to("/dev")
     with contextlib.suppress(FileNotFoundError):
-        mode = os.lstat(path).st_mode
-        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or (in_dev and not stat.S_ISREG(mode)):
+        kind = stat.S_IFMT(os.lstat(path).st_mode)
+        if kind in (stat.S_IFCHR, stat.S_IFBLK) or (in_dev and kind != stat.S_IFREG):
             raise OSError(errno.EEXIST, "it is a device", str(path))
 
 
