@@ -11,5 +11,6 @@ ARITHMETIC_CHANGES = {
     "drawn, not one to its top left; images of `datasets` are turned as EXIF says",
     4: "training cuts of image files that don't fit are drawn again, and evaluation resizes before it cuts, "
     "as torchvision does; stochastic depth keeps the proportions of torchvision's models that bring it",
+    5: "logits of more than 2^27 numbers in a micro-batch, but in fp16, are summed to a loss in pieces",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)
