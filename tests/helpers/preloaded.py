@@ -44,7 +44,7 @@ _TOLD = 12  # characters of a number that the server tells: a process may have e
 
 
 def run(
-    words: Sequence[str | Path], timeout: float = 300, **options: Any
+    words: Sequence[str | Path], timeout: float = 900, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
     """`subprocess.run` with its output captured as text.
 
