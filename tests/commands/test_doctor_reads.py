@@ -196,7 +196,7 @@ def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
 def test_as_a_user_without_a_name_under_tight_limits() -> None:
     """The whole command, as a container with any UID would run it."""
     imports = (
-        "from trainer.cli import main\n"
+        "from trainer.cli import main, make_parser\nmake_parser()\n"  # which imports all commands
         "import trainer.commands.doctor.doctor, pynvml, sysconfig, encodings.ascii"
     )
     imports += "\nsysconfig.get_config_vars()"
