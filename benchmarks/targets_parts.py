@@ -58,8 +58,8 @@ def synchronizations() -> dict[str, Any]:
                 train_step(run, batches, step)
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
-    waits = [str(one.message) for one in seen if "synchronizing" in str(one.message)]
-    return {"waits": len(waits), "steps": _STEPS, "measured": cuda}
+    waits = [f"{one.filename}:{one.lineno}" for one in seen if "synchronizing" in str(one.message)]
+    return {"waits": len(waits), "where": waits[:5], "steps": _STEPS, "measured": cuda}
 
 
 def start_memory() -> dict[str, Any]:

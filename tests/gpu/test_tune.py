@@ -21,11 +21,12 @@ GIB = 1 << 30
 
 @pytest.fixture
 def little_is_left() -> Iterator[int]:
-    """All but 4 GiB of the first GPU is somebody else's."""
-    free, _ = torch.cuda.mem_get_info(0)
-    if free < 6 * GIB:
+    """All but 4 GiB and the headroom of the first GPU is somebody else's."""
+    free, whole = torch.cuda.mem_get_info(0)
+    left = 4 * GIB + int(HEADROOM * whole)
+    if free < left + 2 * GIB:
         pytest.skip(f"only {free / GIB:.1f} GiB of the GPU are free")
-    block = torch.empty(free - 4 * GIB, dtype=torch.uint8, device="cuda:0")
+    block = torch.empty(free - left, dtype=torch.uint8, device="cuda:0")
     yield block.nbytes
     del block
     torch.cuda.empty_cache()

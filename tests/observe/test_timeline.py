@@ -139,10 +139,12 @@ class Event:
         return float(end_event.at - self.at) * 1e3
 
 
-def on_a_device(host: dict[str, float], device: dict[str, float], steps: int = 16) -> tuple[Split, Box]:
+def on_a_device(
+    host: dict[str, float], device: dict[str, float], steps: int = 16, first: int = 0
+) -> tuple[Split, Box]:
     """What the timeline says of steps whose phases take so long on the host and on the device."""
     clock = Box()
-    marks = DeviceTimeline(clock.event)
+    marks = DeviceTimeline(clock.event, first=first)
     for step in range(1, steps + 1):
         PHASE_TIMER.step = step
         for phase in ("data", "host", "forward", "backward", "update", "logging"):
@@ -179,17 +181,49 @@ def test_a_device_that_is_done_before_the_host_waits_for_it() -> None:
 
 def test_steps_that_are_not_over_yet_are_read_later() -> None:
     clock = Box()
-    marks = DeviceTimeline(clock.event, every=1)
+    marks = DeviceTimeline(clock.event, every=1, first=0)
     for step in (1, 2):
         PHASE_TIMER.step = step
         for phase in ("data", "forward", "logging"):
             marks(phase)
             clock.launch(1.0 if phase == "forward" else 0.0)
     clock.now = 1.5
-    assert marks.read() == Split({**marks.read().seconds, "forward": 1.0}, 1, 0)
+    nothing: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
+    assert marks.read() == Split({**nothing, "forward": 1.0}, 1, 0, nothing)
     clock.now = 2.5
     assert marks.read().seconds["forward"] == 1.0
     assert marks.read().steps == 0
+
+
+@pytest.mark.parametrize("log_every", [4, 5, 8, 10, 50])
+def test_the_first_steps_explain_themselves_alone(log_every: int) -> None:
+    """Loading cuDNN and compiling take seconds of the first steps: of those, and of no others."""
+    clock, start = Box(), 0.0
+    marks, rows = DeviceTimeline(clock.event), list[dict[str, float]]()
+    PHASE_TIMER.reset()
+    host = reading(0)
+    for step in range(1, 101):
+        PHASE_TIMER.step = step
+        for phase in ("data", "forward", "backward", "update", "logging"):
+            marks(phase)
+            clock.now += 10e-6
+            if phase == "forward":
+                clock.now += {1: 30.0, 2: 5.0}.get(step, 0.0)
+            if phase != "logging":
+                clock.launch(0.010)
+        if step % log_every == 0:
+            clock.now = clock.free_at
+            begin, end = (host._replace(wall=wall) for wall in (start, clock.now))
+            rows.append(
+                split_between(begin._replace(step=step - log_every), end._replace(step=step), marks.read())
+            )
+            start = clock.now
+    total = {
+        name: sum(row[f"time/{name}"] for row in rows) for name in ("forward", "backward", "unexplained")
+    }
+    assert total["forward"] == pytest.approx(35.0 + len(rows) * log_every * 0.010, rel=0.02)
+    assert total["backward"] == pytest.approx(len(rows) * log_every * 0.010, rel=0.1)
+    assert total["unexplained"] < 0.01 * start
 
 
 def test_what_a_device_says_replaces_what_the_host_says() -> None:
@@ -371,8 +405,12 @@ def test_the_garbage_collector_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(advice, "time", SimpleNamespace(perf_counter=look))
     gc.disable()
+    PHASE_TIMER.reset()
     try:
         with host_clock() as take:
+            gc.collect(0)  # the start's own
+            assert take()["time/gc"] == 0
+            enter_phase("forward")
             for collections in (2, 0, 1):
                 for _ in range(collections):
                     gc.collect(0)  # all that the tests before have left needn't be looked through

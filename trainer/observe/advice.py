@@ -13,6 +13,7 @@ from trainer.observe.diagnosis import Facts, Verdict, diagnose, diagnose_run, me
 from trainer.observe.flops import Count
 from trainer.observe.leak import Trends
 from trainer.observe.log import Logged, Row, Sink
+from trainer.observe.phases import PHASE_TIMER
 
 _MOST_ROWS = 1000
 
@@ -94,14 +95,21 @@ def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | st
 def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
     """Gives a source of metrics: what was since it was asked last.
 
-    `time/gc` and, if there was any, `time/compile` are seconds in the garbage collector and in torch.compile;
+    `time/gc` and, if there was any, `time/compile` are seconds in the garbage collector and in torch.compile
+    while training: not what is collected at the start or while compiling, nor what an evaluation compiles;
     `cpu/starved` is the share of the wall's time for which the asking thread could have run and had no CPU.
     """
     collector, compiler = _Stopwatch(), _Stopwatch()
     asked, queued = time.perf_counter(), queued_ns()
 
     def collected(phase: str, _: dict[str, Any]) -> None:
-        collector.begin() if phase == "start" else collector.end()
+        if phase == "stop":
+            collector.end()
+        elif PHASE_TIMER.phase != "start" and not compiler.runs:
+            collector.begin()
+
+    def compiling(*_: object) -> None:
+        compiler.begin(counts=PHASE_TIMER.phase != "evaluation")
 
     def take() -> dict[str, float]:
         nonlocal asked, queued
@@ -111,22 +119,22 @@ def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
             "cpu/starved": (queued_now - queued) / 1e9 / max(now - asked, 1e-9),
         }
         asked, queued = now, queued_now
-        if compiling := compiler.take():
-            metrics["time/compile"] = compiling
+        if seconds := compiler.take():
+            metrics["time/compile"] = seconds
         return metrics
 
     # Imported where the run compiles, and then before this; else it isn't worth its seconds.
     compiled = sys.modules.get("torch._dynamo.callback")
     gc.callbacks.append(collected)
     if compiled is not None:
-        compiled.callback_handler.register_start_callback(compiler.begin)
+        compiled.callback_handler.register_start_callback(compiling)
         compiled.callback_handler.register_end_callback(compiler.end)
     try:
         yield take
     finally:
         gc.callbacks.remove(collected)
         if compiled is not None:
-            compiled.callback_handler.remove_start_callback(compiler.begin)
+            compiled.callback_handler.remove_start_callback(compiling)
             compiled.callback_handler.remove_end_callback(compiler.end)
 
 
@@ -136,9 +144,13 @@ class _Stopwatch:
     def __init__(self) -> None:
         self._depth, self._began, self._seconds = 0, 0.0, 0.0
 
-    def begin(self, *_: object) -> None:
+    @property
+    def runs(self) -> bool:
+        return self._depth > 0
+
+    def begin(self, counts: bool = True) -> None:
         if self._depth == 0:
-            self._began = time.perf_counter()
+            self._began = time.perf_counter() if counts else 0.0
         self._depth += 1
 
     def end(self, *_: object) -> None:

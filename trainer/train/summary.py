@@ -29,6 +29,7 @@ from trainer.train.report.write import NAME, leave_report
 from trainer.train.state import Run, TrainState, whole_model
 
 _WORTH_A_WORD = 0.005  # of the time
+_MODULES = {"trainer": "trainer", "tensorboard": "tensorboard.main"}
 _PARTS = (*PHASES, "unexplained")
 
 
@@ -186,9 +187,11 @@ def _unfinished(folder: Path, what: str, error: OSError) -> BadInputError:
 
 
 def _as_typed(program: Path) -> str:
-    """A program by its name, if that is the one that a shell finds; in the image it lies elsewhere."""
+    """Returns how to call a program: by its name where a shell finds it, by its path, or as a module."""
     found = shutil.which(program.name)
-    other = found is None or (program.exists() and not program.samefile(found))
+    if not program.exists():  # run from its sources, by `python -m trainer`
+        return f"{_as_typed(Path(sys.executable))} -m {_MODULES[program.name]}"
+    other = found is None or not program.samefile(found)
     return str(shown(program)) if other else program.name
 
 

@@ -37,5 +37,5 @@ class _After(MetaPathFinder, Loader):
             getattr(users_code, name)(**arguments)
 
 
-if _ORDER and os.environ.get("RANK") is not None:
+if _ORDER:  # in a rank, or in the launcher that forks it
     sys.meta_path.insert(0, _After())

@@ -88,7 +88,7 @@ def storm(objects: int, live: int) -> None:
 
 def wait(seconds: float, rank: int) -> None:
     """One rank's forward pass takes longer."""
-    if os.environ["RANK"] == str(rank):
+    if os.environ.get("RANK") == str(rank):
         _at_each_forward(lambda _: time.sleep(seconds))
 
 
@@ -100,7 +100,7 @@ def burn(seconds: float, rank: int) -> None:
         while time.thread_time() < until:
             pass
 
-    if os.environ["RANK"] == str(rank):
+    if os.environ.get("RANK") == str(rank):
         _at_each_forward(work)
 
 
