@@ -56,7 +56,7 @@ def _names() -> Iterator[None]:
 def _spec(folder: Path, **more: object) -> JobSpec:
     values: dict[str, object] = {
         **{"recipe": "digits", "settings": SETTINGS, "name": "job", "nnodes": 2, "nproc_per_node": 2},
-        **{"cpus_per_node": 2, "memory_gib": 3, "shm_gib": 1, "minutes": 10, "grace_seconds": 30},
+        **{"cpus_per_node": 2, "memory_gib": 3, "shm_gib": 1, "minutes": 60, "grace_seconds": 30},
         **{"runs": str(folder), "port": PORT},
     }
     return JobSpec.model_validate({**values, **more})
@@ -187,7 +187,7 @@ def _is_finished(run: Path) -> bool:
 
 def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
     run = tmp_path / "job"
-    settings = (*SETTINGS, "epochs=30", "parallel.reduction=tree")
+    settings = (*SETTINGS, "epochs=12", "parallel.reduction=tree")
     job, log = _submit(slurm, _spec(tmp_path, min_nnodes=1, nproc_per_node=1, settings=settings))
     until(lambda: _rows(run) > 4)
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
