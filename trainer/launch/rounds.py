@@ -22,7 +22,7 @@ from trainer.launch.nodes import EXIT_CODE, LOGS
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.follower import Follower
 from trainer.launch.nodes.leader import Leader
-from trainer.launch.nodes.rendezvous import FIRST_NOTICE_SECONDS, NOTICE_SECONDS, Outcome, Rendezvous, Round
+from trainer.launch.nodes.rendezvous import NOTICE_SECONDS, Outcome, Rendezvous, Round
 from trainer.launch.signals import SignalReceiver
 from trainer.launch.termination import leave_message
 
@@ -137,7 +137,7 @@ def _check_port(port: int) -> None:
 def _unreached(joined: Round, rendezvous: Rendezvous) -> list[ExitRecord]:
     """How the ranks of this node end where node 0's store can't be reached; nothing once it can."""
     nodes, began = rendezvous.nodes, time.monotonic()
-    notice, end = began + FIRST_NOTICE_SECONDS, began + rendezvous.seconds
+    noticed, end = began, began + rendezvous.seconds
     while nodes.number:
         if not (why := _in_the_way(nodes.host, nodes.port)):
             break
@@ -148,8 +148,8 @@ def _unreached(joined: Round, rendezvous: Rendezvous) -> list[ExitRecord]:
         if rendezvous.over or now > end:
             late = {"consequence": True} if rendezvous.over else {"for_all": True, "time": now}
             return [ExitRecord(rank, EXIT_FAILED, line, **late) for rank in joined.ranks]
-        if now > notice:
-            notice = now + NOTICE_SECONDS
+        if now - noticed > NOTICE_SECONDS:
+            noticed = now
             rendezvous.say(f"waits: {line}")
         time.sleep(_AGAIN_SECONDS)
     return []
