@@ -53,7 +53,7 @@ class Follower(Rendezvous):
                 return Outcome(False, EXIT_FAILED, f"trainer: {problem} (tried for {self.seconds:g} s)\n")
             if now > notice:
                 notice = now + NOTICE_SECONDS
-                self.say(f"waits: {problem}" if problem else f"waits with {self.nodes.name(0)} for the others")
+                self.say(f"waits: {problem or f'{self.nodes.name(0)} waits for other nodes'}")
             time.sleep(POLL_SECONDS)
 
     def turn(self) -> None:
