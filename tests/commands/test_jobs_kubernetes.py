@@ -141,18 +141,6 @@ def test_the_check_finds_what_is_no_field() -> None:
         )
 
 
-def fate(rules: list[dict[str, Any]], code: int, disrupted: bool = False) -> str:
-    """What becomes of a Job one of whose pods ended so: the first rule that fits, as the API says."""
-    for rule in rules:
-        conditions = rule.get("onPodConditions", [])
-        if disrupted and {"type": "DisruptionTarget", "status": "True"} in conditions:
-            return str(rule["action"])
-        codes = rule.get("onExitCodes")
-        if codes and codes["operator"] == "In" and code in codes["values"] and code != 0:
-            return str(rule["action"])
-    return "Count"
-
-
 @pytest.mark.parametrize("where", ["job", "jobset", "trainjob"])
 def test_exit_codes_decide_what_becomes_of_a_job(where: str) -> None:
     spec = job_files.indexed_job(rendered(where, nnodes=3))
@@ -160,11 +148,16 @@ def test_exit_codes_decide_what_becomes_of_a_job(where: str) -> None:
     names = {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule}
     assert names == {one["name"] for one in spec["template"]["spec"]["containers"]}
     # With a checkpoint another pod goes on, as often as need be; bad input stays bad.
-    assert fate(rules, EXIT_REQUEUE) == "Ignore"
-    assert fate(rules, EXIT_BAD_INPUT) == "FailJob"
-    assert fate(rules, EXIT_FAILED) == fate(rules, EXIT_HANG) == fate(rules, EXIT_DONE) == "Count"
+    assert job_files.fate(rules, EXIT_REQUEUE) == "Ignore"
+    assert job_files.fate(rules, EXIT_BAD_INPUT) == "FailJob"
+    assert (
+        job_files.fate(rules, EXIT_FAILED)
+        == job_files.fate(rules, EXIT_HANG)
+        == job_files.fate(rules, EXIT_DONE)
+        == "Count"
+    )
     for code in (EXIT_REQUEUE, EXIT_FAILED, EXIT_BAD_INPUT, 137, 143):
-        assert fate(rules, code, disrupted=True) == "Ignore"
+        assert job_files.fate(rules, code, disrupted=True) == "Ignore"
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == 3

@@ -30,7 +30,10 @@ from tests.container.stand_in_conda import raw_zstd
 from trainer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-STACKS = ("torch2.9-cu128", "torch2.6-cu124")  # the first is built, of both the locks are installed
+# Stacks of the project, and what they are copies of: the first is built, of both the locks are installed.
+# Its own name keeps its images apart from this machine's, which other tests use meanwhile.
+COPIES = {"rehearsal": "torch2.9-cu128", "torch2.6-cu124": "torch2.6-cu124"}
+STACKS = tuple(COPIES)
 BASE = """
 FROM {stand_in} AS full
 RUN cd /usr && rm -rf lib/gcc lib/git-core lib/python3 libexec include bin/*-linux-gnu-* \\
@@ -148,9 +151,9 @@ def python_files(version: str) -> dict[str, bytes | str]:
 
 def small_locks(project: Path, channel: Path, address: str) -> None:
     """Makes a package for each line of the locks, and locks with their hashes and this machine's address."""
-    for stack in STACKS:
+    for stack, original in COPIES.items():
         folder = project / "stacks" / stack
-        shutil.copytree(ROOT / "stacks" / stack, folder)
+        shutil.copytree(ROOT / "stacks" / original, folder)
         for lock in folder.glob("conda*.lock"):
             lines = []
             for one in parse_lock(lock.read_text()):
@@ -183,6 +186,9 @@ def make_project(folder: Path, digests: Mapping[str, str], channel: Path, addres
     for name in ("docker-compose.yml", "pyproject.toml", ".dockerignore"):
         shutil.copy(ROOT / name, folder)
     small_locks(folder, channel, address)
+    for name in ("scripts/image.py", "trainer/host/stacks.json", f"stacks/{STACKS[0]}/stack.toml"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace(f'"{COPIES[STACKS[0]]}"', f'"{STACKS[0]}"'))
     head = (ROOT / "Dockerfile").read_text().partition("# The installer of wheels")[0]
     for name, digest in digests.items():
         head = re.sub(rf"(?<= {re.escape(name)}@)sha256:\w+", digest, head)

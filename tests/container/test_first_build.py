@@ -103,19 +103,12 @@ def first(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     if stand_in is None:
         pytest.skip("where the real bases can be had, make first-build is the test")
     folder = tmp_path_factory.mktemp("first")
-    # Not the images of this machine's stack.
-    keep = [f"trainer:{STACK}-{target}" for target in ("train", "dev")]
-    kept = [name for name in keep if engine("images", "--quiet", name).strip()]
-    for name in kept:
-        engine("tag", name, f"{name}-kept")
     digests = push_bases(stand_in, registry, folder / "base")
     (folder / "channel").mkdir()
     with served(folder / "channel", gateway()) as address:
         project = make_project(folder / "project", digests, folder / "channel", address)
         yield Rehearsal(project, folder / "channel", address, digests)
-    for name in kept:
-        engine("tag", f"{name}-kept", name)
-        engine("rmi", f"{name}-kept")
+    engine("rmi", "--force", *(f"trainer:{STACK}-{target}" for target in ("train", "dev")), code=None)
 
 
 @pytest.fixture

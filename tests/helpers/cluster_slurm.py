@@ -1,7 +1,7 @@
 """A real Slurm of two nodes on this one host, for tests/launch/test_slurm.py; without systemd.
 
 Each slurmd calls itself a node by -N. It needs root, and Debian's packages slurm-wlm and munge. A node that a
-test sets down stays down until the test resumes it (ReturnToService=1).
+test sets down stays down until it is resumed (ReturnToService=1).
 """
 
 import os
@@ -82,6 +82,12 @@ class Slurm:
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
+
+    def tidy(self) -> None:
+        """Cancels all jobs and takes all nodes back, as far as there are such."""
+        resume = [("scontrol", "update", f"nodename={node}", "state=resume") for node in NODES]
+        for words in (("scancel", "--user=root"), *resume):
+            subprocess.run(words, env=self.environment, capture_output=True, timeout=300, check=False)
 
     def state(self, job: str) -> str:
         """Of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its end."""

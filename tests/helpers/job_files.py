@@ -153,6 +153,18 @@ def indexed_job(objects: dict[str, Any]) -> Any:
     return replicated["template"]["spec"]
 
 
+def fate(rules: list[dict[str, Any]], code: int, disrupted: bool = False) -> str:
+    """What becomes of a Job one of whose pods ended so: the first rule that fits, as the API says."""
+    for rule in rules:
+        conditions = rule.get("onPodConditions", [])
+        if disrupted and {"type": "DisruptionTarget", "status": "True"} in conditions:
+            return str(rule["action"])
+        codes = rule.get("onExitCodes")
+        if codes and codes["operator"] == "In" and code in codes["values"] and code != 0:
+            return str(rule["action"])
+    return "Count"
+
+
 def read_kubernetes(text: str) -> dict[str, Any]:
     """As Kubernetes and Kubeflow's operators read it; all pods must be the same."""
     objects = documents(text)

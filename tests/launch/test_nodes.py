@@ -20,7 +20,7 @@ from tests.helpers.clock import Clock
 from tests.helpers.waiting import SECONDS, until
 from trainer.errors import BadInputError
 from trainer.launch.exit_record import ExitRecord
-from trainer.launch.nodes import leader, presence
+from trainer.launch.nodes import follower, leader, presence
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.follower import Follower
 from trainer.launch.nodes.leader import Leader
@@ -182,7 +182,11 @@ def test_without_node_0_nothing_goes_on(cluster: Cluster) -> None:
     assert outcome.text.startswith("trainer: node 0 (a) is gone: nothing was heard of it for 1 s")
 
 
-def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
+def test_who_doesnt_come_is_named_with_what_to_check(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for side in (leader, follower):
+        monkeypatch.setattr(side, "FIRST_NOTICE_SECONDS", 0.0)
     cluster.most, cluster.least, cluster.seconds = 3, 3, 1.0
     mine, other = cluster.rendezvous(0), cluster.rendezvous(2)
     there = cluster.gather(other)
@@ -193,6 +197,9 @@ def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
     for word in ("DNS", str(cluster.folder), "a file system that all nodes have", "127.0.0.1"):
         assert word in outcome.text
     assert there.result(SECONDS) == outcome  # the node that is there ends, too
+    (mine_said,), (other_said,) = cluster.said[0], cluster.said[2]  # at first, and not again before 30 s
+    assert mine_said.startswith("waits for node 1 (b)")
+    assert other_said.startswith("waits: node 0 (a) ")
 
 
 def test_what_is_in_the_way_to_node_0_is_said(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from trainer.launch.exit_record import ExitRecord, job_code
 from trainer.launch.nodes import presence
 from trainer.launch.nodes.presence import Said
 from trainer.launch.nodes.rendezvous import (
+    FIRST_NOTICE_SECONDS,
     NOTICE_SECONDS,
     POLL_SECONDS,
     STOPPED,
@@ -33,7 +34,8 @@ class Follower(Rendezvous):
     def gather(self) -> Round | Outcome:
         """As `Rendezvous`."""
         self.stop = self.over = False
-        began = noticed = time.monotonic()
+        began = time.monotonic()
+        notice = began + FIRST_NOTICE_SECONDS
         while True:
             if self.asked():
                 return Outcome(False, EXIT_REQUEUE, STOPPED)
@@ -49,9 +51,9 @@ class Follower(Rendezvous):
             # Once node 0 is there, it counts the time, and says who is missing.
             if problem and now - began > self.seconds:
                 return Outcome(False, EXIT_FAILED, f"trainer: {problem} (tried for {self.seconds:g} s)\n")
-            if now - noticed > NOTICE_SECONDS:
-                noticed = now
-                self.say(problem or f"waits with {self.nodes.name(0)} for the other nodes")
+            if now > notice:
+                notice = now + NOTICE_SECONDS
+                self.say(f"waits: {problem or f'{self.nodes.name(0)} waits for other nodes'}")
             time.sleep(POLL_SECONDS)
 
     def turn(self) -> None:

@@ -11,6 +11,7 @@ from trainer.launch.exit_record import ExitRecord
 from trainer.launch.nodes import presence
 from trainer.launch.nodes.presence import Seen
 from trainer.launch.nodes.rendezvous import (
+    FIRST_NOTICE_SECONDS,
     NOTICE_SECONDS,
     POLL_SECONDS,
     STOPPED,
@@ -45,7 +46,8 @@ class Leader(Rendezvous):
     def gather(self) -> Round | Outcome:
         """As `Rendezvous`."""
         self.stop = self.over = False
-        began = changed = noticed = time.monotonic()
+        began = changed = time.monotonic()
+        notice = began + FIRST_NOTICE_SECONDS
         there, settle = set(self._there), _SETTLE_SECONDS if self._round else _FIRST_SETTLE_SECONDS
         while True:
             if self._round is None:
@@ -65,8 +67,8 @@ class Leader(Rendezvous):
                 return self._begin(playing)
             if now - began > self.seconds:
                 return self._end(Outcome(False, EXIT_FAILED, self._missing()))
-            if now - noticed > NOTICE_SECONDS:
-                noticed = now
+            if now > notice:
+                notice = now + NOTICE_SECONDS
                 self.say(f"waits for {self._absent()}: {count} of {self.nodes.most} nodes are here")
             time.sleep(POLL_SECONDS)
 

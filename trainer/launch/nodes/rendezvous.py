@@ -26,7 +26,8 @@ from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.presence import Presence, Said
 
 POLL_SECONDS = 0.05
-NOTICE_SECONDS = 30.0
+# When people are told first who is waited for, and how often from then on.
+FIRST_NOTICE_SECONDS, NOTICE_SECONDS = 10.0, 30.0
 STOPPED = "trainer: stopped while nodes were awaited\n"
 # JSON has no infinity; and a file of records must not become too large to be read.
 _NEVER, _TRACEBACK = 1e9, 1 << 16

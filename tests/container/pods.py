@@ -1,0 +1,153 @@
+"""Pods of a rendered job as containers of the local engine: what a kubelet and a Job's controller do."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.container.run import engine, wait_for
+from tests.helpers import job_files
+from trainer.commands.submit import kubernetes
+from trainer.commands.submit.spec import JobSpec, Site
+
+# Ranks stand still after a step while /held/hold-STEP is there, and decide after every step.
+_HELD = """
+import os, time
+from pathlib import Path
+if "RANK" in os.environ:
+    from trainer.distributed import consensus
+    from trainer.launch.worker import requested
+    from trainer.train import loop
+    consensus._SECONDS_BETWEEN = 0.0
+    train_step = loop.train_step
+    def held(run, batches, step):
+        train_step(run, batches, step)
+        at = Path("/held", f"at-{step + 1}-{os.environ['RANK']}")
+        at.touch()
+        while Path("/held", f"hold-{step + 1}").exists() and requested() is None:
+            time.sleep(0.01)
+        at.unlink()
+    loop.train_step = held
+"""
+
+
+class Job:
+    """An Indexed Job of several pods on one bridge network; its claim `runs` is a folder of this host.
+
+    Attributes:
+        runs: That folder.
+        codes: With which its pods ended, by their index, in order.
+    """
+
+    def __init__(self, spec: JobSpec, folder: Path) -> None:
+        """Makes the network, the claim, and no pod yet."""
+        text = kubernetes.render(spec, Site())
+        self.name, self.runs, self.folder = spec.name, folder / "runs", folder
+        self.codes: list[list[int]] = [[] for _ in range(spec.nnodes)]
+        self._node = job_files.read_kubernetes(text)
+        self._spec = job_files.documents(text)["Job"]["spec"]
+        self._names: list[list[str]] = [[] for _ in range(spec.nnodes)]
+        self._held = folder / "held"
+        for shared in (self.runs, self._held):
+            shared.mkdir(parents=True)
+            os.chown(shared, 0, self._pod["securityContext"]["fsGroup"])
+            shared.chmod(0o2775)
+        (self._held / "sitecustomize.py").write_text(_HELD)
+        engine("network", "create", self.name)
+
+    def close(self) -> None:
+        """Deletes all of it but the folder."""
+        for names in self._names:
+            engine("rm", "--force", *names, code=None)
+        engine("network", "rm", self.name, code=None)
+
+    @property
+    def _pod(self) -> Any:
+        return self._spec["template"]["spec"]
+
+    def start(self, *indexes: int) -> None:
+        """Starts a pod for each index: the first, or another in the place of one that ended."""
+        node, (container,) = self._node, self._pod["containers"]
+        for index in indexes:
+            name = f"{self.name}-{index}-{len(self._names[index])}"
+            message = self.folder / name
+            message.touch()
+            message.chmod(0o666)
+            # A kubelet sets the first in every pod, whatever enableServiceLinks says.
+            environment = {"KUBERNETES_SERVICE_HOST": "192.0.2.1", **node["environment"]}
+            for variable in container["env"]:
+                if "valueFrom" in variable:
+                    field = variable["valueFrom"]["fieldRef"]["fieldPath"]
+                    environment[variable["name"]] = name if field == "metadata.name" else str(index)
+                else:
+                    environment[variable["name"]] = job_files.single(variable["value"])
+            claims = {"pvc:runs": self.runs}
+            emptied = [
+                mount["mountPath"]
+                for volume in self._pod["volumes"]
+                for mount in container["volumeMounts"]
+                if volume["name"] == mount["name"] and volume.get("emptyDir") == {}
+            ]
+            binds = {where: claims[claim] for where, claim in node["mounts"].items()}
+            binds |= {"/dev/termination-log": message, "/held": self._held}
+            engine(
+                *("run", "--detach", "--name", name, "--hostname", f"{self.name}-{index}"),
+                # The headless Service's name of the pod.
+                *("--network", self.name, "--network-alias", f"{self.name}-{index}.{self._pod['subdomain']}"),
+                *("--user", node["user"], "--group-add", self._pod["securityContext"]["fsGroup"]),
+                *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+                *("--cpus", node["cpus"], "--memory", f"{node['memory']}g", "--shm-size", f"{node['shm']}g"),
+                *("--stop-timeout", node["stop"]),
+                *(f"--tmpfs={where}:exec,mode=1777" for where in emptied),
+                *(f"--volume={source}:{where}" for where, source in binds.items()),
+                *(f"--env={key}={value}" for key, value in environment.items()),
+                *("--env=PYTHONPATH=/held", node["image"], *node["command"]),
+            )
+            self._names[index].append(name)
+
+    def log(self, index: int) -> str:
+        """What the newest pod of an index has said."""
+        return engine("logs", self._names[index][-1], expected=(".*",))
+
+    def until(self, index: int, words: str) -> None:
+        """Waits until the newest pod of an index says something."""
+        wait_for(lambda: words in self.log(index), f"{words!r}")
+
+    def message(self, index: int) -> str:
+        """The termination message of the newest pod of an index."""
+        return (self.folder / self._names[index][-1]).read_text()
+
+    def signal(self, index: int, name: str) -> None:
+        """Sends the newest pod of an index a signal: TERM drains it, KILL is a host that goes down."""
+        engine("kill", f"--signal={name}", self._names[index][-1])
+
+    def end(self, *indexes: int) -> list[int]:
+        """The exit codes of the newest pods, once they have ended."""
+        ended = [int(engine("wait", self._names[index][-1])) for index in indexes]
+        for index, code in zip(indexes, ended, strict=True):
+            self.codes[index].append(code)
+        return ended
+
+    def replaced(self, *indexes: int) -> None:
+        """Starts others in the place of pods that ended, as the Job's rules for their codes have it."""
+        rules = self._spec["podFailurePolicy"]["rules"]
+        for index in indexes:
+            assert job_files.fate(rules, self.codes[index][-1]) in ("Ignore", "Count")
+        self.start(*indexes)
+
+    def hold(self, *steps: int) -> None:
+        """Lets the ranks stand still after these steps."""
+        for step in steps:
+            (self._held / f"hold-{step}").touch()
+
+    def is_held(self, step: int, rank: int) -> bool:
+        """Whether a rank stands still there."""
+        return (self._held / f"at-{step}-{rank}").exists()
+
+    def until_held(self, step: int) -> None:
+        """Waits until all ranks stand still there."""
+        ranks = range(len(self._names))
+        wait_for(lambda: all(self.is_held(step, rank) for rank in ranks), f"step {step}: {self.log(0)}")
+
+    def go_on(self, step: int) -> None:
+        """Lets them go on."""
+        (self._held / f"hold-{step}").unlink()
