@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -144,25 +145,15 @@ def test_a_worker_that_is_not_forked_opens_the_files_itself(folder: Path) -> Non
 
 
 def test_only_zeros_behind_the_end_are_nothing_and_other_columns_are_not_read(tmp_path: Path) -> None:
-    vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array([0.5] * 16 * 9999), 9999)
-    path = write(tmp_path / "set" / "train", {**pictures(16), "vector": vectors}, FEATURES)
+    notes = ["n" * 0x1234] * 16
+    path = write(tmp_path / "set" / "train", {**pictures(16), "note": notes}, FEATURES)
     ends_with(lambda data: data + bytes(1 << 17))(path.parent)
-    compressed = pyarrow.ipc.IpcWriteOptions(compression="zstd")  # so that reading a column allocates it
-    for file in path.glob("*00000*.arrow"):
-        table = pyarrow.ipc.open_stream(file.read_bytes()).read_all()
-        with pyarrow.ipc.new_stream(str(file), table.schema, options=compressed) as to:
-            to.write_table(table)
-        data = bytearray(file.read_bytes())
-        last = data.rfind(b"\x28\xb5\x2f\xfd")  # where zstd begins the vectors
-        data[last : last + 4] = bytes(4)
-        file.write_bytes(data)
-        with pytest.raises((OSError, pyarrow.ArrowException)):
-            pyarrow.ipc.open_stream(bytes(data)).read_all()
-    del vectors, table
-    before = pyarrow.total_allocated_bytes()
+    for file in path.glob("*.arrow"):
+        file.write_bytes(file.read_bytes().replace(struct.pack("<i", 0x1234), struct.pack("<i", -1)))
+        with pytest.raises(pyarrow.ArrowInvalid):
+            pyarrow.ipc.open_stream(file.read_bytes()).read_all().validate(full=True)
     records = ArrowImages(path, "image", "label")
     assert [records.read(row) for row in (0, 15)] == [png(0), png(150)]
-    assert pyarrow.total_allocated_bytes() - before < 100_000, "the vectors of one file have 640 kB"
 
 
 def test_rows_of_text_are_documents(tmp_path: Path) -> None:
@@ -238,12 +229,12 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (
         None,
         {"input_column": "pixels"},
-        "no column 'pixels' (there are: image, label); name it by data.input_column",
+        "no column 'pixels' (there are: 'image', 'label'); name it by data.input_column",
     ),
     (
         None,
         {"label_column": "kind"},
-        "no column 'kind' (there are: image, label); name it by data.label_column",
+        "no column 'kind' (there are: 'image', 'label'); name it by data.label_column",
     ),
     (None, {"input_column": "label"}, "column 'label' holds int64, no encoded images"),
     (None, {"label_column": "image"}, "row 0 of column 'image': label {'bytes': b'"),

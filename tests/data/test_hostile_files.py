@@ -18,7 +18,9 @@ from pyarrow import parquet
 from trainer import cli
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats import audio, decode, files
+from trainer.data.formats.arrow import ArrowImages, split_text
 from trainer.data.formats.encoders import read_tokenizer
+from trainer.data.formats.labels import labels_in
 from trainer.data.formats.sharded import ShardFolder
 from trainer.data.formats.tables import in_table
 from trainer.data.formats.tar_shards import index_shards
@@ -203,6 +205,45 @@ def test_parquet_that_inflates_is_refused(tmp_path: Path, made: str, folder: boo
     assert len(str(refused.value)) < 500
 
 
+def varint(number: int, size: int = 0) -> bytes:
+    """A number as Thrift's compact protocol has it, in at least so many bytes."""
+    digits = [number * 2 >> shift & 127 for shift in range(0, 64, 7) if not shift or number * 2 >> shift]
+    digits += [0] * (size - len(digits))
+    return bytes([digit | 128 for digit in digits[:-1]] + digits[-1:])
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_footer_of_parquet_that_understates_its_pages_is_not_believed(tmp_path: Path, rows: int) -> None:
+    file = tmp_path / "train.parquet"
+    table = pyarrow.table({"path": ["a" * (16 << 20)] * rows, "label": ["c"] * rows})
+    parquet.write_table(table, file, compression="zstd", use_dictionary=False, data_page_size=1)
+    facts, data = parquet.read_metadata(file), bytearray(file.read_bytes())
+    size = varint(facts.row_group(0).column(0).total_uncompressed_size)
+    at = data.index(size, len(data) - facts.serialized_size - 8)
+    data[at : at + len(size)] = varint(100, len(size))
+    file.write_bytes(data)
+    assert parquet.read_metadata(file).row_group(0).column(0).total_uncompressed_size == 100
+    before = pyarrow.default_memory_pool().max_memory()
+    with pytest.raises(BadInputError, match="column 'path' holds more than"):
+        in_table(file)
+    assert pyarrow.default_memory_pool().max_memory() == before
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"\xff" * 64, b"\x1c" * 4096, b"\x15\x01" * 8, b"\x19\xfc" + b"\xff" * 9]
+)
+def test_a_header_of_a_parquet_page_that_is_none_is_one_line(tmp_path: Path, damaged: bytes) -> None:
+    file = tmp_path / "train.parquet"
+    parquet.write_table(
+        pyarrow.table({"path": [f"{i}.png" for i in range(5000)], "label": ["c"] * 5000}), file
+    )
+    data = bytearray(file.read_bytes())
+    data[4 : 4 + len(damaged)] = damaged
+    file.write_bytes(data)
+    with pytest.raises(BadInputError, match="not a readable Parquet file"):
+        in_table(file)
+
+
 def test_a_folder_of_parquet_has_labels_in_its_names(tmp_path: Path) -> None:
     for label in ("dog", "cat"):
         (tmp_path / "train.parquet" / f"label={label}").mkdir(parents=True)
@@ -227,3 +268,117 @@ def test_a_regular_expression_that_backtracks_is_one_line(tmp_path: Path, rule: 
     with pytest.raises(BadInputError, match=r"rules fail on a text .*retry-limit"):
         tokenize(tmp_path / "x.txt", tmp_path / "o" / "x.bin", f"bpe:{file}")
     assert not list((tmp_path / "o").iterdir())
+
+
+def save(folder: Path, columns: dict[str, pyarrow.Array], compression: str | None = None) -> Path:
+    """A split as `save_to_disk` writes it, in one file."""
+    folder.mkdir()
+    table, name = pyarrow.table(columns), "data-00000-of-00001.arrow"
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with pyarrow.ipc.new_stream(str(folder / name), table.schema, options=options) as to:
+        to.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder / name
+
+
+def lie(file: Path, true: int, said: int, form: str) -> None:
+    """Writes another number wherever the file says `true`."""
+    data = file.read_bytes()
+    assert struct.pack(form, true) in data
+    file.write_bytes(data.replace(struct.pack(form, true), struct.pack(form, said)))
+
+
+_ROWS, _BYTES = 0x1234, 0x2345
+_NOTHING = pyarrow.nulls(2_000_000_000)
+_SAME = pyarrow.array(np.zeros(3000, np.int8))
+_PICTURE = pyarrow.array([b"a" * _BYTES])
+ARROW: dict[str, tuple[dict[str, pyarrow.Array], str]] = {
+    "nothing": (
+        {"image": pyarrow.StructArray.from_arrays([_NOTHING], ["bytes"]), "label": _NOTHING},
+        "2,000",
+    ),
+    "a view": (
+        {"image": pyarrow.array([b"a"]), "label": pyarrow.array(["a"], pyarrow.string_view())},
+        "'label' holds string_view",
+    ),
+    "numbers": ({"image": pyarrow.array([{"bytes": 10**12}]), "label": pyarrow.array([0])}, "bytes: int64"),
+    "twice": (
+        {
+            "image": pyarrow.StructArray.from_arrays([_PICTURE] * 2, ["bytes", "bytes"]),
+            "label": pyarrow.array([0]),
+        },
+        "no encoded images",
+    ),
+    "a long type": (
+        {"image": pyarrow.array([{"x" * 100_000: 1}]), "label": pyarrow.array([0])},
+        "no encoded images",
+    ),
+    "many columns": ({f"{i}{'x' * 99}": pyarrow.array([1]) for i in range(2000)}, "no column 'image'"),
+}
+
+
+@pytest.mark.parametrize("made", ARROW)
+def test_arrow_that_is_no_set_of_images_is_one_line(tmp_path: Path, made: str) -> None:
+    columns, why = ARROW[made]
+    save(tmp_path / "train", columns)
+    with pytest.raises(BadInputError, match=why) as refused:
+        ArrowImages(tmp_path / "train", "image", "label")
+    assert len(str(refused.value)) < 2000 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+@pytest.mark.parametrize("of", ["rows", "a dictionary"])
+def test_compressed_arrow_is_not_inflated(tmp_path: Path, compression: str, of: str) -> None:
+    large = pyarrow.array(["a" * (64 << 20)])
+    columns = {"text": large if of == "rows" else pyarrow.DictionaryArray.from_arrays(_SAME[:1], large)}
+    file = save(tmp_path / "train", columns, compression)
+    assert file.stat().st_size < 1 << 20
+    before = pyarrow.default_memory_pool().max_memory()
+    with pytest.raises(BadInputError, match="compressed"):
+        split_text(tmp_path / "train", "text")
+    assert pyarrow.default_memory_pool().max_memory() == before
+
+
+@pytest.mark.parametrize("said", [1 << 30, (1 << 31) - 1, -1, -(1 << 31)])
+@pytest.mark.parametrize("kind", ["binary", "struct", "string", "dictionary"])
+def test_offsets_of_arrow_that_lead_elsewhere_are_refused(tmp_path: Path, kind: str, said: int) -> None:
+    images, labels = _PICTURE, pyarrow.array(["a" * _ROWS])
+    if kind == "struct":
+        images = pyarrow.StructArray.from_arrays([images], ["bytes"])
+    elif kind == "dictionary":
+        labels = pyarrow.DictionaryArray.from_arrays(pyarrow.array([_ROWS]), labels, safe=False)
+    file = save(tmp_path / "train", {"image": images, "label": labels})
+    lie(file, _BYTES if kind in ("binary", "struct") else _ROWS, said, "<i")
+    with pytest.raises(BadInputError, match="can't be read"):
+        ArrowImages(tmp_path / "train", "image", "label")
+
+
+@pytest.mark.parametrize("said", [1 << 20, 1 << 40, (1 << 63) - 1])
+def test_more_rows_than_an_arrow_file_has_are_refused(tmp_path: Path, said: int) -> None:
+    columns = {
+        "image": pyarrow.nulls(_ROWS, pyarrow.binary()),
+        "label": pyarrow.array(np.zeros(_ROWS, np.int8)),
+    }
+    lie(save(tmp_path / "train", columns), _ROWS, said, "<q")
+    with pytest.raises(BadInputError, match="can't be read"):
+        ArrowImages(tmp_path / "train", "image", "label")
+
+
+def test_a_label_of_a_dictionary_is_held_once() -> None:
+    labels = pyarrow.DictionaryArray.from_arrays(_SAME, pyarrow.array(["c" * 10_000]))
+    found = labels_in(pyarrow.chunked_array([labels]))
+    assert len(found) == 3000 and len(set(map(id, found))) == 1
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../other.arrow", "pipe", "a\0b"])
+def test_files_of_arrow_are_regular_ones_beside_their_list(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "train", {"text": pyarrow.array(["a"])})
+    os.mkfifo(tmp_path / "train" / "pipe")
+    (tmp_path / "train" / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(BadInputError, match="isn't"):
+        split_text(tmp_path / "train", "text")
+    (tmp_path / "train" / "state.json").unlink()
+    (tmp_path / "train" / "state.json").symlink_to("/dev/zero" if name == "/dev/zero" else "pipe")
+    with pytest.raises(BadInputError, match="isn't a regular file"):
+        split_text(tmp_path / "train", "text")

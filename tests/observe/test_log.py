@@ -124,6 +124,25 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert read == [(row["step"], pytest.approx(row["loss"])) for row in rows]
 
 
+def test_tensorboard_reads_a_resumed_run_last_also_where_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for now, begin, loss in ((2_000_000_000, 0, 1.0), (1_000_000_000, 3, 2.0), (500_000_000, 5, 3.0)):
+        monkeypatch.setattr("trainer.observe.sinks.time.time_ns", lambda now=now: now * 10**9)
+        sink, close = tensorboard_sink(tmp_path, begin)
+        for step in range(begin + 1, begin + 5):  # two of which the next attempt takes anew
+            sink({"kind": "train", "step": step, "loss": loss})
+        close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [
+        *((step, 1.0) for step in (1, 2, 3)),
+        *((step, 2.0) for step in (4, 5)),
+        *((step, 3.0) for step in (6, 7, 8, 9)),
+    ]
+
+
 def test_tensorboard_gets_rows_in_time_and_no_thread_writes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

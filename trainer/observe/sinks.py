@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -18,6 +19,7 @@ from trainer.host.files import lines_inside, open_own, own_folder, written_whole
 from trainer.observe.log import Row, Sink
 from trainer.observe.rows import FILES, pictures_of, tag
 
+_EVENTS, _LAST_SECOND = re.compile(r"events\.out\.tfevents\.(\d{10})\."), 10**10 - 1
 _TOGETHER_S = 0.25  # so long, at most, rows of training wait for others on their way to TensorBoard
 
 
@@ -176,7 +178,10 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     own_folder(folder)
-    seconds, rest = divmod(time.time_ns(), 10**9)  # TensorBoard reads a folder's files in their names' order
+    seconds, rest = divmod(time.time_ns(), 10**9)
+    # TensorBoard reads a folder's files in their names' order, also where the clock was set back.
+    there = (_EVENTS.match(file.name) for file in folder.iterdir())
+    seconds = min(max([seconds, *(int(match[1]) + 1 for match in there if match)]), _LAST_SECOND)
     name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
     file = (folder / name).open("xb")
     records = RecordWriter(file)

@@ -5,7 +5,9 @@ files and Arrow's stream format say.
 """
 
 import hashlib
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,22 +16,28 @@ import numpy as np
 
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
-from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered, printable, whole
+from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_of
+from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered, printable, shown, whole
 from trainer.data.formats.records import Records
 from trainer.data.formats.signatures import what_it_is
-from trainer.data.formats.text import Text, joined
+from trainer.data.formats.text import Text
 from trainer.data.left_out import one, tally
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
+from trainer.host.files import open_regular
 
 TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
 _CONTENTS = 32  # rows of which the fingerprint holds the content
 _END = 0  # of a document: text of people has no such byte
 _COUNTED = re.compile(r"data-\d+-of-(\d+)\.arrow")
-_GOES_ON, _STOPS = b"\xff" * 4, bytes(4)  # before a message of a stream, and what ends it
 _BLOCK = 1 << 16
+_ROWS, _NAMED, _LONGEST_TYPE = (
+    4096,
+    20,
+    200,
+)  # that are read at once; columns and letters of a type, in a message
 
 
 def splits(path: Path, held: str | None) -> tuple[Path, Path]:
@@ -71,7 +79,7 @@ class ArrowTable:
         beside = sorted(each.name for each in folder.glob("*.arrow") if each.name not in named)
         self.left_out = tally(one("Arrow file{s} that state.json doesn't name", name) for name in beside)
         self._read = dict[str, Any]()
-        self.columns: Sequence[str] = _opened(self._files[0])[1].schema.names
+        self.columns: Sequence[str] = schema_of(self._files[0]).names
 
     def __getstate__(self) -> dict[str, Any]:
         """Called when a worker is started without fork."""
@@ -85,17 +93,16 @@ class ArrowTable:
         """
         if self.columns.count(name) != 1:
             times = "no column" if name not in self.columns else "more than one column"
-            raise BadInputError(
-                f"{self.folder}: {times} '{name}' (there are: {', '.join(self.columns)}); name it by {key}"
-            )
+            there = ", ".join(map(shown, self.columns[:_NAMED])) + ", …" * (len(self.columns) > _NAMED)
+            raise BadInputError(f"{self.folder}: {times} '{name}' (there are: {there}); name it by {key}")
         if name not in self._read:
-            parts = [_column(file, name) for file in self._files]
+            parts = [column_of(file, name) for file in self._files]
             if odd := next((number for number, part in enumerate(parts) if part.type != parts[0].type), 0):
                 raise BadInputError(
-                    f"{self._files[odd]}: column '{name}' holds {parts[odd].type}, and in "
-                    f"{self._files[0].name} {parts[0].type}; save the data again"
+                    f"{self._files[odd]}: column '{name}' holds {_type(parts[odd])}, and in "
+                    f"{self._files[0].name} {_type(parts[0])}; save the data again"
                 )
-            self._read[name] = _pyarrow().chunked_array(
+            self._read[name] = import_pyarrow().chunked_array(
                 [chunk for part in parts for chunk in part.chunks], parts[0].type
             )
         return self._read[name]
@@ -120,10 +127,11 @@ class ArrowImages(Records):
         self._table, self._image = ArrowTable(folder), image
         self.left_out = self._table.left_out
         images = self._table.column(image, "data.input_column")
-        self._in_struct = str(images.type).startswith("struct<") and "bytes" in str(images.type)
-        if not self._in_struct and str(images.type) not in ("binary", "large_binary"):
+        self._in_struct = str(images.type).startswith("struct<") and images.type.get_field_index("bytes") >= 0
+        encoded = images.type.field("bytes").type if self._in_struct else images.type
+        if str(encoded) not in ("binary", "large_binary", "null" if self._in_struct else "binary"):
             raise BadInputError(
-                f"{folder}: column '{image}' holds {images.type}, no encoded images; name another by "
+                f"{folder}: column '{image}' holds {_type(images)}, no encoded images; name another by "
                 "data.input_column, or cast it to datasets.Image()"
             )
         names = self._table.names_of(label)
@@ -182,7 +190,7 @@ def _classes(folder: Path, name: str, column: Any, names: list[str] | None) -> t
         for row, value in enumerate(given):
             if value is None or value == "" or (names is not None and not 0 <= whole(value) < len(names)):
                 raise BadInputError(f"{folder}: row {row} has no label (column '{name}' is {value!r})")
-            texts.append(label_of(value))
+            texts.append(sys.intern(label_of(value)))
         if not given:
             raise BadInputError(f"{folder}: holds no rows")
         if names is not None:
@@ -212,18 +220,28 @@ def split_text(folder: Path, column: str) -> Text:
     rows = table.column(column, "data.input_column")
     if str(rows.type) not in ("string", "large_string"):
         raise BadInputError(
-            f"{table.folder}: column '{column}' holds {rows.type}, no text; name another by data.input_column"
+            f"{table.folder}: column '{column}' holds {_type(rows)}, no text; name another by "
+            "data.input_column"
         )
-    documents = []
-    for number, row in enumerate(rows.to_pylist()):
-        document = np.frombuffer((row or "").encode(), np.uint8)
-        if (document == _END).any():
-            raise BadInputError(f"{table.folder}: row {number} holds a byte 0, which ends a document")
-        if len(document):
-            documents.append(document)
-    if not documents:
+    text, number = bytearray(), 0
+    for chunk in rows.chunks:
+        for start in range(0, len(chunk), _ROWS):
+            for row in chunk.slice(start, _ROWS).to_pylist():
+                document = (row or "").encode()
+                if b"\0" in document:
+                    raise BadInputError(f"{table.folder}: row {number} holds a byte 0, which ends a document")
+                if document:
+                    text += document + b"\0"
+                number += 1
+    if not text:
         raise BadInputError(f"{table.folder}: column '{column}' holds no text")
-    return Text(joined(documents, _END), 256, _END, "bytes")
+    return Text(np.frombuffer(text, np.uint8), 256, _END, "bytes")
+
+
+def _type(column: Any) -> str:
+    """The type of a column, which may have a name of any length for each of its fields."""
+    text = str(column.type)
+    return text if len(text) <= _LONGEST_TYPE else f"{text[:_LONGEST_TYPE]}…"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -242,6 +260,8 @@ def _files(folder: Path) -> list[Path]:
         raise BadInputError(f"{state}: names no files; save the data again")
     if told.get("_indices_data_files") or told.get("_indices_files"):
         raise BadInputError(f"{state}: chooses rows by a table of their numbers; save the data again")
+    if odd := next((name for name in names if "/" in name or "\0" in name), ""):
+        raise BadInputError(f"{state}: {shown(odd)} isn't the name of a file beside it; save the data again")
     for name in names:
         # data-00000-of-00003.arrow: the name says how many there should be.
         count = int(found[1]) if (found := _COUNTED.fullmatch(name)) else len(set(names))
@@ -253,82 +273,18 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ModuleNotFoundError as error:
-        raise BadInputError(
-            "data.name=hf needs pyarrow, which isn't installed: pip install pyarrow (the images for "
-            "development have it)"
-        ) from error
-    return pyarrow
-
-
-def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
-    """A file mapped into memory, and what reads its batches.
-
-    Raises:
-        BadInputError: If it can't be read.
-    """
-    pyarrow = _pyarrow()
-    try:
-        source = pyarrow.memory_map(str(file))
-        # Without threads of its own, which a fork would leave behind.
-        options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
-        return source, pyarrow.ipc.open_stream(source, options=options)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise _unreadable(file, error) from error
-
-
-def _column(file: Path, name: str) -> Any:
-    """Reads one column of a file, up to the end that it must have.
-
-    Raises:
-        BadInputError: If it can't be read or ends elsewhere.
-    """
-    pyarrow = _pyarrow()
-    place = _opened(file)[1].schema.get_field_index(name)
-    if place < 0:
-        raise BadInputError(f"{file}: no column '{name}', which other files have; save the data again")
-    source, stream = _opened(file, [place])
-    try:
-        table = stream.read_all()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise _unreadable(file, error) from error
-    # A reader takes the end of the file for the end of the stream, as if nothing were missing.
-    end = source.tell()
-    source.seek(0)
-    begin = source.read(len(_GOES_ON))
-    mark = _GOES_ON + _STOPS if begin == _GOES_ON else _STOPS
-    source.seek(max(0, end - len(mark)))
-    if source.read(len(mark)) != mark:
-        raise BadInputError(f"{file}: is cut off at byte {end:,}, after a whole batch; save the data again")
-    if any(piece.strip(b"\0") for piece in iter(lambda: source.read(_BLOCK), b"")):
-        raise BadInputError(
-            f"{file}: {source.size() - end:,} bytes lie behind its end at byte {end:,}, and may hold rows; "
-            "save the data again"
-        )
-    return table.column(name)
-
-
-def _unreadable(file: Path, error: Exception) -> BadInputError:
-    reason = first_line(error)
-    if not isinstance(error, OSError):
-        with file.open("rb") as opened:
-            reason = what_it_is(opened.read(_BLOCK)) or reason
-    return BadInputError(f"{file}: can't be read ({reason}); save the data again")
-
-
 def _json(file: Path) -> Mapping[str, Any]:
     try:
-        values = strict_json.parse_quickly(file.read_bytes())
+        with os.fdopen(open_regular(file), "rb") as opened:
+            data = opened.read(strict_json.LARGEST + 1)
+        values = strict_json.parse_quickly(data)
     except OSError as error:
         raise BadInputError(
             f"{file}: can't be read ({error.strerror}); data.path is a folder that "
             "DatasetDict.save_to_disk wrote"
         ) from error
     except ValueError as error:
-        what = what_it_is(file.read_bytes()[:_BLOCK])
+        what = what_it_is(data[:_BLOCK])
         raise BadInputError(
             f"{file}: isn't JSON ({what or first_line(error)}); save the data again"
         ) from error

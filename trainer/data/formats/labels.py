@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,12 +89,23 @@ def labels_in(column: Any) -> list[Any]:
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
     texts = ("string", "large_string", "string_view", "null")
     numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-    if numbers or types.is_boolean(kind) or str(kind) in texts:
+    if numbers or types.is_boolean(kind):
         values: list[Any] = column.to_pylist()
         return values
+    if str(kind) in texts:
+        # Each name once, however many rows have it: a dictionary makes gigabytes of a file of kilobytes.
+        encoded = column.dictionary_encode()
+        chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
+        return [value for chunk in chunks for value in _values(chunk)]
     kind = str(column.type).partition("<")[0]
     first = f" {shown(column[0].as_py())}" if len(column) and not types.is_temporal(column.type) else ""
     raise LabelError(f"label{first} is of type {kind}, neither a name nor a number")
+
+
+def _values(chunk: Any) -> Iterator[Any]:
+    """The values of an Arrow dictionary's rows: the same object wherever the value is the same."""
+    values = [*chunk.dictionary.to_pylist(), None]
+    return (values[-1 if place is None else place] for place in chunk.indices.to_pylist())
 
 
 def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:

@@ -12,6 +12,7 @@ from typing import Any
 from trainer.config.data import DataConfig
 from trainer.data.formats.files import Files, Listed
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, shown
+from trainer.data.formats.parquet_pages import inflated_size
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
 from trainer.host.files import read_at
@@ -112,7 +113,7 @@ def _parquet(file: Path) -> Iterator[_Row]:
         raise BadInputError(f"{file}: row {number + 1}: {error}") from error
     except MemoryError as error:
         raise BadInputError(f"{file}: its rows don't fit into the memory; use CSV") from error
-    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         what = what_it_is(_head(file)) if file.is_file() else ""
         reason = what if what and what != "Parquet" else first_line(error)
         raise BadInputError(f"{file}: not a readable Parquet file ({reason})") from error
@@ -158,14 +159,22 @@ def _rows_at_once(file: Path, parquet: Any) -> int:
             "again and again; keep one of each, or use CSV"
         )
     largest = 0
-    for group in map(facts.row_group, range(facts.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if (name := chunk.path_in_schema.partition(".")[0]) in _WANTED:  # a list has its own below it
-                largest = max(largest, chunk.total_uncompressed_size)
-                most = _FEWEST_ROWS * group.num_rows
-                if largest > _SAME_ROWS + _LONGEST * most or chunk.num_values > most:
-                    raise _too_long(file, name)
+    with file.open("rb") as opened:
+        for group in map(facts.row_group, range(facts.num_row_groups)):
+            for chunk in map(group.column, range(group.num_columns)):
+                if (name := chunk.path_in_schema.partition(".")[0]) in _WANTED:  # a list has its own below it
+                    inflated = inflated_size(opened.fileno(), _begin(chunk), chunk.total_compressed_size)
+                    largest = max(largest, inflated)
+                    most = _FEWEST_ROWS * group.num_rows
+                    if largest > _SAME_ROWS + _LONGEST * most or chunk.num_values > most:
+                        raise _too_long(file, name)
     return max(_FEWEST_ROWS, min(_ROWS, _READ_BYTES // max(1, largest)))
+
+
+def _begin(chunk: Any) -> int:
+    """Returns where the pages of a column chunk begin."""
+    offset: int = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+    return offset
 
 
 def _short(file: Path, batch: Any) -> Any:
@@ -195,11 +204,7 @@ def _check_end(file: Path, facts: Any) -> None:
         return
     size = file.stat().st_size
     chunks = [groups[-1].column(number) for number in range(facts.num_columns)]
-    end = max(
-        min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-        + chunk.total_compressed_size
-        for chunk in chunks
-    )
+    end = max(_begin(chunk) + chunk.total_compressed_size for chunk in chunks)
     # Between the pages and the footer lie indexes of pages, or nothing.
     rest = size - len(_MAGIC) - 4 - facts.serialized_size - end
     with file.open("rb") as opened:
