@@ -50,7 +50,7 @@ def test_other_names_are_seen() -> None:
         "from trainer import fit  # so",
         "    from trainer.train.components.task import make_task",
     )
-    assert taken("\n".join(lines)) == {"trainer.rng", "fit", "train.run.make_task"}
+    assert taken("\n".join(lines)) == {"trainer.rng", "fit", "train.components.task.make_task"}
     assert any(taken(python_of(notebook)) for notebook in NOTEBOOKS)
 
 
