@@ -25,7 +25,7 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.step import train_step
 
 MICRO_BATCH_SIZE, CLASSES = 2, 4

@@ -19,7 +19,7 @@ from trainer.data.formats.documents import StreamDataset
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
 from trainer.observe.conditions import conditions
-from trainer.train.manifest import read_stored
+from trainer.runs.manifest import read_stored
 
 Compress = Callable[[bytes], int]
 

@@ -29,9 +29,9 @@ from trainer.observe.checksums import last_names
 from trainer.observe.conditions import conditions
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows
-from trainer.train.report.page import page
-from trainer.train.report.read import read_recorded
-from trainer.train.run_folder import MANIFEST
+from trainer.runs.folder import MANIFEST
+from trainer.runs.report.page import page
+from trainer.runs.report.read import read_recorded
 
 SAMPLES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 SHARDS = (1, 2, 4, 8, 16, 32, 64)

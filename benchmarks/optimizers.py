@@ -35,7 +35,7 @@ from trainer.host.limits import read_limits
 from trainer.observe.conditions import conditions
 from trainer.optim.optimizers import LRScheduler
 from trainer.tasks.classification import Classification
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.evaluate import evaluate
 from trainer.train.state import Run
 from trainer.train.step import train_step

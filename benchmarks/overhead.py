@@ -39,7 +39,7 @@ from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task
 from trainer.train.anomaly import AnomalyDetector
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.loop import train
 from trainer.train.outputs import Outputs, bare_outputs
 from trainer.train.state import Run

@@ -12,12 +12,12 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from benchmarks.charts import FAINT, INK, as_svg
 from trainer.errors import BadInputError
-from trainer.train.run_folder import read_rows
+from trainer.runs.folder import read_rows
 
 # From the ground up, as import-linter's contract in pyproject.toml has them (a test compares).
 ROOMS = (
     *("config", "host", "observe", "launch", "distributed", "checkpoint", "data", "models", "optim", "tasks"),
-    *("train", "commands"),
+    *("runs", "train", "commands"),
 )
 _PACKAGE = Path(__file__).parent.parent / "trainer"
 _LINE = "#3f51b5"

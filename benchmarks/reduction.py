@@ -24,9 +24,9 @@ from trainer.distributed.parallel import World, joined_world
 from trainer.distributed.tree import Sums, Tournament
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.reduction import TreeSum
-from trainer.train.run import make_task
 from trainer.train.state import Run
 
 _MICRO_BATCHES, MICRO_BATCH_SIZE, _WIDTH, _IMAGE, _STEPS = 8, 16, 128, 16, 1

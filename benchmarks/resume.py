@@ -24,7 +24,7 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 

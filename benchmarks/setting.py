@@ -18,12 +18,12 @@ from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.conditions import conditions
-from trainer.train.build import build, set_determinism
-from trainer.train.loading import choose_loading
-from trainer.train.run import check_request, device_kind, make_task
+from trainer.runs.trust import check_recipe
+from trainer.train.components.loading import choose_loading
+from trainer.train.components.run import build, set_determinism
+from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
-from trainer.train.trust import check_recipe
 
 _NOT_IN_A_STEP = (
     *("log.", "checkpoint.", "evaluation.", "hooks.", "memory.allocator"),

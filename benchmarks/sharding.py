@@ -31,9 +31,9 @@ from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.models.activation_checkpointing import blocks
 from trainer.observe.conditions import conditions
-from trainer.train.build import build
-from trainer.train.memory import rank_memory
-from trainer.train.run import make_task
+from trainer.train.components.memory import rank_memory
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
 

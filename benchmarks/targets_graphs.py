@@ -32,7 +32,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling, torch_mode
 from trainer.train.anomaly import AnomalyDetector
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.loop import train
 
 _CLASSES, _BATCHES = 16, 64  # batches: of an epoch, at whose end rows tell of the memory

@@ -20,7 +20,7 @@ import torch
 from benchmarks.targets import TARGETS, Step, Target, Verdict
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.files import write_whole
-from trainer.train.run_folder import read_rows
+from trainer.runs.folder import read_rows
 
 LIMIT_S = 470.0
 FOLDER = Path("build/targets")

@@ -12,7 +12,7 @@ from benchmarks.paired import median_interval
 from trainer.config.sizes import GIB
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions
-from trainer.train.run_folder import read_rows
+from trainer.runs.folder import read_rows
 
 _VARIABLE = "env:"
 # Heading, and the key of a row whose largest value it is.

@@ -1,6 +1,6 @@
 """`make chaos`: runs are cut, killed and signaled at random, and must end with the bits of one that wasn't.
 
-A run here is the real thing (`train.trainer.train_rank`, its checkpoints and files) in a process forked
+A run here is the real thing (`train.start.rank.train_rank`, its checkpoints and files) in a process forked
 from one that has imported torch, so that a cut costs a second and not twenty.
 """
 
@@ -36,7 +36,7 @@ from trainer.errors import EXIT_REQUEUE
 from trainer.host.processes import children
 from trainer.launch.worker import Worker
 from trainer.train.request import Request
-from trainer.train.trainer import train_rank
+from trainer.train.start.rank import train_rank
 
 PHASES = ("start", "train", "write")
 _ATTEMPTS = 12
@@ -111,7 +111,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
     rank, size, port = map(str, world)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-    loop = sys.modules["trainer.train.trainer"]
+    loop = sys.modules["trainer.train.start.rank"]
     for name in ("commit", "commit_part", "commit_shared"):
         setattr(store, name, _noted(getattr(store, name), phase))
     original: Any = loop.__dict__["train"]

@@ -24,19 +24,19 @@ if TYPE_CHECKING:  # for type checkers and editors: at run time a name is import
     from trainer.host.limits import read_limits as read_limits
     from trainer.models.images import build_model as build_model
     from trainer.observe.log import Sink as Sink
+    from trainer.runs.tracking.tracker import Tracker as Tracker
     from trainer.tasks import Task as Task
-    from trainer.train.build import build as build
-    from trainer.train.from_python import Fitted as Fitted, fit as fit
+    from trainer.train.components.run import build as build
+    from trainer.train.components.task import make_task as make_task
     from trainer.train.hooks import Hook as Hook, HookError as HookError
-    from trainer.train.run import make_task as make_task
+    from trainer.train.start.from_python import Fitted as Fitted, fit as fit
     from trainer.train.step import train_step as train_step
-    from trainer.train.tracking.tracker import Tracker as Tracker
 
 # By the chapters of docs/api.md: where each name is.
 PUBLIC = {
     "A run": {
-        "fit": "train.from_python",
-        "Fitted": "train.from_python",
+        "fit": "train.start.from_python",
+        "Fitted": "train.start.from_python",
         "BadInputError": "errors",
         "DivergedError": "errors",
     },
@@ -55,13 +55,13 @@ PUBLIC = {
         "HookError": "train.hooks",
         "StopRun": "errors",
         "Sink": "observe.log",
-        "Tracker": "train.tracking.tracker",
+        "Tracker": "runs.tracking.tracker",
     },
     "The parts of a run": {
         "make_recipe": "config.recipe_file",
-        "make_task": "train.run",
+        "make_task": "train.components.task",
         "World": "distributed.parallel",
-        "build": "train.build",
+        "build": "train.components.run",
         "train_step": "train.step",
         "read_limits": "host.limits",
     },

@@ -36,10 +36,10 @@ from trainer.data.loader import Loader, Source, make_loader
 from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.launch.launcher import LocalRanks
 from trainer.rng import Float32, Ints
-from trainer.train.loading import settings_to_try
-from trainer.train.run import make_task
-from trainer.train.tune.job import BUDGET_SECONDS, Job, time_loading
-from trainer.train.tune.search import fastest
+from trainer.train.components.loading import settings_to_try
+from trainer.train.components.task import make_task
+from trainer.train.start.tune.job import BUDGET_SECONDS, Job, time_loading
+from trainer.train.start.tune.search import fastest
 
 _BATCH, _VALIDATION = 8, 10
 _RECIPE = "resnet50-imagenet"

@@ -19,8 +19,8 @@ from trainer.config.section import validated
 from trainer.distributed.parallel import World, silenced
 from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.models.precision import set_matmul_mode
-from trainer.train.build import build, set_determinism
-from trainer.train.run import check_request, device_kind, make_task
+from trainer.train.components.run import build, set_determinism
+from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
 

@@ -17,7 +17,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe, recipe_names
 from trainer.config.section import validated
 from trainer.errors import BadInputError
-from trainer.train.run_folder import read_rows
+from trainer.runs.folder import read_rows
 
 _STEPS = 60
 _ROUNDS = 6  # of whole processes, each of which imports torch

@@ -18,7 +18,7 @@ from trainer.host import strict_json
 from trainer.host.startup import wait_passively
 from trainer.observe.conditions import conditions
 from trainer.observe.rows import FILES
-from trainer.train.run_folder import read_rows
+from trainer.runs.folder import read_rows
 
 _LLAMA = (
     "assumed: 419 unexpected interruptions in 54 days of 16,384 GPUs, 8 a node (The Llama 3 Herd of Models, "

@@ -22,8 +22,8 @@ from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, hold_gloo, silenced
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
-from trainer.train.build import build
-from trainer.train.run import device_kind, make_task
+from trainer.train.components.run import build
+from trainer.train.components.task import device_kind, make_task
 
 _ASKING, _TIMES = 4, 1000  # clients of a store, and how often each asks
 _ROUNDS = 5

@@ -13,11 +13,11 @@ from typing import Any
 # By module: its function, whether reaching or leaving it counts, and what that is called.
 _MARKS = {
     "trainer.config.recipe_file": ("provisional", "left", "validated"),
-    "trainer.train.start": ("start", "reached", "imported"),
+    "trainer.train.start.resolve": ("start", "reached", "imported"),
     "trainer.launch.launcher": ("launch", "reached", "launched"),
-    "trainer.train.trainer": ("train_rank", "reached", "imported"),
-    "trainer.train.run": ("make_task", "left", "data"),
-    "trainer.train.build": ("build", "left", "model"),
+    "trainer.train.start.rank": ("train_rank", "reached", "imported"),
+    "trainer.train.components.task": ("make_task", "left", "data"),
+    "trainer.train.components.run": ("build", "left", "model"),
     "trainer.train.step": ("train_step", "left", "stepped"),
 }
 _noted = set[tuple[int, str]]()

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.sharding import Sizes, bench_sharding, bytes_sent, memory, traffic
 from tests.helpers.world import Ranks
-from trainer.train.memory import RankMemory, rank_memory
+from trainer.train.components.memory import RankMemory, rank_memory
 
 SMALL = {"layers": 6, "heads": 2, "width": 128, "sequence_length": 2, "vocabulary": 512}
 

@@ -12,7 +12,7 @@ from benchmarks.start import Pair, one_start, read_marks, two_ranks
 from tests.helpers.tables import table_rows
 from tests.helpers.toys import make_recipe
 from trainer.launch import forked
-from trainer.train import start as starting
+from trainer.train.start import resolve as starting
 
 # Seen with torch 2.9.1: 1,396 and 1,751. TensorBoard's writer is 320 of them; torch's compiler has 830.
 MOST_MODULES = (1500, 1900)

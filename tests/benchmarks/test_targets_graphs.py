@@ -28,8 +28,8 @@ from trainer.models.compiling import missing_for_compiling
 from trainer.observe.checksums import read_checksums
 from trainer.train import outputs
 from trainer.train.anomaly import AnomalyDetector
-from trainer.train.build import build
-from trainer.train.prepare import prepare_model
+from trainer.train.components.model import prepare_model
+from trainer.train.components.run import build
 from trainer.train.reduction import FixedGradients
 from trainer.train.state import Run
 from trainer.train.step import train_step
@@ -84,7 +84,7 @@ def trained(
         prepared = prepare_model(*arguments)
         return replace(prepared, call=Replayed(prepared.model), cuda_graphs=True) if replayed else prepared
 
-    with mock.patch("trainer.train.build.prepare_model", as_graphs):
+    with mock.patch("trainer.train.components.run.prepare_model", as_graphs):
         run = build(recipe, TokenTask(40), World(0, 1, 0, CPU, group), 0)
     batches, state = run.loader(run.share.batches()), run.state
     for step in range(run.plan.steps):

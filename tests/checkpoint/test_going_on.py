@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import trainer.train.trainer
+import trainer.train.start.rank
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import changed, rewrite, same, with_state
@@ -22,11 +22,12 @@ from trainer.commands.train import find_run
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.host import files
-from trainer.train import start, summary
-from trainer.train.run_folder import (
+from trainer.runs.folder import (
     write_json,
 )
-from trainer.train.trainer import words_to_resume
+from trainer.train import summary
+from trainer.train.start import resolve as start
+from trainer.train.start.rank import words_to_resume
 
 # What a stop leaves is what is on the disk.
 
@@ -129,7 +130,7 @@ def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: 
 
     def on_a_larger_machine() -> None:
         # Not the other way round: OpenMP's threads don't survive a fork, and more of them can crash it.
-        replace(trainer.train.trainer, "threads_per_rank", lambda *_: 3)
+        replace(trainer.train.start.rank, "threads_per_rank", lambda *_: 3)
 
     asked = small(parallel={"threads": "auto"})
     assert attempt(folder, asked, stop_at=9, before=on_a_larger_machine).code == 75

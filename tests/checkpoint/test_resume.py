@@ -35,14 +35,14 @@ from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.processes import children
-from trainer.train.build import build
-from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint
-from trainer.train.decision import check_resumable
-from trainer.train.differences import differences
-from trainer.train.manifest import read_stored, update_manifest
+from trainer.runs.differences import differences
+from trainer.runs.folder import newest_run, write_json
+from trainer.runs.manifest import read_stored, update_manifest
+from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.provenance import make_manifest
-from trainer.train.run import make_task
-from trainer.train.run_folder import newest_run, write_json
+from trainer.train.start.decision import check_resumable
 from trainer.train.state import numbers_of, tensors_of
 from trainer.train.step import train_step
 from trainer.version import ARITHMETIC
@@ -450,10 +450,10 @@ def test_only_what_is_shown_asks_the_wall_clock() -> None:
         if asks.search(path.read_text()) and path.parent.name != "doctor"
     }
     # The cache orders files of processes that are long gone, and decides only what is fetched again.
-    shown = {"observe/sinks.py", "observe/console.py", "train/tracking/feed.py"}
+    shown = {"observe/sinks.py", "observe/console.py", "runs/tracking/feed.py"}
     shown |= {"commands/checkpoints.py", "commands/runs.py", "data/remote/cache.py", "host/disks.py"}
-    shown |= {"observe/progress.py", "train/tracking/to_kubeflow.py"}
-    shown |= {"train/checkpoints.py"}  # a number by which ranks know the same write
+    shown |= {"observe/progress.py", "runs/tracking/to_kubeflow.py"}
+    shown |= {"train/saving.py"}  # a number by which ranks know the same write
     assert found <= shown, "what decides something takes time.monotonic()"
 
 

@@ -29,12 +29,12 @@ from trainer.commands.verify import replay as replaying
 from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import World
 from trainer.host import files
-from trainer.train import trainer
-from trainer.train.build import build
-from trainer.train.checkpoint_choice import newest_checkpoint
+from trainer.train.components.checkpoint_choice import newest_checkpoint
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.model_of_run import open_run
 from trainer.train.request import Request
-from trainer.train.run import make_task
+from trainer.train.start import rank as trainer
 from trainer.train.state import load_state, tensors_of
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}

@@ -13,8 +13,8 @@ from tests.helpers.cuda_stub import Cuda, stubbed_cuda
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.checkpoint import background
 from trainer.checkpoint.background import BackgroundWriter, make_room, stage
-from trainer.train import checkpoints as saving
-from trainer.train.checkpoints import Checkpoints
+from trainer.train import saving
+from trainer.train.saving import Checkpoints
 from trainer.train.state import tensors_of
 
 

@@ -23,8 +23,8 @@ from trainer.config.recipe_file import load_recipe
 from trainer.data.loader import Batch
 from trainer.tasks.average_precision import average_precision, coco_figures
 from trainer.tasks.sums import classified
+from trainer.train.components.task import make_task
 from trainer.train.model_of_run import open_run
-from trainer.train.run import make_task
 
 
 def last_row(run: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.cli import main
-from trainer.train.manifest import FORMAT
+from trainer.runs.manifest import FORMAT
 
 
 def made(root: Path, name: str, days: float, rows: str = "", **facts: Any) -> Path:

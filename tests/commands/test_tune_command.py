@@ -24,11 +24,11 @@ from trainer.commands.tune import tune as command
 from trainer.config.recipe_file import load_recipe
 from trainer.data.workers import Loading
 from trainer.launch import worker
-from trainer.train import start
 from trainer.train.request import Request
-from trainer.train.tune import auto
-from trainer.train.tune.job import Interrupted, Job
-from trainer.train.tune.search import Probe, ProbeFailed, SizeSearchResult
+from trainer.train.start import resolve as start
+from trainer.train.start.tune import auto
+from trainer.train.start.tune.job import Interrupted, Job
+from trainer.train.start.tune.search import Probe, ProbeFailed, SizeSearchResult
 
 GIB = 1 << 30
 FITS = Probe(16, True, 2 * GIB, 4 * GIB, GIB, "memory (planted)", 100.0, 3.0)
@@ -77,7 +77,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
 
 def stored(folder: Path, micro_batch_size: int) -> None:
     """A run that was stopped."""
-    from trainer.train.run import data_of, make_task
+    from trainer.train.components.task import data_of, make_task
 
     recipe = load_recipe("digits", [*SMALL[1::2], f"data.micro_batch_size={micro_batch_size}"])
     folder.mkdir()
@@ -359,7 +359,7 @@ HELD = """
 import os, time
 from pathlib import Path
 if "RANK" in os.environ:
-    from trainer.train.tune import trial
+    from trainer.train.start.tune import trial
     def train_step(*_):
         Path(__file__).with_name("held").touch()
         while not trial.requested():

@@ -56,7 +56,7 @@ def flat(config, channels, classes):
         '"flat": Model(("classification",), "trainer.models.flat:flat", "one layer"),',
     ),
     "Add a sink or a tracker": (
-        "trainer/train/tracking/to_lines.py",
+        "trainer/runs/tracking/to_lines.py",
         """
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class ToLines:
     def close(self, status):
         self.file.close()
 """,
-        '"lines": SinkKind("trainer.train.tracking.to_lines:ToLines", "plain lines", tracker=True),',
+        '"lines": SinkKind("trainer.runs.tracking.to_lines:ToLines", "plain lines", tracker=True),',
     ),
     "Add a command": (
         "trainer/commands/hello.py",

@@ -20,8 +20,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.errors import BadInputError
 from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
-from trainer.train import local_ranks, start
-from trainer.train.manifest import FORMAT
+from trainer.runs.manifest import FORMAT
+from trainer.train.start import local_ranks, resolve as start
 from trainer.version import __version__
 
 ROOT = Path(__file__).parents[2]

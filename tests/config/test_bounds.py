@@ -29,9 +29,9 @@ _OWN_WORDS = {
     "train/measured.py": "words of this run's ranks",
     "train/model_of_run.py": "what this process has just made",
     "tasks/trial.py": "what this process has just made",
-    "train/tracking/as_tracker.py": "its parent's words, by a pipe",
-    "train/tracking/process.py": "its parent's words, by a pipe",
-    "train/tune/job.py": "a temporary folder, for its user alone",
+    "runs/tracking/as_tracker.py": "its parent's words, by a pipe",
+    "runs/tracking/process.py": "its parent's words, by a pipe",
+    "train/start/tune/job.py": "a temporary folder, for its user alone",
     "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
     "commands/bench/preflight.py": "words of this job's ranks",
 }

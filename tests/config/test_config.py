@@ -12,7 +12,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, parse_recipe, read_recipe, recipe_names
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.config.suggest import MEANT
-from trainer.train.run import check_request, make_task
+from trainer.train.components.task import check_request, make_task
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -9,9 +9,9 @@ from trainer.config.models import MODELS
 from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.training import OptimConfig
-from trainer.train.decision import New
-from trainer.train.run import make_task
-from trainer.train.start_checks import Start, check_start
+from trainer.train.components.task import make_task
+from trainer.train.start.checks import Start, check_start
+from trainer.train.start.decision import New
 
 
 @pytest.mark.parametrize(

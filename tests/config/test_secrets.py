@@ -24,7 +24,7 @@ TOKEN = f"hf_{SECRET}{'aB3' * 10}"  # as the hub's are: it holds the word that i
 FAULT = f"""
 import os
 if "RANK" in os.environ:
-    from trainer.train import trainer
+    from trainer.train.start import rank as trainer
     def finish(*_):
         api_key = "{SECRET}"
         shapes = [dict(api_key=api_key), dict(credentials=dict(id=[api_key])), dict(DB_PASS=api_key.encode())]

@@ -21,7 +21,7 @@ from trainer.data.sources import load_images
 from trainer.errors import BadInputError
 from trainer.tasks.classification import Classification
 from trainer.tasks.language import Language
-from trainer.train.run import check_files, make_task
+from trainer.train.components.task import check_files, make_task
 
 pyarrow = pytest.importorskip("pyarrow")
 

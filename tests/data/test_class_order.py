@@ -25,7 +25,7 @@ from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
 from trainer.errors import BadInputError
 from trainer.rng import Ints
-from trainer.train.run import check_request, data_of, draws_of, make_plan, make_task
+from trainer.train.components.task import check_request, data_of, draws_of, make_plan, make_task
 
 LABELS = np.repeat([2, 0, 1], [30, 60, 10])  # not in the order of their numbers
 WEIGHTS = {"a": 1.0, "b": 4.5, "c": 0.5}

@@ -15,7 +15,7 @@ from trainer.config import data as config_data
 from trainer.config.data import DataConfig
 from trainer.config.formats import FORMATS, Format, described, read_by
 from trainer.data.formats.files import Files, in_folder
-from trainer.train.run import make_task
+from trainer.train.components.task import make_task
 from trainer.train.step import train_step
 
 

@@ -27,9 +27,9 @@ from trainer.data.workers import check_known_there
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, OwnCodeError
 from trainer.tasks.custom import CustomTask
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import check_request
 from trainer.train.evaluate import evaluate
-from trainer.train.run import check_request
 from trainer.train.step import train_step
 
 

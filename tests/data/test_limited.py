@@ -26,7 +26,7 @@ from trainer.data.formats.tokens import TokenDataset
 from trainer.data.items import ArrayItems, ItemDataset
 from trainer.data.limited import LimitedDataset, limited
 from trainer.errors import BadInputError
-from trainer.train.run import check_request, data_of, make_plan, make_task
+from trainer.train.components.task import check_request, data_of, make_plan, make_task
 
 
 class Corrupt(ArrayDataset):

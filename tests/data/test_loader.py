@@ -32,9 +32,9 @@ from trainer.errors import BadInputError
 from trainer.host import processes
 from trainer.launch.exit_record import dead_worker
 from trainer.rng import Float32, Ints
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.run import make_task
 from trainer.train.step import train_step
 
 

@@ -26,7 +26,7 @@ from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import load_images, order_of
 from trainer.errors import BadInputError
 from trainer.host import files as disk
-from trainer.train.run import data_of, make_plan, make_task
+from trainer.train.components.task import data_of, make_plan, make_task
 
 SHARDS = [8] * 4
 MORE = [8] * 8

@@ -23,9 +23,9 @@ from trainer.data.builtin.stdlib import END, is_held_out, read_modules, stdlib_t
 from trainer.data.formats.documents import StreamDataset
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.train.build import build
-from trainer.train.checkpoint_choice import load_checkpoint
-from trainer.train.run import make_task
+from trainer.train.components.checkpoint_choice import load_checkpoint
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.state import numbers_of, tensors_of
 from trainer.train.step import train_step
 

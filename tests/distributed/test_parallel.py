@@ -19,7 +19,7 @@ from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.sync_batchnorm import synchronize_batchnorm
-from trainer.train.run import check_request, make_task
+from trainer.train.components.task import check_request, make_task
 
 pytestmark = pytest.mark.compat
 

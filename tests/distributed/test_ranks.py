@@ -11,10 +11,10 @@ from tests.helpers.toys import make_recipe, rows_to
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, check_agreement
 from trainer.errors import BadInputError
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
-from trainer.train.run import make_task
 
 DIGITS = digits_steps.DIGITS
 

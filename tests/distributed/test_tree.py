@@ -20,10 +20,10 @@ from trainer.distributed import consensus
 from trainer.distributed.parallel import World
 from trainer.distributed.tree import Sums, Tournament, TreeReduction, shares_a_tree
 from trainer.errors import BadInputError
-from trainer.train.build import build
-from trainer.train.run import check_request, make_task
+from trainer.train.components.run import build
+from trainer.train.components.task import check_request, make_task
+from trainer.train.start.rank import choose_threads
 from trainer.train.step import take_metrics, train_step
-from trainer.train.trainer import choose_threads
 
 KINDS: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"width": 8, "norm": "batch"}},

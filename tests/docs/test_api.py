@@ -48,9 +48,9 @@ def test_other_names_are_seen() -> None:
     lines = (
         "import trainer.rng",
         "from trainer import fit  # so",
-        "    from trainer.train.run import make_task",
+        "    from trainer.train.components.task import make_task",
     )
-    assert taken("\n".join(lines)) == {"trainer.rng", "fit", "train.run.make_task"}
+    assert taken("\n".join(lines)) == {"trainer.rng", "fit", "train.components.task.make_task"}
     assert any(taken(python_of(notebook)) for notebook in NOTEBOOKS)
 
 

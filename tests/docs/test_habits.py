@@ -216,6 +216,6 @@ def test_every_file_of_the_package_is_in_its_wheel() -> None:
     package = ROOT / "trainer"
     patterns = read_toml(ROOT / "pyproject.toml")["tool"]["setuptools"]["package-data"]["trainer"]
     packed = {path for pattern in patterns for path in package.glob(pattern)}
-    assert package / "train/report/templates/page.html" in packed
+    assert package / "runs/report/templates/page.html" in packed
     there = {p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert {path for path in there - packed if path.suffix != ".py"} == set()

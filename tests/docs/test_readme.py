@@ -18,7 +18,7 @@ from trainer.config.recipe_file import load_recipe, recipe_names
 from trainer.config.training import HooksConfig, LogConfig
 from trainer.errors import BadInputError
 from trainer.observe.rows import FILES
-from trainer.train.run import check_request, make_task
+from trainer.train.components.task import check_request, make_task
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

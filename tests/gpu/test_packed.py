@@ -12,8 +12,8 @@ from trainer.data.loader import Source, make_loader
 from trainer.distributed.parallel import World
 from trainer.models.compiling import missing_for_compiling
 from trainer.models.gpt import GPT
-from trainer.train.build import build
-from trainer.train.run import make_task
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.step import train_step
 
 GPU = torch.device("cuda", 0)

@@ -17,9 +17,9 @@ from trainer.distributed.parallel import World
 from trainer.models.compiling import missing_for_compiling
 from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.train import loop
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.loop import train
-from trainer.train.run import make_task
 from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 

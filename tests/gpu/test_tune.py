@@ -9,7 +9,7 @@ from tests.helpers.forked import small
 from trainer.host.memory_room import HEADROOM
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
-from trainer.train.tune.job import Job, choose, run_probe
+from trainer.train.start.tune.job import Job, choose, run_probe
 
 pytestmark = [
     pytest.mark.gpu,

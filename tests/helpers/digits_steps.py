@@ -7,9 +7,9 @@ import torch
 
 from tests.helpers.toys import make_recipe
 from trainer.distributed.parallel import World
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.run import make_task
 from trainer.train.step import train_step
 
 DIGITS: dict[str, Any] = {

@@ -14,12 +14,12 @@ from tests.helpers.late import import_late
 from tests.helpers.toys import before_each_step_ends
 from trainer.config.recipe import Recipe
 from trainer.launch.worker import Worker
-from trainer.train.manifest import read_stored
+from trainer.runs.manifest import read_stored
+from trainer.train.components.task import make_task
 from trainer.train.options import Mode, parse_source
 from trainer.train.request import Request
-from trainer.train.run import make_task
+from trainer.train.start.rank import train_rank
 from trainer.train.starting_weights import find_beginning, keep_beginning
-from trainer.train.trainer import train_rank
 
 
 class Attempt(NamedTuple):

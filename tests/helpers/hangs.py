@@ -36,9 +36,9 @@ from trainer.launch.worker import Worker
 from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASE_TIMER
 from trainer.tasks.classification import Classification
-from trainer.train import checkpoints, loop, reduction
+from trainer.train import loop, reduction, saving as checkpoints
 from trainer.train.request import Request
-from trainer.train.trainer import train_rank
+from trainer.train.start.rank import train_rank
 
 PHASES = (
     "data",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer.train.manifest import FORMAT
+from trainer.runs.manifest import FORMAT
 from trainer.version import ARITHMETIC
 
 

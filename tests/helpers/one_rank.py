@@ -18,10 +18,10 @@ from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.store import newest_good
 from trainer.distributed import flight_recorder
 from trainer.distributed.parallel import World, check_agreement, gather_rows, joined_world, words_of_ranks
-from trainer.train.build import build
-from trainer.train.checkpoints import Checkpoints
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate_run
-from trainer.train.run import make_task
+from trainer.train.saving import Checkpoints
 from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import take_metrics, train_step
 

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 from tests.helpers.forked import replace
 from tests.helpers.waiting import SECONDS
-from trainer.train.tracking import feed
+from trainer.runs.tracking import feed
 
 MODULE = dedent('''
     """Sinks; each tells in a file what it was called with."""

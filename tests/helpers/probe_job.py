@@ -5,7 +5,7 @@ from typing import Any
 from tests.helpers.forked import small
 from trainer.host.memory_room import Room
 from trainer.launch.launcher import LocalRanks
-from trainer.train.tune.job import Job
+from trainer.train.start.tune.job import Job
 
 
 def job(room: Room | None = None, ranks: int = 1, workers: int = 1, **sections: Any) -> Job:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.observe.rows import FILES
-from trainer.train.manifest import FORMAT
+from trainer.runs.manifest import FORMAT
 
 EVERY = 50
 _SHARES = {
@@ -30,7 +30,7 @@ _SHARES = {
 
 
 def manifest(steps: int, /, **changes: Any) -> dict[str, Any]:
-    """A manifest as `trainer.train.manifest` makes them."""
+    """A manifest as `trainer.runs.manifest` makes them."""
     start = {"started": "2026-11-21T09:12:04+0000", "step": 0, "ranks": 8, "threads": 8, "log_every": EVERY}
     again = {**start, "started": "2026-11-21T12:02:11+0000", "step": steps // 3}
     return {

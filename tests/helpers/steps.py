@@ -9,9 +9,9 @@ from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.distributed.parallel import World
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import check_request, make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.run import check_request, make_task
 from trainer.train.state import load_tensors, tensors_of
 from trainer.train.step import train_step
 

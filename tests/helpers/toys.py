@@ -16,9 +16,9 @@ from trainer.observe.checksums import Checksums
 from trainer.observe.log import MetricLogger, Sink, Sources
 from trainer.train import loop
 from trainer.train.anomaly import AnomalyLog
-from trainer.train.build import build
-from trainer.train.checkpoints import Checkpoints
+from trainer.train.components.run import build
 from trainer.train.outputs import Outputs
+from trainer.train.saving import Checkpoints
 from trainer.train.state import Run
 from trainer.train.step import take_metrics
 

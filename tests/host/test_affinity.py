@@ -254,14 +254,14 @@ def test_the_limits_stay_those_of_the_container() -> None:
 
 START_OF_A_RANK = """
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # as libgomp does, when torch loads it
-import trainer.train.trainer
+import trainer.train.start.rank
 
 def looked_at():
     print(len(os.sched_getaffinity(0)))
     raise SystemExit
 
-trainer.train.trainer._is_first = looked_at
-trainer.train.trainer.train_rank(None)
+trainer.train.start.rank._is_first = looked_at
+trainer.train.start.rank.train_rank(None)
 """
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.train.local_ranks
-import trainer.train.start
-import trainer.train.start_checks
+import trainer.train.start.checks
+import trainer.train.start.local_ranks
+import trainer.train.start.resolve
 from tests.helpers import preloaded
 from tests.helpers.manifests import least_manifest
 from trainer.cli import main
@@ -21,7 +21,7 @@ from trainer.host.affinity import CpuShares, cpus_text
 from trainer.host.allocator import VARIABLES
 from trainer.host.limits import Limits
 from trainer.launch.launcher import LocalRanks
-from trainer.train.manifest import Manifest
+from trainer.runs.manifest import Manifest
 from trainer.train.options import Mode
 
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -36,8 +36,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         seen.update(local._asdict())
         return 0
 
-    monkeypatch.setattr(trainer.train.start, "launch", launch)
-    for module in (trainer.train.local_ranks, trainer.train.start_checks):
+    monkeypatch.setattr(trainer.train.start.resolve, "launch", launch)
+    for module in (trainer.train.start.local_ranks, trainer.train.start.checks):
         monkeypatch.setattr(module, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
@@ -95,10 +95,10 @@ def test_a_run_goes_on_on_a_smaller_machine(
 ) -> None:
     recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
     stored = None if begun is None else Manifest.model_validate(least_manifest(threads=begun))
-    assert bool(trainer.train.start_checks.threads_line(recipe, stored, mode)) == told
+    assert bool(trainer.train.start.checks.threads_line(recipe, stored, mode)) == told
     if begun == threads:
         with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
-            trainer.train.start_checks.threads_line(recipe, None, mode)
+            trainer.train.start.checks.threads_line(recipe, None, mode)
 
 
 def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:

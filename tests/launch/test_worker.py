@@ -24,7 +24,7 @@ from trainer.launch.folder import Launch, take_request, write_launch, write_requ
 from trainer.launch.nodes.discover import is_rank
 from trainer.launch.signals import SIGNALS
 from trainer.launch.worker import Worker, current, requested
-from trainer.train.manifest import BegunFrom, Pretrained
+from trainer.runs.manifest import BegunFrom, Pretrained
 from trainer.train.request import Request, as_json, from_json
 
 

@@ -15,7 +15,7 @@ from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.models.batchnorm import StepStatistics
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.state import Run
 from trainer.train.step import train_step
 

@@ -17,11 +17,11 @@ from trainer.config.model import CompileConfig
 from trainer.distributed.parallel import World
 from trainer.models import compiling
 from trainer.models.compiling import CACHE_VARIABLE, missing_for_compiling, prepare_cache, torch_mode
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
 from trainer.train.reduction import FixedGradients, TreeSum
-from trainer.train.run import make_task
 from trainer.train.step import train_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -49,7 +49,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         return compile_(function, backend=backend, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_so)
-    monkeypatch.setattr("trainer.train.prepare.missing_for_compiling", lambda _: None)
+    monkeypatch.setattr("trainer.train.components.model.missing_for_compiling", lambda _: None)
     if backend == CALLED:
         monkeypatch.setattr(compiling, "set_up_torch", lambda: None)
 
@@ -201,7 +201,7 @@ def one_rank_cannot(world: World) -> list[str]:
     recipe = make_recipe(compile={"mode": "default"}, data={"global_batch_size": 8, "micro_batch_size": 4})
     with pytest.MonkeyPatch.context() as patch:
         missing = None if compiling_there else "no compiler was found (g++); install g++"
-        patch.setattr("trainer.train.prepare.missing_for_compiling", lambda _: missing)
+        patch.setattr("trainer.train.components.model.missing_for_compiling", lambda _: missing)
         return list(build(recipe, TokenTask(16), world, 0).notes)
 
 

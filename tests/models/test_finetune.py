@@ -23,10 +23,10 @@ from trainer.errors import BadInputError
 from trainer.models.finetune import fine_tune, keeps_statistics, like, merged, plain_state
 from trainer.models.gpt import GPT
 from trainer.models.images import build_model
+from trainer.train.components.operations import count_operations
+from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import open_run
-from trainer.train.operations import count_operations
 from trainer.train.recording import save_weights
-from trainer.train.run import check_request, make_task
 
 FROZEN = {"width": 4, "freeze": ["stem", "blocks.0*", "norm"]}
 

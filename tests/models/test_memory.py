@@ -21,7 +21,7 @@ from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.observe.flops import Count
-from trainer.train.memory import (
+from trainer.train.components.memory import (
     describe_model,
     memory_to_come,
     room_of_gpu,
@@ -29,8 +29,8 @@ from trainer.train.memory import (
     too_much,
     top_parts,
 )
-from trainer.train.operations import blank_batch
-from trainer.train.run import make_task
+from trainer.train.components.operations import blank_batch
+from trainer.train.components.task import make_task
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat

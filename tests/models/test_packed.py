@@ -28,8 +28,8 @@ from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT, fault_of_blocks
 from trainer.models.packed import attend_by_blocks, blocks_mask, documents, missing_for_blocks, pairs_mask
 from trainer.models.precision import autocast
-from trainer.train import prepare
-from trainer.train.run import make_task
+from trainer.train.components import model as prepare
+from trainer.train.components.task import make_task
 from trainer.train.step import train_step
 
 LENGTH = 384

@@ -12,8 +12,8 @@ from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.models.pointwise import mend_pointwise
-from trainer.train.operations import blank_batch
-from trainer.train.run import make_task
+from trainer.train.components.operations import blank_batch
+from trainer.train.components.task import make_task
 
 
 class Convolutions(TorchDispatchMode):

@@ -27,7 +27,7 @@ from trainer.models.precision import (
 )
 from trainer.tasks.augment import affine
 from trainer.tasks.classification import Classification
-from trainer.train.run import check_request, make_task
+from trainer.train.components.task import check_request, make_task
 from trainer.train.step import take_metrics, train_step
 
 pytestmark = pytest.mark.compat

@@ -18,9 +18,9 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.images import build_model
 from trainer.models.weights import load_initial
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import check_request, make_task
 from trainer.train.recording import save_weights
-from trainer.train.run import check_request, make_task
 
 
 def saved(folder: Path, classes: int = 10, **config: Any) -> Path:

@@ -24,9 +24,9 @@ from trainer.observe.log import Logged
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.optim.schedules import schedule
+from trainer.runs.manifest import Manifest
 from trainer.train import loop
 from trainer.train.loop import train
-from trainer.train.manifest import Manifest
 from trainer.train.recording import open_folder
 
 

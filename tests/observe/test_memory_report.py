@@ -23,8 +23,8 @@ from trainer.launch.exit_record import record_of
 from trainer.observe.leak import Growth, Trends, leak, leak_text
 from trainer.observe.memory import after_evaluation, memory_metrics, memory_row, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
-from trainer.train import trainer
-from trainer.train.run import make_task
+from trainer.train.components.task import make_task
+from trainer.train.start import rank as trainer
 
 GPU = torch.device("cuda", 0)
 

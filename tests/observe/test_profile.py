@@ -21,8 +21,8 @@ from trainer.config.recipe_file import load_recipe
 from trainer.observe import phases, profile as profile_module
 from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
-from trainer.train import start as starting
 from trainer.train.request import from_json
+from trainer.train.start import resolve as starting
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from trainer.observe.log import Sources
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
 from trainer.train import loop
+from trainer.train.components.operations import count_operations
 from trainer.train.loop import train
-from trainer.train.operations import count_operations
 
 CPU = torch.device("cpu")
 NAP, TICK = 0.004, 0.001

@@ -19,8 +19,8 @@ from trainer.errors import BadInputError
 from trainer.models.images import SmallResNet, build_model
 from trainer.optim.muon import Muon, hidden_matrices, orthogonalize
 from trainer.optim.optimizers import LRScheduler, layer_factors, make_optimizer, parameter_groups
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.run import make_task
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat

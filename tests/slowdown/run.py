@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.train.run_folder import read_rows
+from trainer.runs.folder import read_rows
 
 MARK = "TRAINER_SLOWDOWN"
 _LIMIT_SECONDS = 120.0

@@ -14,8 +14,8 @@ from tests.helpers.toys import build_alone, make_recipe
 from trainer.data.items import ItemDataset
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
+from trainer.train.components.task import check_request
 from trainer.train.evaluate import evaluate_run
-from trainer.train.run import check_request
 from trainer.train.step import train_step
 
 

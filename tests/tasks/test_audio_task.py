@@ -19,7 +19,7 @@ from trainer.data.formats.audio import AUDIO, LABEL
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.tasks.audio import Audio
-from trainer.train.run import check_request, make_task
+from trainer.train.components.task import check_request, make_task
 
 
 def recipe(**sections: Any) -> Recipe:

@@ -17,7 +17,7 @@ from trainer.errors import BadInputError
 from trainer.observe.rows import OWN, why_no_metric
 from trainer.tasks.custom import CustomTask
 from trainer.tasks.custom_trial import _try_loss
-from trainer.train.from_python import Fitted
+from trainer.train.start.from_python import Fitted
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -25,8 +25,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
 from trainer.errors import BadInputError
+from trainer.runs.differences import differences
 from trainer.tasks.example import Spirals
-from trainer.train.differences import differences
 
 WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"
 

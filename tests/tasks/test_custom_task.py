@@ -23,7 +23,7 @@ from trainer.data.loader import Batch
 from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
-from trainer.train import start
+from trainer.train.start import resolve as start
 
 
 def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:

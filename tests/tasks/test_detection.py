@@ -37,8 +37,8 @@ from trainer.models.detection import (
 )
 from trainer.tasks.average_precision import average_precision
 from trainer.tasks.detection import Detection, _torchvision_loss
+from trainer.train.components.task import check_request, make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.run import check_request, make_task
 
 
 @pytest.fixture(autouse=True)

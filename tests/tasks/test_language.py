@@ -35,7 +35,7 @@ from trainer.models.gpt import GPT, place_in_segment, turned, turns
 from trainer.optim.muon import hidden_matrices
 from trainer.optim.optimizers import parameter_groups
 from trainer.tasks.language import Language
-from trainer.train.run import make_plan, make_task
+from trainer.train.components.task import make_plan, make_task
 from trainer.train.step import train_step
 
 END = 0

@@ -20,7 +20,7 @@ from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokens import TOKENS
 from trainer.errors import BadInputError
 from trainer.models.gpt import generate
-from trainer.train.run import check_request, make_task
+from trainer.train.components.task import check_request, make_task
 from trainer.train.step import train_step
 
 

@@ -24,8 +24,8 @@ from trainer.config.recipe_file import read_recipe
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
-from trainer.train.build import build
-from trainer.train.run import check_request
+from trainer.train.components.run import build
+from trainer.train.components.task import check_request
 from trainer.train.state import Run, load_state, numbers_of, tensors_of
 from trainer.train.step import take_metrics, train_step
 

@@ -21,7 +21,7 @@ from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
 from trainer.tasks.classification import Classification
 from trainer.tasks.mixing import mix
-from trainer.train.run import make_task
+from trainer.train.components.task import make_task
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat

@@ -12,7 +12,7 @@ from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.rng import permuted
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.step import train_step
 
 

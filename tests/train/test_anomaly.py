@@ -39,9 +39,9 @@ from trainer.train.anomaly import (
     median_and_deviation,
     read_anomalies,
 )
+from trainer.train.components.task import make_plan, make_task
 from trainer.train.request import Request
-from trainer.train.run import make_plan, make_task
-from trainer.train.trainer import train_rank
+from trainer.train.start.rank import train_rank
 
 
 def watched(**keys: Any) -> Recipe:
@@ -371,7 +371,7 @@ def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
 
     def install() -> None:
         poison([12], "gradient")()
-        module = sys.modules["trainer.train.trainer"]
+        module = sys.modules["trainer.train.start.rank"]
         build, timer = module.__dict__["build"], sys.modules["trainer.observe.phases"].PHASE_TIMER
 
         def looked_at(*arguments: Any) -> Any:

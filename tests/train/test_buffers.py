@@ -20,7 +20,7 @@ from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
 from trainer.launch.worker import Worker
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 

@@ -18,7 +18,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, DivergedError
 from trainer.observe.checksums import Checksums
 from trainer.tasks.custom import CustomTask
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.loop import train
 from trainer.train.recording import other_ranks_checksums
 from trainer.train.state import Run, load_tensors, tensors_of
@@ -273,7 +273,7 @@ def test_a_queue_is_torchs_with_one_micro_batch_and_told_with_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trainer.train.changing.warn", said.append)
+    monkeypatch.setattr("trainer.train.components.changing.warn", said.append)
     assert torch.equal(trained(ALONE, "queue", 8)["model"]["queue"], by_hand("queue")["queue"])
     assert not said
     a_run(ALONE, Own(lambda: Base("queue")), 4)

@@ -9,10 +9,10 @@ import torch
 
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer.distributed.parallel import World
-from trainer.train import checkpoints
+from trainer.train import saving as checkpoints
 from trainer.train.anomaly import AnomalyDetector, Finding
-from trainer.train.checkpoints import Checkpoints
 from trainer.train.loop import train
+from trainer.train.saving import Checkpoints
 from trainer.train.state import Run, load_state, numbers_of, tensors_of
 
 

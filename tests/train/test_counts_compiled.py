@@ -13,9 +13,10 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.optim.optimizers import LRScheduler
-from trainer.train import loop, prepare
+from trainer.train import loop
+from trainer.train.components import model as prepare
+from trainer.train.components.task import make_task
 from trainer.train.loop import train
-from trainer.train.run import make_task
 
 CPU = torch.device("cpu")
 # Two micro-batches a step, and steps that cross the ends of epochs (or, weighted, are padded there); a

@@ -19,7 +19,7 @@ from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.data.ring import Ring
 from trainer.distributed.parallel import silenced
-from trainer.train.run import make_task
+from trainer.train.components.task import make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
 

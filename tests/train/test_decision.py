@@ -9,11 +9,11 @@ from tests.helpers.manifests import least_manifest
 from tests.helpers.toys import make_recipe
 from trainer.config.section import config_hash
 from trainer.errors import BadInputError
-from trainer.train import start_checks
-from trainer.train.decision import Finished, From, New, Resume, decide
-from trainer.train.manifest import BegunFrom, Manifest, update_manifest
-from trainer.train.run import data_of, make_plan, make_task
-from trainer.train.start_checks import Start, check_start, places
+from trainer.runs.manifest import BegunFrom, Manifest, update_manifest
+from trainer.train.components.task import data_of, make_plan, make_task
+from trainer.train.start import checks as start_checks
+from trainer.train.start.checks import Start, check_start, places
+from trainer.train.start.decision import Finished, From, New, Resume, decide
 
 RECIPE = make_recipe()
 TASK = make_task(RECIPE)

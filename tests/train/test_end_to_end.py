@@ -159,7 +159,7 @@ def test_the_sharded_recipe_trains_on_token_files(tmp_path: Path) -> None:
 
 
 BROKEN = """
-import sys, trainer.train.run, trainer.tasks.classification as c
+import sys, trainer.train.components.task, trainer.tasks.classification as c
 original, calls = c.Classification.loss, []
 def loss(self, model, batch):
     import os

@@ -27,8 +27,9 @@ from trainer.config.training import EvaluationConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
 from trainer.observe.phases import PHASE_TIMER
-from trainer.train import evaluate, trainer
+from trainer.train import evaluate
 from trainer.train.evaluate import evaluate_run, next_evaluation, out_of_patience
+from trainer.train.start import rank as trainer
 
 lasts: st.SearchStrategy[Last] = st.sampled_from(("cross", "drop", "weighted"))
 

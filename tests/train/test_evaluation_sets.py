@@ -34,7 +34,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.observe.rows import tag
 from trainer.rng import Float32, Ints
 from trainer.train import evaluate as evaluating
-from trainer.train.run import make_task, more_sets
+from trainer.train.components.task import make_task, more_sets
 
 CPU = torch.device("cpu")
 
@@ -296,7 +296,7 @@ def test_a_set_that_decides_must_be_there(data: Path) -> None:
 
 
 def test_missing_files_of_a_set_are_looked_up(data: Path, tmp_path: Path) -> None:
-    from trainer.train.run import check_files
+    from trainer.train.components.task import check_files
 
     table = tmp_path / "table"
     for part in ("train", "val"):

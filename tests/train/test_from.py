@@ -23,9 +23,9 @@ from trainer import fit
 from trainer.checkpoint.folder import read
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.train import trainer
+from trainer.runs.folder import KEPT
 from trainer.train.options import parse_source
-from trainer.train.run_folder import KEPT
+from trainer.train.start import rank as trainer
 from trainer.train.state import numbers_of, tensors_of
 
 # The schedule stays where it is, so that only what is taken over decides.

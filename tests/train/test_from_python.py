@@ -34,7 +34,7 @@ from trainer.config.recipe_file import provisional
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.latest import MANIFEST
 from trainer.host.limits import allowed_cpus
-from trainer.train.start import start, train_without_launcher
+from trainer.train.start.resolve import start, train_without_launcher
 
 SETTINGS = {
     "epochs": 1,

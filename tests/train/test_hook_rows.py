@@ -15,11 +15,11 @@ from tests.helpers.rows import read_rows
 from trainer.config.training import HooksConfig
 from trainer.errors import BadInputError
 from trainer.observe.rows import pictures_of
+from trainer.runs.report.page import page
+from trainer.runs.report.read import read_recorded
+from trainer.runs.tracking.to_mlflow import ToMlflow
 from trainer.train.hook_rows import HookRows
 from trainer.train.hooks import checkpoint_hook, hook_sink
-from trainer.train.report.page import page
-from trainer.train.report.read import read_recorded
-from trainer.train.tracking.to_mlflow import ToMlflow
 
 OWN = dedent("""
     import math

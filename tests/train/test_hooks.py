@@ -25,9 +25,9 @@ from trainer.config.section import validated
 from trainer.config.training import HooksConfig
 from trainer.errors import BadInputError, StopRun
 from trainer.train import loop
+from trainer.train.components.task import check_request, make_task
 from trainer.train.hooks import hook_sink
-from trainer.train.run import check_request, make_task
-from trainer.train.tune.trial import probe_recipe, train_some
+from trainer.train.start.tune.trial import probe_recipe, train_some
 
 # Each tells in a file beside it what it was called with, and in which rank.
 OWN = dedent("""

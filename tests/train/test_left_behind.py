@@ -18,7 +18,7 @@ from torch import nn
 from tests.helpers.preloaded import ROOT
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.models.activations import measure, seconds_of_step
-from trainer.train.operations import count_operations
+from trainer.train.components.operations import count_operations
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat

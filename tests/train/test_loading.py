@@ -20,10 +20,10 @@ from trainer.data.workers import (
 from trainer.errors import BadInputError
 from trainer.host.limits import Limits
 from trainer.launch.launcher import LocalRanks
-from trainer.train.loading import choose_loading, settings_to_try
-from trainer.train.run import make_task
-from trainer.train.tune.job import Job, time_loading
-from trainer.train.tune.search import fastest
+from trainer.train.components.loading import choose_loading, settings_to_try
+from trainer.train.components.task import make_task
+from trainer.train.start.tune.job import Job, time_loading
+from trainer.train.start.tune.search import fastest
 
 GIB = 1 << 30
 IMAGE = 224 * 224 * 3
@@ -132,7 +132,7 @@ def test_the_rules_setting_stays_unless_another_is_clearly_faster() -> None:
 SHORT_TURNS = """
 import os
 if "RANK" in os.environ:
-    from trainer.train.tune import trial
+    from trainer.train.start.tune import trial
     trial._TURN_SECONDS = 0.05
 """
 

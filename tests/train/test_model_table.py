@@ -11,8 +11,8 @@ from tests.helpers.toys import LENGTH, TokenTask, make_recipe
 from trainer.models.parts import parts
 from trainer.observe.console import ProgressBar, aligned
 from trainer.observe.flops import Count
-from trainer.train.memory import ROWS, describe_model, show_model
-from trainer.train.operations import count_operations
+from trainer.train.components.memory import ROWS, describe_model, show_model
+from trainer.train.components.operations import count_operations
 
 CPU = torch.device("cpu")
 # Of a sample's linear layers, a multiply and an add each: forward, and the weights' gradients.

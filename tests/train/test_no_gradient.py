@@ -12,7 +12,7 @@ from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.models.precision import scale_of
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.step import take_metrics, train_step
 
 pytestmark = pytest.mark.compat

@@ -25,10 +25,10 @@ from trainer.observe.flops import Count
 from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.profile import Kind, Profile
 from trainer.train import loop
+from trainer.train.components.operations import blank_batch, count_operations
+from trainer.train.components.task import make_task
 from trainer.train.loop import train
-from trainer.train.operations import blank_batch, count_operations
 from trainer.train.outputs import metric_sources
-from trainer.train.run import make_task
 from trainer.train.state import tensors_of
 
 CPU = torch.device("cpu")

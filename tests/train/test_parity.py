@@ -22,8 +22,8 @@ from trainer.data.sources import load_images
 from trainer.models.compiling import missing_for_compiling
 from trainer.rng import permuted
 from trainer.tasks.classification import Classification
-from trainer.train import prepare
-from trainer.train.run import make_task
+from trainer.train.components import model as prepare
+from trainer.train.components.task import make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
 

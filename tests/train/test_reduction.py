@@ -14,7 +14,7 @@ from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed import parallel
 from trainer.distributed.parallel import World, sum_hook
-from trainer.train.build import build
+from trainer.train.components.run import build
 from trainer.train.step import train_step
 
 

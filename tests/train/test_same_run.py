@@ -15,10 +15,10 @@ from trainer.config.recipe import Recipe
 from trainer.data import dataset
 from trainer.data.dataset import ArrayDataset, spread
 from trainer.data.formats.files import in_folder
-from trainer.train.run import make_task
-from trainer.train.run_folder import (
+from trainer.runs.folder import (
     write_json,
 )
+from trainer.train.components.task import make_task
 
 # The data and the device are part of a run.
 
@@ -27,7 +27,7 @@ def test_changed_data_is_refused_and_can_be_forced(tmp_path: Path, stopped: Path
     folder = changed(tmp_path / "run", stopped)
 
     def other_pixel() -> None:
-        from trainer.train import trainer as module
+        from trainer.train.start import rank as module
 
         def task_of(recipe: Recipe) -> Any:
             task: Any = make_task(recipe)

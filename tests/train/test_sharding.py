@@ -21,14 +21,14 @@ from trainer.distributed.sharding import check_sharding, weights
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling
 from trainer.observe.flops import Count
-from trainer.train.build import build
+from trainer.train.components.memory import describe_model, memory_to_come, top_parts
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.memory import describe_model, memory_to_come, top_parts
-from trainer.train.run import make_task
+from trainer.train.start.tune import trial
+from trainer.train.start.tune.trial import probe_recipe
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step
-from trainer.train.tune import trial
-from trainer.train.tune.trial import probe_recipe
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}

@@ -26,8 +26,8 @@ from trainer.models.weights import load_initial
 from trainer.optim.average import WeightAverage
 from trainer.optim.muon import Muon
 from trainer.optim.optimizers import parameter_groups
-from trainer.train.build import build
-from trainer.train.manifest import read_run
+from trainer.runs.manifest import read_run
+from trainer.train.components.run import build
 from trainer.train.model_of_run import _load_weights
 from trainer.train.step import train_step
 

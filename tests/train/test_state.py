@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.toys import build_alone, make_recipe
-from trainer.train.run import make_task
+from trainer.train.components.task import make_task
 from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.small_task import Small
 from trainer import BadInputError, fit
-from trainer.train.report.write import report_failure
+from trainer.runs.report.write import report_failure
 
 
 class Failing:

@@ -34,18 +34,18 @@ from trainer.host.processes import children, is_running, peak_bytes
 from trainer.host.reading import text_of
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
-from trainer.train.build import build
-from trainer.train.run import make_task
-from trainer.train.step import train_step
-from trainer.train.tune.job import Interrupted, Job, choose, run_probe
-from trainer.train.tune.search import (
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
+from trainer.train.start.tune.job import Interrupted, Job, choose, run_probe
+from trainer.train.start.tune.search import (
     MOST_PROBES,
     Probe,
     ProbeFailed,
     search,
     sizes_of,
 )
-from trainer.train.tune.trial import probe_recipe
+from trainer.train.start.tune.trial import probe_recipe
+from trainer.train.step import train_step
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -432,7 +432,7 @@ ROOM = Room(64 * GIB, 2 * GIB, "planted")
 def probed(told: Told, room: Room = ROOM) -> Probe:
     ranks = len(told._ranks)
     with pytest.MonkeyPatch.context() as patch, SignalReceiver() as receiver:
-        patch.setattr("trainer.train.tune.job.launch", told)
+        patch.setattr("trainer.train.start.tune.job.launch", told)
         return run_probe(job(room, ranks), 8, receiver)
 
 
@@ -471,7 +471,7 @@ def test_no_larger_size_is_tried_when_the_time_is_up(monkeypatch: pytest.MonkeyP
     def slow(_: Job, size: int, *_more: Any) -> Probe:
         return Probe(size, True, MIB, GIB, samples_per_s=size / 4, seconds=4.0 + size)
 
-    monkeypatch.setattr("trainer.train.tune.job.run_probe", slow)
+    monkeypatch.setattr("trainer.train.start.tune.job.run_probe", slow)
     found = choose(replace(job(), budget_seconds=50.0), lambda _: None)
     assert found.chosen is not None
     assert 1 < found.chosen.micro_batch_size < 256
@@ -513,7 +513,7 @@ Path(sys.argv[1], "cgroup.procs").write_text("0")
 from tests.helpers.probe_job import job
 from trainer.launch.signals import SignalReceiver
 from trainer.host.memory_room import read_room
-from trainer.train.tune.job import run_probe
+from trainer.train.start.tune.job import run_probe
 room = read_room()
 assert room.source.startswith(sys.argv[1]), room
 assert room.others_bytes > 50 << 20, room  # this process, with torch

@@ -24,11 +24,12 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.allocator import CUBLAS_WORKSPACE
 from trainer.observe.flops import waits
-from trainer.train import build, local_ranks
-from trainer.train.checkpoint_choice import resume_notes
+from trainer.train.components import run as build
+from trainer.train.components.checkpoint_choice import resume_notes
+from trainer.train.components.model import prepare_model
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate_run
-from trainer.train.prepare import prepare_model
-from trainer.train.run import make_task
+from trainer.train.start import local_ranks
 from trainer.train.step import take_metrics, train_step
 
 GPU = torch.device("cuda", 0)

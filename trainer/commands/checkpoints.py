@@ -45,9 +45,9 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         BadInputError: If it isn't a run folder, is one of another format, or can't be read.
     """
     from trainer.checkpoint.store import listing
-    from trainer.train.checkpoint_place import checkpoints_of
-    from trainer.train.manifest import check_format
-    from trainer.train.run_folder import read_json
+    from trainer.runs.checkpoint_place import checkpoints_of
+    from trainer.runs.folder import read_json
+    from trainer.runs.manifest import check_format
 
     folder = checkpoints_of(run)
     # Without a manifest that can be read, the checkpoints are what is left of the run: they are shown.

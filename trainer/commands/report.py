@@ -36,9 +36,9 @@ def report_of(folders: Sequence[Path], out: Path | None) -> int:
     Raises:
         BadInputError: As `write_report`; or for a file that stays.
     """
-    from trainer.train.altered import altered_config, altered_rows
-    from trainer.train.manifest import read_facts
-    from trainer.train.report.write import NAME, write_report
+    from trainer.runs.altered import altered_config, altered_rows
+    from trainer.runs.manifest import read_facts
+    from trainer.runs.report.write import NAME, write_report
 
     # `runs/*` has the link runs/latest too: each run once, by its own name.
     once = {os.path.realpath(folder): folder for folder in sorted(folders, key=os.path.islink, reverse=True)}
@@ -62,7 +62,7 @@ def report_of(folders: Sequence[Path], out: Path | None) -> int:
 
 
 def _is_report(path: Path) -> bool:
-    from trainer.train.report.page import MARK
+    from trainer.runs.report.page import MARK
 
     try:
         if not path.is_file():  # opening a pipe would wait

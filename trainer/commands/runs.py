@@ -107,8 +107,8 @@ def _folders(root: Path) -> Iterator[Path]:
 
 def _read(folder: Path) -> FoundRun:
     from trainer.observe.rows import FILES
-    from trainer.train.manifest import read_facts
-    from trainer.train.run_folder import is_abandoned
+    from trainer.runs.folder import is_abandoned
+    from trainer.runs.manifest import read_facts
 
     facts = redact(read_facts(folder))
     status = "killed" if is_abandoned(folder, facts) else str(facts.get("status", "unknown"))
@@ -130,8 +130,8 @@ def _read(folder: Path) -> FoundRun:
 def _measured(folder: Path) -> tuple[str, float | None, int]:
     """The first metric of the evaluations but the loss, its best value, and the last step."""
     from trainer.observe.rows import OWN
-    from trainer.train.report.figures import is_number, more_is_better
-    from trainer.train.run_folder import read_rows
+    from trainer.runs.folder import read_rows
+    from trainer.runs.report.figures import is_number, more_is_better
 
     metric, best, step = "", None, 0
     for row in read_rows(folder, "eval"):

@@ -15,7 +15,7 @@ from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
 from trainer.observe.wording import Start, started_by
-from trainer.train.trust_flag import add_trust
+from trainer.runs.trust_flag import add_trust
 
 if TYPE_CHECKING:
     from trainer.train.options import TrainOptions
@@ -191,8 +191,8 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     """Makes a fast try of a run: settings and a folder."""
     from trainer.config.recipe_file import provisional
     from trainer.launch.nodes.discover import is_rank, rank_variables
-    from trainer.train.fast_try import check_alone, fast_settings, folder_for_a_try
-    from trainer.train.tune.tuned import with_tuned
+    from trainer.train.start.fast_try import check_alone, fast_settings, folder_for_a_try
+    from trainer.train.start.tune.tuned import with_tuned
 
     resume = None if options.resume in _MODES else options.resume
     several = is_rank({**os.environ, **rank_variables(os.environ)}) and "torchrun"
@@ -210,7 +210,7 @@ def _train(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import key_lines, provisional
     from trainer.host.startup import wait_passively
     from trainer.launch.nodes.discover import is_rank, rank_variables
-    from trainer.train.tune.tuned import with_tuned
+    from trainer.train.start.tune.tuned import with_tuned
 
     variables = {**os.environ, **rank_variables(os.environ)}
     rank = int(variables["RANK"]) if is_rank(variables) else None
@@ -232,12 +232,12 @@ def _train(options: argparse.Namespace) -> int:
 
         with Worker() as worker:  # before the slow imports, so that a signal finds a handler
             options.set = with_tuned(options.tuned, options.set)
-            from trainer.train.start import train_without_launcher
+            from trainer.train.start.resolve import train_without_launcher
 
             worker.code = train_without_launcher(typed(options))
         return worker.exit_code
     from trainer.launch.signals import end_on_signal
-    from trainer.train.checkpoint_place import has_checkpoint
+    from trainer.runs.checkpoint_place import has_checkpoint
 
     end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
     fresh = "torch" not in sys.modules
@@ -245,7 +245,7 @@ def _train(options: argparse.Namespace) -> int:
     options.set = with_tuned(options.tuned, options.set)
     # What is wrong with it is said before torch is imported.
     given = provisional(options.recipe, options.set, options.values)
-    from trainer.train.start import compute_alone, start
+    from trainer.train.start.resolve import compute_alone, start
 
     if fresh:
         compute_alone()
@@ -308,8 +308,8 @@ def _run_named(word: str, flag: str) -> Path:
 
 def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
     """Reads what --from names; where no recipe is given, takes that of the run to resume or to begin from."""
-    from trainer.train.differences import own_config
-    from trainer.train.manifest import read_run
+    from trainer.runs.differences import own_config
+    from trainer.runs.manifest import read_run
     from trainer.train.options import parse_source
 
     if options.begin_from is not None:
@@ -339,8 +339,8 @@ def check_code(options: argparse.Namespace) -> None:
     if options.values is None and Path(options.recipe).suffix not in (".yaml", ".yml"):
         return
     from trainer.config.recipe_file import provisional
-    from trainer.train.trust import check_recipe, check_run
-    from trainer.train.tune.tuned import with_tuned
+    from trainer.runs.trust import check_recipe, check_run
+    from trainer.train.start.tune.tuned import with_tuned
 
     recipe, _ = provisional(options.recipe, with_tuned(options.tuned, options.set), options.values)
     if options.values is None:

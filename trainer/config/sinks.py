@@ -11,7 +11,7 @@ class SinkKind(NamedTuple):
 
     Attributes:
         opens: "module:name" of a function, called with the run folder and the steps done, which gives a
-            function of a row and one that closes it; or of a class as `Tracker` in train/tracking/tracker.py.
+            function of a row and one that closes it; or of a class as `Tracker` in runs/tracking/tracker.py.
         about: What it is, for the configuration page; empty where its name says it.
         tracker: Whether it is a tracker, which runs in a process of its own.
         folder: Folder in the run folder that it is given in place of that, and that a new run empties.
@@ -34,17 +34,17 @@ SINKS = {
     "csv": SinkKind("trainer.observe.sinks:csv_sink", "tables for spreadsheets"),
     "tensorboard": SinkKind("trainer.observe.sinks:tensorboard_sink", folder="tensorboard"),
     "wandb": SinkKind(
-        "trainer.train.tracking.to_wandb:ToWandb",
+        "trainer.runs.tracking.to_wandb:ToWandb",
         "Weights & Biases",
         tracker=True,
         module="wandb",
         package="wandb",
     ),
     "mlflow": SinkKind(
-        "trainer.train.tracking.to_mlflow:ToMlflow", tracker=True, module="mlflow", package="mlflow-skinny"
+        "trainer.runs.tracking.to_mlflow:ToMlflow", tracker=True, module="mlflow", package="mlflow-skinny"
     ),
     "kubeflow": SinkKind(
-        "trainer.train.tracking.to_kubeflow:ToKubeflow", tracker=True, variable="KUBEFLOW_TRAINER_SERVER_URL"
+        "trainer.runs.tracking.to_kubeflow:ToKubeflow", tracker=True, variable="KUBEFLOW_TRAINER_SERVER_URL"
     ),
 }
 FILES = tuple(name for name, one in SINKS.items() if not one.tracker)

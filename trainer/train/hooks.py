@@ -22,8 +22,8 @@ from trainer.errors import BadInputError, StopRun
 from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn
 from trainer.observe.log import Row, Sink
+from trainer.runs.tracking.tracker import plugged, trackers_of
 from trainer.train.hook_rows import Given, HookRows, checked
-from trainer.train.tracking.tracker import plugged, trackers_of
 
 _FAILURES = (Exception, SystemExit)  # a sys.exit() would look like a run's good end
 METHODS = ("after_step", "after_evaluation", "after_checkpoint")

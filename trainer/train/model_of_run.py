@@ -29,17 +29,17 @@ from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.console import warn
 from trainer.rng import Ints
+from trainer.runs.altered import altered_config
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.differences import FREE, own_config
+from trainer.runs.folder import MANIFEST
+from trainer.runs.manifest import Manifest, RunFolder, read_run
+from trainer.runs.trust import check_run
 from trainer.tasks import Task
-from trainer.train.altered import altered_config
-from trainer.train.checkpoint_choice import chosen_checkpoint
-from trainer.train.checkpoint_place import checkpoints_of
-from trainer.train.differences import FREE, own_config
-from trainer.train.manifest import Manifest, RunFolder, read_run
-from trainer.train.operations import shapes_only
+from trainer.train.components.checkpoint_choice import chosen_checkpoint
+from trainer.train.components.operations import shapes_only
+from trainer.train.components.task import make_task, more_sets
 from trainer.train.provenance import file_hash
-from trainer.train.run import make_task, more_sets
-from trainer.train.run_folder import MANIFEST
-from trainer.train.trust import check_run
 
 # Where data lies and how it comes; all else is the run's.
 _ELSEWHERE = [*(key for key in FREE if key.startswith(("data.", "evaluation.sets."))), "task"]
@@ -95,7 +95,7 @@ def open_run(
         checkpoint: Whose weights: "best", "last" or a step; None: the final ones, or the newest checkpoint's.
         weights: Which of the final ones, such as "model.safetensors"; None: those that were evaluated.
         on: The evaluation set that is the task's evaluation data, of those that the run has.
-        trust: Whether a stranger's code may run, see `trainer.train.trust`.
+        trust: Whether a stranger's code may run, see `trainer.runs.trust`.
 
     Raises:
         BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.

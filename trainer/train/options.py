@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainer.errors import BadInputError
-from trainer.train.run_folder import MANIFEST
+from trainer.runs.folder import MANIFEST
 
 Mode = Literal["auto", "newest", "force", "never"]
 

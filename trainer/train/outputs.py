@@ -30,22 +30,28 @@ from trainer.observe.memory import memory_source
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Profile
 from trainer.observe.progress import Progress, served
+from trainer.runs.checkpoint_place import checkpoints_of, mark_checkpoints
+from trainer.runs.manifest import Manifest, update_manifest
+from trainer.runs.tracking.feed import tracked
 from trainer.train.anomaly import AnomalyLog, write_anomalies
-from trainer.train.checkpoint_place import checkpoints_of, mark_checkpoints
-from trainer.train.checkpoints import Checkpoints
+from trainer.train.components.memory import (
+    check_space,
+    could_be_sharded,
+    describe_model,
+    show_model,
+    top_parts,
+)
+from trainer.train.components.operations import count_operations
+from trainer.train.components.updates import brings_optimizer
 from trainer.train.hook_rows import HookRows
 from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
-from trainer.train.manifest import Manifest, update_manifest
-from trainer.train.memory import check_space, could_be_sharded, describe_model, show_model, top_parts
-from trainer.train.operations import count_operations
 from trainer.train.provenance import make_manifest
 from trainer.train.recording import open_folder, other_ranks_checksums, writable
 from trainer.train.request import Request
+from trainer.train.saving import Checkpoints
 from trainer.train.state import Run
 from trainer.train.step import take_metrics
 from trainer.train.summary import introduce
-from trainer.train.tracking.feed import tracked
-from trainer.train.updates import brings_optimizer
 from trainer.version import __version__
 
 _PAUSE_S = 0.25  # where rows come more often than that, they explain themselves now and then
@@ -161,7 +167,9 @@ def open_outputs(
     if run.nonfinite is not None:
         sinks.append(run.nonfinite.name_first)
     sinks += load_sinks(run.recipe.log, config)
-    sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say, len(left_out)))
+    sinks += stack.enter_context(
+        tracked(folder, run.recipe, run.state.step, manifest, progress_bar.say, len(left_out))
+    )
     writer = BackgroundWriter(place, run.recipe.checkpoint.keep, warn, run.state.step or None)
     stack.callback(writer.abandon)
     if run.recipe.log.metrics_port:

@@ -22,11 +22,11 @@ from trainer.host.nvml import driver_version
 from trainer.host.stacks import read_stacks, stack_of, unsupported
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
-from trainer.train.differences import differences, extends, other_arithmetic, other_data
-from trainer.train.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
-from trainer.train.run import described_data
+from trainer.runs.differences import differences, extends, other_arithmetic, other_data
+from trainer.runs.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
+from trainer.runs.trust import marked
+from trainer.train.components.task import described_data
 from trainer.train.state import Run
-from trainer.train.trust import marked
 from trainer.version import ARITHMETIC, __version__
 
 
@@ -45,7 +45,7 @@ def make_manifest(
     Args:
         name: Of the recipe.
         command: What the user typed.
-        fingerprint: From `trainer.train.run.data_of`.
+        fingerprint: From `trainer.train.components.task.data_of`.
         begun_from: The other run's checkpoint that a new run begins from.
     """
     recipe, world, threads = run.recipe, run.world, torch.get_num_threads()

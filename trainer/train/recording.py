@@ -18,9 +18,8 @@ from trainer.config.registry import named
 from trainer.config.sinks import FILES as FILE_SINKS, SINKS
 from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
-from trainer.errors import BadInputError, DivergedError, StopRun
+from trainer.errors import BadInputError, DivergedError
 from trainer.host.files import remove_unfinished, write_file, written_whole
-from trainer.launch.signals import Stopped
 from trainer.models.finetune import plain_state
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, last_names
 from trainer.observe.console import warn
@@ -28,7 +27,7 @@ from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows, opened_to_add
 from trainer.observe.text import listed
-from trainer.train.manifest import Manifest, update_manifest
+from trainer.runs.manifest import Manifest, status_after, update_manifest
 from trainer.train.state import Run
 
 # libyaml's writes the same ten times as fast; not every PyYAML has it.
@@ -76,15 +75,8 @@ def open_folder(folder: Path, run: Run, manifest: Manifest) -> Iterator[tuple[li
             if os.getpid() == process:  # not in a fork of somebody's code
                 reason = f"{type(error).__name__}: {error}"
                 with contextlib.suppress(OSError):  # of a full disk, say: what happened matters more
-                    update_manifest(folder, manifest, status=status_of(error), reason=reason)
+                    update_manifest(folder, manifest, status=status_after(error), reason=reason)
             raise
-
-
-def status_of(error: BaseException) -> str:
-    """Returns the status of a run that an error ended."""
-    if isinstance(error, Stopped | StopRun):
-        return "stopped"
-    return "diverged" if isinstance(error, DivergedError) else "failed"
 
 
 def _begin(folder: Path, manifest: Manifest, step: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from trainer.config.data import DataConfig
 from trainer.data.corrupt import Quarantine
 from trainer.distributed.parallel import World, words_of_ranks
-from trainer.train.report.read import REPLACED
+from trainer.runs.report.read import REPLACED
 from trainer.train.state import Run
 
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_words
 from trainer.observe.profile import Kind
-from trainer.train.manifest import BegunFrom, Pretrained
+from trainer.runs.manifest import BegunFrom, Pretrained
 from trainer.train.options import Mode
 
 

@@ -39,16 +39,16 @@ from trainer.host.here import shown
 from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import regular
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.differences import differences, other_data
+from trainer.runs.folder import KEPT
+from trainer.runs.manifest import BegunFrom, Manifest, Pretrained, read_run
 from trainer.tasks import Task
-from trainer.train.checkpoint_choice import chosen_checkpoint
-from trainer.train.checkpoint_place import checkpoints_of
-from trainer.train.differences import differences, other_data
-from trainer.train.manifest import BegunFrom, Manifest, Pretrained, read_run
-from trainer.train.operations import shapes_only
+from trainer.train.components.checkpoint_choice import chosen_checkpoint
+from trainer.train.components.operations import shapes_only
+from trainer.train.components.task import WEIGHTS, data_of, draws_of
 from trainer.train.options import Mode, StartingPoint
 from trainer.train.provenance import file_hash
-from trainer.train.run import WEIGHTS, data_of, draws_of
-from trainer.train.run_folder import KEPT
 from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
 
 _SHOWN = 6

@@ -20,12 +20,12 @@ from trainer.observe.log import Logged, MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
 from trainer.observe.wording import start
-from trainer.train.checkpoint_place import checkpoints_of
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.manifest import Manifest, update_manifest
+from trainer.runs.report.write import NAME, leave_report
 from trainer.train.evaluate import in_set, out_of_patience
-from trainer.train.manifest import Manifest, update_manifest
 from trainer.train.recording import save_weights
 from trainer.train.replaced import replaced_line
-from trainer.train.report.write import NAME, leave_report
 from trainer.train.state import Run, TrainState, whole_model
 
 _WORTH_A_WORD = 0.005  # of the time

@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.train.trust_flag import add_trust
+from trainer.runs.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:

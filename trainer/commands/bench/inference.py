@@ -17,8 +17,8 @@ from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.formats import Tensors
 from trainer.models.export.interface import leaves
 from trainer.observe.conditions import conditions
+from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
-from trainer.train.run import device_kind
 
 _ROUNDS = 5
 

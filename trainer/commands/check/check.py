@@ -17,11 +17,11 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.suggest import nearest
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.runs.trust import check_recipe
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.operations import random_state_kept
-from trainer.train.run import check_request, make_task
-from trainer.train.trust import check_recipe
+from trainer.train.components.operations import random_state_kept
+from trainer.train.components.task import check_request, make_task
 
 _ELSEWHERE = (
     "needs another process, which can't see a class of a notebook: put it in a file, trainer check FILE"

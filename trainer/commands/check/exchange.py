@@ -15,7 +15,7 @@ from trainer.commands.check.variants import Launch, Trained, Variant
 from trainer.errors import EXIT_BAD_INPUT
 from trainer.host.files import write_whole
 from trainer.launch.launcher import launch
-from trainer.train.local_ranks import plan_local_ranks
+from trainer.train.start.local_ranks import plan_local_ranks
 
 _RANK = "trainer.commands.check.rank"
 _GRACE_SECONDS = 5.0

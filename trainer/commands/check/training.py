@@ -30,13 +30,13 @@ from trainer.observe.log import MetricLogger
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.anomaly import AnomalyLog
-from trainer.train.build import build
-from trainer.train.checkpoint_choice import load_checkpoint, newest_checkpoint
-from trainer.train.checkpoints import Checkpoints
+from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 from trainer.train.evaluate import next_evaluation
 from trainer.train.loop import train
 from trainer.train.outputs import Outputs
-from trainer.train.run import make_task
+from trainer.train.saving import Checkpoints
 from trainer.train.state import Run, gather_tensors, tensors_of
 from trainer.train.step import take_metrics
 

@@ -20,7 +20,7 @@ from trainer.commands.check.plain import Snapshot
 from trainer.commands.check.training import STEPS, Edits, Subject, changed, evaluated, train_some
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.train.run import check_request, make_plan
+from trainer.train.components.task import check_request, make_plan
 
 _Verdict = Literal["equal", "documented", "differs", "not compared"]
 Trained = list[Snapshot] | str  # or why there is nothing

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.errors import BadInputError
 from trainer.host.latest import run_path
-from trainer.train.trust_flag import add_trust
+from trainer.runs.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
 def _run_of(word: str) -> Path:
     """The run that is named; what is none is said before torch is imported."""
     from trainer.config.recipe_file import recipe_names
-    from trainer.train.manifest import read_run
+    from trainer.runs.manifest import read_run
 
     try:
         run = run_path(word)

@@ -16,8 +16,8 @@ from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.files import write_whole
 from trainer.host.latest import MANIFEST
 from trainer.launch.launcher import launch
-from trainer.train.local_ranks import plan_local_ranks
-from trainer.train.run import device_kind
+from trainer.train.components.task import device_kind
+from trainer.train.start.local_ranks import plan_local_ranks
 
 _RANK = "trainer.commands.evaluate.rank"
 _GRACE_SECONDS = 5.0

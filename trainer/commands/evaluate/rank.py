@@ -27,7 +27,7 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
     from trainer.data.sampling.plan import evaluation_share
     from trainer.models.pointwise import mend_pointwise
     from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
-    from trainer.train.build import set_determinism
+    from trainer.train.components.run import set_determinism
     from trainer.train.evaluate import evaluate
     from trainer.train.replaced import count_replaced
 
@@ -80,7 +80,7 @@ def main(request: dict[str, Any]) -> int:
 
     from trainer.distributed.parallel import joined_world
     from trainer.host.files import write_whole
-    from trainer.train.run import device_kind
+    from trainer.train.components.task import device_kind
 
     opened = asked(request, trust=True)  # the command has looked
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:

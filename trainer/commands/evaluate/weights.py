@@ -14,10 +14,10 @@ from trainer.errors import BadInputError
 from trainer.models.precision import set_matmul_mode
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
+from trainer.runs.trust import check_recipe
 from trainer.tasks import Task
+from trainer.train.components.task import make_task, more_sets
 from trainer.train.model_of_run import NOT_NOW, with_set
-from trainer.train.run import make_task, more_sets
-from trainer.train.trust import check_recipe
 
 
 class OpenedWeights(NamedTuple):
@@ -48,7 +48,7 @@ def open_weights(name: str, file: str, settings: Sequence[str], on: str, trust: 
         file: As model.pretrained takes it: a safetensors file, hub:… or torchvision:….
         settings: KEY=VALUE, of any key.
         on: The evaluation set.
-        trust: Whether a stranger's code may run, see `trainer.train.trust`.
+        trust: Whether a stranger's code may run, see `trainer.runs.trust`.
 
     Raises:
         BadInputError: If the recipe, its data or the weights aren't there, or they are another model's.

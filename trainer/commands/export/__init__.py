@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.train.trust_flag import add_trust
+from trainer.runs.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.train.manifest import read_run
+    from trainer.runs.manifest import read_run
 
     read_run(options.folder)  # what is no run is said before torch is imported
     from trainer.commands.export.export import export

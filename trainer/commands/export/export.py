@@ -35,6 +35,7 @@ from trainer.models.export.formats import (
 from trainer.models.export.interface import FromPixels, InLowPrecision, leaves
 from trainer.observe.console import staged, warn
 from trainer.observe.text import plain
+from trainer.runs.folder import write_json
 from trainer.train.model_of_run import (
     OpenedRun,
     inputs_of,
@@ -45,7 +46,6 @@ from trainer.train.model_of_run import (
 )
 from trainer.train.provenance import file_hash
 from trainer.train.recording import save_weights
-from trainer.train.run_folder import write_json
 
 _ABOUT = "model.json"
 _EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.train.trust_flag import add_trust
+from trainer.runs.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -62,7 +62,7 @@ def _add_text(predict: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.train.manifest import read_run
+    from trainer.runs.manifest import read_run
 
     read_run(options.folder)  # what is no run is said before torch is imported
     from trainer.commands.predict.predict import predict

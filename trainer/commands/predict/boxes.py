@@ -17,8 +17,8 @@ from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Pictur
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE
 from trainer.models.detection import Detections, detections
+from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
-from trainer.train.run import device_kind
 
 _Pixels = npt.NDArray[np.uint8]
 

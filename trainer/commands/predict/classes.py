@@ -18,8 +18,8 @@ from trainer.data.loader import Batch
 from trainer.data.sources import LABEL
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.text import plain
+from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
-from trainer.train.run import device_kind
 
 Item = TypeVar("Item")
 

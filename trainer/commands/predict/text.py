@@ -11,8 +11,8 @@ from trainer.data.formats.encoders import Encoder, read_tokenizer
 from trainer.data.formats.text import decode, encode
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.gpt import generate
+from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun
-from trainer.train.run import device_kind
 
 
 def show_text(run: OpenedRun, options: argparse.Namespace) -> int:

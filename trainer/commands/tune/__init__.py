@@ -1,4 +1,4 @@
-"""`trainer tune RECIPE`: what micro-batch, workers and prefetch suit this box; see `trainer.train.tune`."""
+"""`trainer tune RECIPE`: which micro-batch, workers and prefetch suit this box (`train.start.tune`)."""
 
 import argparse
 from pathlib import Path
@@ -40,8 +40,8 @@ def add_parser(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import provisional
-    from trainer.train.trust import check_recipe
-    from trainer.train.tune.tuned import with_tuned
+    from trainer.runs.trust import check_recipe
+    from trainer.train.start.tune.tuned import with_tuned
 
     recipe, _ = provisional(
         options.recipe, with_tuned(options.tuned, options.set)

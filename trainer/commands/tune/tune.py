@@ -19,13 +19,20 @@ from trainer.host.memory_room import HEADROOM
 from trainer.launch.signals import SignalReceiver
 from trainer.observe.conditions import conditions
 from trainer.observe.console import warn
-from trainer.train.loading import settings_to_try
-from trainer.train.local_ranks import plan_local_ranks
-from trainer.train.run import check_request, device_kind, make_task
-from trainer.train.tune.auto import KEY, because, find, summary, used
-from trainer.train.tune.job import Interrupted, Job, run_probe, time_loading
-from trainer.train.tune.search import Probe, ProbeFailed, fastest, sizes_of
-from trainer.train.tune.tuned import TunedData, check_tuned, make_tuned, read_tuned, settings_of, write_tuned
+from trainer.train.components.loading import settings_to_try
+from trainer.train.components.task import check_request, device_kind, make_task
+from trainer.train.start.local_ranks import plan_local_ranks
+from trainer.train.start.tune.auto import KEY, because, find, summary, used
+from trainer.train.start.tune.job import Interrupted, Job, run_probe, time_loading
+from trainer.train.start.tune.search import Probe, ProbeFailed, fastest, sizes_of
+from trainer.train.start.tune.tuned import (
+    TunedData,
+    check_tuned,
+    make_tuned,
+    read_tuned,
+    settings_of,
+    write_tuned,
+)
 from trainer.version import __version__
 
 

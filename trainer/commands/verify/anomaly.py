@@ -12,8 +12,8 @@ from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_c
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.files import copy_folder
 from trainer.observe.console import say
+from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.train.anomaly import ending_at, read_anomalies, rolled_back
-from trainer.train.checkpoint_place import checkpoints_of
 
 _COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samples")
 

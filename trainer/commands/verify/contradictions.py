@@ -15,9 +15,9 @@ from trainer.errors import BadInputError
 from trainer.host.files import read_inside
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
-from trainer.train.altered import altered_config, altered_rows
-from trainer.train.checkpoint_place import checkpoints_of
-from trainer.train.manifest import Attempt
+from trainer.runs.altered import altered_config, altered_rows
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.manifest import Attempt
 from trainer.train.provenance import file_hash
 
 

@@ -9,9 +9,9 @@ from trainer.checkpoint.store import listing
 from trainer.config.redact import REDACTED
 from trainer.errors import BadInputError
 from trainer.observe.checksums import ChecksumRow, read_checksums
-from trainer.train.checkpoint_place import checkpoints_of
-from trainer.train.differences import flat
-from trainer.train.manifest import Attempt, Manifest, RunFolder, read_run
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.differences import flat
+from trainer.runs.manifest import Attempt, Manifest, RunFolder, read_run
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Segment]:
 
 
 def _before(run: Recorded, step: int, change: str) -> dict[str, str]:
-    """The setting that undoes a change: "key: before, now after", see `trainer.train.differences`."""
+    """The setting that undoes a change: "key: before, now after", see `trainer.runs.differences`."""
     name, _, values = change.partition(": ")
     try:
         value, _ = json.JSONDecoder().raw_decode(values)

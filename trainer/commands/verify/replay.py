@@ -19,16 +19,16 @@ from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.differences import FREE, flat, other_arithmetic
+from trainer.runs.folder import KEPT, MANIFEST
+from trainer.runs.manifest import update_manifest
+from trainer.runs.trust import check_run
 from trainer.train.anomaly import write_anomalies
-from trainer.train.checkpoint_place import checkpoints_of
-from trainer.train.differences import FREE, flat, other_arithmetic
-from trainer.train.manifest import update_manifest
+from trainer.train.components.task import data_of, make_task
 from trainer.train.options import TrainOptions
-from trainer.train.run import data_of, make_task
-from trainer.train.run_folder import KEPT, MANIFEST
-from trainer.train.start import start
+from trainer.train.start.resolve import start
 from trainer.train.starting_weights import resolve_pretrained
-from trainer.train.trust import check_run
 
 # What a replay may take from elsewhere: where things lie, and how they come.
 _SUMS = ("parallel.strategy", "parallel.shard")  # another one adds in another order

@@ -13,9 +13,9 @@ from trainer.commands.verify.verdict import differences_here, different, differi
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import first_difference, read_checksums
 from trainer.observe.console import say, warn
-from trainer.train.altered import unhashed_rows
+from trainer.runs.altered import unhashed_rows
+from trainer.runs.manifest import read_run
 from trainer.train.anomaly import first_stop, read_anomalies, rolled_back
-from trainer.train.manifest import read_run
 
 
 def verify(options: argparse.Namespace) -> int:

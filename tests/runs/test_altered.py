@@ -1,0 +1,171 @@
+"""Promise: a flipped byte in what a run left is named; a run that ended doesn't stand there as running."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.forked import attempt, replace, small
+from trainer import cli
+from trainer.commands.verify.contradictions import contradictions
+from trainer.commands.verify.recorded import read_recorded
+from trainer.errors import BadInputError
+from trainer.host import files
+from trainer.runs import folder as run_folder
+from trainer.runs.altered import unhashed_rows
+from trainer.runs.folder import is_abandoned, lock
+from trainer.runs.manifest import Manifest, read_facts, update_manifest
+from trainer.train import recording
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, with rows of every kind."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    ended = attempt(folder, small(log={"every": 2, "to": ["jsonl"]}))
+    assert ended.code == 0, ended.said
+    return folder
+
+
+def _flipped(path: Path, share: float) -> None:
+    data = bytearray(path.read_bytes())
+    place = min(int(len(data) * share), len(data) - 1)
+    # A digit stays a digit: the line can still be read.
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def _promised(folder: Path) -> list[str]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    not_rows = (".lock", "report.html", "manifest.json", "config.yaml", "checksums.jsonl")
+    return sorted(
+        str(path.relative_to(folder)) for path in found if path.name not in not_rows and path.stat().st_size
+    )
+
+
+def test_a_flipped_byte_is_named_wherever_it_is(whole: Path, tmp_path: Path) -> None:
+    assert contradictions(read_recorded(whole)) == []
+    names = _promised(whole)
+    assert {"memory.jsonl", "verdicts.jsonl", "summary.jsonl", "ema.safetensors"} <= {*names}
+    assert sum(name.startswith("checkpoints/") for name in names) >= 5
+    for name in names:
+        for share in (0.37, 1.0):
+            folder = shutil.copytree(whole, tmp_path / "flipped")
+            _flipped(folder / name, share)
+            said = "\n".join(contradictions(read_recorded(folder)))
+            assert Path(name).parent.name in said if "/" in name else name in said, (name, share, said)
+            shutil.rmtree(folder)
+
+
+def test_commands_say_what_isnt_what_the_run_wrote(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    _flipped(folder / "memory.jsonl", 0.5)
+    facts = read_facts(folder)
+    facts["config"]["data"]["eval_batch_size"] = 7
+    (folder / "manifest.json").write_text(json.dumps(facts))
+    export = ["export", str(folder), "--to", "safetensors", "--out", str(tmp_path / "export")]
+    for words in (["report", str(folder)], ["evaluate", str(folder)], [*export, "--streamed"]):
+        capsys.readouterr()
+        assert cli.main(words) == 0
+        said = capsys.readouterr().err
+        assert "the hash of its config is" in said
+        assert ("memory.jsonl isn't the file" in said) == (words[0] == "report")
+    _flipped(next((folder / "checkpoints").rglob("optimizer.safetensors")), 0.5)
+    assert cli.main(["checkpoints", str(folder)]) == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESTALE, errno.EDQUOT])
+def test_a_status_is_written_where_no_file_can_be(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    facts = {**read_facts(folder), "status": "running"}
+    run_folder.write_json(folder / "manifest.json", facts)
+
+    def full(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files, "_make", full)
+    for status, wanted in (("diverged", "failed"), ("stopped", "failed")):  # the first stays
+        with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+            update_manifest(folder, Manifest.model_validate(facts), status=status, reason="why")
+        assert read_facts(folder) == {**facts, "status": wanted}
+
+
+def test_a_manifest_that_leads_elsewhere_isnt_overwritten(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    victim = tmp_path / "victim"
+    (folder / "manifest.json").rename(victim)
+    victim.write_text(victim.read_text().replace('"status": "finished"', '"status": "running"'))
+    (folder / "manifest.json").symlink_to(victim)
+    before = victim.read_bytes()
+    monkeypatch.setattr(files, "_make", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        update_manifest(folder, Manifest.model_validate_json(before), status="failed", reason="why")
+    assert victim.read_bytes() == before
+    assert "running still" in capsys.readouterr().err
+
+
+def _stale_configuration() -> None:
+    written = files.written_whole
+
+    def stale(path: Path, *more: Any) -> Any:
+        if path.name == "config.yaml":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return written(path, *more)
+
+    replace(recording, "written_whole", stale)
+
+
+def test_a_folder_that_fails_at_the_start_isnt_running(tmp_path: Path) -> None:
+    ended = attempt(tmp_path / "run", before=_stale_configuration)
+    assert ended.code == 2 and "config.yaml" in ended.line
+    assert read_facts(tmp_path / "run")["status"] == "failed"
+    assert attempt(tmp_path / "run").code == 0
+
+
+def test_a_run_that_nobody_holds_ended_without_saying_so(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    facts = {**read_facts(folder), "status": "running"}
+    run_folder.write_json(folder / "manifest.json", facts)
+    assert is_abandoned(folder, facts)
+    assert not is_abandoned(folder, {**facts, "pid": os.getpid()})
+    assert cli.main(["report", str(folder)]) == 0
+    assert "ended without saying so" in (folder / "report.html").read_text()
+    child, ready = os.pipe(), os.pipe()
+    if (process := os.fork()) == 0:
+        lock(folder)
+        os.write(ready[1], b"1")
+        os.read(child[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        assert not is_abandoned(folder, facts)
+        with pytest.raises(BadInputError):
+            lock(folder)
+    finally:
+        os.write(child[1], b"1")
+        os.waitpid(process, 0)
+    (folder / ".lock").unlink()
+    assert not is_abandoned(folder, facts)
+    os.mkfifo(folder / ".lock")
+    assert not is_abandoned(folder, facts)
+
+
+def test_what_a_kill_left_without_hashes_is_said(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    assert unhashed_rows(folder, read_facts(folder)) == ""
+    killed = {**read_facts(folder), "rows": {}, "status": "running"}
+    (folder / "verdicts.jsonl").write_text("")
+    line = unhashed_rows(folder, killed)
+    assert "memory.jsonl was changed isn't known" in line and "was killed" in line
+    assert "no hash" in unhashed_rows(folder, {**killed, "status": "finished"})

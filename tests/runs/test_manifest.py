@@ -1,0 +1,86 @@
+"""Promise: one type reads and writes manifest.json; a key less or more than ours does no harm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.manifests import least_manifest
+from trainer.errors import BadInputError
+from trainer.runs.manifest import Manifest, read_facts, read_run, read_stored, update_manifest
+from trainer.version import ARITHMETIC
+
+# The keys of a finished run's manifest, in their order: what others read by (docs/run-folder.md).
+KEYS = [
+    *("format", "recipe", "run_id", "from", "config", "config_hash", "seed", "command", "started", "ended"),
+    *("restarts", "attempts", "commit", "dirty", "lock", "image", "versions", "arithmetic", "device", "data"),
+    *("fingerprint", "pretrained", "host", "pid", "world_size", "threads", "parameters", "steps"),
+    *(
+        "gradient_accumulation_steps",
+        "notes",
+        "trackers",
+        "trust",
+        "rows",
+        "weights",
+        "anomalies",
+        "out_of_patience",
+        "status",
+    ),
+]
+
+
+def write(folder: Path, facts: Any) -> Path:
+    (folder / "manifest.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_what_is_written_is_read_again_with_the_same_keys(tmp_path: Path) -> None:
+    manifest = Manifest.model_validate(least_manifest(recipe="digits"))
+    update_manifest(tmp_path, manifest)
+    facts = read_facts(tmp_path)
+    assert list(facts) == KEYS
+    assert read_stored(tmp_path) == manifest
+    (tmp_path / "anomalies.jsonl").write_text("{}\n{}\n")
+    begun = {"folder": "runs/a", "run_id": "2", "step": 3, "hash": "0", "differs": []}
+    update_manifest(tmp_path, manifest, status="finished", steps=7, summary={"loss": None})
+    facts = read_facts(tmp_path)
+    assert list(facts) == [*KEYS, "summary"]
+    assert (facts["status"], facts["steps"], facts["anomalies"]) == ("finished", 7, 2)
+    assert facts["ended"] and facts["summary"] == {"loss": None}
+    write(tmp_path, {**facts, "from": begun})
+    assert read_run(tmp_path).manifest.as_facts()["from"] == begun
+
+
+def test_a_status_that_is_none_is_not_written(tmp_path: Path) -> None:
+    manifest = Manifest.model_validate(least_manifest())
+    with pytest.raises(ValueError, match="status"):
+        update_manifest(tmp_path, manifest, status="over")
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_the_least_that_any_version_wrote_is_enough_and_more_is_no_harm(tmp_path: Path) -> None:
+    stored = read_stored(write(tmp_path, least_manifest(added_later={"by": "another version"})))
+    assert stored is not None
+    assert (stored.status, stored.recipe, stored.seed, stored.arithmetic) == ("stopped", "", None, ARITHMETIC)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"status": "over"}, "status: Input should be"),
+        ({"steps": "4"}, "steps: Input should be a valid integer"),
+        ({"seed": [1]}, "seed: "),
+        ({"trackers": {"wandb": 3}}, "trackers.wandb: "),
+        ({"attempts": []}, "attempts: "),
+    ],
+)
+def test_an_odd_value_is_one_line_and_a_report_still_has_the_rest(
+    tmp_path: Path, change: Any, said: str
+) -> None:
+    """Who resumes or verifies needs each value as it should be; who looks at it takes what is there."""
+    write(tmp_path, least_manifest(**change))
+    with pytest.raises(BadInputError, match=said) as refused:
+        read_run(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path}/manifest.json: ") and "\n" not in str(refused.value)
+    assert read_facts(tmp_path)["run_id"] == "1"

@@ -1,0 +1,325 @@
+"""Promise: a run folder has one owner, its rows fit its checkpoints, and a full disk loses no training."""
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import changed, same
+from tests.helpers.toys import before_each_step_ends
+from trainer.checkpoint import store
+from trainer.errors import BadInputError
+from trainer.observe.sinks import keep_rows
+from trainer.runs.folder import claim_folder, lock, newest_run, remove_unused
+from trainer.runs.manifest import read_stored
+from trainer.train.components.memory import check_space
+from trainer.train.components.task import make_task
+
+# One run at a time.
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Any]:
+    """A process that holds a folder's lock, and has a child of its own that outlives it."""
+
+    def hold(ready: Any) -> None:
+        lock(folder)
+        if (child := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        ready.send(child)
+        time.sleep(600)
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(theirs,))
+    process.start()
+    child = ours.recv()
+    try:
+        yield process
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
+    """And the lock goes with its process, not with what that process forked."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with held(folder) as holder:
+        second = attempt(folder)
+        assert second.code == 2
+        assert f"a run is going on there (process {holder.pid} on " in second.line
+        assert [path.name for path in folder.iterdir()] == [".lock"], "nothing was written"
+        holder.kill()
+        holder.join()
+        assert attempt(folder, stop_at=1).code == 75
+
+
+def test_a_running_rank_holds_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def look() -> None:
+        from trainer.train.start import decision as module
+
+        def refused(*_: Any) -> None:
+            child = os.fork()
+            if child == 0:
+                try:
+                    lock(folder)
+                except BadInputError:
+                    os._exit(7)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            print("refused")
+
+        replace(module, "read_stored", refused)
+
+    assert "refused" in attempt(folder, stop_at=1, before=look).said
+
+
+def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
+    for name in (".lock", ".tmp-0123456789abcdef-manifest.json"):
+        (tmp_path / name).touch()
+    assert not claim_folder(tmp_path)
+    (tmp_path / "mine").touch()
+    with pytest.raises(BadInputError, match="isn't empty"):
+        claim_folder(tmp_path)
+    remove_unused(tmp_path)
+    assert (tmp_path / "mine").exists()
+    (tmp_path / "mine").unlink()
+    with held(tmp_path):
+        remove_unused(tmp_path)
+        assert tmp_path.exists(), "somebody is about to begin there"
+    while tmp_path.exists():  # it takes a moment to end
+        remove_unused(tmp_path)
+
+
+# Bookkeeping.
+
+
+BAD_ROWS = {
+    "bad byte": b"\xff\xfe\x00\n",
+    "infinity": b'{"kind": "train", "step": Infinity}\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "no object": b"3\n",
+    "another separator": "\u2028\n".encode(),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_rows_that_cannot_be_read_are_cut(tmp_path: Path, stopped: Path, whole: Path, bad: bytes) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([*lines[:2], bad, *lines[2:]]) + b'{"torn')
+    done = attempt(folder)
+    assert done.code == 0
+    assert "metrics.jsonl: 1 lines that can't be read were removed" in done.said
+    steps = [[row["step"] for row in read_rows(one)] for one in (folder, whole)]
+    assert steps[0] == steps[1]
+
+
+def test_every_file_of_rows_is_cut_to_the_checkpoint(tmp_path: Path) -> None:
+    """What a killed attempt had told of later steps is told once, by the one that trains them again."""
+    folder, recipe = tmp_path / "run", small(evaluation={"every": "2 steps"})
+
+    def die() -> None:
+        before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGKILL) if done == 10 else None)
+
+    assert attempt(folder, recipe, before=die).code == -signal.SIGKILL
+    assert max(row["step"] for row in read_rows(folder, ("eval",))) == 8, "it survives a kill"
+    for name in ("evaluations.jsonl", "memory.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"torn')
+    assert attempt(folder, recipe).code == 0
+    for kind, steps in (("train", list(range(2, 17, 2))), ("eval", list(range(2, 17, 2))), ("end", [16])):
+        assert [row["step"] for row in read_rows(folder, (kind,))] == steps
+    assert [(row["at"], row["step"]) for row in read_rows(folder, ("memory",))] == [
+        ("start", 0),
+        ("end", 8),
+        ("start", 8),
+        ("end", 16),
+    ]
+
+
+def test_who_begins_again_tells_all_rows_again(tmp_path: Path) -> None:
+    """Killed before there was a checkpoint."""
+    folder = tmp_path / "run"
+
+    def die() -> None:
+        before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGKILL) if done == 3 else None)
+
+    assert attempt(folder, small(checkpoint={"every": 16}), before=die).code == -signal.SIGKILL
+    assert [row["step"] for row in read_rows(folder, ("memory",))] == [0]
+    assert attempt(folder, small(checkpoint={"every": 16})).code == 0
+    assert [row["step"] for row in read_rows(folder, ("memory",))] == [0, 8, 8, 16]
+
+
+def test_a_line_that_a_kill_cut_off_needs_no_words(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\n{"step": 9}\n{"win')
+    assert keep_rows(file, 5) == 0
+    assert file.read_bytes() == b'{"step": 1}\n'
+
+
+def test_rows_are_cut_line_by_line(tmp_path: Path) -> None:
+    """In memory that doesn't grow with the length of a run."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"".join(b'{"step": %d, "what": "%s"}\n' % (n, b"x" * 1000) for n in range(1, 2001)))
+    tracemalloc.start()
+    try:
+        assert keep_rows(file, 1500) == 0
+        assert tracemalloc.get_traced_memory()[1] < 300_000
+    finally:
+        tracemalloc.stop()
+    assert file.read_bytes().count(b"\n") == 1500
+
+
+@pytest.mark.parametrize("bad", [b"2,\xff\n", b"\n", b"x,1\n"])
+def test_a_table_is_cut_likewise(tmp_path: Path, bad: bytes) -> None:
+    file = tmp_path / "train.csv"
+    file.write_bytes(b"step,loss\r\n1,0.5\r\n" + bad + b"9,0.1\r\n")
+    assert keep_rows(file, 5) == 1
+    assert file.read_bytes() == b"step,loss\r\n1,0.5\r\n"
+    file.write_bytes(b"\xff\n1,0.5\n")
+    assert keep_rows(file, 5) == 2
+    assert file.read_bytes() == b""
+
+
+def test_the_manifest_comes_first_and_all_is_on_the_disk_before_the_end(tmp_path: Path) -> None:
+    """The order in which files get their names, and that each was synced before, with its folder after."""
+
+    def watch() -> None:
+        fsync, move = os.fsync, Path.replace
+
+        def synced(file: int) -> None:
+            print("sync", Path(f"/proc/self/fd/{file}").readlink().name)
+            fsync(file)
+
+        def moved(path: Path, to: Path) -> Path:
+            print("move", to.name)
+            return move(path, to)
+
+        replace(os, "fsync", synced)
+        replace(Path, "replace", moved)
+
+    folder = tmp_path / "run"
+    said = attempt(folder, small(max_steps=2), before=watch).said
+    events = [tuple(line.split()) for line in said.splitlines() if line.startswith(("sync ", "move "))]
+    moves = [name for kind, name in events if kind == "move"]
+    weights = ["model.safetensors", "ema.safetensors"]
+    assert moves == ["manifest.json", "config.yaml", *weights, "manifest.json", "report.html"]
+    for number, (kind, name) in enumerate(events):
+        if kind == "move" and name != "report.html":  # which can be written again at any time
+            last, beside = events[number - 1]
+            assert last == "sync" and re.fullmatch(rf"\.tmp-[0-9a-f]{{16}}-{name}", beside)
+            assert events[number + 1] == ("sync", folder.name)
+
+
+def test_a_start_that_is_killed_anywhere_can_be_repeated(tmp_path: Path) -> None:
+    """Before the manifest has its name, and after; as the launcher finds it."""
+    for number, name in enumerate(("manifest.json", "config.yaml")):
+        folder = tmp_path / str(number)
+
+        def kill(name: str = name) -> None:
+            move = Path.replace
+
+            def dying(self: Path, to: Path) -> Path:
+                if to.name == name:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return move(self, to)
+
+            replace(Path, "replace", dying)
+
+        assert attempt(folder, before=kill).code == -signal.SIGKILL
+        if read_stored(folder) is None:
+            claim_folder(folder)
+        assert attempt(folder, stop_at=1).code == 75
+
+
+# Space.
+
+
+def test_what_a_run_has_written_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small()
+    model = make_task(recipe).model()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 2 << 20})())
+    with pytest.raises(BadInputError, match="2 MiB are free but the run writes about 5 MiB"):
+        check_space(tmp_path, recipe, model)
+    with pytest.raises(BadInputError, match="about 5 MiB and the state of the task's own optimizer; give"):
+        check_space(tmp_path, recipe, model, own_optimizer=True)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for name in ("checkpoints/step-00000001/model.safetensors", "model.safetensors"):
+        (tmp_path / name).write_bytes(bytes(2 << 20))
+    check_space(tmp_path, recipe, model)
+
+
+def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> None:
+    """From step 3 on: no rows, no checkpoints, no manifest; TensorBoard fails in its thread."""
+
+    def full() -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        from trainer.observe import sinks
+        from trainer.runs import manifest
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def sink_of(folder: Path, _: int) -> Any:
+            write, close = jsonl_sink(folder)
+            return (lambda row: refuse() if row["step"] > 3 else write(row)), close
+
+        jsonl_sink = sinks.jsonl_sink
+        replace(sinks, "jsonl_sink", sink_of)
+
+        def fills(done: int) -> None:
+            if done == 3:
+                for thing, name in (
+                    (RecordWriter, "write"),
+                    (RecordWriter, "flush"),
+                    (manifest, "write_json"),
+                    (store, "commit"),
+                ):
+                    replace(thing, name, refuse)
+
+        before_each_step_ends(fills)
+
+    recipe = small(log={"to": ["jsonl", "tensorboard"]}, checkpoint={"every": 1})
+    folder = tmp_path / "run"
+    ended = attempt(folder, recipe, stop_at=12, before=full)
+    assert ended.code == 75, ended.said
+    assert "resumes after step 2, its newest checkpoint" in ended.said
+    assert "Traceback" not in ended.said
+    assert ended.said.count("rows of metrics are lost") == 2, "once for each sink"
+    done = attempt(folder, recipe)
+    assert done.code == 0
+    assert same(folder, whole)
+
+
+def test_the_newest_run_is_of_that_recipe(tmp_path: Path) -> None:
+    for name in ("digits-0123abcd-1", "digits-detection-0123abcd-1", "digits-mine-2"):
+        (tmp_path / name).mkdir()
+        recipe = {"digits-mine-2": "other", "digits-detection-0123abcd-1": "digits-detection"}.get(
+            name, "digits"
+        )
+        (tmp_path / name / "manifest.json").write_text(json.dumps({"recipe": recipe}))
+    (tmp_path / "latest").symlink_to("digits-0123abcd-1")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "manifest.json").write_text("[]")
+    assert newest_run(tmp_path, "digits").name == "digits-0123abcd-1"
+    assert newest_run(tmp_path, "digits-detection.yaml").name == "digits-detection-0123abcd-1"
+    with pytest.raises(BadInputError, match="there is no run of gpt"):
+        newest_run(tmp_path, "gpt")

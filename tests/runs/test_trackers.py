@@ -1,0 +1,454 @@
+"""Promise: a tracker gets every row once, costs the training nothing, and can't end it."""
+
+import contextlib
+import http.server
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+
+from tests.helpers import plugged, preloaded
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.plugged import patiently, waiting
+from tests.helpers.rows import read_rows
+from tests.helpers.toys import before_each_step_ends
+from tests.helpers.waiting import SECONDS, until, until_gone
+from trainer.config.redact import redact_text
+from trainer.config.section import validated
+from trainer.config.training import LogConfig
+from trainer.errors import EXIT_REQUEUE, BadInputError
+from trainer.runs.tracking import feed, process
+from trainer.runs.tracking.tracker import check_reachable, metrics_of
+from trainer.train.components.task import check_request, make_task
+
+SECRET = "hunter2hunter2"
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[list[Any]]]]:
+    """The package is there; returns what its sinks were told, of some kinds or all: process, kind, more."""
+    file = plugged.install(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+    def read(*kinds: str) -> list[list[Any]]:
+        events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [event for event in events if not kinds or event[1] in kinds]
+
+    yield read
+    sys.modules.pop("plugged_sinks", None)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key, no server, no settings of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_")) or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def logged(*names: str, **more: Any) -> dict[str, Any]:
+    return {"log": {"every": 2, "to": ["jsonl", *names]}, **more}
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return found
+
+
+def test_a_package_brings_a_function_and_a_tracker(told: Any, tmp_path: Path) -> None:
+    recipe = small(**logged("teller", "watching"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}")
+    run = tmp_path / "run"
+    done = attempt(run, recipe, before=patiently)
+    assert done.code == 0, done.said
+    assert "watching     somewhere" in done.said
+    rows = [[row["kind"], row["step"]] for row in read_rows(run, ())]
+    assert sorted(event[2:] for event in told("sent")) == sorted(rows)
+    assert [event[2:4] for event in told("row")] == [event[2:] for event in told("sent")]
+    ((process, _, about),) = told("open")
+    assert {event[0] for event in told("row", "close")} == {process}
+    assert process not in {event[0] for event in told("sent")}, "a process of its own"
+    assert manifest(run)["trackers"] == {"watching": f"id-{process}"}
+    assert manifest(run)["status"] == "finished"
+    assert (about["id"], about["rows"], about["run_id"]) == (None, 0, manifest(run)["run_id"])
+    assert about["config"]["about"] == "AWS_SECRET_ACCESS_KEY=***"
+    assert told("close") == [[process, "close", "finished"]]
+    losses = [event[4]["loss"] for event in told("row") if event[2] == "end"]
+    assert losses == [row["loss"] for row in read_rows(run, ("end",))]
+    until_gone(process)
+
+
+def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any, tmp_path: Path) -> None:
+    run, recipe = tmp_path / "run", small(**logged("watching"))
+
+    def kill_after(done: int) -> None:
+        if done == 3:
+            until((run / "trackers/watching.json").exists)  # then its id is told with the next row
+        if done == 9:  # the checkpoint is of step 5
+            sent = run / "trackers/watching.json"
+            until(lambda: json.loads(sent.read_text())["rows"] == len(read_rows(run, ())) and 8 in written())
+            until((run / "checkpoints/step-00000005").exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def written() -> set[int]:
+        return {row["step"] for row in read_rows(run, ())}
+
+    killed = attempt(run, recipe, before=lambda: before_each_step_ends(kill_after))
+    assert killed.code == -signal.SIGKILL
+    (first,) = told("open")
+    until_gone(first[0])
+    assert not told("close")
+    assert manifest(run)["trackers"] == {"watching": f"id-{first[0]}"}
+    done = attempt(run, recipe, before=patiently)
+    assert done.code == 0, done.said
+    assert "resumes after step 5" in done.said
+    _, (process, _, about) = told("open")
+    assert about["id"] == f"id-{first[0]}"
+    assert about["rows"] == sum(event[0] == first[0] for event in told("row"))
+    assert process != first[0]
+    assert manifest(run)["trackers"] == {"watching": about["id"]}
+    steps = Counter((kind, step) for _, _, kind, step, _ in told("row") if kind in ("train", "eval", "end"))
+    assert steps == Counter((row["kind"], row["step"]) for row in read_rows(run))
+    assert max(steps.values()) == 1
+
+
+def test_the_manifest_knows_the_id(told: Any, tmp_path: Path) -> None:
+    run, recipe = tmp_path / "run", small(**logged("watching"))
+    assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
+    shutil.rmtree(run / "trackers")
+    assert attempt(run, recipe, before=patiently).code == 0
+    (first, _, before), (_, _, after) = told("open")
+    assert (before["id"], after["id"]) == (None, f"id-{first}")
+    assert [event[2] for event in told("close")] == ["stopped", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("closed", "closed: ConnectionError: nobody is at http://***@host; its rows may be lost"),
+        ("refusing", "refusing: PermissionError: no; its rows may be lost"),
+        ("dying", "dying: its process ended; its rows may be lost"),
+        ("hanging", "hanging: "),
+    ],
+)
+def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path, name: str, line: str) -> None:
+    def wait_for_it(done: int) -> None:
+        if done == 5 and name in ("dying", "hanging"):
+            until(lambda: told("dies", "hangs"))
+
+    def before() -> None:
+        waiting(0.5 if name == "hanging" else SECONDS)
+        before_each_step_ends(wait_for_it)
+
+    run = tmp_path / "run"
+    done = attempt(run, small(**logged(name)), before=before)
+    assert done.code == 0, done.said
+    assert line in done.said
+    assert done.said.count(f"trainer: {name}: ") <= 2, "why, and how many rows"
+    rows = len(read_rows(run, ()))
+    assert f"trainer: {name}: {rows} of {rows} rows didn't reach it" in done.said
+    assert manifest(run)["status"] == "finished"
+    until_gone(*{event[0] for event in told("open")})
+
+
+def test_a_stop_is_not_delayed_by_one_that_hangs(told: Any, tmp_path: Path) -> None:
+    """Only the bound of a stop is short here."""
+    run = tmp_path / "run"
+    stopped = attempt(
+        run, small(**logged("hanging")), stop_at=7, before=lambda: replace(feed, "_LEAVE_S", 0.5)
+    )
+    assert stopped.code == EXIT_REQUEUE, stopped.said
+    assert "the same command resumes from there" in stopped.said
+    until_gone(*{event[0] for event in told("open")})
+
+
+def test_rows_never_wait_for_a_tracker(told: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    about = {"folder": str(tmp_path), "id": None, "step": 0, "left_out": 0}
+    tracker = feed.Feed("hanging", about, lambda *_: None)
+    until(lambda: tracker._hear() and told("open"))
+    for step in range(4000):
+        tracker({"kind": "train", "step": step, "text": "x" * 1000})
+    until(lambda: told("hangs"))
+    assert len(tracker._waiting) <= feed._ROWS, "it is bounded"
+    tracker.end("finished")
+    tracker.close(lambda: 0.0)
+    assert "hanging: 4000 of 4000 rows didn't reach it" in capfd.readouterr().err
+    assert tracker._process.returncode == -signal.SIGKILL
+
+
+PICTURE = """
+import numpy
+
+class Picture:
+    def after_evaluation(self, step, metrics):
+        return {"square": numpy.full((3, 4), step, numpy.uint8)}
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from tests.helpers.wandb_files import history, records
+
+    run = tmp_path / "run"
+    (tmp_path / "own.py").write_text(PICTURE)
+    hooks = {"use": [f"{tmp_path / 'own.py'}:Picture"]}
+    recipe = small(**logged("wandb"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}", hooks=hooks)
+    assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
+    done = attempt(run, recipe, before=patiently)
+    assert done.code == 0, done.said
+    id_ = manifest(run)["run_id"]
+    assert manifest(run)["trackers"] == {"wandb": id_}
+    assert f"wandb        offline; upload it by wandb sync {run}/wandb/offline-run-*-{id_}" in done.said
+    files = sorted(run.glob(f"wandb/offline-run-*-{id_}/run-{id_}.wandb"))
+    assert len(files) == 2
+    rows = list[dict[str, Any]]()
+    for file in files:
+        found = records(file)
+        (about,) = [one.run for one in found if one.WhichOneof("record_type") == "run"]
+        assert (about.run_id, about.project, about.display_name) == (id_, "small", "run")
+        config = {item.key: item.value_json for item in about.config.update}
+        assert json.loads(config["about"]) == "AWS_SECRET_ACCESS_KEY=***"
+        assert SECRET.encode() not in file.read_bytes()
+        rows += history(found)
+    counted = [row["_step"] for row in rows]
+    assert counted == sorted(set(counted)), "they follow each other, over both files"
+    wanted = [
+        {"step": row["step"], **{name: value for name, value in metrics_of(row).items() if value is not None}}
+        for row in read_rows(run, ("train", "eval"))
+    ]
+    sent = [row for row in rows if any(name.startswith("hook/square") for name in row)]
+    assert len(sent) == len(list(read_rows(run, ("hook",)))) > 1
+    assert len(list(run.glob("wandb/**/media/images/hook/square_*.png"))) == len(sent)
+    got = [row for row in rows if "train/loss" in row or "eval/loss" in row]
+    assert [{name: row.get(name) for name in want} for row, want in zip(got, wanted, strict=True)] == wanted
+
+
+# The application that `mlflow server` runs, in one process: quicker to start, and gone when it is killed.
+SERVER = dedent("""
+    import sys
+    from mlflow.server import app
+    from werkzeug.serving import make_server
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    print(server.port, flush=True)
+    server.serve_forever()
+""")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A tracking server on this machine: its address and its process."""
+    for module in ("mlflow", "sqlalchemy", "alembic", "flask"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    store = str(tmp_path / "server")
+    environment = {
+        **os.environ,
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "_MLFLOW_SERVER_FILE_STORE": store,
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": store,
+    }
+    with (
+        (tmp_path / "server.log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        ) as process,
+    ):
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        assert port, (tmp_path / "server.log").read_text()[-2000:]
+        yield f"http://127.0.0.1:{port}", process
+        process.kill()
+
+
+@pytest.mark.slow  # the server imports for ten seconds
+@pytest.mark.usefixtures("alone")
+def test_mlflow_server(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One run at the server for a run that was stopped; then the server dies in the middle of another run."""
+    address, process = server
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+    def ask(what: str, **words: str) -> Any:
+        with urlopen(f"{address}/api/2.0/mlflow/{what}?{urlencode(words)}", timeout=60) as answer:
+            return json.load(answer)
+
+    run = tmp_path / "run"
+    recipe = small(**logged("mlflow"), about=f"AWS_SECRET_ACCESS_KEY={SECRET}")
+    assert attempt(run, recipe, stop_after=7, before=patiently).code == EXIT_REQUEUE
+    (id_,) = manifest(run)["trackers"].values()
+    assert ask("runs/get", run_id=id_)["run"]["info"]["status"] == "KILLED"
+    done = attempt(run, recipe, before=patiently)
+    assert done.code == 0, done.said
+    assert f"mlflow       run {id_} of {address}" in done.said
+    assert manifest(run)["trackers"] == {"mlflow": id_}
+    there = ask("runs/get", run_id=id_)["run"]
+    assert (there["info"]["status"], there["info"]["run_name"]) == ("FINISHED", "run")
+    params = {one["key"]: one["value"] for one in there["data"]["params"]}
+    assert (params["about"], params["optim.lr"]) == ("AWS_SECRET_ACCESS_KEY=***", "0.001")
+    tags = {one["key"]: one["value"] for one in there["data"]["tags"]}
+    assert tags["trainer.run_id"] == manifest(run)["run_id"]
+    for kind in ("train", "eval"):
+        history = ask("metrics/get-history", run_id=id_, metric_key=f"{kind}/loss")["metrics"]
+        wanted = [(row["step"], row["loss"]) for row in read_rows(run, (kind,))]
+        assert [(one["step"], one["value"]) for one in history] == wanted
+
+    def die(done: int) -> None:
+        if done == 9:
+            until((other / "trackers/mlflow.json").exists, seconds=60)  # a row has arrived
+            os.kill(process.pid, signal.SIGKILL)  # it is no child of this fork
+            until_gone(process.pid)
+
+    other = tmp_path / "other"
+
+    def before() -> None:
+        patiently()
+        before_each_step_ends(die)
+
+    lost = attempt(other, small(**logged("mlflow")), before=before)
+    assert lost.code == 0, lost.said
+    assert lost.said.count("trainer: mlflow: ") == 2, lost.said
+    assert "rows didn't reach it" in lost.said
+    assert manifest(other)["status"] == "finished"
+
+
+@pytest.mark.usefixtures("alone")
+def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:
+    if find_spec("mlflow") is None:
+        pytest.skip("mlflow is not installed")
+    run = tmp_path / "run"
+    done = attempt(run, small(**logged("mlflow")), before=patiently)
+    assert done.code == 0, done.said
+    (id_,) = manifest(run)["trackers"].values()
+    (losses,) = (run / "mlflow").glob(f"*/{id_}/metrics/train/loss")
+    got = [line.split()[1:] for line in losses.read_text().splitlines()]
+    assert [(float(value), int(step)) for value, step in got] == [
+        (row["loss"], row["step"]) for row in read_rows(run, ("train",))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("lacking", "lacking (plugged_sinks:Lacking) has no open, close; a tracker has open, log, close"),
+        ("number", "number (plugged_sinks:number) is a int; a sink is a function of a row"),
+        ("gone", "gone (plugged_nowhere:send) can't be loaded (ModuleNotFoundError"),
+    ],
+)
+@pytest.mark.usefixtures("told")
+def test_what_is_neither(name: str, line: str) -> None:
+    recipe = small(**logged(name))
+    with pytest.raises(BadInputError) as refused:
+        check_request(recipe, make_task(recipe), 1)
+    assert f"log.to: {line}" in str(refused.value)
+
+
+@pytest.mark.usefixtures("told")
+def test_a_name_that_nobody_brings() -> None:
+    for word, meant in (("wandbb", "wandb"), ("mlfow", "mlflow"), ("watchin", "watching")):
+        with pytest.raises(BadInputError, match=f"did you mean '{meant}'"):
+            validated(LogConfig, {"to": [word]}, "here")
+
+
+def typed(folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    words = ["log.to=[jsonl, wandb, mlflow]", "max_steps=2", "--out", "run"]
+    return preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "digits", *words],
+        cwd=folder,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_that_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['wandb'] = None\n")
+    done = typed(tmp_path, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}")
+    assert done.returncode == 2, done.stderr
+    assert 'log.to=wandb: wandb is not installed; run make venv GROUPS="train wandb"' in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
+    for module in ("wandb", "mlflow"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and nobody listens there
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        done = typed(tmp_path, MLFLOW_TRACKING_URI=address)
+        assert done.returncode == 2, done.stderr
+        assert f"log.to=mlflow: {address} doesn't answer (" in done.stderr
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(
+            BadInputError, match=r"WANDB_MODE=online, and http://127.0.0.1:\d+ doesn't answer"
+        ):
+            check_reachable(["wandb"], {"WANDB_MODE": "online", "WANDB_BASE_URL": address})
+    with pytest.raises(BadInputError, match="WANDB_MODE=onlin is none of online, offline, disabled"):
+        check_reachable(["wandb"], {"WANDB_MODE": "onlin"})
+    check_reachable(["wandb", "jsonl"], {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": address})
+
+
+def test_an_address_with_a_password_is_asked_without_it_and_never_shown() -> None:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        address = f"http://me:hunter2@127.0.0.1:{server.server_address[1]}"
+        check_reachable(["mlflow"], {"MLFLOW_TRACKING_URI": address})
+    with pytest.raises(BadInputError) as refused:
+        check_reachable(["mlflow"], {"MLFLOW_TRACKING_URI": "http://me:hunter2@127.0.0.1:x"})
+    assert "hunter2" not in redact_text(str(refused.value))
+
+
+def test_what_a_library_prints_goes_to_the_log_without_its_secrets(tmp_path: Path) -> None:
+    """Also what it writes past Python, and the traceback of an error that ends it."""
+    pid = os.fork()
+    if pid == 0:
+        file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(file, 2)
+        # Not pytest's, which lead elsewhere.
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        with contextlib.suppress(SystemExit), process._redacted_log():
+            os.write(2, b"POST failed: Authorization: Basic hunter2hunter2==\n")
+            print("api_key=hunter2hunter2", flush=True)
+            raise RuntimeError("https://me:hunter2hunter2@host/x")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    log = (tmp_path / "log").read_text()
+    assert "hunter2" not in log
+    assert log.startswith("POST failed: Authorization: ***\napi_key=***\nTraceback")
+    assert "RuntimeError: https://***@host/x" in log
+
+
+def test_an_error_of_a_tracker_is_cut_after_its_secrets_went() -> None:
+    told = list[dict[str, Any]]()
+    inbox = SimpleNamespace(closing=SimpleNamespace(wait=lambda _: True))
+
+    def fail() -> None:
+        raise RuntimeError(f"https://{'u' * 200}:hunter2hunter2{'x' * 200}@host/x")
+
+    with pytest.raises(process._Given):
+        process._tried(fail, inbox, lambda **words: told.append(words))  # type: ignore[arg-type]
+    assert "hunter2" not in str(told) and "***@host" in str(told)

@@ -1,0 +1,190 @@
+"""Folder of a run's checkpoints: in the run folder, or where `checkpoint.folder` says. Imports no torch.
+
+There RUN/checkpoints is a link, and a file in what it leads to says whose checkpoints these are. A link that
+somebody sent leads to no such folder: nothing there is listed, read, written or removed.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.checkpoint import FOLDER
+from trainer.errors import BadInputError
+from trainer.host import strict_json
+from trainer.host.files import check_writable, names, oddity, read_inside, write_whole
+from trainer.runs.folder import MANIFEST, RUNS, newest_run, read_json
+
+OWNER = "run.json"  # in the folder that the link leads to
+_ELSEWHERE = "a run has its checkpoints elsewhere by checkpoint.folder=DIR, given when it begins"
+
+
+class _Owner(NamedTuple):
+    """The run folder that checkpoints are of, and the run's id: empty until it has one."""
+
+    folder: str
+    run_id: str
+
+
+def checkpoints_of(run: Path) -> Path:
+    """The folder of a run's checkpoints, for reading.
+
+    Raises:
+        BadInputError: If RUN/checkpoints is a link to what isn't there, or isn't this run's.
+    """
+    inside = run / FOLDER
+    if not inside.is_symlink():
+        return inside
+    place = _real(inside)
+    if not place.is_dir():
+        raise BadInputError(
+            f"{inside}: leads to {place}, which isn't there: bring that folder back, or link it to where it "
+            "is now"
+        )
+    if not _is_of(_owner(place), run):
+        raise BadInputError(
+            f"{inside}: is a symbolic link to {place}, which isn't marked as this run's: bring the folder "
+            f"back; {_ELSEWHERE}"
+        )
+    return place
+
+
+def place_checkpoints(run: Path, wanted: Path | None) -> None:
+    """Prepares the folder of a run's checkpoints for writing.
+
+    Args:
+        wanted: `checkpoint.folder`.
+
+    Raises:
+        BadInputError: If they lie elsewhere, or what is wanted is another run's or can't be written.
+    """
+    inside = run / FOLDER
+    if not inside.is_symlink():
+        if wanted is None:
+            return
+        if oddity(inside, folder=True) or names(inside):
+            raise BadInputError(
+                f"checkpoint.folder={wanted}: the checkpoints of {run} lie in {inside}: leave the key out, "
+                f"or begin another run from them by --from {run}"
+            )
+        _make(run, wanted)
+    elif wanted is not None and _real(wanted) != _real(inside):
+        if not _is_of(_owner(_real(wanted)), run):
+            raise BadInputError(
+                f"checkpoint.folder={wanted}: the checkpoints of {run} lie in {_real(inside)}: move that "
+                "folder to the new place first, or give the key as it was"
+            )
+    else:
+        _refuse_copy(run, checkpoints_of(run))
+    try:
+        if wanted is not None and not (inside.is_symlink() and _real(wanted) == _real(inside)):
+            _link(inside, _real(wanted))
+        check_writable(_real(inside))
+    except OSError as error:
+        raise _unwritable(_real(wanted or inside), error) from error
+    mark_checkpoints(run)
+
+
+def mark_checkpoints(run: Path) -> None:
+    """Writes into a folder of checkpoints elsewhere whose they are.
+
+    Raises:
+        BadInputError: If it can't be written.
+    """
+    place, owner = _real(run / FOLDER), _Owner(str(run.absolute()), _run_id(run))
+    if not (run / FOLDER).is_symlink() or _owner(place) == owner:
+        return
+    try:
+        write_whole(place / OWNER, json.dumps(owner._asdict(), indent=2) + "\n")
+    except OSError as error:
+        raise _unwritable(place, error) from error
+
+
+def has_checkpoint(out: Path | None, newest: bool, recipe: str) -> bool:
+    """Whether the run that a command means has a checkpoint, by its name only."""
+    try:
+        folder = out or (newest_run(RUNS, recipe) if newest else None)
+        return folder is not None and _holds_any(checkpoints_of(folder))
+    except (BadInputError, OSError):  # called by a signal's handler: an error there would end in a traceback
+        return False
+
+
+def _make(run: Path, wanted: Path) -> None:
+    """Makes the folder that a new run's checkpoints are to lie in, or takes the one that was made for it."""
+    place, root = _real(wanted), _real(run)
+    if root in (place, *place.parents):
+        raise BadInputError(f"checkpoint.folder={wanted}: lies in the run folder itself: leave the key out")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        owner, there = _owner(place), names(place)
+    except OSError as error:
+        raise _unwritable(place, error) from error
+    if (owner is None and there) or (_holds_any(place) and not _is_of(owner, run)):
+        holds = f"the checkpoints of {owner.folder}" if owner else there[0]
+        raise BadInputError(
+            f"checkpoint.folder={wanted}: holds {holds}; give a folder for this run alone, a new or an empty "
+            "one"
+        )
+    _refuse_copy(run, place)
+
+
+def _refuse_copy(run: Path, place: Path) -> None:
+    """Two runs with the same checkpoints would remove each other's."""
+    owner = _owner(place)
+    if owner and _holds_any(place) and not _same(owner.folder, run) and _run_id(Path(owner.folder)):
+        raise BadInputError(
+            f"{run}: its checkpoints in {place} are those of {owner.folder}, of which this is a copy: copy "
+            f"them, too, and give the copy's folder by --set checkpoint.folder=DIR"
+        )
+
+
+def _link(inside: Path, place: Path) -> None:
+    beside = inside.with_name(f".{FOLDER}-{secrets.token_hex(8)}")
+    if not inside.is_symlink() and inside.exists():
+        inside.rmdir()
+    beside.symlink_to(place)
+    beside.replace(inside)
+
+
+def _owner(place: Path) -> _Owner | None:
+    try:
+        facts = strict_json.parse(read_inside(place / OWNER, strict_json.LARGEST))
+        return _Owner(str(facts["folder"]), str(facts["run_id"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_of(owner: _Owner | None, run: Path) -> bool:
+    if owner is None:
+        return False
+    return owner.run_id == _run_id(run) if owner.run_id else _same(owner.folder, run)
+
+
+def _run_id(run: Path) -> str:
+    try:
+        facts = read_json(run / MANIFEST)
+        return str(facts["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _holds_any(place: Path) -> bool:
+    return any(name.startswith("step-") for name in names(place))
+
+
+def _same(folder: str, run: Path) -> bool:
+    try:
+        return os.path.samefile(folder, run)  # noqa: PTH121
+    except OSError:
+        return False
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _unwritable(place: Path, error: OSError) -> BadInputError:
+    return BadInputError(
+        f"checkpoint.folder={place}: can't be used ({error.strerror}); mend that, or give another folder"
+    )

@@ -1,0 +1,118 @@
+"""Differences of two configurations, data sets or arithmetic, and which of them matter. Imports no torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override
+from trainer.config.redact import REDACTED, redact
+from trainer.errors import BadInputError
+from trainer.runs.manifest import Manifest, RunFolder
+from trainer.version import ARITHMETIC, ARITHMETIC_CHANGES
+
+# What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
+# (The order that data.cache_limit leads to is compared with the data.)
+FREE = (
+    "about",
+    "data.path",
+    "data.cache",
+    "data.cache_limit",
+    "data.check",
+    "data.workers",
+    "data.prefetch",
+    "data.resident",
+    "data.start_method",
+    *(f"evaluation.sets.*.{key}" for key in ("path", "cache", "cache_limit", "check")),
+    "model.mirror",
+    "parallel.strategy",
+    "parallel.shard",
+    "parallel.timeout_s",
+    "memory.allocator",
+    "memory.empty_cache",
+    "memory.history",
+    "anomaly.spike*",
+    "anomaly.most",
+    "parallel.hang_s",
+    "parallel.cpu_binding",
+    "log.*",
+    "hooks.*",
+    "checkpoint.*",
+)
+# What says where a run ends: a finished one is extended by more of them.
+_ENDS = ("epochs", "max_steps", "evaluation.patience")
+
+
+def own_config(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
+    """A run's resolved configuration, with settings.
+
+    Raises:
+        BadInputError: If something in it was redacted, and isn't among the settings.
+    """
+    config = override(dict(run.manifest.config), settings)
+    for name, value in flat(config).items():
+        if REDACTED in str(value):
+            raise BadInputError(f"{run.path}: {name} was redacted; give it with --set {name}=…")
+    return config
+
+
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Keys whose values differ from those of a manifest, and matter, each as "key: before, now after".
+
+    A key that the manifest lacks is newer than its run, which did what the key's default says.
+    """
+    before, after = flat(stored), flat(redact(now))
+    before = {key: value for key, value in _defaults().items() if key in after} | before
+    return [
+        f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in FREE)
+        # Where somebody's file lies is free: what is in it is compared with the data.
+        if key != "task" or not all(str(one.get(key)).endswith(".py") for one in (before, after))
+        # Only skipping is a part of the arithmetic.
+        if key != "anomaly.nonfinite" or "skip" in (before.get(key), after.get(key))
+    ]
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flat(Recipe(epochs=1).model_dump(mode="json", exclude={"epochs"}))
+
+
+def of_end(difference: str) -> bool:
+    """Whether a difference is of a key that says where a run ends."""
+    return difference.partition(": ")[0] in _ENDS
+
+
+def other_data(stored: Manifest, data: Mapping[str, str]) -> list[str]:
+    """Returns the changes in a run's data (`components.task.data_of`), each as in `differences`."""
+    return [
+        f"{name}: {before}, now {data.get(name)}"
+        for name, before in stored.fingerprint.items()
+        if before != data.get(name)
+    ]
+
+
+def other_arithmetic(before: int) -> list[str]:
+    """Number of a run's arithmetic and of today's, if they differ, and what changed; as in `differences`."""
+    if before == ARITHMETIC:
+        return []
+    since = [f"{number}: {what}" for number, what in ARITHMETIC_CHANGES.items() if number > before]
+    what = "; ".join(since) or "this version of trainer is older than the run"
+    return [f"arithmetic: {before}, now {ARITHMETIC} ({what})"]
+
+
+def extends(stored: Manifest, config: Mapping[str, Any]) -> bool:
+    """Whether a configuration moves the end of a run that had reached one, also where that is under way."""
+    later = any(map(of_end, differences(stored.config, config)))
+    return stored.status == "finished" or (stored.extended and later)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration's values by dotted key."""
+    keys: dict[str, Any] = {}
+    for name, value in config.items():
+        keys |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return keys

@@ -1,0 +1,268 @@
+"""Figures of a whole run, each as a number and as text; None where the run doesn't say."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, TypeGuard
+
+from trainer.observe.charts.axis import Kind as Scale
+from trainer.observe.charts.thin import Cell, Point
+from trainer.observe.text import count, duration, number, plain, scaled, share, size
+from trainer.runs.report.phases import PHASES_EXPLAINED
+from trainer.runs.report.read import RecordedRun
+
+_SET_PARTS = 3  # eval/NAME/metric
+_ROUNDING = 1e-6  # of a mean over many samples
+_WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
+
+
+class Figure(NamedTuple):
+    """A figure of a run.
+
+    Attributes:
+        value: To compare.
+        text: As people read it.
+        note: What to say below it.
+    """
+
+    value: float
+    text: str
+    note: str = ""
+
+
+class KeyFigure(NamedTuple):
+    """A figure that runs have: its name, how to find it, and which is better: 1 more, -1 less, 0 neither."""
+
+    name: str
+    of: Callable[[RecordedRun], Figure | None]
+    better: int = 0
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a figure that can be shown."""
+    return type(value) in (int, float) and -1e200 < value < 1e200
+
+
+def over_rows(points: Iterable[Point], name: str) -> Cell | None:
+    """A figure over all rows, as one."""
+    cells = [cell for point in points if (cell := point.cells.get(name)) and cell.rows]
+    if not cells:
+        return None
+    low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
+    return Cell(low, high, sum(cell.total for cell in cells), sum(cell.rows for cell in cells))
+
+
+def end_step(run: RecordedRun) -> int:
+    """The last step of which a row tells, or an end; at least 1."""
+    ends = [points[-1].step for points in (run.train, run.evaluation) if points]
+    if not ends and is_number(run.manifest.get("steps")):
+        ends = [int(run.manifest["steps"])]
+    return max([1, *(end for end in ends if end < 10**15)])
+
+
+def metrics(run: RecordedRun) -> list[str]:
+    """Names of what the evaluations measured, but the loss."""
+    names = dict.fromkeys(name for point in run.evaluation for name, cell in point.cells.items() if cell.rows)
+    return [name for name in names if name != "loss" and "/" not in name]
+
+
+def sets(run: RecordedRun) -> list[str]:
+    """Names of the evaluation sets besides the main one."""
+    parts = (name.split("/") for point in run.evaluation for name in point.cells)
+    return list(dict.fromkeys(part[1] for part in parts if len(part) == _SET_PARTS and part[0] == "eval"))
+
+
+def more_is_better(metric: str) -> bool:
+    """By its name: losses and errors are better the less they are."""
+    return not any(word in metric.lower() for word in _WORSE)
+
+
+def totals(run: RecordedRun) -> list[tuple[str, float]]:
+    """Seconds by phase, in the order of `PHASES_EXPLAINED`; [] without timings.
+
+    Of the row at the end, which knows what came after the last row of metrics; after restarts it doesn't know
+    what came before, and the sum of all rows is taken.
+    """
+    found = {phase: run.end.get(f"time/{phase}") for phase in PHASES_EXPLAINED}
+    if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
+        cells = {phase: over_rows(run.train, f"time/{phase}") for phase in PHASES_EXPLAINED}
+        found = {phase: cell.total if cell else None for phase, cell in cells.items()}
+    timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
+    if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
+        return []
+    # What is unexplained is told although it be nothing.
+    return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
+
+
+def attempts(run: RecordedRun) -> int:
+    """How often it was started."""
+    listed = run.manifest.get("attempts")
+    return max(1, len(listed)) if isinstance(listed, list) else 1
+
+
+def _seconds_between(one: Any, other: Any) -> float | None:
+    try:
+        started, ended = (datetime.strptime(str(at), "%Y-%m-%dT%H:%M:%S%z") for at in (one, other))
+    except ValueError:
+        return None
+    return (ended - started).total_seconds()
+
+
+def _wall(run: RecordedRun) -> Figure | None:
+    seconds = _seconds_between(run.manifest.get("started"), run.manifest.get("ended"))
+    if seconds is None or seconds < 0:
+        timed = totals(run)
+        seconds = sum(part for _, part in timed) if timed else None
+    if seconds is None:
+        return None
+    tries = attempts(run)
+    return Figure(seconds, duration(seconds), f"{tries} attempts, pauses included" if tries > 1 else "")
+
+
+def _rate(name: str, unit: str) -> Callable[[RecordedRun], Figure | None]:
+    """Of the whole run, or, where it didn't come to its end, the mean of its rows."""
+
+    def of(run: RecordedRun) -> Figure | None:
+        cell, value = over_rows(run.train, name), run.end.get(name)
+        if not is_number(value):
+            if cell is None:
+                return None
+            value = cell.mean
+        return Figure(float(value), count(value) if 100 <= value < 1e7 else scaled(value), unit)
+
+    return of
+
+
+def _mean(
+    name: str, text: Callable[[float], str], note: str = "mean"
+) -> Callable[[RecordedRun], Figure | None]:
+    def of(run: RecordedRun) -> Figure | None:
+        cell = over_rows(run.train, name)
+        return None if cell is None else Figure(cell.mean, text(cell.mean), note)
+
+    return of
+
+
+def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
+    """The largest value of the first of these figures that there is; with what it is."""
+
+    def of(run: RecordedRun) -> Figure | None:
+        for name, note in notes.items():
+            if cell := over_rows(run.train, name):
+                return Figure(cell.high, size(cell.high), note)
+        return None
+
+    return of
+
+
+def _loss(run: RecordedRun) -> Figure | None:
+    cells = [point.cells["loss"] for point in run.train if "loss" in point.cells and point.cells["loss"].rows]
+    return Figure(cells[-1].mean, number(cells[-1].mean), "last, training") if cells else None
+
+
+def metric_scale(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
+    """How a metric is written, in tiles as in charts, and its unit: accuracies from 0 to 1 as percent."""
+    percent = metric.startswith(("accuracy", "top")) and all(
+        -_ROUNDING <= cell.low <= cell.high <= 1 + _ROUNDING for cell in cells
+    )
+    return ("share", " correct") if percent else ("number", metric)
+
+
+def metric_figure(metric: str, scale: Scale = "number") -> Callable[[RecordedRun], Figure | None]:
+    """The last value of a metric, with the best one below it."""
+
+    def text(value: float) -> str:
+        return f"{number(100 * value)}\u00a0%" if scale == "share" else number(value)
+
+    def of(run: RecordedRun) -> Figure | None:
+        cells = [
+            (p.step, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].rows
+        ]
+        if not cells:
+            return None
+        last = float(run.end[metric]) if is_number(run.end.get(metric)) else cells[-1][1].mean
+        up = more_is_better(metric)
+        step, cell = (max if up else min)(cells, key=lambda item: item[1].high if up else item[1].low)
+        best = cell.high if up else cell.low
+        note = "its best" if math.isclose(best, last) else f"best {text(best)} at step {count(step)}"
+        return Figure(last, text(last), note)
+
+    return of
+
+
+def _share_of(phases: Iterable[str]) -> Callable[[RecordedRun], Figure | None]:
+    def of(run: RecordedRun) -> Figure | None:
+        timed = dict(totals(run))
+        wall = sum(timed.values())
+        if not wall:
+            return None
+        part = sum(timed.get(phase, 0.0) for phase in phases) / wall
+        return Figure(part, share(part), "of the wall time")
+
+    return of
+
+
+def energy(run: RecordedRun) -> Figure | None:
+    """Joules of the run."""
+    joules = run.end.get("energy/joules") if attempts(run) == 1 else None
+    if not is_number(joules):
+        cell = over_rows(run.train, "energy/joules")
+        joules = cell.total if cell else None
+    if joules is None or joules <= 0:
+        return None
+    kwh = joules / 3.6e6
+    return Figure(float(joules), scaled(float(joules), "J"), f"{number(kwh, 3)}\u00a0kWh")
+
+
+def _cost(name: str, text: Callable[[float], str], note: str) -> Callable[[RecordedRun], Figure | None]:
+    def of(run: RecordedRun) -> Figure | None:
+        cost = run.end.get(name)
+        return Figure(float(cost), text(float(cost)), note) if is_number(cost) else None
+
+    return of
+
+
+# In the currency of the run's price.
+money = _cost("cost/money", number, "in the currency of its price")
+money_per_thousand = _cost("cost/per_thousand_samples", lambda cost: number(cost, 3), "in the same currency")
+
+_COMPUTE = ("forward", "backward", "update")
+
+KEY_FIGURES = (
+    KeyFigure("Training loss", _loss, -1),
+    KeyFigure("Wall time", _wall, -1),
+    KeyFigure("Throughput", _rate("samples_per_s", "samples/s"), 1),
+    KeyFigure("Tokens", _rate("tokens_per_s", "tokens/s"), 1),
+    KeyFigure("Arithmetic", _mean("flops_per_s", lambda v: scaled(v, "FLOP/s")), 1),
+    KeyFigure("MFU", _mean("mfu", share, "mean, of the peak"), 1),
+    KeyFigure("Computing", _share_of(_COMPUTE), 1),
+    KeyFigure("Waiting for data", _share_of(["data"]), -1),
+    KeyFigure("GPU busy", _mean("gpu/utilization", share), 1),
+    KeyFigure("CPUs used", _mean("cpu/used", lambda v: number(v, 3))),
+    KeyFigure(
+        "Device memory",
+        _most({"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "most, as nvidia-smi shows it"}),
+        -1,
+    ),
+    KeyFigure(
+        "Memory", _most({"memory/rss_bytes": "most, host, rank 0", "memory_bytes": "most, rank 0"}), -1
+    ),
+    KeyFigure("Energy", energy, -1),
+    KeyFigure("Cost", money, -1),
+    KeyFigure("Cost of 1,000 samples", money_per_thousand, -1),
+)
+
+
+def figures_of_runs(runs: Sequence[RecordedRun]) -> list[KeyFigure]:
+    """Figures of these runs: their metrics first."""
+    names = list(dict.fromkeys(name for run in runs for name in metrics(run)))[:6]
+    own = []
+    for name in names:
+        scale, _ = metric_scale(name, [cell for run in runs if (cell := over_rows(run.evaluation, name))])
+        own.append(KeyFigure(name, metric_figure(name, scale), 1 if more_is_better(name) else -1))
+    return [*own, *KEY_FIGURES]
+
+
+def status(run: RecordedRun) -> tuple[str, str]:
+    """How the run stands, and why."""
+    return plain(run.manifest.get("status") or "unknown", 40), plain(run.manifest.get("reason") or "", 600)

@@ -1,0 +1,279 @@
+"""A run folder as plain data. Torn, odd and missing parts are left out; nothing here is trusted."""
+
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.redact import redact
+from trainer.errors import BadInputError
+from trainer.host import strict_json
+from trainer.host.files import lines_inside, oddity, read_inside
+from trainer.observe.charts.thin import Point, ThinnedRows
+from trainer.observe.console import warn
+from trainer.observe.rows import FILES, PICTURES
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import is_abandoned
+from trainer.runs.manifest import read_facts
+
+_POINTS = 400
+_LINE = 1 << 20  # bytes of a row; a longer line is none
+_LATEST = 10**15  # steps
+_TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are kept
+_OF_SETS = 96  # figures of further evaluation sets
+_FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
+
+_PICTURES = 24
+_PICTURE = re.compile(rf"{PICTURES}/[\w.%~-]{{1,250}}\.png", re.ASCII)
+_CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
+KNOWN = {
+    *("loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "slow_excess"),
+    *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu"),
+}
+_SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
+OF_LOSSES = ("loss/", "watched/")  # of a task's own
+REPLACED = "replaced/"  # in a summary, before the name of a data set
+_NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint in the folder: its step, bytes, when it was written, and whether it is the best."""
+
+    step: int
+    size: int
+    written: float
+    best: bool
+
+
+@dataclass
+class FirstAndLast:
+    """The first and the last of a list that may be long, and how many there are in it.
+
+    Attributes:
+        first: The first ones.
+        last: The last ones.
+        count: Of all.
+    """
+
+    first: list[dict[str, Any]] = field(default_factory=list)
+    last: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_TEXTS))
+    count: int = 0
+
+    def add(self, item: dict[str, Any]) -> None:
+        """Takes one more."""
+        self.count += 1
+        (self.first if len(self.first) < _TEXTS else self.last).append(item)
+
+    def all(self) -> list[dict[str, Any]]:
+        """Those that are kept, in their order."""
+        return [*self.first, *self.last]
+
+
+@dataclass
+class Slow:
+    """How often a rank was the slow one in a phase, and what that cost, as shares of the wall."""
+
+    rows: int = 0
+    total: float = 0.0
+    most: float = 0.0
+    step: int = 0
+
+
+@dataclass
+class RecordedRun:
+    """What a run folder says.
+
+    Attributes:
+        folder: The folder.
+        name: What tells it from others.
+        manifest: The manifest, without secrets.
+        train: Rows of kind "train", thinned.
+        evaluation: Rows of kind "eval", thinned.
+        epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
+        epoch_end: The same at its end.
+        hook: Rows of kind "hook", thinned.
+        pictures: Of those, by name: the step and the path of the last one, from the run folder on.
+        freed: The same after an evaluation, where the allocator gave memory back.
+        end: The last row of kind "end", or {}.
+        verdicts: Rows of kind "verdict" but the last word.
+        verdict: The last word, or None.
+        slow: By rank and phase.
+        throttled: Rows by reason for which the GPU was throttled.
+        anomalies: Of anomalies.jsonl.
+        checkpoints: Newest first.
+        rows: Lines of metrics.jsonl, and of the files beside it, that were rows.
+        unreadable: Those that weren't.
+    """
+
+    folder: Path
+    name: str
+    manifest: dict[str, Any]
+    train: list[Point] = field(default_factory=list)
+    evaluation: list[Point] = field(default_factory=list)
+    epoch_start: list[Point] = field(default_factory=list)
+    epoch_end: list[Point] = field(default_factory=list)
+    freed: list[Point] = field(default_factory=list)
+    hook: list[Point] = field(default_factory=list)
+    pictures: dict[str, tuple[int, str]] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
+    verdicts: FirstAndLast = field(default_factory=FirstAndLast)
+    verdict: dict[str, Any] | None = None
+    slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
+    throttled: Counter[str] = field(default_factory=Counter)
+    anomalies: FirstAndLast = field(default_factory=FirstAndLast)
+    checkpoints: list[SavedCheckpoint] = field(default_factory=list)
+    rows: int = 0
+    unreadable: int = 0
+
+
+def read_recorded(folder: Path) -> RecordedRun:
+    """Reads a run folder, in one pass and in bounded memory.
+
+    Raises:
+        BadInputError: If there is no manifest in it that can be read.
+    """
+    manifest = redact(read_facts(folder))
+    if is_abandoned(folder, manifest):
+        manifest["status"] = "ended without saying so"
+    run = RecordedRun(folder, folder.resolve().name or str(folder), manifest)
+    _read_rows(run)
+    for line in _lines(folder / "anomalies.jsonl"):
+        anomaly = _parsed(line)
+        if anomaly is None:
+            run.unreadable += 1
+        else:
+            run.anomalies.add(anomaly)
+    run.checkpoints = _checkpoints(folder)
+    return run
+
+
+def _read_rows(run: RecordedRun) -> None:
+    rows = {
+        "train": ThinnedRows(_POINTS, _known(KNOWN)),
+        "eval": ThinnedRows(_POINTS, _known(set(), "eval/")),
+        "memory start": ThinnedRows(_POINTS, _known(set())),
+        "memory end": ThinnedRows(_POINTS, _known(set())),
+        "memory evaluation": ThinnedRows(_POINTS, _known(set())),
+        "hook": ThinnedRows(_POINTS, _known(set(), "")),
+    }
+    for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
+        row = _parsed(line)
+        step = row.get("step") if row else None
+        if row is None or type(step) is not int or not 0 <= step <= _LATEST:
+            run.unreadable += 1
+            continue
+        run.rows += 1
+        kind = row.get("kind")
+        if kind == "memory":
+            kind = f"memory {row.get('at')}"
+        if kind == "train":
+            _tally(run, step, row)
+        if kind == "hook":
+            run.pictures |= {
+                n: (step, v)
+                for n, v in row.items()
+                if _is_picture(v) and (n in run.pictures or len(run.pictures) < _PICTURES)
+            }
+        if kind in rows:
+            rows[kind].add(step, row)
+        elif kind == "verdict":
+            run.verdicts.add(row)
+            if row.get("final"):
+                run.verdict = row
+        elif kind == "end":
+            run.end = row
+    run.train, run.evaluation = rows["train"].points(), rows["eval"].points()
+    run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
+    run.freed = rows["memory evaluation"].points()
+    run.hook = rows["hook"].points()
+
+
+def _is_picture(value: object) -> bool:
+    return isinstance(value, str) and _PICTURE.fullmatch(value) is not None
+
+
+def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
+    """Counts what is told in words."""
+    rank, excess = row.get("slow_rank"), row.get("slow_excess")
+    if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
+        slow = run.slow.setdefault((rank, str(row.get("slow_phase"))[:80]), Slow())
+        slow.rows += 1
+        slow.total += excess
+        if excess > slow.most:
+            slow.most, slow.step = excess, step
+    reason = row.get("gpu/throttle_reason")
+    if isinstance(reason, str) and reason and len(run.throttled) < 100:
+        run.throttled[reason[:200]] += 1
+
+
+def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
+    """Whether a figure is kept: a known one, or one of the first few that a task adds, or that begin so."""
+    others, further = 0, set[str]()
+
+    def wanted(name: str) -> bool:
+        nonlocal others
+        if name in _NO_FIGURE:
+            return False
+        if name in names or name.startswith(_SECTIONS):
+            return True
+        if name.startswith(more) and len(further) < _OF_SETS:
+            further.add(name)
+        if name in further:
+            return True
+        if ("/" in name and not name.startswith(OF_LOSSES)) or others >= _FIGURES:
+            return False
+        others += 1
+        return True
+
+    return wanted
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line as a JSON object; None for anything else. Quicker than strict_json, for many rows."""
+    try:
+        value = strict_json.parse_quickly(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; a last one that was cut off doesn't count, no file has none, and one that can't be
+    read is one that isn't a row."""
+    try:
+        for line in lines_inside(path):
+            if line.endswith(b"\n"):
+                yield line if len(line) <= _LINE else b""
+    except FileNotFoundError:
+        return
+    except OSError:
+        yield b""
+
+
+def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
+    found = list[tuple[int, int, float, Path]]()
+    try:
+        for path in checkpoints_of(folder).iterdir():
+            if (match := _CHECKPOINT.fullmatch(path.name)) and not oddity(path, folder=True):
+                stats = [file.stat() for file in path.iterdir() if file.is_file()]
+                found.append((int(match[1]), sum(one.st_size for one in stats), path.stat().st_mtime, path))
+    except BadInputError as error:
+        warn(str(error))
+    except OSError:
+        pass
+    found.sort(reverse=True)
+    best = _best_step(found[0][3]) if found else None
+    return [SavedCheckpoint(step, size, written, step == best) for step, size, written, _ in found]
+
+
+def _best_step(newest: Path) -> int | None:
+    """The step of the best evaluation so far, as the newest checkpoint says."""
+    try:
+        best = strict_json.parse(read_inside(newest / "state.json", strict_json.LARGEST))["state"]["best"][1]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    return best if type(best) is int else None

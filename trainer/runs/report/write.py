@@ -1,0 +1,72 @@
+"""Writes the page: when it is asked for, and at the end of a training."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError, StopRun
+from trainer.host.files import write_whole
+from trainer.host.here import shown
+from trainer.host.latest import MANIFEST
+from trainer.observe.console import warn
+from trainer.observe.text import plain
+from trainer.runs.report.read import read_recorded
+
+NAME = "report.html"
+_RUNS = 14  # seven colors, drawn through and dashed
+# At the end of a training nobody waits long: reading takes about 25 s for each GB.
+_QUICK = 256 << 20
+
+
+def write_report(folders: Sequence[Path], out: Path) -> None:
+    """Writes the report of a run, or of several side by side, in one move.
+
+    Raises:
+        BadInputError: If a folder holds no run, there are too many, or the file can't be written.
+    """
+    if not 1 <= len(folders) <= _RUNS:
+        raise BadInputError(f"{len(folders)} runs: a report shows 1 to {_RUNS}; give fewer")
+    from trainer.runs.report.page import page  # brings jinja2, which a start needn't wait for
+
+    try:
+        text = page([read_recorded(folder) for folder in folders])
+    except RecursionError as error:
+        raise BadInputError(f"{folders[0]}: its manifest is nested too deeply; bring it back") from error
+    try:
+        write_whole(out, text)
+    except OSError as error:
+        raise BadInputError(f"{out}: can't be written ({error.strerror}); give another --out") from error
+
+
+def leave_report(folder: Path) -> None:
+    """Writes RUN/report.html at the end of a training; what goes wrong is told, not raised."""
+    try:
+        if (rows := folder / "metrics.jsonl").exists() and rows.stat().st_size > _QUICK:
+            raise BadInputError(f"{rows.name} is large: trainer report {folder} takes its time")
+        write_report([folder], folder / NAME)
+    except Exception as error:  # whatever it is, the training is done and worth more
+        warn(f"no report was written ({plain(' '.join(f'{error or type(error).__name__}'.split()))})")
+
+
+def report_failure(folder: Path, code: int) -> int:
+    """Leaves the report of a run whose ranks ended by this code, if that is a failure, and says where."""
+    if code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_BAD_INPUT) and (folder / MANIFEST).is_file():
+        leave_report(folder)
+        there = folder / NAME if (folder / NAME).exists() else folder
+        warn(f"the run folder is {shown(folder)}; its report: {shown(there)}")
+    return code
+
+
+@contextmanager
+def failure_reported(folder: Path) -> Iterator[None]:
+    """The same for a rank without a launcher, whose failure is an exception."""
+    try:
+        yield
+    except BadInputError:
+        raise
+    except StopRun:
+        leave_report(folder)
+        raise
+    except Exception:
+        report_failure(folder, EXIT_FAILED)
+        raise

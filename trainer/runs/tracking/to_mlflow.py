@@ -1,0 +1,106 @@
+"""MLflow: the server of MLFLOW_TRACKING_URI, or files in the run folder.
+
+The files are those of MLflow's file store, and not the SQLite that it takes by default today: that takes ten
+seconds to be made, SQLAlchemy, and a file system that can lock.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import BadInputError
+from trainer.host.here import shown
+from trainer.observe.rows import PICTURES, pictures_of
+from trainer.runs.differences import flat
+from trainer.runs.tracking.tracker import metrics_of, silent
+
+_RUN_ID = "trainer.run_id"
+_METRICS, _PARAMS, _LENGTH = 1000, 100, 500  # what a server takes at once, and of a parameter
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "diverged": "FAILED"}
+
+
+class ToMlflow:
+    """A run there is found again by its id, or by the tag `trainer.run_id`."""
+
+    @staticmethod
+    def check(environment: Mapping[str, str]) -> None:
+        """Refuses a server that the environment names and that doesn't answer."""
+        server = environment.get("MLFLOW_TRACKING_URI", "")
+        if server.startswith(("http://", "https://")) and (why := silent(server)):
+            raise BadInputError(
+                f"log.to=mlflow: {server} doesn't answer ({why}); start it, or unset MLFLOW_TRACKING_URI for "
+                "files in the run folder"
+            )
+
+    def open(self, about: dict[str, Any]) -> tuple[str, str]:
+        """See `Tracker.open`."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        # It tries for ten minutes else, while further rows wait.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        folder = Path(about["folder"], "mlflow")
+        self._client = MlflowClient(server or folder.absolute().as_uri())
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or about["recipe"]
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        run = self._earlier(about, experiment)
+        if run is None:
+            tags = {_RUN_ID: about["run_id"]}
+            if about["commit"]:
+                tags["mlflow.source.git.commit"] = about["commit"]
+            run = self._client.create_run(experiment, tags=tags, run_name=about["name"])
+        else:
+            self._client.update_run(run.info.run_id, status="RUNNING")
+        self._id, self._folder = str(run.info.run_id), Path(about["folder"])
+        # A parameter is set once: what --resume force changed stands in the run's manifest.
+        params = [
+            Param(_name(key), str(value)[:_LENGTH])
+            for key, value in flat(about["config"]).items()
+            if _name(key) not in run.data.params
+        ]
+        for start in range(0, len(params), _PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + _PARAMS])
+        if server:
+            return self._id, f"run {self._id} of {server}"
+        shows = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shown(folder)}"
+        return self._id, f"in {shown(folder)}; see it by {shows}"
+
+    def _earlier(self, about: dict[str, Any], experiment: str) -> Any:
+        mine = f"tags.`{_RUN_ID}` = '{about['run_id']}'"
+        runs = self._client.search_runs([experiment], mine)
+        known = [run for run in runs if run.info.run_id == about["id"]]
+        return next(iter([*known, *runs]), None)
+
+    def log(self, rows: list[dict[str, Any]]) -> None:
+        """See `Tracker.log`; the same values at the same times are one to MLflow, however often they come."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(_name(name), float(value), int(row["time"] * 1000), row["step"])
+            for row in rows
+            for name, value in metrics_of(row).items()
+        ]
+        for start in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + _METRICS])
+        for row in rows:
+            for _, file in pictures_of(row, self._folder):
+                self._client.log_artifact(self._id, str(file), PICTURES)
+            if row["kind"] == "verdict":
+                self._client.set_tag(self._id, "verdict", row["text"])
+
+    def close(self, status: str) -> None:
+        """See `Tracker.close`."""
+        if status in _STATUS:
+            self._client.set_terminated(self._id, _STATUS[status])
+
+
+def _name(key: str) -> str:
+    """Converts a key to a name that MLflow accepts."""
+    return re.sub(r"[^\w\-. :/]", "_", key)

@@ -1,0 +1,87 @@
+"""Loader of a rank: workers and prefetch, as configured or by rule (`trainer.data.workers`)."""
+
+import multiprocessing
+from typing import NamedTuple
+
+from trainer.config.data import LoaderConfig
+from trainer.config.recipe import Recipe
+from trainer.data.loader import is_resident
+from trainer.data.workers import Loading, Sizes, by_rule, bytes_needed, estimate, fits, sizes_of, workers_of
+from trainer.errors import BadInputError
+from trainer.host.limits import Limits, workers_per_rank
+from trainer.tasks import Task
+from trainer.train.components.task import more_sets
+
+_PREFETCHES = (1, 2, 4)
+
+
+class Choice(NamedTuple):
+    """Choice of a rank's workers and prefetch.
+
+    Attributes:
+        setting: Workers and prefetch; of the workers that `auto` stands for the evaluation takes two at most.
+        bytes: What that takes; 0 where it was asked for no workers, or none are needed.
+        line: The same for people, or "".
+    """
+
+    setting: Loading
+    bytes: int = 0
+    line: str = ""
+
+
+def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Choice:
+    """Puts numbers for `auto`.
+
+    Args:
+        recipe: The configuration.
+        task: Has the data.
+        limits: Of this container.
+        ranks: In this container.
+    """
+    config = recipe.data
+    if not _loads(config, task):
+        return Choice(Loading(0, 1))
+    if multiprocessing.current_process().daemon:  # which Python lets start no process
+        if config.workers == "auto":
+            return Choice(Loading(0, 1))
+        raise BadInputError(
+            f"data.workers={config.workers}: this process is daemonic, as those of a multiprocessing.Pool, "
+            "and may start no others: set data.workers=0, or take concurrent.futures.ProcessPoolExecutor"
+        )
+    size = _sizes(recipe, task)
+    setting = by_rule(config.workers, config.prefetch, size, limits, ranks)
+    source = "by rule" if "auto" in (config.workers, config.prefetch) else "as configured"
+    line = f"loader: {estimate(setting, size, limits, ranks)} ({source})"
+    return Choice(setting, bytes_needed(setting, size), line)
+
+
+def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> list[Loading]:
+    """The rule's setting first, then others that fit: other workers, and another prefetch.
+
+    Empty where there is nothing to choose: the data lies in memory, or both are given.
+    """
+    config = recipe.data
+    if not _loads(config, task) or "auto" not in (config.workers, config.prefetch):
+        return []
+    size = _sizes(recipe, task)
+    rule = by_rule(config.workers, config.prefetch, size, limits, ranks)
+    settings = [rule]
+    if config.workers == "auto":
+        most = workers_per_rank(limits, ranks, quarters=4)
+        settings += [rule._replace(workers=count) for count in (0, 1, most // 2, most)]
+    if config.prefetch == "auto" and rule.workers:  # without workers nothing is prepared ahead
+        settings += [rule._replace(prefetch=count) for count in _PREFETCHES]
+    unique = dict.fromkeys(settings)
+    return [rule, *(one for one in unique if one != rule and fits(one, size, limits, ranks))]
+
+
+def _loads(config: LoaderConfig, task: Task) -> bool:
+    """Whether workers could load: not what lies in memory or is read where it is used."""
+    return not is_resident(config, task.train_data) and workers_of(config, task.train_data, 1) > 0
+
+
+def _sizes(recipe: Recipe, task: Task) -> Sizes:
+    sets = (task.evaluation_data, *more_sets(task).values())  # one loader for all, with room for the largest
+    measured = min(recipe.data.eval_batch_size, max(map(len, sets)))
+    # A rank has no thread when it starts its workers.
+    return sizes_of(task.train_data, recipe.data.micro_batch_size, measured, recipe.data.start_method)

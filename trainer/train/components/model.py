@@ -1,0 +1,268 @@
+"""A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config.recipe import Recipe
+from trainer.config.sizes import GIB, MIB
+from trainer.distributed.overlap import names_of, sharing
+from trainer.distributed.parallel import World, check_agreement, is_sharded, words_of_ranks
+from trainer.errors import BadInputError
+from trainer.models.activation_checkpointing import blocks, candidates, recompute
+from trainer.models.activations import ModelCost, cheapest, measure, seconds_of_step
+from trainer.models.compiling import (
+    compile_blocks,
+    compile_model,
+    missing_for_compiling,
+    prepare_cache,
+    uncompiled,
+    words_on_ddp,
+)
+from trainer.models.finetune import fine_tune
+from trainer.models.gpt import GPT, fault_of_blocks
+from trainer.models.modes import begin_training
+from trainer.models.nonfinite import FirstNonFinite
+from trainer.models.packed import missing_for_blocks
+from trainer.models.pointwise import mend_pointwise
+from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
+from trainer.models.pretrained import find_weights
+from trainer.models.sync_batchnorm import synchronize_batchnorm
+from trainer.models.weights import load_initial
+from trainer.rng import Purpose, key
+from trainer.tasks import Task
+from trainer.train.components.operations import blank_batch, without_values
+
+_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that can be trained.
+
+    Attributes:
+        model: The model itself.
+        call: What is called in training: the model, or compiled.
+        compiled: Whether torch.compile is in use.
+        nonfinite: Looks for NaNs, or None.
+        cuda_graphs: True where forward and backward are replayed as CUDA graphs.
+        notes: Lines for the user.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+    compiled: bool
+    nonfinite: FirstNonFinite | None
+    cuda_graphs: bool
+    notes: list[str]
+
+
+def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) -> Prepared:
+    """Builds the model of a recipe on this rank's device; on the CPU, if it is to be sharded.
+
+    Args:
+        fresh: Whether it takes the weights that it starts from: a checkpoint's would replace them.
+
+    Raises:
+        BadInputError: If the recipe names what the model doesn't have.
+    """
+    device, notes = world.device, []
+    if recipe.parallel.strategy != "ddp" and world.group is None:
+        notes.append(f"parallel.strategy={recipe.parallel.strategy}: a rank alone has nothing to share")
+    sharded = is_sharded(recipe.parallel, world)
+    home = torch.device("cpu") if sharded else device
+    # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
+    torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
+    model = task.model()
+    if still := begin_training(model):
+        notes.append(
+            f"in evaluation mode in training, too, as model() gave them: {_few(still)}; .train() there lets "
+            "dropout act and BatchNorm learn"
+        )
+    if fresh and (start := find_weights(recipe.model)) is not None:
+        taken = load_initial(model, start.file, recipe.model.reinit)
+        notes.append(f"starts from {recipe.model.pretrained} ({taken})")
+        # Another file under the same name on another host would give each rank a model of its own.
+        weights = sum(float(tensor.double().sum()) for tensor in model.state_dict().values())
+        check_agreement(f"initial weights {weights!r}", world)
+    if line := fine_tune(model, recipe.model):
+        notes.append(line)
+    together = sharing(dict(model.named_parameters()))
+    layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
+    model = model.to(device=home, memory_format=layout)  # type: ignore[call-overload]
+    if apart := [group for group in together if group not in sharing(dict(model.named_parameters()))]:
+        notes.append(
+            f"{names_of(apart)} share memory no more: torch moves each by itself to the {home.type} or to "
+            "channels_last; give both modules one Parameter if they are to stay tied"
+        )
+    mend_pointwise(model)
+    if kept := fp32_modules(model, recipe.precision.keep_fp32):
+        keep_in_fp32(kept.values(), device)
+        notes.append(f"in float32: {_few(list(kept))}")
+    # Before anything that asks other ranks, or looks at tensors on the device: it runs forward passes here.
+    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home, timed=not sharded)
+    notes.extend(cost_of_checkpointing)
+    if recipe.parallel.sync_batchnorm and world.group is not None:
+        notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
+    nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
+    if isinstance(model, GPT) and recipe.language.text == "packed":  # after what counts operations
+        model.by_blocks = _can_attend_by_blocks(recipe, world, notes, kept)
+    compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
+    if compiled and recipe.compile.scope == "blocks":
+        compile_blocks(blocks(model).values(), recipe.compile, device)
+    for module in checkpointed:
+        recompute(module)
+    call = (
+        compile_model(model, recipe.compile, device)
+        if compiled and recipe.compile.scope == "model"
+        else model
+    )
+    if (compiled or getattr(model, "by_blocks", False)) and recipe.parallel.strategy == "ddp":
+        notes += words_on_ddp(world.size)
+    graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
+    return Prepared(model, call, compiled, nonfinite, graphs, notes)
+
+
+def _few(names: list[str]) -> str:
+    more = f", … ({len(names)} modules)" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
+
+
+def _choose_checkpointed(
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device, timed: bool
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules to checkpoint, and a line that says what it costs.
+
+    Args:
+        timed: Whether the model lies where it is trained; elsewhere only shapes are computed.
+    """
+    config = recipe.memory
+    possible, chosen = candidates(config, model)
+    if not possible:
+        return [], []
+    forward = _forward(recipe, task, model, device)
+    if timed:
+        with uncompiled():
+            cost: ModelCost | str = measure(model, possible, forward)
+    else:
+        cost = _counted(recipe, task, model, possible)
+    if isinstance(cost, str):
+        if config.budget_gib is not None:
+            raise BadInputError(
+                f"memory.budget_gib: what the blocks keep {cost}; take memory.checkpointing=blocks, or names"
+            )
+        line = f"activation checkpointing: {_few(chosen)}; what it saves {cost}"
+        return [possible[name] for name in chosen], [line]
+    if uncalled := [name for name in chosen if name not in cost.blocks]:
+        raise BadInputError(
+            f"memory.names: the model never calls '{uncalled[0]}' itself (as an attention does with its "
+            "projection, whose weights it reads); name what lies around it"
+        )
+    if config.budget_gib is not None:
+        chosen = cheapest(cost, config.budget_gib * GIB)
+    line = _cost_line(cost, chosen)
+    if chosen and timed:
+        line += _time_line(model, cost, chosen, forward, device)
+    return [possible[name] for name in chosen], [line]
+
+
+def _forward(
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    batch = blank_batch(task, recipe.data.micro_batch_size, device)
+    context = autocast(recipe.precision, device)
+
+    def forward() -> torch.Tensor:
+        with context:
+            return task.loss(model, batch)
+
+    return forward
+
+
+def _counted(recipe: Recipe, task: Task, model: nn.Module, possible: dict[str, nn.Module]) -> ModelCost | str:
+    """What checkpointing costs, by shapes alone; or why that can't be told."""
+    try:
+        with without_values(task, model) as twin:
+            forward = _forward(recipe, twin, model, torch.device("cpu"))
+            return measure(model, possible, forward, timed=False)
+    except BadInputError:
+        raise
+    except Exception as error:  # code that asks for values
+        return f"can't be counted by shapes alone ({type(error).__name__})"
+
+
+def _cost_line(cost: ModelCost, chosen: list[str]) -> str:
+    kept = f"{cost.kept() / MIB:,.1f}"
+    if not chosen:
+        return (
+            f"activation checkpointing: a micro-batch keeps {kept} MiB of activations, which fit as they are"
+        )
+    return (
+        f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
+        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations, and backward {cost.again(chosen) / MIB:,.1f} "
+        f"more for the block that it computes again, instead of {kept}"
+    )
+
+
+def _time_line(
+    model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
+) -> str:
+    originals = {name: model.get_submodule(name).forward for name in chosen}
+    for name in chosen:
+        recompute(model.get_submodule(name))
+    step = seconds_of_step(model, forward, device)
+    for name, original in originals.items():
+        model.get_submodule(name).forward = original
+    again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
+    # The rest of a step is at least the backward pass of what is computed again.
+    more = again / max(step - again, again)
+    return f", for about {more:.0%} more time (measured here without compiling)"
+
+
+def _missing_somewhere(missing: str | None, world: World) -> str | None:
+    """What this rank misses, or the first one that does: so that all ranks compute alike; collective."""
+    words = words_of_ranks(missing or "", world)
+    return missing or next((f"rank {rank}: {word}" for rank, word in enumerate(words) if word), None)
+
+
+def _can_attend_by_blocks(recipe: Recipe, world: World, notes: list[str], kept: Iterable[str] = ()) -> bool:
+    """Whether every rank can, by trying it, and is to; otherwise all of them take a mask.
+
+    Args:
+        kept: Names of the modules that compute in float32 whatever the precision.
+    """
+    if recipe.language.attention == "mask" or world.device.type == "cpu":
+        return False
+    missing = missing_for_blocks(recipe.language, world.device)
+    if missing is None:
+        prepare_cache()
+        contexts = [autocast(recipe.precision, world.device)]
+        if any(name.startswith("blocks") for name in kept):
+            contexts.append(nullcontext())
+        missing = fault_of_blocks(recipe.language, recipe.data.micro_batch_size, world.device, contexts)
+    if missing := _missing_somewhere(missing, world):
+        length = recipe.language.sequence_length
+        notes.append(f"packed text: attends with a mask of {length} x {length} for each sample: {missing}")
+        return False
+    notes.append("packed text: attends by blocks (FlexAttention), compiled and tried at the start")
+    return True
+
+
+def _can_compile(recipe: Recipe, world: World, notes: list[str]) -> bool:
+    """Whether every rank can; otherwise all of them train eagerly, so that they compute alike."""
+    if missing := _missing_somewhere(missing_for_compiling(world.device), world):
+        notes.append(f"compile.mode={recipe.compile.mode}: {missing}; training eagerly")
+        return False
+    folder, problem = prepare_cache()
+    if problem:
+        notes.append(problem)
+    where = f", kept in {folder}" if folder else ""
+    notes.append(
+        f"compiling the {recipe.compile.scope} ({recipe.compile.mode}) in the first step{where}; "
+        f"speed is measured after step {recipe.compile.warm_up}"
+    )
+    return True

@@ -1,0 +1,199 @@
+"""Builds a run on this rank: everything that it trains with, on its device."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from trainer.config.recipe import Recipe
+from trainer.data.corrupt import Quarantine
+from trainer.data.joined import make_loaders
+from trainer.data.left_out import told_of_sets
+from trainer.data.loader import Source, make_loader
+from trainer.data.sampling.plan import Share, evaluation_share
+from trainer.distributed.parallel import World, is_sharded, replicate
+from trainer.distributed.sharding import shard
+from trainer.errors import BadInputError
+from trainer.host.allocator import CUBLAS_WORKSPACE
+from trainer.models.activation_checkpointing import blocks
+from trainer.models.batchnorm import StepStatistics
+from trainer.models.precision import (
+    check_precision,
+    gathered_in,
+    make_precision,
+    set_matmul_mode,
+)
+from trainer.optim.average import WeightAverage
+from trainer.rng import Purpose, key
+from trainer.tasks import Task, loss_rows
+from trainer.train.anomaly import make_recent_losses
+from trainer.train.components.changing import find_changing
+from trainer.train.components.model import prepare_model
+from trainer.train.components.task import left_out_of, make_plan, more_sets
+from trainer.train.components.updates import make_updates, words_for
+from trainer.train.reduction import (
+    AllReduce,
+    FixedGradients,
+    Gradients,
+    ItemCount,
+    RaggedItemCount,
+    ReduceScatter,
+    Reduction,
+    ShardedGradients,
+    TreeSum,
+)
+from trainer.train.state import EvaluationSet, Run, TrainState
+from trainer.train.step import LossesOf, LossOf
+
+
+def build(
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    workers: int,
+    folder: Path | None = None,
+    prefetch: int | None = None,
+    fresh: bool = True,
+) -> Run:
+    """Builds everything that a rank trains with.
+
+    Args:
+        workers: What `data.workers=auto` stands for; the evaluation takes two at most.
+        folder: The run folder, for samples that can't be decoded; or None.
+        prefetch: What `data.prefetch=auto` stands for; None: as the size of a sample says.
+        fresh: Whether no checkpoint will take the place of the weights that it starts from.
+    """
+    device, share = world.device, Share(make_plan(recipe, task), world.rank, world.size)
+    plan, loading = share.plan, recipe.data.model_copy(update={"prefetch": prefetch or recipe.data.prefetch})
+    check_precision(recipe.precision, device)
+    set_matmul_mode(recipe.precision)
+    set_determinism(recipe, device)
+    prepared = prepare_model(recipe, task, world, fresh)
+    model, in_tree = prepared.model, recipe.parallel.reduction == "tree"
+    found = find_changing(recipe, task, model, plan, world)
+    generators = [
+        torch.default_generator
+    ]  # the CPU's always: a model on a GPU may draw there (stochastic depth)
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    losses = loss_rows(task)
+    loss_of = (LossesOf if losses else LossOf)(task, prepared.call)  # type: ignore[arg-type]
+    rows = None
+    if is_sharded(recipe.parallel, world):
+        parts, kind = blocks(model).values(), gathered_in(recipe.precision, model, device)
+        rows = shard(model, parts, world, recipe.parallel, kind)
+    replica = replicate(loss_of, world.group, recipe.parallel)
+    average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
+    optimizer, lr = make_updates(recipe, task, model, plan, device, generators)
+    skips, sharing = recipe.anomaly.skips_updates, None if rows is None else rows.group
+    precision = make_precision(recipe.precision, device, skips, sharing)
+    statistics = StepStatistics(model, None if in_tree else world.group, found)
+    # A graph that is replayed again before its gradients are used would overwrite them.
+    overwritten = prepared.cuda_graphs and (share.gradient_accumulation_steps > 1 or world.group is not None)
+    gradients = FixedGradients(model) if overwritten else Gradients(model)
+    reduction: Reduction = AllReduce(replica, world, statistics)
+    if rows is not None:
+        gradients = ShardedGradients(model, rows)
+        reduction = ReduceScatter(model, world, statistics, share.gradient_accumulation_steps > 1)
+    if in_tree:
+        reduction = TreeSum(gradients, world, statistics, recipe.parallel.bucket_mb)
+    count_items = RaggedItemCount if "num_items" in task.train_data.fields else ItemCount
+    # Below 2**62, so that adding the micro-batch's number never overflows.
+    first_key = (key(plan.seed, Purpose.MICRO_BATCH) >> 2) + share.rank * share.gradient_accumulation_steps
+    source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
+    file = folder / "quarantine.jsonl" if folder and recipe.data.on_corrupt == "quarantine" else None
+
+    def quarantine(what: str, samples: int) -> Quarantine:
+        return Quarantine(what, recipe.data.corrupt_samples(samples), file)
+
+    measured = {"evaluation": task.evaluation_data} | {
+        f"evaluation.sets.{name}": dataset for name, dataset in more_sets(task).items()
+    }
+    held = [
+        Source(dataset, evaluation_share(len(dataset), size, world.rank, world.size))
+        for dataset in measured.values()
+        for size in [min(recipe.data.eval_batch_size, len(dataset))]
+    ]
+    in_training = quarantine("training", plan.samples)
+    found_bad = [quarantine(what, len(dataset)) for what, dataset in measured.items()]
+    loader = make_loader(source, device, loading, workers, in_training)
+    evaluation, *others = make_loaders(held, device, loading, min(workers, 2), found_bad)
+    return Run(
+        state=TrainState(
+            model=model,
+            optimizer=optimizer,
+            lr=lr,
+            scaler=precision.scaler,
+            average=average,
+            statistics=statistics,
+            loss=torch.zeros((1 + len(losses),) if losses else (), dtype=torch.float64, device=device),
+            norm=torch.zeros((), device=device),
+            rows=rows,
+        ),
+        recipe=recipe,
+        task=task,
+        world=world,
+        share=share,
+        replica=replica,
+        gradients=gradients,
+        reduction=reduction,
+        precision=precision,
+        items=count_items(plan, task.train_data.num_items, world.group),
+        recent=make_recent_losses(recipe.anomaly, recipe.log.every, device),
+        nonfinite=prepared.nonfinite,
+        generators=tuple(generators),
+        first_key=first_key,
+        loader=loader,
+        evaluation_loader=evaluation,
+        evaluation_share=held[0].share,
+        compiled=prepared.compiled,
+        notes=(
+            *getattr(task, "notes", ()),
+            *told_of_sets(left_out_of(task)),
+            *([] if plan.draws is None else [plan.draws.told()]),
+            *prepared.notes,
+            *found.notes,
+            *([] if rows is None else [rows.note]),
+            *words_for(task, recipe.optim, model, optimizer),
+        ),
+        losses=losses,
+        quarantines={"training": in_training, **dict(zip(measured, found_bad, strict=True))},
+        evaluation_sets=tuple(
+            EvaluationSet(name, loaded, part.share)
+            for name, loaded, part in zip(more_sets(task), others, held[1:], strict=True)
+        ),
+    )
+
+
+def set_determinism(recipe: Recipe, device: torch.device) -> None:
+    """Lets kernels be chosen by speed, or only those that repeat their results.
+
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
+    same state with the same samples and randomness, but atomic additions come in another order each time.
+
+    Raises:
+        BadInputError: If cuBLAS was in use before, as it mustn't be.
+    """
+    # cuDNN's timing may choose another algorithm in the next process.
+    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic
+    torch.use_deterministic_algorithms(recipe.deterministic)
+    if recipe.deterministic:
+        os.environ.setdefault(*CUBLAS_WORKSPACE)
+        # Nothing here reads memory that it didn't write (a test fills it with NaN).
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            _try_cublas(device)
+
+
+def _try_cublas(device: torch.device) -> None:
+    """Multiplies: torch looks at the variable once, when a process does that for the first time."""
+    try:
+        torch.mm(*[torch.ones(1, 1, device=device)] * 2)
+    except RuntimeError as error:
+        name, value = CUBLAS_WORKSPACE
+        if name not in str(error):
+            raise
+        raise BadInputError(
+            f"deterministic=true: this process has multiplied on a GPU without {name}={value}; set that in "
+            "its environment before it starts, or use trainer train, which does"
+        ) from error

@@ -1,0 +1,320 @@
+"""Task and sample order of a recipe, and checks of what would fail on every rank."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.tensor_file import is_storable
+from trainer.config.models import MODELS
+from trainer.config.recipe import Recipe, of_set
+from trainer.config.registry import named
+from trainer.config.tasks import TASKS
+from trainer.data.check import CheckedData, check_data
+from trainer.data.dataset import Dataset
+from trainer.data.left_out import LeftOut
+from trainer.data.limited import limited
+from trainer.data.sampling.class_order import ClassDraws, weigh
+from trainer.data.sampling.plan import Plan, Share
+from trainer.data.sources import order_of
+from trainer.distributed.sharding import check_sharding
+from trainer.distributed.tree import shares_a_tree
+from trainer.errors import BadInputError
+from trainer.launch.worker import current
+from trainer.models.activation_checkpointing import blocks, candidates
+from trainer.models.finetune import fine_tune
+from trainer.models.modes import begin_training
+from trainer.models.precision import fp32_modules
+from trainer.models.pretrained import find_weights
+from trainer.models.weights import load_initial
+from trainer.runs.manifest import Pretrained
+from trainer.tasks import Checked, Extensible, Task
+from trainer.train.components.operations import blank_batch, shapes_only
+from trainer.train.components.updates import brings_optimizer, check_updates
+from trainer.train.hooks import find_hooks, load_sinks
+
+_TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WEIGHTS = "initial weights"  # in the fingerprint of a run
+
+
+def make_task(recipe: Recipe) -> Task:
+    """Opens the data, all evaluation sets included, and makes the task that a recipe names.
+
+    Raises:
+        BadInputError: If the data isn't there or isn't what it should be.
+    """
+    task = _task_of(recipe)
+    sets = dict[str, Dataset]()
+    for name, one in recipe.evaluation.sets.items():
+        assert isinstance(task, Extensible)
+        try:
+            sets[name] = task.more_data(recipe.data_of_set(name), one.split)
+        except BadInputError as error:
+            raise BadInputError(of_set(name, str(error))) from error
+    if sets:
+        task.evaluation_sets = sets  # type: ignore[attr-defined]
+    return limit_data(task, recipe.data.limit)
+
+
+def limit_data(task: Task, limit: int | None) -> Task:
+    """The task, with at most so many samples of each of its data sets."""
+    if limit is not None:
+        task.train_data = limited(task.train_data, limit)
+        task.evaluation_data = limited(task.evaluation_data, limit)
+        for name, data in more_sets(task).items():
+            task.evaluation_sets[name] = limited(data, limit)  # type: ignore[attr-defined]
+    return task
+
+
+def more_sets(task: Task) -> Mapping[str, Dataset]:
+    """Returns the additional evaluation sets, by name."""
+    sets: Mapping[str, Dataset] = getattr(task, "evaluation_sets", {})
+    return sets
+
+
+def _task_of(recipe: Recipe) -> Task:
+    if recipe.task == "own":
+        raise BadInputError("task=own: its class was given to trainer.fit, which alone can go on with it")
+    if recipe.task not in TASKS:
+        from trainer.tasks.custom import custom_task
+
+        return custom_task(Path(recipe.task))
+    kind = TASKS[recipe.task]
+    task: Task = named(kind.opens)(recipe.data, recipe.model, getattr(recipe, kind.section), recipe.seed)
+    return task
+
+
+def data_of(
+    task: Task, pretrained: Pretrained | None = None, draws: ClassDraws | None = None
+) -> dict[str, str]:
+    """Identifies data, shuffling and initial weights, to compare attempts by."""
+    _, shards_per_block = order_of(task.train_data)
+    source = getattr(task, "source_hash", None)
+    return {
+        **({"task": source} if source else {}),
+        "training data": task.train_data.fingerprint(),
+        "evaluation data": task.evaluation_data.fingerprint(),
+        **{f"evaluation data {name}": data.fingerprint() for name, data in more_sets(task).items()},
+        "order": draws.fingerprint() if draws else _order(task.train_data, shards_per_block),
+        **({WEIGHTS: pretrained.sha256} if pretrained else {}),
+    }
+
+
+def left_out_of(task: Task) -> dict[str, Sequence[LeftOut]]:
+    """Returns the files of each data set that aren't read, by its name."""
+    sets = {"training data": task.train_data, "evaluation data": task.evaluation_data}
+    sets |= {f"evaluation data {name}": data for name, data in more_sets(task).items()}
+    return {name: found for name, data in sets.items() if (found := getattr(data, "left_out", ()))}
+
+
+def described_data(task: Task) -> dict[str, Any]:
+    """Describes the data in the manifest: its meaning for the model, and the files that aren't read."""
+    left_out = {name: [one.model_dump() for one in found] for name, found in left_out_of(task).items()}
+    return {**task.describe(), "left_out": left_out}
+
+
+def _order(dataset: Dataset, shards_per_block: int) -> str:
+    buckets = getattr(dataset, "buckets", ())
+    if buckets:
+        return f"shuffled in {len(buckets)} buckets of {' '.join(map(str, buckets))} samples"
+    return f"shuffled in blocks of {shards_per_block} shards" if shards_per_block else "shuffled"
+
+
+def check_files(recipe: Recipe, task: Task) -> None:
+    """Looks up what the data names, as data.check says; in the launcher, once on each node.
+
+    Raises:
+        BadInputError: If files are missing, or samples can't be decoded.
+    """
+    parts = (("training", task.train_data), ("evaluation", task.evaluation_data))
+    check_data(
+        recipe.data.check,
+        isinstance(recipe.data.path, str),
+        [CheckedData(what, dataset, recipe.data.corrupt_samples(len(dataset))) for what, dataset in parts],
+    )
+    for name, dataset in more_sets(task).items():
+        data = recipe.data_of_set(name)
+        budget = recipe.data.corrupt_samples(len(dataset))
+        try:
+            part = CheckedData(f"evaluation.sets.{name}", dataset, budget)
+            check_data(data.check, isinstance(data.path, str), [part])
+        except BadInputError as error:
+            raise BadInputError(of_set(name, str(error))) from error
+
+
+def draws_of(recipe: Recipe, task: Task) -> ClassDraws | None:
+    """Returns the distribution of data.class_weights; None without the key.
+
+    Raises:
+        BadInputError: If the samples have no classes, or the order is another already.
+    """
+    data, weights = task.train_data, recipe.data.class_weights
+    if weights is None:
+        return None
+    labels = getattr(data, "labels", None)
+    if labels is None:
+        what = (
+            "these data have no classes to draw by; leave it out"
+            if recipe.data.name != "own"
+            else "the training data has no classes: give arrays a field 'label', or a data set an attribute "
+            "`labels` or `targets`, one whole number for each sample"
+        )
+        raise BadInputError(f"data.class_weights: {what}")
+    if order_of(data)[1]:
+        raise BadInputError(
+            "data.class_weights draws from all shards, and data.cache_limit keeps a few of them at a time: "
+            "leave one of them out"
+        )
+    if getattr(data, "buckets", ()):
+        raise BadInputError("data.class_weights: these data are read in buckets of like length; leave it out")
+    return weigh(labels, [str(name) for name in task.describe().get("classes", ())], weights, len(data))
+
+
+def make_plan(recipe: Recipe, task: Task) -> Plan:
+    """The order of a run."""
+    shards, shards_per_block = order_of(task.train_data)
+    return Plan(
+        samples=len(task.train_data),
+        global_batch_size=recipe.data.global_batch_size,
+        micro_batch_size=recipe.data.micro_batch_size,
+        epochs=recipe.epochs,
+        last=recipe.data.last_batch,
+        seed=recipe.seed,
+        max_steps=recipe.max_steps,
+        shards=shards,
+        shards_per_block=shards_per_block,
+        buckets=getattr(task.train_data, "buckets", ()),
+        draws=draws_of(recipe, task),
+    )
+
+
+def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = True) -> None:
+    """Finds what would fail on every rank, before there are any.
+
+    Args:
+        fresh: Whether the model takes the weights that it starts from: no checkpoint's.
+
+    Raises:
+        BadInputError: What is wrong, and the remedy.
+    """
+    if isinstance(task, Checked) and current() is None:
+        task.check()  # once, in the launcher
+    find_hooks(recipe.hooks, getattr(task, "hooks", ()))
+    load_sinks(recipe.log, recipe.hooks)
+    plan = make_plan(recipe, task)
+    if world_size > plan.samples:
+        raise BadInputError(
+            f"{world_size} ranks for {plan.samples} samples: use at most {plan.samples} "
+            f"rank{'s' * (plan.samples > 1)}"
+        )
+    each = Share(plan, 0, world_size).gradient_accumulation_steps
+    if recipe.parallel.reduction == "tree" and not shares_a_tree(plan.micro_batches, world_size):
+        raise BadInputError(
+            f"parallel.reduction=tree: {plan.micro_batches} micro-batches a step are {each} for each "
+            f"of {world_size} rank{'s' * (world_size > 1)}, which is no power of two; change "
+            "data.micro_batch_size or the number of ranks"
+        )
+    model = shapes_only(task)
+    begin_training(model)
+    _check_tensors(model, recipe.precision.mode)
+    if fresh and (weights := find_weights(recipe.model)) is not None:
+        load_initial(model, weights.file, recipe.model.reinit)
+    fine_tune(model, recipe.model)
+    if plan.last == "weighted" and any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+        for m in model.modules()
+    ):
+        raise BadInputError(
+            "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
+            "statistics; "
+            "use data.last_batch=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
+        )
+    candidates(recipe.memory, model)
+    check_sharding(recipe.parallel, model, world_size, brings_optimizer(task))
+    check_updates(recipe, task, model, plan)
+    if recipe.compile.mode != "none" and recipe.compile.scope == "blocks" and not blocks(model):
+        raise BadInputError(
+            "compile.scope=blocks: the model has no repeated blocks (members of a Sequential or ModuleList); "
+            "use compile.scope=model"
+        )
+    fp32_modules(model, recipe.precision.keep_fp32)
+    if recipe.parallel.static_graph and plan.micro_batches > world_size:
+        raise BadInputError(
+            "parallel.static_graph doesn't go with gradient accumulation (here "
+            f"{plan.micro_batches // world_size} "
+            "micro-batches a step): DDP can't tell a step from a part of one; leave it out"
+        )
+    name = recipe.model.name
+    if name == "own" or (name in MODELS and MODELS[name].any_size):
+        return  # take any of their data; and the imports behind the next lines take three seconds
+    try:
+        task.loss(model, blank_batch(task, plan.micro_batch_size, torch.device("meta")))
+    except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
+        pass
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        if "meta tensors" in str(error):  # it asks for a value, with .item() say, which shapes don't have
+            return
+        what = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInputError(
+            f"model.name={recipe.model.name} can't take a micro-batch of this data ({what}); "
+            "change the model, data.image_size or data.micro_batch_size"
+        ) from error
+
+
+def _check_tensors(model: nn.Module, mode: str) -> None:
+    """Refuses what has no shape, what the fused optimizers can't update and what safetensors can't hold."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise BadInputError(
+                f"the model's '{name}' has no shape yet: a lazy module gives it one at its first call; give "
+                "the sizes, or let the task's model() call the module before it returns it"
+            )
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        what = f"the model's parameter '{name}' is {_short(parameter)}, which"
+        if parameter.is_complex():
+            raise BadInputError(
+                f"{what} the fused optimizers can't update; keep real and imaginary part in a float32 "
+                "parameter (…, 2) for torch.view_as_complex"
+            )
+        if parameter.dtype not in _TRAINABLE:
+            raise BadInputError(
+                f"{what} no optimizer can update; give it as float32 or bfloat16, or with requires_grad=False"
+            )
+        if mode == "fp16" and parameter.dtype == torch.float16:
+            raise BadInputError(
+                f"{what} precision.mode=fp16 can't train: the loss scale needs float32 gradients; return the "
+                "model from model() in float32 (.float()): autocast computes in float16"
+            )
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            raise BadInputError(
+                f"the model's '{name}' is a {type(tensor).__name__}, which a checkpoint can't hold: only "
+                "tensors; make it a buffer"
+            )
+        if not is_storable(tensor):
+            raise BadInputError(
+                f"the model's '{name}' is {_short(tensor)}, which safetensors can't hold; use another type, "
+                "such as complex64 or float32"
+            )
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def device_kind(recipe: Recipe) -> Any:
+    """ "cuda" or "cpu", from the recipe and what is there.
+
+    Raises:
+        BadInputError: If CUDA is asked for where there is none.
+    """
+    available = torch.cuda.is_available()
+    if recipe.device == "cuda" and not available:
+        raise BadInputError(
+            "device=cuda but no usable GPU was found: use device=cpu, or check nvidia-smi and the driver"
+        )
+    return "cpu" if recipe.device == "cpu" or not available else "cuda"

@@ -1,0 +1,173 @@
+"""Updates of the weights: the recipe's optimizer and schedule, or a task's own."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.folder import Damaged, Unreadable, read_state
+from trainer.checkpoint.state_dict import put_together
+from trainer.checkpoint.store import listing
+from trainer.config.recipe import Recipe
+from trainer.config.task_file import OWN_LR
+from trainer.config.training import OptimConfig
+from trainer.data.sampling.plan import Plan
+from trainer.errors import BadInputError
+from trainer.launch.worker import current
+from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups, undecayed
+from trainer.optim.own import ConstantSchedule, HostSchedule
+from trainer.optim.schedules import schedule
+from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.manifest import Manifest
+from trainer.tasks import Task
+from trainer.tasks.custom import CustomTask
+
+_OF_A_SCHEDULE = ("schedule", "warmup_steps", "final_lr", "milestones", "gamma", "decay")
+
+
+def make_updates(
+    recipe: Recipe,
+    task: Task,
+    model: nn.Module,
+    plan: Plan,
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
+) -> tuple[torch.optim.Optimizer, LRScheduler | HostSchedule]:
+    """Optimizer and learning rates of a run; the task's own where it brings them.
+
+    Args:
+        model: The bare model, on its device.
+        plan: Says how many updates there will be.
+        generators: What an optimizer of one's own may draw from.
+
+    Raises:
+        BadInputError: If the task's methods give something else.
+    """
+    brings = _brings(task)
+    if "optimizer" in brings:
+        optimizer = task.optimizer(model)  # type: ignore[attr-defined]
+    else:
+        groups = parameter_groups(recipe.optim, model)
+        if not brings:
+            factors = tuple({group["factor"] for group in groups})
+            lr = LRScheduler(schedule(recipe.optim, plan.steps, plan.epoch_length), device, factors)
+            return make_optimizer(recipe.optim, groups, lr), lr
+        optimizer = make_optimizer(recipe.optim, groups, ConstantSchedule(recipe.optim.lr))
+    scheduler = None
+    if "scheduler" in brings:
+        scheduler = task.scheduler(optimizer, plan.steps)  # type: ignore[attr-defined]
+    own = "optimizer" in brings
+    return optimizer, HostSchedule(optimizer, scheduler, device, plan.seed, generators, own)
+
+
+def check_updates(recipe: Recipe, task: Task, model: nn.Module, plan: Plan) -> None:
+    """Finds keys that a task's own optimizer or scheduler leaves without effect; in the launcher tries both.
+
+    Args:
+        model: Of shapes only.
+
+    Raises:
+        BadInputError: What is wrong, and the remedy.
+    """
+    brings = _brings(task)
+    if "optimizer" not in brings:
+        parameter_groups(recipe.optim, model)
+    if not brings:
+        return
+    unread: tuple[str, ...] = _OF_A_SCHEDULE
+    if "optimizer" in brings:
+        unread = tuple(name for name in OptimConfig.model_fields if name != "max_grad_norm")
+    usual = OptimConfig(lr=OWN_LR if recipe.optim.lr == OWN_LR else OptimConfig().lr)
+    for name in unread:
+        if (value := getattr(recipe.optim, name)) != getattr(usual, name):
+            raise BadInputError(
+                f"optim.{name}={value}: nothing reads it, as the task has a method {brings[0]} of its own; "
+                "leave the key out, or the method"
+            )
+    if isinstance(task, CustomTask) and current() is None:
+        cpu = torch.device("cpu")
+
+        def make(model: nn.Module) -> HostSchedule:
+            _, rates = make_updates(recipe, task, model, plan, cpu, [torch.default_generator])
+            assert isinstance(rates, HostSchedule)
+            if reason := _ends_early(rates.last_update, plan.steps):
+                raise BadInputError(f"the task's own scheduler {reason}; give it as many as the run makes")
+            return rates
+
+        task.check_updates(make)
+
+
+def check_end(folder: Path, stored: Manifest, task: Task, steps: int) -> None:
+    """Finds, before there are ranks, that a later end lies beyond that of the task's own scheduler.
+
+    Args:
+        folder: Of a run that is gone on with.
+        steps: At which it is to end now.
+
+    Raises:
+        BadInputError: If the newest checkpoint holds such a scheduler.
+    """
+    if "scheduler" not in _brings(task):
+        return
+    with suppress(OSError, Unreadable):  # which the ranks say
+        for entry in listing(checkpoints_of(folder)):
+            with suppress(Damaged, KeyError, ValueError, TypeError):
+                state = read_state(entry.path)
+                if stored.foreign(state) is None:
+                    kept = put_together(state["own"], defaultdict(lambda: torch.empty(0)))["scheduler"]
+                    refuse_later_end(entry.path, kept.get("total_steps"), steps)
+                    return
+
+
+def refuse_later_end(checkpoint: Path, last_update: Any, steps: int) -> None:
+    """Refuses a schedule that a checkpoint holds and that is over before the run is.
+
+    Args:
+        last_update: What the schedule says of its end, if it says anything.
+
+    Raises:
+        BadInputError: In that case.
+    """
+    if reason := _ends_early(last_update, steps):
+        raise BadInputError(
+            f"{checkpoint}: the task's own scheduler {reason}; a run that is extended keeps its schedule: "
+            "keep the run's end, or begin a new run from this one by --from"
+        )
+
+
+def _ends_early(last_update: Any, steps: int) -> str:
+    if not isinstance(last_update, int) or last_update >= steps:
+        return ""
+    return f"ends after {last_update} updates (its total_steps), and the run after {steps} steps"
+
+
+def words_for(
+    task: Task, config: OptimConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Lines on what the task brings, what the recipe's optimizer says of itself, and what has no decay."""
+    lines = [optimizer.note] if "optimizer" not in _brings(task) and hasattr(optimizer, "note") else []
+    if (config.no_decay or config.decay_1d) and "optimizer" not in _brings(task):
+        kept = {*undecayed(config, model)}
+        sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        lines.append(
+            f"without weight decay: {len(kept)} of {len(sizes)} tensors, "
+            f"{sum(sizes[name] for name in kept):,} of {sum(sizes.values()):,} parameters"
+            if config.weight_decay
+            else "optim.no_decay and decay_1d have no effect: optim.weight_decay=0"
+        )
+    if brings := " and ".join(_brings(task)):
+        lines.append(f"the task's own {brings}: updates by {type(optimizer).__name__}")
+    return lines
+
+
+def brings_optimizer(task: Task) -> bool:
+    """Whether it is the task's own: nobody knows what that will keep before it has made its first step."""
+    return "optimizer" in _brings(task)
+
+
+def _brings(task: Task) -> list[str]:
+    return [name for name in ("optimizer", "scheduler") if hasattr(task, name)]

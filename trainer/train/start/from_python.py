@@ -1,0 +1,218 @@
+"""`fit`: a run from Python, in this process; what a notebook calls."""
+
+import contextlib
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe, make_recipe
+from trainer.config.task_file import text_hash
+from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.here import from_here, paths_from_here
+from trainer.launch.worker import current
+from trainer.models.weights import load_initial
+from trainer.observe.console import warn
+from trainer.observe.rows import FILES, OWN
+from trainer.observe.wording import started_by
+from trainer.runs.folder import RUNS, claim_folder, new_folder, read_rows, remove_unused
+from trainer.runs.manifest import read_stored
+from trainer.runs.report.write import failure_reported
+from trainer.runs.trust import check_recipe
+from trainer.tasks import Task
+from trainer.tasks.custom import CustomTask
+from trainer.train.components.task import check_request, limit_data, make_task
+from trainer.train.hooks import HookError, find_hooks
+from trainer.train.options import Mode, parse_source
+from trainer.train.request import Request
+from trainer.train.start.checks import Start, check_start, places, threads_line
+from trainer.train.start.decision import Finished, From, decide
+from trainer.train.start.process_state import process_state_kept
+from trainer.train.start.rank import train_rank
+from trainer.train.starting_weights import keep_beginning, resolve_pretrained
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A finished run.
+
+    Attributes:
+        folder: The run folder, an absolute path.
+        task: What was learned.
+        metrics: Those of the last evaluation, by name.
+    """
+
+    folder: Path
+    task: Task
+    metrics: dict[str, float]
+
+    def rows(self, kind: str = "train") -> list[dict[str, Any]]:
+        """Rows: "train" (each log.every steps, before evaluations), "eval", "hook" and others."""
+        if kind not in FILES:
+            raise BadInputError(f"rows({kind!r}): the kinds are {', '.join(FILES)}")
+        return list(read_rows(self.folder, kind))
+
+    def model(self) -> nn.Module:
+        """A model with the final weights (their moving average if the run kept one), to be evaluated."""
+        model = self.task.model()
+        files = [self.folder / name for name in ("ema.safetensors", "model.safetensors")]
+        load_initial(model, next(filter(Path.exists, files), files[-1]), ())
+        return model.eval()
+
+
+def fit(
+    task: str | Path | object,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: Mode = "auto",
+    from_run: str | Path | None = None,
+    hooks: Sequence[Any] = (),
+) -> Fitted:
+    """Trains here and now, on one GPU or on the CPU: what `trainer train` does, without its launcher.
+
+    Interrupted, it can be called again with the same `out` and goes on from the newest checkpoint. A process
+    does one fit at a time, and has its random state, torch's switches, folder and environment back after it.
+
+    Args:
+        task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task of
+            one's own (`trainer new`); of such an object RECIPE, if it has that, is the configuration.
+        settings: Configuration keys, `{"epochs": 3, "optim.lr": 0.1}`.
+        out: Run folder: a new or an empty one, or that of a run to go on with; default: a new one below runs.
+        resume: As for `trainer train`.
+        from_run: As `trainer train --from`: a run folder, with @STEP or @best after it.
+        hooks: Objects or classes with `after_step`, `after_evaluation` or `after_checkpoint`; what one of
+            them raises comes through, unless hooks.on_error is "warn".
+
+    Raises:
+        BadInputError: What is wrong, and the remedy.
+    """
+    with started_by("fit"), _one_at_a_time(), process_state_kept(), paths_from_here():
+        try:
+            return _fit(task, settings or {}, out, resume, from_run, hooks)
+        except HookError as error:
+            if not isinstance(error.__cause__, Exception):  # sys.exit(): it would look like a run's good end
+                raise
+            raise error.__cause__ from error.__cause__.__cause__
+
+
+def _fit(
+    task: str | Path | object,
+    settings: Mapping[str, Any],
+    out: str | Path | None,
+    resume: Mode,
+    from_run: str | Path | None,
+    hooks: Sequence[Any],
+) -> Fitted:
+    # JSON is YAML, so this is what --set takes.
+    words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in settings.items()]
+    wanted, runs = None if out is None else _absolute(out), RUNS if out is not None else _absolute(RUNS)
+    source = None if from_run is None else parse_source(str(from_run))
+    stored = None if wanted is None else read_stored(wanted)
+    name, recipe, opened = _open(task, words)
+    if line := threads_line(recipe, stored, resume):
+        warn(line)
+    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, resume, source)
+    check_request(recipe, opened, 1, fresh)
+    find_hooks(recipe.hooks, hooks)
+    if source is not None:
+        source = source._replace(run=from_here(source.run))
+    decision = decide(recipe, wanted, opened, pretrained=pretrained, resume=resume, source=source)
+    begun_from = decision.checkpoint if isinstance(decision, From) else None
+    here = places(os.environ)  # a script of torchrun's may call it on each rank
+    first = "job" in here
+    if not isinstance(decision, Finished):
+        check_start(Start(recipe, opened, wanted or runs, decision, words), here)
+    made = wanted is None
+    if wanted is None:
+        folder = new_folder(runs, name, recipe)
+    else:
+        folder, made = wanted, stored is None and first and claim_folder(wanted)
+    try:
+        if begun_from is not None and first:
+            keep_beginning(folder, begun_from)
+        request = Request(recipe, name, folder, resume, begun_from=begun_from, pretrained=pretrained)
+        with failure_reported(folder) if first else contextlib.nullcontext():
+            code = train_rank(request, opened, hooks)
+    finally:
+        if made:
+            remove_unused(folder)
+    if code != EXIT_DONE:
+        raise BadInputError(
+            f'{folder}: stopped before its end (code {code}); go on by fit(…, out="{folder}")'
+        )
+    run = Fitted(folder, opened, {})
+    evaluations = run.rows("eval")
+    last = evaluations[-1] if evaluations else {}
+    run.metrics.update({n: math.nan if v is None else v for n, v in last.items() if n not in OWN})
+    return run
+
+
+def _absolute(out: str | Path) -> Path:
+    if not isinstance(out, str | os.PathLike) or "\0" in str(out):
+        raise BadInputError(f"out={out!r}: give the path of a folder")
+    try:
+        return Path(out).absolute()
+    except FileNotFoundError as error:
+        raise BadInputError(
+            f"out={str(out)!r}: the current folder was deleted; give an absolute path, or go to another"
+        ) from error
+
+
+def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe, Task]:
+    """Name, configuration and task of what `fit` was given."""
+    if isinstance(task, str | Path):
+        recipe = load_recipe(str(task), words)
+        check_recipe(str(task), recipe, words)
+        return Path(task).stem, recipe, make_task(recipe)
+    own = task() if isinstance(task, type) else task
+    name = type(own).__name__
+    recipe = make_recipe({**getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    opened = CustomTask(own, name)
+    with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
+        opened.source_hash = text_hash(inspect.getsource(type(own)))
+    return name, recipe, limit_data(opened, recipe.data.limit)
+
+
+_under_way = threading.Lock()
+
+
+def _in_a_fork() -> None:
+    global _under_way  # noqa: PLW0603
+    _under_way = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Refuses a second fit in this process: both would draw from torch's one generator."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise BadInputError(
+            "fit was called by a process that a fit has started, and that only imports the script: put the "
+            'call under if __name__ == "__main__":'
+        )
+    if current() is not None or not (lock := _under_way).acquire(blocking=False):
+        raise BadInputError(
+            "a fit is under way in this process, and would share torch's random state with a second one: "
+            "wait for its end, or start a process for each"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, numpy's numbers as Python's."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,112 @@
+"""The ranks of this host: how many, on which GPUs and CPUs, with how many threads, and their environment."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from trainer.config.recipe import Recipe
+from trainer.errors import BadInputError
+from trainer.host.affinity import CpuShares, gpu_nodes, read_topology, share_cpus, within
+from trainer.host.allocator import CUBLAS_WORKSPACE, allocator_variables
+from trainer.host.gpus import chosen_gpus
+from trainer.host.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
+from trainer.host.nvml import bus_ids
+from trainer.launch.launcher import LocalRanks
+from trainer.models.precision import check_precision
+from trainer.train.components.task import device_kind
+
+# So many threads of a rank are bearable anywhere, and may be wanted for the results of a larger machine.
+_BEARABLE_THREADS = 64
+_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes, in spite of its name
+
+
+def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> LocalRanks:
+    """Plans the ranks of this host.
+
+    Raises:
+        BadInputError: If that can't be.
+    """
+    count, environment = _devices(recipe, gpus, ranks)
+    environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
+    shares = _cpus(recipe, count, {**os.environ, **environment})
+    limits = within(read_limits(), shares)
+    environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
+    if device_kind(recipe) == "cuda":
+        environment |= _nccl_variables(os.environ, torch.__version__)
+        if recipe.deterministic:
+            name, value = CUBLAS_WORKSPACE
+            environment[name] = os.environ.get(name, value)
+    # Threads that spin while they wait make a small model many times slower on a machine that is busy.
+    environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+    threads = recipe.parallel.threads
+    each = threads_per_rank(limits, count) if threads == "auto" else threads
+    return LocalRanks(count, each, environment, shares, tuple(sys.path))
+
+
+def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
+    """A line about threads that have no CPU of their own, or nothing.
+
+    Args:
+        known: Whether a run that was begun with so many goes on: then its results depend on them, and a
+            smaller machine must do.
+
+    Raises:
+        BadInputError: If there are more than 64 of them, and more than CPUs.
+    """
+    most = max(1, math.ceil(limits.cpus))
+    if threads <= most:
+        return ""
+    granted = f"this container has {limits.cpus:g} CPUs ({limits.sources.get('cpus', 'unknown')})"
+    if threads > _BEARABLE_THREADS and not known:
+        raise BadInputError(
+            f"parallel.threads={threads}: {granted}; give {most} or fewer, or auto (results depend on the "
+            f"number of threads: to have those of a larger machine, up to {max(most, _BEARABLE_THREADS)} are "
+            "taken, slowly)"
+        )
+    return f"parallel.threads={threads}: {granted}, so the threads of a rank take turns, which is slow"
+
+
+def _nccl_variables(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
+    """Returns variables for NCCL's log, and for the flight recorder that names the cause of a hang.
+
+    The interface is left to NCCL. Sources: NCCL's page on its environment; PyTorch's tutorial on the flight
+    recorder (2000), which is off by default in 2.5 to 2.9 and had another variable up to 2.7.
+    """
+    major, minor = (int(word) for word in torch_version.split(".")[:2])
+    ring = "TORCH_FR_BUFFER_SIZE" if (major, minor) >= (2, 8) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    return {name: environ.get(name, value) for name, value in (("NCCL_DEBUG", "WARN"), (ring, "2000"))}
+
+
+def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, dict[str, str]]:
+    """Returns the number of ranks, and the environment that gives them their GPUs."""
+    if device_kind(recipe) == "cpu":
+        check_precision(recipe.precision, torch.device("cpu"))
+        if gpus is not None:
+            why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
+            raise BadInputError(
+                f"--gpus {gpus}: {why}; leave it out, or use --nproc-per-node N for N CPU processes"
+            )
+        if ranks is not None and ranks < 1:
+            raise BadInputError(f"--nproc-per-node {ranks}: give a number from 1 on")
+        return ranks or 1, {}
+    there = torch.cuda.device_count()
+    if ranks is not None:
+        raise BadInputError("--nproc-per-node is for machines without GPUs; use --gpus N")
+    if gpus is None:
+        return there, {}
+    # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
+    chosen = chosen_gpus(gpus, visible)
+    return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _cpus(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> CpuShares:
+    """The CPUs that each rank is to keep to."""
+    places: list[int | None] = [None] * ranks
+    if device_kind(recipe) == "cuda":
+        found = gpu_nodes(bus_ids(environ, ranks))
+        places[: len(found)] = found
+    return share_cpus(recipe.parallel.cpu_binding, read_topology(), places)

@@ -1,0 +1,280 @@
+"""A rank's whole part of a run: from joining the other ranks to the final weights, or to a checkpoint."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from typing_extensions import assert_never
+
+from trainer.config.recipe import Recipe
+from trainer.config.section import config_hash
+from trainer.distributed.parallel import (
+    World,
+    check_agreement,
+    is_sharded,
+    joined_world,
+    least_over_ranks,
+)
+from trainer.distributed.watchdog import Watchdog, watching
+from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
+from trainer.host.affinity import unpin_main_thread, within
+from trainer.host.allocator import check_allocator
+from trainer.host.here import paths_from_here
+from trainer.host.limits import Limits, read_limits, threads_per_rank
+from trainer.host.nvml import driver_version
+from trainer.launch.signals import Stopped
+from trainer.launch.worker import cpu_shares, current, requested
+from trainer.observe.console import detail, say, warn
+from trainer.observe.memory import start_history
+from trainer.observe.phases import PHASE_TIMER, enter_phase
+from trainer.runs.checkpoint_place import place_checkpoints
+from trainer.runs.folder import check_inside, lock
+from trainer.runs.manifest import Manifest, read_stored
+from trainer.runs.report.write import leave_report
+from trainer.tasks import Task
+from trainer.train.anomaly import AnomalyDetector, Finding, anomalies_before, left_out, read_anomalies
+from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
+from trainer.train.components.loading import choose_loading
+from trainer.train.components.memory import memory_warning
+from trainer.train.components.run import build
+from trainer.train.components.task import check_request, data_of, device_kind, draws_of, make_plan, make_task
+from trainer.train.loop import train
+from trainer.train.options import Mode
+from trainer.train.outputs import Outputs, memory_explained, open_outputs
+from trainer.train.replaced import gather_replaced
+from trainer.train.request import Request
+from trainer.train.saving import Checkpoints
+from trainer.train.start.decision import Finished, From, New, Resume, decide
+from trainer.train.starting_weights import begin_from
+from trainer.train.state import Run
+from trainer.train.summary import finish, gather_weights
+
+
+def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] = ()) -> int:
+    """Trains as one rank.
+
+    Args:
+        task: What is learned; None: what the recipe names.
+        hooks: Called besides those of recipe and task, see `trainer.train.hooks`.
+
+    Returns:
+        0 done, 75 stopped, by a signal or as asked for, with a checkpoint to resume from.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here, or another process trains in the folder.
+        DivergedError: If its numbers went bad.
+        Stopped: If a signal stopped it and there is no checkpoint.
+    """
+    unpin_main_thread(cpu_shares())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(paths_from_here())
+        if _is_first():
+            check_inside(request.folder)
+            place_checkpoints(request.folder, request.recipe.checkpoint.folder)
+            file = lock(request.folder)  # a rank's is held until its process ends
+            if current() is None:
+                stack.callback(os.close, file)
+        return _train_locked(request, task, hooks)
+
+
+def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> int:
+    recipe, folder = request.recipe, request.folder
+    kind, task = device_kind(recipe), task or make_task(recipe)
+    data = data_of(task, request.pretrained, draws_of(recipe, task))
+    detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
+    # Of what is there before the ranks meet, and so before rank 0 writes the manifest anew.
+    decision = decide(
+        recipe,
+        folder,
+        task,
+        pretrained=request.pretrained,
+        resume=request.resume,
+        source=request.begun_from,
+    )
+    match decision:
+        case Finished(line, code):
+            if _is_first():
+                say(line)
+            return code
+        case Resume():
+            stored: Manifest | None = decision.stored
+        case New() | From():
+            stored = None
+        case _:
+            assert_never(decision)
+    if kind == "cuda":
+        check_allocator(recipe.memory.allocator, os.environ, driver_version)
+    with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watchdog:
+        detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
+        while (done := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:
+            PHASE_TIMER.step = 0  # it may take as long as the first time
+            enter_phase("start")
+            stored = read_stored(folder)
+        return done
+
+
+def _attempt(
+    request: Request,
+    task: Task,
+    hooks: Sequence[Any],
+    data: dict[str, str],
+    world: World,
+    stored: Manifest | None,
+    watchdog: Watchdog,
+) -> int | None:
+    """Trains from the newest checkpoint on; returns the exit code, or None to roll back and try again."""
+    recipe, folder = request.recipe, request.folder
+    with contextlib.ExitStack() as stack:
+        # Hosts may have unlike numbers of CPUs, and the sums of all ranks are to be alike.
+        threads, notes = choose_threads(recipe, stored, request.resume, world)
+        torch.set_num_threads(least_over_ranks(threads, world))
+        sharded = is_sharded(recipe.parallel, world)
+        checkpoint, damaged = newest_checkpoint(folder, request.resume, world, stored, sharded)
+        begin = checkpoint.step if checkpoint else 0
+        anomalies = anomalies_before(read_anomalies(folder), begin, make_plan(recipe, task))
+        skipped = frozenset(left_out(anomalies))
+        begun = (stored.begun_from if stored else request.begun_from) if checkpoint is None else None
+        fresh = checkpoint is None and begun is None
+        check_request(recipe, task, world.size, fresh)
+        where = f"{begin} of {begun.hash}" if begun else str(begin)
+        check_agreement(f"{config_hash(recipe)} {data} from {where} without {sorted(skipped)}", world)
+        losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
+        check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
+
+        start_history(recipe.memory, world.device)  # before the weights: they are held, too
+        run, loading = _build(request, task, world, fresh)
+        stack.callback(run.close)
+        detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
+        load_checkpoint(run, checkpoint, request.stop_after, stored)
+        parallel = recipe.parallel.model_dump()
+        resumed = resume_notes(stored, damaged, begin, world, skipped, run.steps, parallel)
+        notes += [*loading, *run.notes, *resumed]
+        if begun is not None:
+            notes += begin_from(run, folder, begun)
+        out = open_outputs(stack, request, run, stored, data, notes, anomalies, skipped, hooks)
+        detector = None
+        if run.recent is not None:
+            group, history = run.reduction.loss_group, run.state.history
+            detector = AnomalyDetector(
+                recipe.anomaly, run.recent, group, begin, history, skipped, len(anomalies)
+            )
+        detail(f"the loop begins with step {begin + 1}")
+        watchdog.start(begin + recipe.compile.warm_up if run.compiled else 0)
+        with memory_explained(run, folder):
+            ending = train(run, out, detector, skipped, stop_after=request.stop_after)
+
+        number = ending.signal
+        if ending.finding is not None:
+            number = _end_by_anomaly(ending.finding, request, run, out)
+            if not number:
+                return None
+        if ending.how != "finished":
+            out.leave("stopped", _how_to_resume(number, run.state.step, out.checkpoints, request.command))
+            return EXIT_REQUEUE
+        out.checkpoints.close()
+        gathered = gather_weights(run)
+        run.state.metrics |= gather_replaced(run)
+        if out.manifest is not None and out.progress_bar is not None:
+            if out.profile is not None:
+                out.progress_bar.say(out.profile.close())
+            finish(folder, run, out.manifest, out.logger, out.progress_bar, out.advisor, gathered)
+    return EXIT_DONE
+
+
+def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run, list[str]]:
+    """The run, and a line on how it loads, if there is any; warns of memory that won't be enough."""
+    recipe = request.recipe
+    loading = choose_loading(recipe, task, _limits(), world.local_size)
+    setting = loading.setting
+    run = build(recipe, task, world, setting.workers, request.folder, setting.prefetch, fresh)
+    if line := memory_warning(recipe, task, run.state.model, world, loading.bytes):
+        warn(line)
+    return run, [loading.line] if loading.line else []
+
+
+def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) -> int:
+    """Writes down what happened, all of it, before any rank leaves.
+
+    Returns:
+        0 to roll the run back; or the signal that asks for a stop, which the next attempt would see too late.
+
+    Raises:
+        DivergedError: If the run is to end.
+    """
+    enter_phase("checkpoint")
+    end: DivergedError | None = out.anomalies.ends(finding, request.recipe.anomaly)
+    out.checkpoints.close()
+    if out.progress_bar is not None:
+        out.progress_bar.close()
+    if end and out.manifest is not None:
+        out.leave("diverged", str(end))
+        leave_report(request.folder)
+    # Where the ranks wait for each other until all is written.
+    number = torch.tensor([int(requested() or 0)])
+    if run.world.group is not None:
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=run.world.control or run.world.group)
+    if end:
+        raise end
+    return int(number)
+
+
+def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: str) -> str:
+    """Why the run stopped, and how it goes on from what is on the disk; collective.
+
+    Args:
+        number: The signal that asked for it; 0: `stop_after`.
+
+    Raises:
+        BadInputError: If nothing could be written where a stop was asked for.
+        Stopped: If nothing could be written after a signal.
+    """
+    enter_phase("checkpoint")
+    step = checkpoints.newest()
+    where = "from there" if step == done else f"after step {step}, its newest checkpoint"
+    if not number:
+        if step < 0:
+            raise BadInputError(f"--stop-after {done}: no checkpoint could be written; make room on the disk")
+        return f"stopped after step {done} as asked; without --stop-after it resumes {where}"
+    name = signal.Signals(number)
+    if step < 0:
+        raise Stopped(name, "no checkpoint could be written to go on from")
+    more = words_to_resume(command)
+    return f"stopped by {name.name} after step {done}; the same command resumes {where}{more}"
+
+
+def words_to_resume(typed: str) -> str:
+    """Returns the words that a command needs in addition to resume its run."""
+    words = typed.replace("=", " ").split()
+    named = "--resume" in words and words[words.index("--resume") + 1] not in ("auto", "force", "never")
+    return "" if {"--out", "--name"} & {*words} or named else " (with --resume newest)"
+
+
+def choose_threads(
+    recipe: Recipe, stored: Manifest | None, mode: Mode, world: World
+) -> tuple[int, list[str]]:
+    """Intra-op threads: part of the arithmetic on a CPU, so those that the run was begun with; and a note."""
+    threads = recipe.parallel.threads
+    if threads != "auto":
+        return threads, []
+    if stored is not None and mode != "force":
+        return stored.threads, []
+    if recipe.parallel.reduction == "tree" and world.device.type == "cpu":
+        # A rank's share would depend on the number of ranks, and so would the bits.
+        return 1, [
+            "one thread per rank, so that the bits don't depend on the number of ranks "
+            "(parallel.reduction=tree); more by parallel.threads, which is then part of the arithmetic"
+        ]
+    return threads_per_rank(_limits(), world.local_size), []
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _limits() -> Limits:
+    """Returns the limits of all ranks of this host, with their CPUs as they are bound."""
+    return within(read_limits(), cpu_shares())

@@ -1,0 +1,19 @@
+"""A rank that the launcher starts: `trainer.train.start.rank_process FOLDER-OF-THE-LAUNCH`."""
+
+import sys
+
+from trainer.launch.worker import Worker
+
+
+def main(folder: str) -> int:
+    """Does a rank's part of a run; returns its exit code."""
+    with Worker(folder) as worker:  # before the slow imports, so that a signal finds a handler
+        from trainer.train.request import from_json
+        from trainer.train.start.rank import train_rank
+
+        worker.code = train_rank(from_json(worker.request))
+    return worker.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

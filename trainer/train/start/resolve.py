@@ -1,0 +1,304 @@
+"""The start of a run: checks and resolves the whole request once, then starts the ranks."""
+
+import math
+import os
+import platform
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe, provisional
+from trainer.config.section import config_hash
+from trainer.errors import EXIT_FAILED, BadInputError
+from trainer.host.files import write_whole
+from trainer.host.here import folder_kept, from_here
+from trainer.launch.forked import can_fork
+from trainer.launch.launcher import launch
+from trainer.launch.nodes.discover import Nodes, find_nodes
+from trainer.launch.rounds import launch_with_others
+from trainer.observe.console import detail, say, warn
+from trainer.runs.checkpoint_place import place_checkpoints
+from trainer.runs.folder import (
+    RUNS,
+    check_inside,
+    claim_folder,
+    new_folder,
+    newest_run,
+    remove_unused,
+)
+from trainer.runs.manifest import Manifest, Pretrained, read_stored
+from trainer.runs.report.write import failure_reported, report_failure
+from trainer.tasks import Task
+from trainer.train.components.task import check_request, device_kind, make_task
+from trainer.train.options import TrainOptions
+from trainer.train.provenance import lock_hash
+from trainer.train.request import Request, as_json
+from trainer.train.start.checks import Place, Start, check_start, places, threads_line
+from trainer.train.start.decision import Decision, Finished, From, Resume, decide
+from trainer.train.start.local_ranks import plan_local_ranks
+from trainer.train.start.rank import train_rank
+from trainer.train.start.tune.auto import chosen_setting, for_ranks, stored_setting
+from trainer.train.start.tune.job import Interrupted, Job
+from trainer.train.start.tune.tuned import check_tuned, read_tuned
+from trainer.train.starting_weights import keep_beginning, resolve_pretrained
+from trainer.version import __version__
+
+_RANK = "trainer.train.start.rank_process"
+_OUR_SINKS = {"jsonl", "csv", "tensorboard"}
+
+
+def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None = None) -> int:
+    """Starts the ranks that `trainer train` was asked for; returns the exit code.
+
+    Args:
+        recipe: As `provisional` read it.
+        auto: Whether its micro-batch is still to be chosen.
+        output: A file descriptor that takes the standard output of the ranks, or None.
+    """
+    nodes = find_nodes(
+        os.environ, options.nnodes, options.node_rank, options.master_addr, options.master_port
+    )
+    _check_options(options, nodes)
+    local = plan_local_ranks(recipe, options.gpus, options.nproc_per_node)
+    _check_tuned(options, recipe, local.ranks)
+    wanted, stored = _wanted(options), _stored(options)
+    if line := threads_line(recipe, stored, options.resume):
+        warn(line)
+    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, options.resume, options.source)
+    if auto:
+        with folder_kept():  # the probes, and later the ranks, begin where this began
+            check_request(
+                recipe, make_task(recipe), 1, fresh
+            )  # not found by a probe, as a name of no model is
+        try:
+            setting = micro_batch_size(stored, nodes, Job(recipe, local))
+        except Interrupted as interrupted:
+            warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
+            return EXIT_FAILED
+        recipe = load_recipe(options.recipe, [*options.set, setting], options.values).model_copy(
+            update={"model": recipe.model}
+        )
+    with folder_kept():
+        task = make_task(recipe)
+        _check_batch(recipe, task, local.ranks, nodes, fresh)
+        wanted = wanted and from_here(wanted)
+        decision = _decided(options, recipe, wanted, task, pretrained)
+        if isinstance(decision, Finished):
+            say(decision.line)
+            return decision.code
+        first = not (nodes and nodes.number)
+        here: set[Place] = {"job", "host"} if first else {"host"}
+        check_start(Start(recipe, task, wanted or RUNS, decision, options.set), here)
+    begins = first and not isinstance(decision, Resume)
+    begun_from = decision.checkpoint if isinstance(decision, From) else None
+    folder, made = _folder(options.recipe, recipe, wanted, begins)
+    check_inside(folder)
+    detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
+    request = as_json(
+        Request(
+            recipe,
+            options.recipe,
+            folder.absolute(),  # so that it stays the same through restarts
+            options.resume,
+            options.stop_after,
+            options.profile,
+            begun_from=begun_from,
+            pretrained=pretrained,
+        )
+    )
+    try:
+        if first:
+            place_checkpoints(folder, recipe.checkpoint.folder)
+        if begins:
+            keep_beginning(folder, begun_from)
+        if nodes is None:
+            code = launch(
+                _RANK,
+                request,
+                local._replace(fork=_may_fork(recipe)),
+                max_restarts=options.max_restarts,
+                grace_seconds=options.grace,
+                output=output,
+            )
+            return report_failure(folder, code)
+        code = launch_with_others(
+            _RANK,
+            request,
+            local,
+            nodes=nodes,
+            folder=folder.absolute(),
+            same=_same(recipe),
+            grace_seconds=options.grace,
+            join_seconds=options.join_timeout,
+            output=output,
+            suits=lambda world: _shares(recipe, task, world, fresh),
+        )
+        return report_failure(folder, code) if first else code
+    finally:
+        if made:
+            remove_unused(folder)
+
+
+def _may_fork(recipe: Recipe) -> bool:
+    """Whether the rank may be a fork, which CUDA, OpenMP's threads and code of the user's don't survive."""
+    own = recipe.hooks.use or Path(recipe.task).suffix or set(recipe.log.to) - _OUR_SINKS
+    return not own and device_kind(recipe) == "cpu" and torch.get_num_threads() == 1 and can_fork()
+
+
+def compute_alone() -> None:
+    """Keeps a process that has computed nothing yet to one thread: a rank may be a fork of it then."""
+    torch.set_num_threads(1)
+
+
+def train_without_launcher(options: TrainOptions) -> int:
+    """Does the part of a rank that torchrun or Slurm started; what the ranks make of it, they compare."""
+    _check_options(options, None)
+    recipe, auto = provisional(options.recipe, options.set, options.values)
+    if auto:
+        recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))], options.values)
+    _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
+    folder = _folder_of_rank(options, recipe).absolute()
+    # One rank of a host fetches, the others wait for it and find it.
+    recipe, pretrained, _ = resolve_pretrained(
+        recipe, _stored(options), _wanted(options), options.resume, options.source
+    )
+    here = places(os.environ) if not _restarted() else set()
+    if "job" in here and (line := threads_line(recipe, read_stored(folder), options.resume)):
+        warn(line)
+    task = make_task(recipe)
+    decision = _decided(options, recipe, folder, task, pretrained)
+    if not isinstance(decision, Finished):
+        check_start(Start(recipe, task, folder, decision, options.set), here)
+    begun_from = decision.checkpoint if isinstance(decision, From) else None
+    if begun_from is not None and os.environ["RANK"] == "0":
+        keep_beginning(folder, begun_from)
+    request = Request(
+        recipe,
+        options.recipe,
+        folder,
+        options.resume,
+        options.stop_after,
+        options.profile,
+        begun_from=begun_from,
+        pretrained=pretrained,
+    )
+    with failure_reported(folder) if os.environ["RANK"] == "0" else nullcontext():
+        return train_rank(request, task)
+
+
+def _decided(
+    options: TrainOptions, recipe: Recipe, folder: Path | None, task: Task, pretrained: Pretrained | None
+) -> Decision:
+    """Calls `decide` where the code of a task may have moved meanwhile."""
+    source = options.source and options.source._replace(run=from_here(options.source.run))
+    return decide(recipe, folder, task, pretrained=pretrained, resume=options.resume, source=source)
+
+
+def _restarted() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _check_tuned(options: TrainOptions, recipe: Recipe, ranks: int) -> None:
+    if options.tuned is not None:
+        check_tuned(read_tuned(options.tuned), options.tuned, recipe, ranks, device_kind(recipe))
+
+
+def _check_options(options: TrainOptions, nodes: Nodes | None) -> None:
+    if options.max_restarts < 0:
+        raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
+    for name, seconds in (("grace", options.grace), ("join-timeout", options.join_timeout)):
+        if not 0 < seconds < math.inf:
+            raise BadInputError(f"--{name} {seconds}: give a number of seconds above 0")
+    if options.stop_after is not None and options.stop_after < 1:
+        raise BadInputError(f"--stop-after {options.stop_after}: give a number of steps from 1 on")
+    if nodes is None:
+        return
+    if options.out is None:
+        raise BadInputError(
+            f"{nodes.most} nodes need one run folder: give --out or --name, on a file system that all "
+            "of them have"
+        )
+    if options.max_restarts:
+        raise BadInputError(
+            "--max-restarts is for a single node; several go on without a lost one by --nnodes MIN:MAX"
+        )
+
+
+def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None, fresh: bool) -> None:
+    """Refuses what can't be shared out to the ranks; of an elastic job one number of nodes must do."""
+    counts = range(nodes.least, nodes.most) if nodes else ()
+    if not any(_shares(recipe, task, ranks * count, fresh) for count in counts):
+        check_request(recipe, task, ranks * (nodes.most if nodes else 1), fresh)
+
+
+def _shares(recipe: Recipe, task: Task, world: int, fresh: bool) -> bool:
+    try:
+        check_request(recipe, task, world, fresh)
+    except BadInputError:
+        return False
+    return True
+
+
+def micro_batch_size(stored: Manifest | None, nodes: Nodes | None, job: Job) -> str:
+    """The setting for data.micro_batch_size=auto: a resumed run keeps its own, part of its arithmetic."""
+    if setting := stored_setting(stored):
+        return setting
+    if nodes is not None:
+        raise BadInputError(
+            "data.micro_batch_size=auto: each of several nodes would choose for itself; find it by `trainer "
+            "tune` on one of them, and give --tuned FILE"
+        )
+    return chosen_setting(job)
+
+
+def _folder(name: str, recipe: Recipe, wanted: Path | None, begins: bool) -> tuple[Path, bool]:
+    """The run folder, and whether it was made here. With several nodes node 0 makes it."""
+    if wanted is None:
+        return new_folder(RUNS, name, recipe), True
+    return wanted, claim_folder(wanted) if begins else False
+
+
+def _same(recipe: Recipe) -> dict[str, str]:
+    """Returns the facts that every node must share."""
+    return {
+        "trainer": __version__,
+        "Python": platform.python_version(),
+        "lock": (lock_hash(Path(sys.prefix)) or "unknown")[:16],
+        "PyTorch": torch.__version__,
+        "configuration": config_hash(recipe)[:16],
+    }
+
+
+def _wanted(options: TrainOptions) -> Path | None:
+    """The run folder that was asked for, if any."""
+    folder: Path | None = options.out
+    return folder or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
+
+
+def _stored(options: TrainOptions) -> Manifest | None:
+    """Reads the folder's manifest."""
+    wanted = _wanted(options)
+    return None if wanted is None else read_stored(wanted)
+
+
+def _folder_of_rank(options: TrainOptions, recipe: Recipe) -> Path:
+    """--out, or one for torchrun's run."""
+    restarted = _restarted()
+    if options.out is not None:
+        if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:
+            claim_folder(options.out)
+        return Path(options.out)
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    marker = RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
+    if restarted and marker.exists():
+        return Path(marker.read_text())
+    if options.resume == "newest":
+        return newest_run(RUNS, options.recipe)
+    if os.environ["RANK"] != "0":
+        return RUNS  # only rank 0 writes
+    folder = new_folder(RUNS, options.recipe, recipe)
+    write_whole(marker, str(folder))
+    return folder

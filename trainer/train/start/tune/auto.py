@@ -1,0 +1,101 @@
+"""`data.micro_batch_size: auto`: a number in its place, before there are ranks."""
+
+from collections.abc import Callable
+
+from trainer.errors import BadInputError
+from trainer.observe.console import say
+from trainer.observe.text import memory_size
+from trainer.runs.manifest import Manifest
+from trainer.train.start.tune.job import Job, choose
+from trainer.train.start.tune.search import Probe, ProbeFailed, SizeSearchResult
+
+KEY = "data.micro_batch_size"
+
+
+def stored_setting(stored: Manifest | None) -> str | None:
+    """Returns the micro-batch size that a run began with, as an argument of --set; None without a run."""
+    number = (stored.config.get("data") or {}).get("micro_batch_size") if stored is not None else None
+    return f"{KEY}={number}" if isinstance(number, int) else None
+
+
+def for_ranks(stored: Manifest | None) -> str:
+    """Returns the stored size for a rank without a launcher.
+
+    Raises:
+        BadInputError: If there is no run.
+    """
+    found = stored_setting(stored)
+    if found is None:
+        raise BadInputError(
+            f"{KEY}=auto is chosen before there are ranks, which torchrun has started here: use `trainer "
+            "train` alone, or `trainer tune RECIPE` and then --tuned tuned.yaml"
+        )
+    return found
+
+
+def chosen_setting(job: Job) -> str:
+    """Probes what fits, says so, and returns it as an argument of --set.
+
+    Raises:
+        BadInputError: If nothing fits, or the recipe can't be trained here.
+        Interrupted: After a signal.
+    """
+    say(f"{KEY}=auto: training a few of each size, to see what fits")
+    chosen, found = find(job, lambda _: None)
+    say(f"  {summary(chosen, found, job)}")
+    return f"{KEY}={chosen.micro_batch_size}"
+
+
+def find(job: Job, done: Callable[[Probe], object]) -> tuple[Probe, SizeSearchResult]:
+    """Probes what fits; returns the largest that does, and all that was found.
+
+    Args:
+        job: The run.
+        done: As `choose` takes it.
+
+    Raises:
+        BadInputError: If nothing fits, or the recipe can't be trained here.
+        Interrupted: After a signal.
+    """
+    try:
+        found = choose(job, done)
+    except ProbeFailed as failed:
+        lines = [line.strip() for line in str(failed).splitlines() if line.strip()]
+        said = " … ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or "it said nothing"
+        raise BadInputError(f"{KEY}: a probe failed, and not for memory: {said}") from failed
+    if found.chosen is None:
+        smallest = found.probes[-1]
+        raise BadInputError(
+            f"not even {KEY}={smallest.micro_batch_size} fits: {used(smallest)}{because(smallest)}; "
+            "memory.checkpointing=blocks, precision.mode=bf16, optim.name=sgd, fewer data.workers or a "
+            "smaller data.eval_batch_size need less"
+        )
+    return found.chosen, found
+
+
+def summary(chosen: Probe, found: SizeSearchResult, job: Job) -> str:
+    """The choice and why, as one line."""
+    batch = job.recipe.data.global_batch_size
+    steps = batch // (chosen.micro_batch_size * job.ranks)
+    probes = f"{len(found.probes)} probe{'s' if len(found.probes) > 1 else ''}"
+    took = sum(probe.seconds for probe in found.probes)
+    text = (
+        f"{KEY}={chosen.micro_batch_size}: {used(chosen)}; accumulation {steps} keeps "
+        f"data.global_batch_size={batch} ({probes}, {took:.0f} s)"
+    )
+    if found.untried:
+        text += f"; {found.untried[0]} and more were not tried: they would have taken too long"
+    return text
+
+
+def used(probe: Probe) -> str:
+    """Describes how full the memory was."""
+    if not probe.limit_bytes:
+        return f"{memory_size(probe.peak_bytes)} (no limit is known here)"
+    others = f" beside {memory_size(probe.others_bytes)} of others" if probe.others_bytes else ""
+    return f"{memory_size(probe.peak_bytes)}{others}, of {memory_size(probe.limit_bytes)} of {probe.where}"
+
+
+def because(probe: Probe) -> str:
+    """Why it doesn't fit, in brackets, where that needs words."""
+    return f" ({probe.note})" if probe.note else ""

@@ -1,0 +1,252 @@
+"""Probes: jobs of as many ranks as the run will have, in processes of their own that leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.recipe import Recipe
+from trainer.config.sizes import MIB
+from trainer.data.workers import Loading
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
+from trainer.host.memory_room import MemoryGuard, Room, read_room
+from trainer.launch.launcher import LocalRanks, launch
+from trainer.launch.signals import SignalReceiver
+from trainer.train.start.tune.search import (
+    MOST_PROBES,
+    Probe,
+    ProbeFailed,
+    SizeSearchResult,
+    search,
+    sizes_of,
+)
+from trainer.train.start.tune.trial import probe_recipe
+
+_MODULE = "trainer.train.start.tune.probe"
+_GRACE_SECONDS = 5.0
+_LEAST_SECONDS = 120.0  # for a probe that has begun: it imports torch, and may compile
+_PATIENCE = 4.0  # times the longest so far
+_MOST_STEPS = 1_000_000  # while settings of the loader take turns
+BUDGET_SECONDS = 600.0
+
+
+class Interrupted(Exception):  # noqa: N818  (the outcome of a request)
+    """A signal ended the search."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Job of a probe, and how to run it.
+
+    Attributes:
+        recipe: With any micro-batch.
+        local: The ranks that the run will have.
+        budget_seconds: After so long no larger size is tried.
+        room: Tells the memory of the container.
+    """
+
+    recipe: Recipe
+    local: LocalRanks
+    budget_seconds: float = BUDGET_SECONDS
+    room: Callable[[], Room] = read_room
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.local.ranks
+
+
+def choose(job: Job, done: Callable[[Probe], object]) -> SizeSearchResult:
+    """Finds the largest micro-batch that fits.
+
+    Args:
+        job: The run.
+        done: Told what each probe showed.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here, whatever the micro-batch.
+        ProbeFailed: If a probe failed for another reason than memory.
+        Interrupted: After a signal.
+    """
+    began, longest = time.monotonic(), 0.0
+    with SignalReceiver() as receiver:
+
+        def one(size: int) -> Probe:
+            nonlocal longest
+            left = job.budget_seconds - (time.monotonic() - began)
+            found = run_probe(job, size, receiver, max(left, _LEAST_SECONDS, _PATIENCE * longest))
+            longest = max(longest, found.seconds)
+            done(found)
+            return found
+
+        def affordable(size: int, probes: Sequence[Probe]) -> bool:
+            known = [probe for probe in probes if probe.fits]
+            data = probe_recipe(job.recipe, size, job.ranks)
+            samples = int(data["data"]["global_batch_size"]) * int(data["max_steps"])
+            # Speed grows with the size, and time at worst as the size does.
+            by_speed = known[0].seconds + samples / max(known[-1].samples_per_s, 1e-9)
+            by_size = known[-1].seconds * size / known[-1].micro_batch_size
+            return time.monotonic() - began + min(by_speed, by_size) <= job.budget_seconds
+
+        return search(sizes_of(job.recipe, job.ranks), one, affordable, MOST_PROBES)
+
+
+def run_probe(
+    job: Job, micro_batch_size: int, receiver: SignalReceiver, seconds: float = BUDGET_SECONDS
+) -> Probe:
+    """Trains a few micro-batches, and tells whether memory was enough for them.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here.
+        ProbeFailed: If it failed for another reason than memory.
+        Interrupted: After a signal.
+    """
+    room = job.room()
+    ended = _run(job, probe_recipe(job.recipe, micro_batch_size, job.ranks), [], room, receiver, seconds)
+    speed = min((one.get("samples_per_s", 0.0) for one in ended.told), default=0.0)
+    looked = [
+        replace(one, samples_per_s=speed, seconds=ended.seconds)
+        for one in _peaks(micro_batch_size, ended.told, ended.watch, room)
+    ]
+    tightest = max(looked, key=lambda one: (one.peak_bytes + one.others_bytes) / max(one.limit_bytes, 1))
+    return replace(tightest, fits=False, note=ended.why) if ended.why else tightest
+
+
+def time_loading(job: Job, settings: Sequence[Loading], seconds: float) -> list[list[float]]:
+    """Steps per second of each setting of the loader, turn by turn; one job trains with all of them in turn.
+
+    Returns:
+        What was timed before memory or the time ran out: a list for each setting, all of one length.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here.
+        ProbeFailed: If it failed for another reason than memory.
+        Interrupted: After a signal.
+    """
+    recipe = probe_recipe(job.recipe, job.recipe.data.micro_batch_size, job.ranks)
+    recipe["max_steps"] = _MOST_STEPS
+    with SignalReceiver() as receiver:
+        ended = _run(job, recipe, settings, job.room(), receiver, max(seconds, _LEAST_SECONDS))
+    found: list[list[float]] = ended.told[0].get("speeds") or [[] for _ in settings]
+    return found
+
+
+class _Ended(NamedTuple):
+    """End of a job.
+
+    Attributes:
+        told: What each rank told.
+        watch: Its memory.
+        why: Why memory or time was not enough, or "".
+        seconds: What it took, start included.
+    """
+
+    told: list[dict[str, Any]]
+    watch: MemoryGuard
+    why: str
+    seconds: float
+
+
+def _run(
+    job: Job,
+    recipe: dict[str, Any],
+    settings: Sequence[Loading],
+    room: Room,
+    receiver: SignalReceiver,
+    seconds: float,
+) -> _Ended:
+    if receiver.received:
+        raise Interrupted(receiver.received[0].name)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="trainer-tune-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
+        request = {
+            "recipe": recipe,
+            "settings": settings,
+            "folder": temporary,
+            "threads": job.local.threads,
+            "temporary": tempfile.gettempdir(),
+            "room": max(1, int(room.spare_bytes)) if room.limit_bytes else 0,
+        }
+        nowhere, said = os.open(os.devnull, os.O_WRONLY), io.StringIO()
+        try:
+            # What a rank that ran out of memory says is kept for the end.
+            with (
+                contextlib.redirect_stderr(said),
+                MemoryGuard(lambda: _pids(folder), room.spare_bytes, seconds) as watch,
+            ):
+                code = launch(
+                    _MODULE,
+                    request,
+                    job.local._replace(environment={**job.local.environment, "TMPDIR": temporary}),
+                    grace_seconds=_GRACE_SECONDS,
+                    output=nowhere,
+                    receiver=receiver,
+                )
+        finally:
+            os.close(nowhere)
+        told = [_told(folder, rank) for rank in range(job.ranks)]
+    if receiver.received:
+        raise Interrupted(receiver.received[0].name)
+    why = next((one["ran_out"] for one in told if one.get("ran_out")), "")
+    if not why and watch.killed:
+        why = watch.killed + _held(told)
+    if not why and "killed by SIGKILL" in said.getvalue():  # by the kernel, or whoever watches the container
+        why = "a rank was killed (out of memory?)"
+    text = said.getvalue().strip()
+    if code == EXIT_BAD_INPUT:
+        raise BadInputError(text.removeprefix("trainer: "))
+    if code != EXIT_DONE and not why:
+        raise ProbeFailed(text)
+    return _Ended(told, watch, why, time.monotonic() - began)
+
+
+def _held(told: Sequence[Mapping[str, Any]]) -> str:
+    """Lists owners of memory as far as a rank can name them; the rest: activations, the loader, Python."""
+    held = {name: size for one in told for name, size in one.get("held", {}).items() if size >= MIB}
+    names = sorted(held, key=lambda name: -held[name])
+    shares = ", ".join(f"{name} {held[name] / MIB:,.0f} MiB" for name in names)
+    return f"; each rank has {shares}" if shares else ""
+
+
+def _peaks(
+    micro_batch_size: int, told: Sequence[Mapping[str, Any]], watch: MemoryGuard, room: Room
+) -> Iterator[Probe]:
+    """Yields the use of each memory."""
+
+    def judged(peak: int, limit: int, others: int, where: str) -> Probe:
+        one = Probe(micro_batch_size, True, peak, limit, others, where)
+        return replace(one, fits=peak <= one.allowed_bytes)
+
+    # The kernel keeps a rank's own peak, which lies between two looks; files that ranks map are the same.
+    own = sum(one.get("resident", 0) - one.get("files", 0) for one in told)
+    files = max((one.get("files", 0) for one in told), default=0)
+    peak = max(watch.peak_bytes, own + files + watch.rest_bytes)
+    yield judged(peak, room.limit_bytes, room.others_bytes, f"memory ({room.source})")
+    for rank, one in enumerate(told):
+        if "device" in one:
+            yield judged(one["device"], one["device_total"], 0, f"GPU of rank {rank}")
+
+
+def _told(folder: Path, rank: int) -> dict[str, Any]:
+    try:
+        told: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_bytes())
+    except OSError:
+        return {}
+    return told
+
+
+def _pids(folder: Path) -> list[int]:
+    pids = []
+    for file in folder.glob("rank-*.pid"):
+        with contextlib.suppress(OSError, ValueError):
+            pids.append(int(file.read_text()))
+    return pids

@@ -1,0 +1,209 @@
+"""Training of a probe: all that a run holds, in few steps, without a run folder.
+
+The real model, data and loader, optimizer state, average, compiled code, the copy that a checkpoint is
+written from, and batches of evaluation.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from typing import Any
+
+import torch
+
+import trainer.train.start.rank  # noqa: F401  (a run has its modules in memory, too)
+from trainer.checkpoint.background import make_room, stage
+from trainer.config.recipe import Recipe
+from trainer.data.loader import RingLoader, Source
+from trainer.data.sampling.plan import evaluation_share
+from trainer.data.workers import Loading
+from trainer.distributed.parallel import World, joined_world, sum_over_ranks
+from trainer.errors import EXIT_DONE, EXIT_REQUEUE
+from trainer.host.affinity import unpin_main_thread, within
+from trainer.host.allocator import check_allocator
+from trainer.host.limits import read_limits
+from trainer.host.memory_room import cap_own
+from trainer.host.nvml import driver_version
+from trainer.host.processes import peak_bytes, status_of
+from trainer.launch.worker import cpu_shares, requested
+from trainer.observe.oom import held_by
+from trainer.train.components.loading import choose_loading
+from trainer.train.components.run import build
+from trainer.train.components.task import device_kind, make_task
+from trainer.train.evaluate import evaluate
+from trainer.train.outputs import memory_explained
+from trainer.train.state import Run, tensors_of
+from trainer.train.step import train_step
+
+Tell = Callable[[dict[str, Any]], None]
+
+_EVALUATED = 2  # batches on each rank
+_TIMED = 10  # steps at most, if they take less than:
+_TIMED_SECONDS = 0.5
+_TURNS = 3  # of each setting of the loader, of about so many seconds:
+_TURN_SECONDS = 1.0
+
+
+def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str, Any]:
+    """Values of a recipe that shows the same peak in few steps.
+
+    A step of two micro-batches holds what one of many does: gradients, and the activations of one. But a
+    tree of sums grows with the step. Two steps at least, for optimizer state appears in the first.
+    """
+    values = recipe.model_dump(mode="json")
+    gradient_accumulation_steps = recipe.data.global_batch_size // (micro_batch_size * ranks)
+    if recipe.parallel.reduction != "tree":
+        gradient_accumulation_steps = min(gradient_accumulation_steps, 2)
+    values["data"] |= {
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": micro_batch_size * ranks * gradient_accumulation_steps,
+        "last_batch": "weighted" if recipe.data.last_batch == "weighted" else "cross",
+    }
+    steps = recipe.compile.warm_up + 1 + _TIMED
+    values |= {"epochs": 10**9, "max_steps": steps, "evaluation": {"every": "end"}}
+    return values
+
+
+def train_some(request: dict[str, Any], tell: Tell) -> int:
+    """Trains a rank's part of a probe; returns its exit code.
+
+    Args:
+        request: `recipe`, `threads`, `room`: bytes that the job may have, or 0; and `settings` of the loader
+            to be timed in turn: then nothing else is.
+        tell: Takes metrics: `held` by name, `samples_per_s` of the job, and the peaks; or `speeds`.
+    """
+    recipe = Recipe.model_validate(request["recipe"])
+    kind = device_kind(recipe)
+    unpin_main_thread(cpu_shares())
+    torch.set_num_threads(request["threads"])
+    if kind == "cpu" and request["room"]:
+        cap_own(request["room"])
+    if kind == "cuda":
+        check_allocator(recipe.memory.allocator, os.environ, driver_version)
+    if "tensorboard" in recipe.log.to:
+        import tensorboard.summary.writer  # noqa: F401
+    task = make_task(recipe)
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world(kind, recipe.parallel.timeout_s))
+        limits, local = within(read_limits(), cpu_shares()), int(os.environ["LOCAL_WORLD_SIZE"])
+        settings = [Loading(*setting) for setting in request["settings"]]
+        # Where settings take turns, each brings its own workers.
+        setting = Loading(0, 1) if settings else choose_loading(recipe, task, limits, local).setting
+        run = build(recipe, task, world, setting.workers, prefetch=setting.prefetch)
+        stack.callback(run.close)
+        tell({"held": _holders(run)})
+        with memory_explained(run, None):
+            if settings:
+                return EXIT_DONE if _turns(settings, run, world, tell) else EXIT_REQUEUE
+            if not _steps(recipe, run, world, tell):
+                return EXIT_REQUEUE
+            _evaluate(recipe, run, world)
+        tell(_peaks(world.device))
+    return EXIT_DONE
+
+
+def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
+    """False: a signal ended them."""
+    batches = run.loader(run.share.batches())
+    staged: Any = None
+    timed, end, began = recipe.compile.warm_up, recipe.compile.warm_up + 1, 0.0
+    for step in range(run.plan.steps):
+        if requested():
+            return False
+        if step == timed:
+            began = _now(world.device)
+        train_step(run, batches, step)
+        if step == 0:
+            tell({"held": _holders(run)})
+            # Of the ranks that write checkpoints; it is there while the next steps are trained.
+            rows = run.state.rows
+            writes = world.rank == 0 if rows is None else rows.first
+            if writes:
+                tensors = tensors_of(run.state)
+                staged = stage(tensors, make_room(tensors))
+        if step == timed:
+            # As many more on every rank as the mean of their times allows.
+            mean = _mean(_now(world.device) - began, world)
+            end += min(_TIMED, int(_TIMED_SECONDS / max(mean, 1e-3)))
+        if step + 1 == end:
+            break
+    seconds = (_now(world.device) - began) / (end - timed)
+    tell({"samples_per_s": run.plan.global_batch_size / seconds})
+    del staged
+    return True
+
+
+def _turns(settings: Sequence[Loading], run: Run, world: World, tell: Tell) -> bool:
+    """Times steps with each setting in turn, so that whatever else the machine does falls on all.
+
+    The first turn of each is to size the others. False: a signal ended them.
+    """
+    task, config = run.task, run.recipe.data
+    source = Source(task.train_data, run.share, task.train_data.uniforms + task.uniforms)
+    speeds: list[list[float]] = [[] for _ in settings]
+    steps, done = [0] * len(settings), run.recipe.compile.warm_up + 2
+    batches = run.loader(run.share.batches())
+    for step in range(done):
+        train_step(run, batches, step)
+    for turn in range(_TURNS + 1):
+        for offset in range(len(settings)):
+            which = (turn + offset) % len(settings)
+            workers, prefetch = settings[which]
+            # Batches come in bursts, one of each worker; while the ring fills, more is done than delivered.
+            filled = 1 + math.ceil(workers * prefetch / run.share.gradient_accumulation_steps)
+            burst = max(2, math.ceil(workers / run.share.gradient_accumulation_steps))
+            timed = steps[which] or burst
+            loading = config.model_copy(update={"prefetch": prefetch})
+            with closing(RingLoader(source, world.device, workers, loading)) as loader:
+                batches, began = loader(run.share.batches(done)), 0.0
+                for step in range(filled + timed):
+                    if requested():
+                        return False
+                    if step == filled:
+                        began = _now(world.device)
+                    train_step(run, batches, done)
+                    done += 1
+                mean = _mean((_now(world.device) - began) / timed, world)
+            steps[which] = burst * max(1, round(_TURN_SECONDS / mean / burst))
+            if turn:
+                speeds[which].append(1 / mean)
+        tell({"speeds": speeds})  # whole rounds only
+    return True
+
+
+def _mean(seconds: float, world: World) -> float:
+    """Over the ranks."""
+    return float(sum_over_ranks(torch.tensor(seconds, device=world.device), world.group)) / world.size
+
+
+def _evaluate(recipe: Recipe, run: Run, world: World) -> None:
+    whole = run.evaluation_share.plan
+    few = min(whole.samples, _EVALUATED * whole.micro_batch_size * world.size)
+    share = evaluation_share(few, whole.micro_batch_size, world.rank, world.size)
+    with nullcontext() if run.state.average is None else run.state.average.in_place():
+        evaluate(run.task, run.state.model, run.evaluation_loader, share, world, recipe.precision)
+
+
+def _holders(run: Run) -> dict[str, int]:
+    average = run.state.average.tensors.values() if run.state.average is not None else ()
+    return held_by(run.state.model, run.state.optimizer, average=average)
+
+
+def _peaks(device: torch.device) -> dict[str, int]:
+    """The most that was in use: of the host by this process, of a GPU by all."""
+    resident, files = peak_bytes(), status_of().get("RssFile", 0)
+    metrics = {"resident": resident, "files": files}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)  # CUDA's context, NCCL, other processes
+        metrics |= {"device": torch.cuda.max_memory_reserved(device) + outside, "device_total": total}
+    return metrics
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

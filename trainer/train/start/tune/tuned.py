@@ -1,0 +1,179 @@
+"""tuned.yaml: what `trainer tune` chose for a recipe on a machine, and why."""
+
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from trainer.config.recipe import Recipe
+from trainer.config.redact import redact
+from trainer.config.section import Section, validated
+from trainer.config.yaml_text import parse_yaml
+from trainer.errors import BadInputError
+from trainer.host.files import written_whole
+from trainer.runs.differences import FREE, flat
+
+_BYTES = 1 << 20
+_SHOWN = 3
+# What changes neither memory nor speed of a step, besides what may differ when a run goes on.
+_FREE = (
+    *(key for key in FREE if key != "memory.allocator"),
+    "data.micro_batch_size",
+    "seed",
+    "epochs",
+    "max_steps",
+    "evaluation.*",
+    "hooks.*",
+    "data.on_corrupt",
+    "data.corrupt_budget",
+    "model.pretrained",
+    "model.reinit",
+    *(
+        f"optim.{key}"
+        for key in ("lr", "schedule", "warmup_steps", "final_lr", "milestones", "gamma", "decay")
+    ),
+    *(
+        f"optim.{key}"
+        for key in ("weight_decay", "decay_1d", "no_decay", "nesterov", "layer_decay", "betas", "eps")
+    ),
+    "regularization.label_smoothing",
+)
+
+
+class TunedData(Section):
+    """Settings of `data.`; what was not chosen is absent."""
+
+    micro_batch_size: int = Field(..., ge=1, description="data.micro_batch_size")
+    workers: int | None = Field(None, ge=0, le=1024, description="data.workers")
+    prefetch: int | None = Field(None, ge=1, le=1024, description="data.prefetch")
+
+
+class TunedSettings(Section):
+    """Tuned settings, named as in a recipe."""
+
+    data: TunedData
+
+
+class Tuned(Section):
+    """The file."""
+
+    recipe: str = Field(..., description="name of the recipe")
+    differs: dict[str, Any] = Field(
+        ..., description="what of it decides memory and speed, where that is not the default"
+    )
+    ranks: int = Field(..., ge=1, description="ranks that it was tuned for")
+    device: Literal["cpu", "cuda"] = Field(..., description="kind of device that it was tuned on")
+    settings: TunedSettings
+    evidence: dict[str, Any] = Field({}, description="what was measured, and where")
+
+
+def what_matters(recipe: Recipe) -> dict[str, Any]:
+    """Returns keys of a recipe that decide memory and speed, by dotted key, where they aren't defaults."""
+    defaults = flat(Recipe(epochs=1).model_dump(mode="json"))
+    values = flat(redact(recipe.model_dump(mode="json")))
+    return {
+        key: value
+        for key, value in values.items()
+        if value != defaults.get(key) and not any(fnmatchcase(key, free) for free in _FREE)
+    }
+
+
+def make_tuned(
+    recipe: Recipe, name: str, ranks: int, device: Literal["cpu", "cuda"], data: TunedData, evidence: Any
+) -> Tuned:
+    """Puts a file's contents together."""
+    return Tuned(
+        recipe=name,
+        differs=what_matters(recipe),
+        ranks=ranks,
+        device=device,
+        settings=TunedSettings(data=data),
+        evidence=evidence,
+    )
+
+
+def write_tuned(path: Path, tuned: Tuned) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        BadInputError: If it can't be written.
+    """
+    head = f"# Written by `trainer tune {tuned.recipe}`, for `trainer train {tuned.recipe} --tuned {path}`.\n"
+    text = yaml.safe_dump(tuned.model_dump(mode="json", exclude_none=True), sort_keys=False, width=100)
+    try:
+        with written_whole(path) as file:
+            file.write_text(head + text)
+    except OSError as error:
+        raise BadInputError(f"--out {path}: can't be written ({error.strerror}); give another") from error
+
+
+def read_tuned(path: Path) -> Tuned:
+    """Reads a file.
+
+    Raises:
+        BadInputError: If it can't be read, or isn't one.
+    """
+    try:
+        if path.stat().st_size > _BYTES:
+            raise BadInputError(f"--tuned {path}: larger than 1 MiB, so not from `trainer tune`")
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"--tuned {path}: not a text file in UTF-8") from error
+    except OSError as error:
+        remedy = "`trainer tune RECIPE` writes one"
+        raise BadInputError(f"--tuned {path}: can't be read ({error.strerror}); {remedy}") from error
+    values = parse_yaml(text, f"--tuned {path}")
+    if not isinstance(values, dict):
+        raise BadInputError(f"--tuned {path}: isn't from `trainer tune`, which writes a mapping")
+    return validated(Tuned, values, f"--tuned {path}")
+
+
+def with_tuned(path: Path | None, settings: Sequence[str]) -> list[str]:
+    """All settings of a command: those of a tuned.yaml come first, so that --set wins.
+
+    Raises:
+        BadInputError: As `read_tuned`.
+    """
+    return [*(settings_of(read_tuned(path)) if path is not None else ()), *settings]
+
+
+def settings_of(tuned: Tuned) -> list[str]:
+    """Returns settings as arguments of --set; those that a user gives come later, and so win."""
+    chosen = tuned.settings.data.model_dump(exclude_none=True)
+    return [f"data.{key}={value}" for key, value in chosen.items()]
+
+
+def check_tuned(tuned: Tuned, path: Path, recipe: Recipe, ranks: int, device: str) -> None:
+    """Makes sure that a file is for this recipe, on as many ranks of the same kind.
+
+    Raises:
+        BadInputError: If it isn't.
+    """
+    again = "tune it again with trainer tune"
+    there, here = (
+        {key: json.dumps(value) for key, value in side.items()}
+        for side in (tuned.differs, what_matters(recipe))
+    )
+    default = "the default"
+    odd = [
+        f"{key}: {there.get(key, default)}, now {here.get(key, default)}"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
+    if odd:
+        what = odd[:_SHOWN]
+        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        raise BadInputError(
+            f"--tuned {path}: was made for another recipe, {tuned.recipe} ({'; '.join(what)}{more}); {again}"
+        )
+    if tuned.ranks != ranks:
+        raise BadInputError(
+            f"--tuned {path}: was made for {tuned.ranks} rank{'s' * (tuned.ranks > 1)}, not for {ranks}; "
+            f"{again}"
+        )
+    if tuned.device != device:
+        raise BadInputError(f"--tuned {path}: was made on {tuned.device}, and this is {device}; {again}")
