@@ -84,13 +84,33 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def weight_files(name: str, folder: Path) -> tuple[Path, ...]:
+def hf_vocabulary(name: str, of_text: int) -> int:
+    """How many tokens a model knows.
+
+    Args:
+        of_text: How many the text may hold.
+
+    Raises:
+        BadInputError: If the model knows fewer.
+    """
+    known = read_config(name, model_folder(name)).get("vocab_size")
+    if not isinstance(known, int) or isinstance(known, bool):
+        raise BadInputError(f"model.name={name}: {CONFIG} says no vocab_size; bring back the model's own")
+    if of_text > known:
+        raise BadInputError(
+            f"model.name={name} knows {known} tokens (vocab_size), and this text has {of_text}: tokenize it with "
+            "the model's own tokenizer"
+        )
+    return known
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
     """The files with a model's weights: one, or those that an index lists.
 
     Raises:
         BadInputError: If there are none that can be read here.
     """
-    what = f"model.name={name}"
+    what = f"model.name={HF}{folder}"
     if (folder / FILE).exists():
         return (_inside(what, folder / FILE),)
     if not (folder / INDEX).exists():
@@ -105,18 +125,18 @@ def weight_files(name: str, folder: Path) -> tuple[Path, ...]:
     return tuple(_inside(what, folder / shard) for shard in _shards(what, folder / INDEX))
 
 
-def files_hash(name: str, folder: Path) -> str:
+def files_hash(folder: Path) -> str:
     """SHA-256 of what decides a model's numbers: its configuration and its weights, by name and content.
 
     Raises:
         BadInputError: If a file can't be read.
     """
     digest = hashlib.sha256()
-    for file in (folder / CONFIG, *weight_files(name, folder)):
+    for file in (folder / CONFIG, *weight_files(folder)):
         try:
             digest.update(f"{hash_inside(file)}  {file.name}\n".encode())
         except OSError as error:
-            raise BadInputError(f"model.name={name}: {file} {error.strerror}; bring it back") from error
+            raise BadInputError(f"model.name={HF}{folder}: {file} {error.strerror}; bring it back") from error
     return digest.hexdigest()
 
 

@@ -20,11 +20,13 @@ import torch
 
 from trainer.config.data import at_home
 from trainer.config.model import HUB, TORCHVISION, ModelConfig
+from trainer.config.models import HF
 from trainer.config.suggest import nearest
 from trainer.data.remote.access import DiskError, NotThereError, Sink, WrongContentError, fetch, join
 from trainer.errors import BadInputError, first_line
 from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
 from trainer.host.here import from_here
+from trainer.models.hf_files import find_model
 from trainer.models.hub import FILE, hub_file
 from trainer.observe.console import say
 
@@ -42,7 +44,7 @@ class Weights(NamedTuple):
     """A file to start from.
 
     Attributes:
-        file: Where it lies here.
+        file: Where it lies here; of a model of transformers its folder.
         exact: What names the same file tomorrow: the source, on the hub with the commit.
         revision: The hub's commit, or the name of torchvision's file; None for a path.
         sha256: What its SHA-256 is to be, where somebody says so: the hub, or who converted it.
@@ -61,6 +63,9 @@ def find_weights(config: ModelConfig) -> Weights | None:
         BadInputError: If there is no such thing, or it can't be had or kept.
     """
     source = config.pretrained
+    if config.name.startswith(HF):
+        found = find_model(config.name)
+        return Weights(found.folder, found.exact, found.revision)
     if source is None:
         return None
     if isinstance(source, Path):
