@@ -20,6 +20,7 @@ TORCHVISION = re.compile(r"torchvision:(?P<name>\w+\.\w+)")
 
 
 _ALPHA = 16.0
+ALL_LINEAR = "all-linear"  # the word of the library peft
 
 
 def _as_source(value: Any) -> Any:
@@ -45,8 +46,8 @@ class LoraConfig(Section):
     alpha: float = Field(_ALPHA, gt=0, description="what is learned counts alpha / rank times")
     targets: tuple[str, ...] = Field(
         (),
-        description='linear layers and torch\'s attention by name: ["*.qkv", "*.mlp.*"]; by default all '
-        "within the model's blocks",
+        description='linear layers and torch\'s attention by name: ["*.qkv", "*.mlp.*"]; by default, and '
+        'for ["all-linear"], all within the model\'s blocks',
     )
 
     @model_validator(mode="after")

@@ -98,8 +98,8 @@ def hf_vocabulary(name: str, of_text: int) -> int:
         raise BadInputError(f"model.name={name}: {CONFIG} says no vocab_size; bring back the model's own")
     if of_text > known:
         raise BadInputError(
-            f"model.name={name} knows {known} tokens (vocab_size), and this text has {of_text}: tokenize it with "
-            "the model's own tokenizer"
+            f"model.name={name} knows {known} tokens (vocab_size), and this text has {of_text}: tokenize it "
+            "with the model's own tokenizer"
         )
     return known
 
