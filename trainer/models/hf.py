@@ -7,7 +7,7 @@ memory. Names of parameters are those of the library's files.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,25 +106,43 @@ class HfLanguage(nn.Module):
             weight = weight + head.lora_scale * (head.lora_b @ head.lora_a)
         return weight, head.bias
 
-    def named_in_files(self, names: Sequence[str], what: Path) -> tuple[dict[str, str], str]:
+    def named_in_files(
+        self, names: Sequence[str], read: Callable[[str], torch.Tensor], what: Path
+    ) -> tuple[dict[str, str], str]:
         """Names of tensors in the library's files by our own, and a note for people.
 
         What older versions wrote and nobody reads is left out; a body alone stands there without its prefix.
 
+        Args:
+            names: Of all tensors in the files.
+            read: Gives one of them.
+            what: Where they lie, for errors.
+
         Raises:
-            BadInputError: If nothing of the model is there.
+            BadInputError: If nothing of the model is there, or a tied head has values of its own.
         """
         wanted, prefix = self.state_dict(keep_vars=True), f"{self._body}."
         bare = not any(name.startswith(prefix) for name in names)
-        given = {}
+        given, head = dict[str, str](), ""
         for name in names:
-            own = name if not bare or name in wanted else prefix + name
-            own = own.replace("embed_out.", f"{self._head}.")  # gpt_neox's, before version 5 of the library
+            # gpt_neox's head had another name before version 5 of the library.
+            own = f"{self._head}.{name[10:]}" if name.startswith("embed_out.") else name
+            if bare and not own.startswith(f"{self._head}."):
+                own = prefix + own
             legacy = own.endswith("rotary_emb.inv_freq") or any(one.search(own) for one in self._legacy)
-            if own in wanted or not (legacy or (self._tied and own == f"{self._head}.weight")):
+            if self._tied and own == f"{self._head}.weight":
+                head = name
+            elif own in wanted or not legacy:
                 given[own] = name
         if not given.keys() & wanted.keys():
             raise BadInputError(f"{what} holds nothing of this model; give the files that belong together")
+        embedding = getattr(self, self._body).get_input_embeddings().weight
+        tied = next(name for name, one in wanted.items() if one is embedding)
+        if head and tied in given and not torch.equal(read(head), read(given[tied])):
+            raise BadInputError(
+                f"{what}: {CONFIG} says tie_word_embeddings, and {head} has other values than {given[tied]}; "
+                "bring back the configuration that belongs to the weights"
+            )
         return given, f", {len(names) - len(given)} that aren't used" * (len(names) > len(given))
 
 
@@ -149,7 +167,9 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
             causal = library.AutoModelForCausalLM.from_config(
                 config, attn_implementation=_ATTENTION, dtype=torch.float32, trust_remote_code=False
             )
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, ZeroDivisionError) as error:
+    except BadInputError:
+        raise
+    except Exception as error:  # the library's, of whatever a configuration says
         raise BadInputError(
             f"model.name={name}: transformers {library.__version__} can't make a model of {folder / CONFIG} "
             f"({first_line(error)[:200]}); mend the configuration, or choose another model"
@@ -184,7 +204,7 @@ def _library(name: str) -> Any:
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
     """Refuses what would be computed otherwise than the model means it."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise BadInputError(
             f"model.name={name}: model_type {kind!r} isn't one that is held against transformers here; "
             f"choose one of {', '.join(FAMILIES)}"

@@ -10,8 +10,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
-
 from trainer.config.data import at_home
 from trainer.config.models import HF
 from trainer.errors import BadInputError
@@ -125,15 +123,6 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         )
         raise BadInputError(f"{what}: {folder} holds no {FILE} and no {INDEX}: {remedy}")
     return tuple(_inside(what, folder / shard) for shard in _shards(what, folder / INDEX))
-
-
-def names_in(folder: Path) -> list[str]:
-    """Names of the tensors in a model's files."""
-    names = list[str]()
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as opened:
-            names += opened.keys()
-    return names
 
 
 def files_hash(folder: Path) -> str:

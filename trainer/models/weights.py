@@ -52,7 +52,10 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
             each = [stack.enter_context(safe_open(one, framework="pt")) for one in files]
             at = {name: opened for opened in each for name in opened.keys()}  # noqa: SIM118  (no mapping)
             own = getattr(model, "named_in_files", None)
-            given, note = own(list(at), file) if own is not None else _unwrapped(list(at), state, file)
+            if own is None:
+                given, note = _unwrapped(list(at), state, file)
+            else:
+                given, note = own(list(at), lambda name: at[name].get_tensor(name), file)
             slices = {name: at[there].get_slice(there) for name, there in given.items()}
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             modules = [name for name, _ in model.named_modules() if name]

@@ -13,7 +13,7 @@ from trainer.checkpoint.tensor_file import encode
 from trainer.config.models import HF
 from trainer.errors import BadInputError
 from trainer.host.files import read_inside, write_file
-from trainer.models.hf_files import CONFIG, TEXT_FILES, find_model, names_in, read_config
+from trainer.models.hf_files import CONFIG, TEXT_FILES, find_model, read_config
 from trainer.models.hub import FILE
 from trainer.train.checkpoint_place import checkpoints_of
 from trainer.train.model_of_run import OpenedRun
@@ -45,9 +45,7 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
     if to == "peft":
         file = _write_adapter(run, base.folder, base.revision, dtype, folder)
     else:
-        given, _ = model.named_in_files(names_in(base.folder), base.folder)  # type: ignore[operator]
-        state = {given.get(key, key): tensor for key, tensor in model.state_dict().items()}
-        write_file(folder / FILE, encode(state))
+        write_file(folder / FILE, encode(model.state_dict()))
         config = read_config(name, base.folder)
         config.pop("torch_dtype", None)
         _write_json(folder / CONFIG, {**config, "dtype": str(dtype).removeprefix("torch.")})
