@@ -15,6 +15,8 @@ from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_sharding import Gathered
 from trainer.config.recipe import Recipe
+from trainer.data.dataset import NUM_ITEMS
+from trainer.data.formats.documents import TARGETS
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models import head_loss
@@ -57,7 +59,10 @@ def plain(recipe: Recipe, theirs: Any) -> dict[str, torch.Tensor]:
     """Gradients of a loop over single documents: the mean over all tokens that are predicted."""
     task: Any = make_task(recipe)
     batch = read_samples(task.train_data, torch.arange(len(task.train_data)).numpy())
-    tokens, targets, segment = task._given(batch)
+    tokens, *segments = task.inputs(batch)
+    counts = torch.arange(tokens.shape[1]) < batch.fields[NUM_ITEMS][:, None]
+    targets = torch.where(counts, batch.fields[TARGETS].long(), head_loss.IGNORED)
+    segment = segments[0] if segments else None
     total = int((targets != head_loss.IGNORED).sum())
     for row in range(len(tokens)):
         cuts = [0, len(tokens[row])]

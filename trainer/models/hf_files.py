@@ -84,6 +84,12 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     return config
 
 
+def generation_config(folder: Path) -> dict[str, Any]:
+    """What a model's folder says of generation; nothing where it says nothing."""
+    file = folder / "generation_config.json"
+    return _json(f"model.name={HF}{folder}", file) if file.exists() else {}
+
+
 def hf_vocabulary(name: str, of_text: int) -> int:
     """How many tokens a model knows.
 
