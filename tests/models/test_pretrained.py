@@ -28,6 +28,7 @@ from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.models import pretrained
+from trainer.models.hub import _check_answer
 from trainer.models.images import build_model
 from trainer.models.pretrained import find_weights
 from trainer.train.recording import save_weights
@@ -238,10 +239,10 @@ def test_headers_of_a_hub_that_lead_astray_are_refused(
 
     asked = httpx2.Request("GET", "http://hub/org/name/resolve/main/model.safetensors")
     with pytest.raises(ValueError, match=message):
-        pretrained._check_answer(httpx2.Response(status, headers=headers, request=asked))
+        _check_answer(httpx2.Response(status, headers=headers, request=asked))
     good = {"ETag": 'W/"1f-b0"', "X-Linked-Etag": "0" * 64, "X-Repo-Commit": OLD, "Content-Length": "9"}
-    pretrained._check_answer(httpx2.Response(200, headers=good, request=asked))
-    pretrained._check_answer(httpx2.Response(429, headers={"Retry-After": "5"}, request=asked))
+    _check_answer(httpx2.Response(200, headers=good, request=asked))
+    _check_answer(httpx2.Response(429, headers={"Retry-After": "5"}, request=asked))
 
 
 def test_a_hub_that_cannot_be_connected_to_is_asked_once(

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from trainer.config.data import check_url
-from trainer.config.models import described, read_by
+from trainer.config.models import HF, described, read_by
 from trainer.config.section import Section
 
 Allocator = Literal["native", "expandable", "async"]
@@ -20,6 +20,7 @@ TORCHVISION = re.compile(r"torchvision:(?P<name>\w+\.\w+)")
 
 
 _ALPHA = 16.0
+ALL_LINEAR = "all-linear"  # the word of the library peft
 
 
 def _as_source(value: Any) -> Any:
@@ -45,8 +46,8 @@ class LoraConfig(Section):
     alpha: float = Field(_ALPHA, gt=0, description="what is learned counts alpha / rank times")
     targets: tuple[str, ...] = Field(
         (),
-        description='linear layers and torch\'s attention by name: ["*.qkv", "*.mlp.*"]; by default all '
-        "within the model's blocks",
+        description='linear layers and torch\'s attention by name: ["*.qkv", "*.mlp.*"]; by default, and '
+        'for ["all-linear"], all within the model\'s blocks',
     )
 
     @model_validator(mode="after")
@@ -62,7 +63,8 @@ class ModelConfig(Section):
     name: str = Field(
         "auto",
         description=f"{described()}, or by name torchvision's models of images and of detection, and timm's "
-        "as timm/NAME; auto: the task's own",
+        "as timm/NAME; hf/FOLDER or hf/OWNER/REPO@REVISION: a language model that transformers knows, with "
+        "its weights; auto: the task's own",
     )
     width: int = Field(32, ge=1, description=f"channels of the first stage ({read_by('width')})")
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
@@ -119,6 +121,17 @@ class ModelConfig(Section):
                 _check_private(self.mirror)
             except ValueError as error:
                 raise ValueError(f"model.mirror: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _hf_brings_its_weights(self) -> "ModelConfig":
+        if self.name.startswith(HF) and self.pretrained is not None:
+            raise ValueError(
+                f"model.name={self.name} brings its weights: leave model.pretrained out (--from goes on with "
+                "another run's)"
+            )
+        if self.name == HF:
+            raise ValueError("model.name=hf/ names no model: give hf/FOLDER or hf/OWNER/REPO@REVISION")
         return self
 
     @model_validator(mode="after")

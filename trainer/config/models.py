@@ -23,6 +23,8 @@ class Model(NamedTuple):
     any_size: bool = False
 
 
+HF = "hf/"  # begins the name of a language model of the library transformers
+
 _STAGES = ("width", "blocks", "norm")
 
 MODELS = {

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from trainer.config.data import DataConfig, EvaluationSetConfig
 from trainer.config.formats import read_by
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
-from trainer.config.models import models_of
+from trainer.config.models import HF, models_of
 from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
@@ -18,6 +18,7 @@ from trainer.config.tasks import (
     TASKS,
     AudioConfig,
     DetectionConfig,
+    GPTConfig,
     LanguageConfig,
     RegularizationConfig,
 )
@@ -117,12 +118,26 @@ class Recipe(Section):
             part = getattr(self, section)
             if getattr(part, key) != type(part).model_fields[key].default:
                 raise ValueError(f"{dotted}: nothing that task={self.task} reads; leave it out")
-        if task.only and self.model.name not in (names := models_of(self.task)):
+        if self.model.name.startswith(HF):
+            self._only_what_hf_reads()
+        elif task.only and self.model.name not in (names := models_of(self.task)):
             raise ValueError(
                 f"model.name={self.model.name}: task={self.task} has a model of its own; leave the name out"
                 + f" (there are: {', '.join(names)})" * (len(names) > 1)
             )
         return self
+
+    def _only_what_hf_reads(self) -> None:
+        """Refuses keys of our own GPT, and other tasks: the model's configuration says what it is."""
+        if self.task != "language":
+            raise ValueError(f"model.name={self.model.name} is a language model: use task=language")
+        for key, field in LanguageConfig.model_fields.items():
+            of_gpt = key in ("attention", "vocabulary") or key in GPTConfig.model_fields
+            if of_gpt and key != "sequence_length" and getattr(self.language, key) != field.default:
+                raise ValueError(
+                    f"language.{key} is a key of our own GPT, and {self.model.name} has a configuration of "
+                    "its own: leave it out"
+                )
 
     @model_validator(mode="after")
     def _sets_that_the_task_reads(self) -> "Recipe":

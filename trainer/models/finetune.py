@@ -9,6 +9,7 @@ layer's own parameters `lora_a` and `lora_b`.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -16,13 +17,19 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from trainer.config.model import ModelConfig
+from trainer.config.model import ALL_LINEAR, ModelConfig
 from trainer.distributed.overlap import sharing
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.names import chosen, chosen_parameters, matching
 
 _A, _B = ".lora_a", ".lora_b"
+_NO_MATRIX = {
+    "Conv1D": "GPT-2's own layer with its matrix transposed, which LoRA doesn't adapt here; train the whole "
+    "model, or parts of it by model.freeze",
+    "TiedHead": "whose weight is the embedding's: what LoRA adds to one would be missing in the other; leave "
+    "it out of model.lora.targets",
+}
 
 
 def fine_tune(model: nn.Module, config: ModelConfig) -> str:
@@ -172,14 +179,25 @@ def _targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     possible = [name for name, module in model.named_modules() if name and _matrix(module)]
     inside = tuple(f"{name}." for name in blocks(model))
     found = [name for name in possible if name.startswith(inside)]
-    if patterns:
+    if patterns and tuple(patterns) != (ALL_LINEAR,):
+        _check_named(model, patterns)
         found = matching(possible, patterns, "model.lora.targets")
     if not found:
+        _check_named(model, [f"{name}*" for name in inside])
         raise BadInputError(
             "model.lora: the model has no blocks with linear layers or attention, as a GPT or a ViT has; "
             "use model.freeze, or name linear layers by model.lora.targets"
         )
     return found
+
+
+def _check_named(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Refuses layers that look like linear ones and have no matrix of their own kind."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind not in _NO_MATRIX or not any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        raise BadInputError(f"model.lora: '{name}' is a {kind}, {_NO_MATRIX[kind]}")
 
 
 def _matrix(module: nn.Module) -> str:

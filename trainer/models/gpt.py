@@ -1,7 +1,7 @@
 """A decoder-only transformer, and text from it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -306,7 +306,6 @@ def _norm(config: GPTConfig) -> nn.Module:
             assert_never(config.norm)
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     prompt: torch.Tensor,
@@ -314,17 +313,34 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
+    """Continues a text; see `generated`.
+
+    Returns:
+        int64 (count,).
+    """
+    added = list(generated(model, prompt, count, temperature, generator))
+    return torch.tensor(added, dtype=torch.int64, device=prompt.device)
+
+
+@torch.no_grad()
+def generated(
+    model: nn.Module,
+    prompt: torch.Tensor,
+    count: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
     """Continues a text, token by token.
 
     Args:
-        model: A GPT in evaluation mode; it sees the last `sequence_length` tokens.
+        model: A GPT or HfLanguage in evaluation mode; it sees the last `sequence_length` tokens.
         prompt: int64 (length,), at least one token, on the model's device.
         count: Tokens to add.
         temperature: The logits are divided by it; 0 takes the likeliest token each time.
         generator: Where the random numbers come from; of the same device.
 
-    Returns:
-        int64 (count,).
+    Yields:
+        Each token that is added.
     """
     longest = model.sequence_length
     assert isinstance(longest, int)
@@ -336,4 +352,4 @@ def generate(
         else:
             chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
         tokens = torch.cat((tokens, chosen))
-    return tokens[len(prompt) :]
+        yield int(chosen)

@@ -5,7 +5,7 @@ again. Here they live for a piece of the tokens at a time, and the gradients of 
 made with them in the forward pass, so that nothing is computed twice.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -25,20 +25,44 @@ def in_pieces(tokens: torch.Tensor, vocabulary: int) -> bool:
     return _autocast_dtype(tokens) != torch.float16
 
 
-def head_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+class Scaling(NamedTuple):
+    """What some heads make of their products: times a factor, then softly capped by `cap * tanh(x / cap)`."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits as the model means them."""
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+PLAIN = Scaling()
+
+
+def head_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scaling: Scaling = PLAIN,
+) -> torch.Tensor:
     """Cross entropy in nats of the logits `hidden @ weight.T`, summed over the targets.
 
     Args:
         hidden: Float (..., width).
         weight: Of the head, (vocabulary, width).
         targets: int64 (...); those that are -100 don't count.
+        bias: Of the head, (vocabulary,).
+        scaling: Of the logits.
 
     Returns:
         float (), float32 at least.
     """
     learns = torch.is_grad_enabled()
-    wanted = (learns and hidden.requires_grad, learns and weight.requires_grad)
-    arguments = (hidden.flatten(0, -2), weight, targets.flatten(), _dtype(hidden), wanted)
+    wanted = tuple(learns and one is not None and one.requires_grad for one in (hidden, weight, bias))
+    arguments = (hidden.flatten(0, -2), weight, bias, targets.flatten(), _dtype(hidden), wanted, scaling)
     loss: torch.Tensor = _HeadLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
 
@@ -61,25 +85,29 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         targets: torch.Tensor,
         dtype: torch.dtype,
-        wanted: tuple[bool, bool],
+        wanted: tuple[bool, bool, bool],
+        scaling: Scaling,
     ) -> torch.Tensor:
         """Adds up pieces of about as many tokens each.
 
         Args:
             dtype: Of the products.
-            wanted: Whether hidden states get a gradient, and weights.
+            wanted: Whether hidden states get a gradient, weights, and the bias.
         """
         exact = torch.promote_types(dtype, torch.float32)
         places, words = len(hidden), torch.arange(len(weight), device=weight.device)
         pieces = max(1, -(-places * len(weight) // PIECE))
         head, loss = weight.to(dtype), torch.zeros((), dtype=exact, device=hidden.device)
         of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        added = None if bias is None else bias.to(dtype)
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         of_hidden = []
         size = max(1, -(-places // pieces))
         for some, target in zip(hidden.to(dtype).split(size), targets.split(size), strict=True):
-            logits = F.linear(some, head).to(exact)
+            logits = scaling.of(F.linear(some, head, added).to(exact))
             counts = target != IGNORED
             total = logits.logsumexp(1)
             picked = logits.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
@@ -87,8 +115,16 @@ class _HeadLoss(torch.autograd.Function):
             if not any(wanted):
                 continue
             right = (words == target[:, None]).to(torch.uint8)
+            slope = None if scaling.cap is None else (logits / scaling.cap).square_().neg_().add_(1)
             logits.sub_(total[:, None]).exp_().sub_(right)
-            wrong = logits.mul_(counts[:, None]).to(dtype)
+            logits.mul_(counts[:, None])
+            if slope is not None:
+                logits.mul_(slope)
+            if scaling.factor != 1.0:
+                logits.mul_(scaling.factor)
+            if of_bias is not None:
+                of_bias += logits.sum(0)
+            wrong = logits.to(dtype)
             if wanted[0]:
                 of_hidden.append(wrong @ head)
             if of_weight is not None:
@@ -96,6 +132,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.save_for_backward(
             torch.cat(of_hidden).to(hidden.dtype) if wanted[0] else None,
             None if of_weight is None else of_weight.to(weight.dtype),
+            of_bias.to(bias.dtype) if bias is not None and of_bias is not None and wanted[2] else None,
         )
         return loss
 
@@ -104,5 +141,5 @@ class _HeadLoss(torch.autograd.Function):
         """Scales what the forward pass made."""
         saved: tuple[torch.Tensor | None, ...] = ctx.saved_tensors
         (gradient,) = gradients
-        of_hidden, of_weight = (None if one is None else one * gradient for one in saved)
-        return of_hidden, of_weight, None, None, None
+        scaled = [None if one is None else one * gradient for one in saved]
+        return *scaled, None, None, None, None

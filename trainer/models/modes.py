@@ -1,11 +1,25 @@
 """Modes of a model's modules, training or evaluation: what a user set for a part stays as it was set."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 Modes = Sequence[tuple[nn.Module, bool]]
+
+
+class Uninitialized(TorchFunctionMode):
+    """A context that leaves weights as they are made: on the meta device nn.init does nothing, at length."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def modes_of(model: nn.Module) -> Modes:

@@ -6,15 +6,12 @@ torchvision's files are pickles: each is checked, read once and kept as safetens
 XDG_CACHE_HOME/trainer/weights, with the SHA-256 of that file beside it.
 """
 
-import contextlib
 import hashlib
-import logging
 import mmap
 import os
 import pickle
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +20,16 @@ import torch
 
 from trainer.config.data import at_home
 from trainer.config.model import HUB, TORCHVISION, ModelConfig
+from trainer.config.models import HF
 from trainer.config.suggest import nearest
 from trainer.data.remote.access import DiskError, NotThereError, Sink, WrongContentError, fetch, join
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, first_line
 from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
 from trainer.host.here import from_here
+from trainer.models.hf_files import find_model
+from trainer.models.hub import FILE, hub_file
 from trainer.observe.console import say
 
-FILE = "model.safetensors"
-_CONNECT_S = 5.0  # for an answer of the hub
-_LONGEST_WAIT_S = 60  # that the hub may ask for
-# The hub's client makes a path of it.
-_ETAG = re.compile(r'(W/)?"?[\w=+-][\w.=+-]{0,127}"?', re.ASCII)
-_WAIT = re.compile(r"(?:^|t=)(\d+)")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # As torch.hub reads it: the first digits of the file's SHA-256, in its name.
 _PUBLISHED_HASH = re.compile(r"[-_]([0-9a-f]{8,})\.pth$")
@@ -51,7 +44,7 @@ class Weights(NamedTuple):
     """A file to start from.
 
     Attributes:
-        file: Where it lies here.
+        file: Where it lies here; of a model of transformers its folder.
         exact: What names the same file tomorrow: the source, on the hub with the commit.
         revision: The hub's commit, or the name of torchvision's file; None for a path.
         sha256: What its SHA-256 is to be, where somebody says so: the hub, or who converted it.
@@ -70,6 +63,9 @@ def find_weights(config: ModelConfig) -> Weights | None:
         BadInputError: If there is no such thing, or it can't be had or kept.
     """
     source = config.pretrained
+    if config.name.startswith(HF):
+        found = find_model(config.name)
+        return Weights(found.folder, found.exact, found.revision)
     if source is None:
         return None
     if isinstance(source, Path):
@@ -88,108 +84,10 @@ def find_weights(config: ModelConfig) -> Weights | None:
 
 
 def _of_hub(source: str, repository: str, revision: str) -> Weights:
-    import httpx2
-    from huggingface_hub import constants, errors
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what is wrong is said here, in one line
-    constants.HF_HUB_DISABLE_TELEMETRY = True  # asks the hub for more than the file
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    what, hub = f"model.pretrained={source}", constants.ENDPOINT
-    try:
-        with _answers_checked():
-            file = _downloaded(repository, revision)
-    except errors.GatedRepoError as error:
-        raise BadInputError(
-            f"{what}: {hub} gives it to those only who were granted access: set HF_TOKEN"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise BadInputError(
-            f"{what}: {hub} has no repository {repository}; mend the name, or set HF_TOKEN if it is private"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise BadInputError(
-            f"{what}: {repository} has no revision {revision}; give a branch, a tag or a whole commit"
-        ) from error
-    except errors.RemoteEntryNotFoundError as error:
-        raise BadInputError(
-            f"{what}: {repository} holds no {FILE} there, and nothing else is read (no pickles, no weights "
-            "in several files); choose a repository or revision that does"
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        answer = getattr(error.__cause__, "response", None)
-        how = "can't be reached from here" if answer is None else f"answers HTTP {answer.status_code}"
-        raise BadInputError(
-            f"{what}: {hub} {how}, and {constants.HF_HUB_CACHE} doesn't hold it; fetch "
-            "it once where there is a network, set HF_ENDPOINT to a mirror, or give a file"
-        ) from error
-    except (httpx2.HTTPError, ValueError, RuntimeError) as error:
-        raise BadInputError(f"{what}: {hub} doesn't give it ({_first_line(error)}); try again") from error
-    # The cache's own layout: snapshots/COMMIT/FILE is a link to a blob that is named by its hash.
-    commit, blob = file.parent.name, file.resolve().name
-    if not _COMMIT.fullmatch(commit):
-        raise BadInputError(f"{what}: {hub} names no commit; set HF_ENDPOINT to a hub")
+    file, commit = hub_file(f"model.pretrained={source}", repository, revision, FILE)
+    # The cache's own layout: what a snapshot links to is a blob that is named by its hash.
+    blob = file.resolve().name
     return Weights(file, f"hub:{repository}@{commit}", commit, blob if _SHA256.fullmatch(blob) else None)
-
-
-def _downloaded(repository: str, revision: str) -> Path:
-    from huggingface_hub import errors, hf_hub_download
-
-    if _COMMIT.fullmatch(revision):  # what is kept of it is what the hub has
-        with contextlib.suppress(errors.LocalEntryNotFoundError):
-            return Path(hf_hub_download(repository, FILE, revision=revision, local_files_only=True))
-    return Path(hf_hub_download(repository, FILE, revision=revision, local_files_only=not _answers()))
-
-
-@contextlib.contextmanager
-def _answers_checked() -> Iterator[None]:
-    """Looks at what the hub answers before its client does, which makes paths of headers and waits."""
-    from huggingface_hub import get_session
-
-    session = get_session()
-    before = session.event_hooks
-    session.event_hooks = {**before, "response": [*before.get("response", []), _check_answer]}
-    try:
-        yield
-    finally:
-        session.event_hooks = before
-
-
-def _check_answer(answer: Any) -> None:
-    """Looks at the headers of one answer.
-
-    Raises:
-        ValueError: If one leads out of the cache, asks to wait for long, or the length of a file isn't said.
-    """
-    headers = answer.headers
-    for name in ("etag", "x-linked-etag"):
-        if name in headers and not _ETAG.fullmatch(headers[name]):
-            raise ValueError(f"the header {name} it sends isn't the name of a file's content")
-    if not _COMMIT.fullmatch(headers.get("x-repo-commit", "0" * 40)):
-        raise ValueError("the header x-repo-commit it sends isn't a commit")
-    waits = [*_WAIT.findall(headers.get("retry-after", "")), *_WAIT.findall(headers.get("ratelimit", ""))]
-    if answer.status_code in (429, 503) and any(
-        len(wait) > 9 or int(wait) > _LONGEST_WAIT_S for wait in waits
-    ):
-        raise ValueError(f"it answers HTTP {answer.status_code} and asks to wait for long")
-    plain = "content-length" in headers and headers.get("content-encoding", "identity") == "identity"
-    asked = answer.request
-    file = asked.method == "GET" and "/api/" not in asked.url.path
-    if file and answer.status_code < 300 and not plain:
-        raise ValueError("it doesn't say how long the file is")
-
-
-def _answers() -> bool:
-    """Whether there is a hub that answers: its client would try for half a minute to find out."""
-    import httpx2
-    from huggingface_hub import constants, errors, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_CONNECT_S, follow_redirects=False)
-    except (httpx2.TransportError, errors.OfflineModeIsEnabled):
-        return False
-    return True
 
 
 def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
@@ -282,7 +180,7 @@ def _state_in(file: Path, source: str) -> dict[str, torch.Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise BadInputError(
             f"model.pretrained={source}: its file holds more than tensors, or isn't torch's "
-            f"({_first_line(error)}); give a safetensors file"
+            f"({first_line(error)[:200]}); give a safetensors file"
         ) from error
     if not isinstance(state, Mapping) or not all(isinstance(one, torch.Tensor) for one in state.values()):
         raise BadInputError(f"model.pretrained={source}: its file is no state_dict; give a safetensors file")
@@ -297,7 +195,3 @@ def _sha256(file: Path) -> str:
 def _cache() -> Path:
     home = Path(os.environ.get("HOME") or "/", ".cache")
     return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", "weights")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

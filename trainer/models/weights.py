@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from trainer.config.data import at_home
 from trainer.distributed.overlap import sharing
 from trainer.errors import BadInputError
+from trainer.models.hf_files import CONFIG, weight_files
 from trainer.models.names import matching
 
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
@@ -33,7 +35,8 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
 
     Args:
         model: Takes the weights, converted to its dtypes and memory format.
-        file: A safetensors file whose names are those of the model's state_dict, or these behind one prefix.
+        file: A safetensors file whose names are those of the model's state_dict, or these behind one prefix;
+            or the folder of a model of transformers.
         reinit: Patterns of names that are not read: they keep their initialization. None: none may.
 
     Returns:
@@ -42,12 +45,18 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
     Raises:
         BadInputError: If the file isn't safetensors, or names or shapes differ where `reinit` doesn't allow.
     """
-    file = regular(file)
+    files = weight_files(file) if (file / CONFIG).is_file() else (regular(file),)
     state = model.state_dict(keep_vars=True)
     try:
-        with safe_open(file, framework="pt") as opened:
-            given, note = _unwrapped(list(opened.keys()), state, file)
-            slices = {name: opened.get_slice(there) for name, there in given.items()}
+        with ExitStack() as stack:
+            each = [stack.enter_context(safe_open(one, framework="pt")) for one in files]
+            at = {name: opened for opened in each for name in opened.keys()}  # noqa: SIM118  (no mapping)
+            own = getattr(model, "named_in_files", None)
+            if own is None:
+                given, note = _unwrapped(list(at), state, file)
+            else:
+                given, note = own(list(at), lambda name: at[name].get_tensor(name), file)
+            slices = {name: at[there].get_slice(there) for name, there in given.items()}
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             modules = [name for name, _ in model.named_modules() if name]
             matching([*state, *shapes, *modules], reinit or (), "model.reinit")
@@ -58,9 +67,11 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
                 _check_format(name, state[name], slices[name].get_dtype(), file)
             for name in names if next(model.parameters()).device.type != "meta" else ():
                 with torch.no_grad():
-                    state[name].copy_(_finite(opened.get_tensor(given[name]), name, file))
+                    state[name].copy_(_finite(at[given[name]].get_tensor(given[name]), name, file))
             for group in sharing({name: state[name] for name in names}):
-                _check_agreement(file, group, [opened.get_tensor(given[name]) for name in group], state)
+                _check_agreement(
+                    file, group, [at[given[name]].get_tensor(given[name]) for name in group], state
+                )
     except OSError as error:
         reason = error.strerror or str(error)
         raise BadInputError(f"model.pretrained: can't read {file} ({reason}); give another file") from error

@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 
 from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
-from trainer.config.models import opens
+from trainer.config.models import HF, opens
 from trainer.config.registry import named
 from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
@@ -28,6 +28,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
+from trainer.models.hf_files import hf_vocabulary
 
 _RANDOM_VOCABULARY = 256
 
@@ -72,6 +73,8 @@ class Language:
             self.train_data = self._samples(learned, measured=False)
             self.evaluation_data = self._samples(held, measured=True)
         self._vocabulary = config.vocabulary or self._about.vocabulary
+        if model.name.startswith(HF):
+            self._vocabulary = hf_vocabulary(model.name, self._vocabulary)
         self._bytes = self._about.tokenizer == "bytes"
         self.metric = "bits_per_byte" if self._bytes else "loss"
         self.padding = self._padding(data, seed)
@@ -130,6 +133,10 @@ class Language:
 
     def model(self) -> nn.Module:
         """A new model."""
+        if self._name.startswith(HF):
+            from trainer.models.hf import hf_model  # the library takes seconds
+
+            return hf_model(self._name, self._config.sequence_length)
         make = named(opens(self._name, "language") or "")
         model: nn.Module = make(self._config, self._vocabulary)
         return model

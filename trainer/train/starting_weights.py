@@ -32,12 +32,14 @@ from trainer.checkpoint.folder import (
     verify,
 )
 from trainer.checkpoint.store import listing
+from trainer.config.models import HF
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.host.here import shown
 from trainer.models.finetune import fine_tune
-from trainer.models.pretrained import find_weights
+from trainer.models.hf_files import files_hash
+from trainer.models.pretrained import Weights, find_weights
 from trainer.models.weights import regular
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.differences import differences, other_data
@@ -298,45 +300,52 @@ def resolve_pretrained(
         fresh = False
         with suppress(BadInputError):  # said in the words of --from
             known = read_run(source.run).manifest
-    if recipe.model.pretrained is None:
+    key = "name" if recipe.model.name.startswith(HF) else "pretrained"
+    asked = getattr(recipe.model, key)
+    if asked is None:
         return recipe, None, fresh
     if not fresh and known is not None and (before := known.pretrained) is not None:
-        exact = known.config.get("model", {}).get("pretrained")
-        asked = recipe.model.pretrained
+        exact = known.config.get("model", {}).get(key)
         if str(asked) in (before.source, exact):
-            if isinstance(asked, Path):
+            if before.revision is None and (isinstance(asked, Path) or key == "name"):
                 with suppress(BadInputError, OSError):  # it may be gone; if it is another file, that is said
-                    now = file_hash(regular(asked))
+                    now = _hash_of(find_weights(recipe.model))
                     before = before.model_copy(update={"sha256": now})
                 return recipe, before, fresh
-            model = recipe.model.model_copy(update={"pretrained": exact})
+            model = recipe.model.model_copy(update={key: exact})
             return recipe.model_copy(update={"model": model}), before, fresh
     return *_found(recipe, stored), fresh
 
 
 def _found(recipe: Recipe, stored: Manifest | None) -> tuple[Recipe, Pretrained]:
     model, before = recipe.model, stored.pretrained if stored is not None else None
-    asked = str(model.pretrained)
-    if before is not None and before.source == asked and asked.startswith("hub:"):
-        model = model.model_copy(update={"pretrained": f"{asked.rpartition('@')[0]}@{before.revision}"})
+    key = "name" if model.name.startswith(HF) else "pretrained"
+    asked = str(getattr(model, key))
+    if before is not None and before.source == asked and before.revision and "@" in asked:
+        model = model.model_copy(update={key: f"{asked.rpartition('@')[0]}@{before.revision}"})
     found = find_weights(model)
     assert found is not None
-    file = regular(found.file)
     try:
-        sha256 = file_hash(file)
+        sha256 = _hash_of(found)
     except OSError as error:
         raise BadInputError(
-            f"model.pretrained: can't read {file} ({error.strerror}); give another file, "
+            f"model.pretrained: can't read {found.file} ({error.strerror}); give another file, "
             "hub:ORG/NAME@REVISION or torchvision:WEIGHTS"
         ) from error
     if found.sha256 not in (None, sha256):
         raise BadInputError(
-            f"model.pretrained={asked}: {file.resolve()} isn't what was fetched and checked (another "
+            f"model.pretrained={asked}: {found.file.resolve()} isn't what was fetched and checked (another "
             "SHA-256): remove it, and it is fetched again"
         )
-    model = model.model_copy(update={"pretrained": found.exact})
+    model = model.model_copy(update={key: found.exact})
     # A run that is resumed without its recipe asks for the commit: it goes on to say whose branch that was.
     same = before is not None and found.revision is not None and found.revision == before.revision
     source = before.source if before is not None and same else asked
     what = Pretrained(source=source, revision=found.revision, sha256=sha256)
     return recipe.model_copy(update={"model": model}), what
+
+
+def _hash_of(found: Weights | None) -> str:
+    """SHA-256 of what a model starts from; of a folder that of its configuration and weights together."""
+    assert found is not None
+    return files_hash(found.file) if found.file.is_dir() else file_hash(regular(found.file))

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.checkpoint.folder import Damaged, Unreadable
 from trainer.checkpoint.tensor_file import encode
+from trainer.commands.export import hf
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
@@ -170,8 +171,8 @@ def _check_request(options: argparse.Namespace) -> None:
             "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "
             "be checked; use fp32, and convert it where it will run"
         )
-    if options.to == "safetensors" and options.with_normalization:
-        raise BadInputError("--with-normalization: safetensors holds weights only; use another format")
+    if options.to in ("safetensors", *hf.FORMATS) and options.with_normalization:
+        raise BadInputError(f"--with-normalization: {options.to} holds weights only; use another format")
     if options.to == "onnx" and (missing := missing_packages("onnx", "onnxscript", "onnxruntime")):
         raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
 
@@ -220,7 +221,10 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
         reference, inputs = _from_pixels(run, reference), [(batch.fields["image"],) for batch in batches]
     with torch.no_grad():
         wanted = [leaves(reference(*values)) for values in inputs]
-    only_weights = options.to == "safetensors"  # with the names of the trainer's model, so all of them
+    only_weights = options.to in (
+        "safetensors",
+        *hf.FORMATS,
+    )  # with the names of the trainer's model, so all of them
     fold = Folded(run.model, (), 0) if only_weights else fold_batchnorm(run.model, model_inputs[1])
     model = fold.model
     if options.dtype == "bf16":
@@ -251,7 +255,10 @@ def _write(
     say(f"export: writing {name} ({options.dtype})")
     try:
         with torch.no_grad():
-            file = WRITERS[name](subject.model, example, folder)
+            if name in hf.FORMATS:
+                file = hf.write_for_library(name, run, subject.model, folder)
+            else:
+                file = WRITERS[name](subject.model, example, folder)
     except (BadInputError, OSError):
         raise
     except Exception as error:  # the exporters raise whatever the model's code leads them to
@@ -292,7 +299,8 @@ def about(
         "config_hash": run.manifest.config_hash,
         "weights": run.weights,
         "folded": list(subject.fold.names),
-        "versions": {"torch": torch.__version__},
+        "versions": {"torch": torch.__version__, **(hf.versions() if options.to in hf.FORMATS else {})},
+        **({"base": run.manifest.pretrained.model_dump()} if run.manifest.pretrained else {}),
         "sha256": {path.name: file_hash(path) for path in files},
         "checked": {
             "samples": sum(BATCHES),

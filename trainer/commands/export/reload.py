@@ -6,6 +6,8 @@ INPUTS and OUTPUTS are safetensors files, with the tensors of each batch named b
 folder, for weights alone: they need the model that they belong to; the settings say where its data lies.
 """
 
+import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -75,6 +77,8 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
     if file.suffix == ".ts":
         script: Callable[..., Any] = torch.jit.load(str(file))
         return script
+    if not run:
+        return _by_library(file.parent)
     from safetensors.torch import load_file
 
     from trainer.models.export.interface import InLowPrecision
@@ -85,6 +89,49 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
     low = {tensor.dtype for tensor in state.values()} & {torch.bfloat16}
     model_of_run.to(torch.bfloat16 if low else torch.float32).load_state_dict(state)
     return InLowPrecision(model_of_run) if low else model_of_run
+
+
+def _by_library(folder: Path) -> Callable[..., Any]:
+    """A folder as transformers loads it, or peft; without peft what LoRA learned is added here."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    import transformers
+
+    from trainer.models.packed import documents
+
+    transformers.logging.disable_progress_bar()
+    opens = transformers.AutoModelForCausalLM.from_pretrained
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        about = json.loads(adapter.read_text())
+        base = opens(about["base_model_name_or_path"], revision=about["revision"] or "main", dtype="float32")
+        model = _with_adapter(base, folder, about)
+    else:
+        model = opens(folder)
+
+    def call(tokens: Any, segment: Any = None) -> Any:
+        places = None
+        if segment is not None:  # by positions that begin anew the library knows documents side by side
+            number = documents(segment)
+            first = (number[:, None, :] < number[:, :, None]).sum(2)
+            places = torch.arange(tokens.shape[1]) - first
+        return model(input_ids=tokens, position_ids=places, use_cache=False).logits.float()
+
+    return call
+
+
+def _with_adapter(model: Any, folder: Path, about: Any) -> Any:
+    if importlib.util.find_spec("peft") is not None:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(model, folder).eval()
+    from safetensors.torch import load_file
+
+    given, state = load_file(folder / "adapter_model.safetensors"), model.state_dict()
+    for name in about["target_modules"]:
+        a, b = (given[f"base_model.model.{name}.lora_{which}.weight"].float() for which in "AB")
+        state[f"{name}.weight"] += about["lora_alpha"] / about["r"] * (b @ a)
+    return model
 
 
 def _each(tensors: dict[str, Any], call: Callable[..., _Outputs]) -> dict[str, Any]:

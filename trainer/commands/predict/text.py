@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from trainer.config.models import HF
 from trainer.data.formats.encoders import Encoder, read_tokenizer
 from trainer.data.formats.text import decode, encode
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.models.gpt import generate
+from trainer.models.gpt import generate, generated
+from trainer.models.hf_files import generation_config, model_folder
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun
 
@@ -24,16 +26,52 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     if not 0 <= options.seed < 1 << 63:
         raise BadInputError(f"--seed {options.seed}: give a number from 0 to 2^63 - 1")
     said = run.task.describe()
+    device = torch.device(device_kind(run.recipe))
+    random = torch.Generator(device).manual_seed(options.seed)
+    if (chat := getattr(run.task, "chat", None)) is not None:
+        return _chat(run, chat, options, device, random)
     encoder = _encoder(options.tokenizer, said["tokenizer"])
     prompt = _tokens(options.prompt or "", said, encoder)
-    device = torch.device(device_kind(run.recipe))
     begun = torch.tensor(prompt or [_first(said)], device=device)
-    random = torch.Generator(device).manual_seed(options.seed)
     added = generate(run.model.to(device), begun, options.tokens, options.temperature, random).tolist()
     if said["end_of_document"] in added:
         added = added[: added.index(said["end_of_document"])]
     print(_harmless(_text([*prompt, *added], said, encoder)))
     return EXIT_DONE
+
+
+def _chat(
+    run: OpenedRun, chat: Any, options: argparse.Namespace, device: torch.device, random: torch.Generator
+) -> int:
+    """Prints an assistant's answer as it comes: one turn of a run on conversations."""
+    if not options.prompt:
+        raise BadInputError("a model of conversations answers: give --prompt TEXT, what a user says")
+    try:
+        text = chat.render([{"role": "user", "content": options.prompt}], generation_prompt=True)
+    except ValueError as error:
+        raise BadInputError(f"--prompt: {error}") from error
+    (asked,) = chat.encode([text])
+    begun = torch.from_numpy(asked.ids).to(device)
+    ends, added, shown = _ends(run, chat), list[int](), ""
+    for token in generated(run.model.to(device), begun, options.tokens, options.temperature, random):
+        if token in ends:
+            break
+        added.append(token)
+        whole = chat.tokenizer.decode(added)
+        if not whole.endswith("\ufffd"):  # or a letter of several tokens has only begun
+            print(_harmless(whole[len(shown) :]), end="", flush=True)
+            shown = whole
+    print(_harmless(chat.tokenizer.decode(added)[len(shown) :]))
+    return EXIT_DONE
+
+
+def _ends(run: OpenedRun, chat: Any) -> set[int]:
+    """Tokens that end a turn: the tokenizer's, and those of generation_config.json beside it."""
+    ends = {chat.eos}
+    if run.recipe.model.name.startswith(HF):
+        more = generation_config(model_folder(run.recipe.model.name)).get("eos_token_id")
+        ends |= set(more if isinstance(more, list) else [more])
+    return ends - {None}
 
 
 def _encoder(given: str | None, trained: str) -> Encoder | None:

@@ -85,7 +85,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         )
     if fresh and (start := find_weights(recipe.model)) is not None:
         taken = load_initial(model, start.file, recipe.model.reinit)
-        notes.append(f"starts from {recipe.model.pretrained} ({taken})")
+        notes.append(f"starts from {recipe.model.pretrained or recipe.model.name} ({taken})")
         # Another file under the same name on another host would give each rank a model of its own.
         weights = sum(float(tensor.double().sum()) for tensor in model.state_dict().values())
         check_agreement(f"initial weights {weights!r}", world)

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
 from trainer.models.compiling import uncompiled
 from trainer.models.finetune import like
-from trainer.models.modes import begin_training
+from trainer.models.modes import Uninitialized, begin_training
 from trainer.models.parts import Part, called
 from trainer.models.pointwise import mend_pointwise
 from trainer.observe.flops import Count, Operations
@@ -45,22 +45,10 @@ def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batc
     return Batch(fields, None, uniform, micro_batch_size)
 
 
-class _Uninitialized(TorchFunctionMode):
-    """Leaves weights as they are made: on the meta device torch.nn.init does nothing, but imports sympy."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
-            return kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 def shapes_only(task: Task) -> nn.Module:
     """A new model on the meta device."""
     try:
-        with torch.device("meta"), _Uninitialized():
+        with torch.device("meta"), Uninitialized():
             return task.model()
     except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
         return task.model().to("meta")

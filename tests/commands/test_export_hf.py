@@ -1,0 +1,74 @@
+"""Promise: what was trained from hf/… becomes a folder that transformers or peft loads and computes alike."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.forked import attempt
+from tests.helpers.hf_models import folder_of
+from tests.train.test_hf import WORDS, recipe_of
+from trainer.cli import main
+from trainer.commands.export import check, reload
+
+
+def trained(folder: Path, family: str, **model: Any) -> Path:
+    """A finished run of four steps, from a folder with a tokenizer's files."""
+    base = folder_of(family, folder / "base", **WORDS)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    (base / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    short = {"log": {"every": 1, "to": ["jsonl"]}, "optim": {"lr": 0.05}, "epochs": 4}
+    done = attempt(folder / "run", recipe_of(base, model=model, **short))
+    assert done.code == 0, done.said
+    return folder / "run"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads exports in this process, which has imported the library: a fresh one takes seconds for that."""
+
+    def run(words: Sequence[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        return subprocess.CompletedProcess(words, reload.main(words[3:]), "", "")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, value in reload.ONLY_WEIGHTS.items():
+        monkeypatch.setenv(name, value)
+    kept = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(check, "subprocess", SimpleNamespace(run=run, **kept))
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "to"),
+    [
+        ("gemma2", {}, "transformers"),
+        ("gpt_neox", {}, "transformers"),
+        ("llama", {"lora": {"rank": 2, "targets": ["*.q_proj", "lm_head"]}}, "transformers"),
+        ("llama", {"lora": {"rank": 2, "targets": ["*.q_proj", "lm_head"]}}, "peft"),
+    ],
+)
+def test_the_library_computes_what_was_trained(
+    family: str, model: dict[str, Any], to: str, tmp_path: Path
+) -> None:
+    run = trained(tmp_path, family, **model)
+    assert main(["export", str(run), "--to", to]) == 0
+    made = run / "export" / f"{to}-fp32"
+    about = json.loads((made / "model.json").read_text())
+    assert about["checked"]["relative_error"] <= 1e-5
+    assert (made / "chat_template.jinja").read_text() == "{{ messages }}"
+    if to == "peft":
+        facts = json.loads((made / "adapter_config.json").read_text())
+        assert facts["base_model_name_or_path"] == str((tmp_path / "base").resolve())
+        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 16.0, 3)
+    else:
+        assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_what_has_no_adapter_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path, "llama")
+    assert main(["export", str(run), "--to", "peft"]) == 2
+    assert "was trained without model.lora; use --to transformers" in capsys.readouterr().err
+    assert not (run / "export").exists() or not any((run / "export").iterdir())

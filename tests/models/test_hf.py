@@ -1,0 +1,61 @@
+"""Promise: a model of transformers computes of documents side by side what the library does of each alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.helpers.hf_models import FAMILIES, PLACES, WORDS, Exactly64, folder_of, lengths, made
+from trainer.models.hf import HfLanguage, hf_model
+from trainer.models.weights import load_initial
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> HfLanguage:
+    model = hf_model(f"hf/{folder}", PLACES)
+    load_initial(model, folder, None)
+    return model.to(dtype).eval()
+
+
+def documents() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Two rows of tokens, their segments, and the documents of the first."""
+    drawn = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, WORDS, (2, PLACES), generator=drawn)
+    numbers = [number for number, length in enumerate(lengths()) for _ in range(length)]
+    segment = torch.tensor([numbers + [99] * (PLACES - len(numbers)), [7] * PLACES], dtype=torch.int16)
+    return tokens, segment, list(tokens[0].split([*lengths(), PLACES - sum(lengths())]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_side_by_side_are_what_each_is_alone(family: str, tmp_path: Path) -> None:
+    model, theirs = loaded(folder_of(family, tmp_path)), made(family).double()
+    tokens, segment, alone = documents()
+    with torch.no_grad(), Exactly64():
+        packed = model(tokens, segment)
+        for ours, document in zip(packed[0].split([len(one) for one in alone]), alone, strict=True):
+            wanted = theirs(document[None]).logits[0]
+            assert (ours - wanted).abs().max() <= 1e-12
+        assert (packed[1] - theirs(tokens[1:]).logits[0]).abs().max() <= 1e-12
+        assert (model(tokens) - theirs(tokens).logits).abs().max() <= 1e-12
+        # In a batch that pads the shorter one.
+        longest = max(len(one) for one in alone)
+        rows = torch.stack([F.pad(one, (0, longest - len(one))) for one in alone])
+        mask = torch.stack([F.pad(torch.ones(len(one)), (0, longest - len(one))) for one in alone])
+        padded = theirs(rows, attention_mask=mask.long()).logits
+        for row, (ours, document) in enumerate(zip(model(rows), alone, strict=True)):
+            assert (ours - padded[row])[: len(document)].abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "phi", "cohere", "llama"])
+def test_the_loss_in_pieces_is_cross_entropys(family: str, tmp_path: Path) -> None:
+    model = loaded(folder_of(family, tmp_path))
+    tokens, segment, _ = documents()
+    targets = torch.where(torch.arange(PLACES) % 3 > 0, tokens.roll(-1, 1), -100)
+    model(tokens, segment, targets).backward()
+    ours = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    logits = model(tokens, segment)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (ours[name] - parameter.grad).abs().max() <= 1e-11, name

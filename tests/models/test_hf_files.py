@@ -1,0 +1,161 @@
+"""Promise: of a model's files nothing is run, nothing leads elsewhere; what can't be trained is one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.helpers.hf_models import PLACES, WORDS, folder_of, made
+from trainer.config.recipe import Recipe
+from trainer.errors import BadInputError
+from trainer.models.hf import hf_model
+from trainer.models.hf_files import files_hash, hf_vocabulary, weight_files
+from trainer.models.weights import load_initial
+
+
+def change(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.update(keys)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def to_shards(folder: Path, names: tuple[str, ...] = ("a.safetensors", "b.safetensors")) -> None:
+    state = stored(folder)
+    (folder / "model.safetensors").unlink()
+    place = {key: names[number % 2] for number, key in enumerate(state)}
+    for name in set(names):
+        part = {key: tensor for key, tensor in state.items() if place[key] == name}
+        safetensors.torch.save_file(part, folder / Path(name).name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+
+
+def link_outward(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere")
+    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "code": (lambda f: change(f, auto_map={"AutoModelForCausalLM": "own.Model"}), "auto_map.*code"),
+    "kind": (lambda f: change(f, model_type="mamba"), "'mamba' isn't one .* choose one of llama,"),
+    "kind_list": (lambda f: change(f, model_type=["llama"]), "model_type"),
+    "bits": (lambda f: change(f, quantization_config={"bits": 4}), "quantization_config"),
+    "rope": (
+        lambda f: change(f, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "dynamic depend on the longest text",
+    ),
+    "short": (lambda f: change(f, max_position_embeddings=9), "knows 9 places .*set it to at most"),
+    "heads": (lambda f: change(f, num_attention_heads="four"), "can't make a model of"),
+    "json": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not JSON"),
+    "list": (lambda f: (f / "config.json").write_text("[]"), r"config\.json is no JSON object"),
+    "no_config": (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
+    "outward": (link_outward, "is a link, which may lead anywhere"),
+    "pickle": (pickled, r"pytorch_model\.bin is a pickle"),
+    "none": (lambda f: (f / "model.safetensors").unlink(), r"holds no model\.safetensors"),
+    "shard_outward": (lambda f: to_shards(f, ("../a.safetensors", "b.safetensors")), r"names '\.\./a\.saf"),
+    "missing": (
+        lambda f: safetensors.torch.save_file(
+            {key: one for key, one in stored(f).items() if "norm" not in key}, f / "model.safetensors"
+        ),
+        "5 missing",
+    ),
+    "nan": (
+        lambda f: safetensors.torch.save_file(
+            {key: one * float("nan") for key, one in stored(f).items()}, f / "model.safetensors"
+        ),
+        "isn't finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_model_to_train_is_one_line(fault: str, tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model")
+    make, line = FAULTS[fault]
+    make(folder)
+    with pytest.raises(BadInputError, match=line) as error:
+        load_initial(hf_model(f"hf/{folder}", PLACES), folder, None)
+    assert "\n" not in str(error.value)
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    before = files_hash(folder)
+    to_shards(folder)
+    assert [file.name for file in weight_files(folder)] == ["a.safetensors", "b.safetensors"]
+    model = hf_model(f"hf/{folder}", PLACES)
+    assert load_initial(model, folder, None) == "21 tensors"
+    for name, tensor in made("llama").state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    changed = files_hash(folder)
+    change(folder, rms_norm_eps=1e-3)
+    assert len({before, changed, files_hash(folder)}) == 3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+def test_what_older_versions_wrote_is_read(family: str, tmp_path: Path) -> None:
+    """Of the body alone, without its prefix; with masks and angles that nobody reads; with the tied head."""
+    folder = folder_of(family, tmp_path)
+    state = {
+        key.removeprefix("transformer.").removeprefix("model."): one for key, one in stored(folder).items()
+    }
+    state["h.0.attn.bias" if family == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    embedding = next(one for one in state.values() if one.shape[0] == WORDS)
+    safetensors.torch.save_file({**state, "lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    model = hf_model(f"hf/{folder}", PLACES)
+    assert load_initial(model, folder, None).endswith(", 2 that aren't used")
+    theirs = made(family).state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused(tmp_path: Path) -> None:
+    folder = folder_of("gemma", tmp_path)
+    state = stored(folder)
+    head = torch.zeros_like(state["model.embed_tokens.weight"])
+    safetensors.torch.save_file({**state, "lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(BadInputError, match=r"tie_word_embeddings.*other values"):
+        load_initial(hf_model(f"hf/{folder}", PLACES), folder, None)
+
+
+def test_text_of_more_tokens_than_it_knows_is_refused(tmp_path: Path) -> None:
+    name = f"hf/{folder_of('llama', tmp_path)}"
+    assert hf_vocabulary(name, WORDS) == WORDS
+    with pytest.raises(BadInputError, match=r"knows 67 tokens .* this text has 68"):
+        hf_vocabulary(name, WORDS + 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"language": {"layers": 3}}, "language.layers is a key of our own GPT"),
+        ({"language": {"vocabulary": 300}}, "language.vocabulary is a key of our own GPT"),
+        ({"model": {"name": "hf/x", "pretrained": "a.safetensors"}}, "brings its weights"),
+        ({"model": {"name": "hf/"}}, "names no model"),
+        ({"task": "classification"}, "is a language model: use task=language"),
+    ],
+)
+def test_keys_that_do_not_go_with_it_are_refused(keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        Recipe.model_validate({"task": "language", "epochs": 1, "model": {"name": "hf/x"}, **keys})
+
+
+def test_no_such_folder_says_what_to_give() -> None:
+    with pytest.raises(BadInputError, match=r"there is no folder .*org/name; give hf/FOLDER.*@REVISION"):
+        hf_model("hf/org/name", PLACES)
+
+
+def test_an_older_torch_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.5.1")
+    with pytest.raises(BadInputError, match=r"needs torch 2.6 or newer"):
+        hf_model(f"hf/{folder_of('llama', tmp_path)}", PLACES)

@@ -1,0 +1,175 @@
+"""Promise: a model of transformers learns here what a plain loop over single documents learns of it."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.helpers.forked import attempt
+from tests.helpers.hf_models import folder_of, made
+from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.world import Ranks
+from tests.train.test_sharding import Gathered
+from trainer.config.recipe import Recipe
+from trainer.data.dataset import NUM_ITEMS
+from trainer.data.formats.documents import TARGETS
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.models import head_loss
+from trainer.train.build import build
+from trainer.train.model_of_run import read_samples
+from trainer.train.run import check_request, make_task
+from trainer.train.state import Run
+from trainer.train.step import train_step
+
+WORDS = {"vocab_size": 256}
+
+
+def recipe_of(folder: Path, text: str = "packed", **sections: Any) -> Recipe:
+    model = {"name": f"hf/{folder}", **sections.pop("model", {})}
+    data = {"name": "synthetic", "samples": 16, "limit": 12, "global_batch_size": 12, "micro_batch_size": 4}
+    language = {"text": text, "sequence_length": 24}
+    return make_recipe(task="language", data=data, model=model, language=language, **sections)
+
+
+class ByName:
+    """In the optimizer's place: keeps the gradients."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.gradients = model, dict[str, torch.Tensor]()
+
+    def step(self) -> None:
+        parameters = self.model.named_parameters()
+        self.gradients = {name: one.grad.clone() for name, one in parameters if one.grad is not None}
+
+
+def by_name(run: Run) -> dict[str, torch.Tensor]:
+    """The gradients that the first update gets."""
+    kept: Any = ByName(run.state.model)
+    run.state.optimizer = kept
+    train_step(run, run.loader(run.share.batches()), 0)
+    return kept.gradients  # type: ignore[no-any-return]
+
+
+def plain(recipe: Recipe, theirs: Any) -> dict[str, torch.Tensor]:
+    """Gradients of a loop over single documents: the mean over all tokens that are predicted."""
+    task: Any = make_task(recipe)
+    batch = read_samples(task.train_data, torch.arange(len(task.train_data)).numpy())
+    tokens, *segments = task.inputs(batch)
+    counts = torch.arange(tokens.shape[1]) < batch.fields[NUM_ITEMS][:, None]
+    targets = torch.where(counts, batch.fields[TARGETS].long(), head_loss.IGNORED)
+    segment = segments[0] if segments else None
+    total = int((targets != head_loss.IGNORED).sum())
+    for row in range(len(tokens)):
+        cuts = [0, len(tokens[row])]
+        if segment is not None:
+            cuts[1:1] = ((segment[row][1:] != segment[row][:-1]).nonzero()[:, 0] + 1).tolist()
+        for start, stop in pairwise(cuts):
+            logits = theirs(tokens[row : row + 1, start:stop]).logits[0]
+            (F.cross_entropy(logits, targets[row, start:stop], reduction="sum") / total).backward()
+    return {name: one.grad for name, one in theirs.named_parameters()}
+
+
+def close(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((ours - wanted).norm() <= 1e-5 * wanted.norm())
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "pieces"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loss of whole logits, and in pieces of a few tokens."""
+    if request.param:
+        monkeypatch.setattr(head_loss, "PIECE", 256 * 5)
+    yield
+
+
+@pytest.mark.parametrize(("family", "text"), [("qwen3", "packed"), ("gemma2", "padded"), ("gpt2", "packed")])
+@pytest.mark.usefixtures("pieces")
+def test_a_step_with_accumulation_is_that_of_a_plain_loop(family: str, text: str, tmp_path: Path) -> None:
+    recipe = recipe_of(folder_of(family, tmp_path, **WORDS, **_still(family)), text)
+    wanted = plain(recipe, made(family, **WORDS, **_still(family)).train())
+    found = by_name(build_alone(recipe, make_task(recipe)))
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not close(found[name], wanted[name])] == []
+
+
+def _still(family: str) -> dict[str, float]:
+    """Without the dropout that GPT-2's configuration has by default."""
+    return dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0) if family == "gpt2" else {}
+
+
+@pytest.mark.usefixtures("pieces")
+def test_lora_learns_what_the_weights_would(tmp_path: Path) -> None:
+    lora = {"rank": 3, "alpha": 6.0, "targets": ["*.q_proj", "*.down_proj", "lm_head"]}
+    recipe = recipe_of(folder_of("llama", tmp_path, **WORDS), model={"lora": lora})
+    wanted = plain(recipe, made("llama", **WORDS))
+    run = build_alone(recipe, make_task(recipe))
+    found, state = by_name(run), run.state.model.state_dict()
+    assert len(found) == 2 * (2 + 2 + 1)
+    for name in (one.removesuffix(".lora_b") for one in found if one.endswith(".lora_b")):
+        # B is zero at first: its gradient is that of the weight, seen through A.
+        assert close(found[f"{name}.lora_b"], 2.0 * wanted[f"{name}.weight"] @ state[f"{name}.lora_a"].T)
+        assert not found[f"{name}.lora_a"].any()
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "line"),
+    [
+        ("gemma", {"lora": {"rank": 2, "targets": ["lm_head"]}}, "lm_head.*embedding"),
+        ("gpt2", {"lora": {"rank": 2}}, "Conv1D"),
+        ("gpt2", {"lora": {"rank": 2, "targets": ["*.c_attn"]}}, "Conv1D"),
+    ],
+)
+def test_lora_where_it_cannot_be_is_refused(
+    family: str, model: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    recipe = recipe_of(folder_of(family, tmp_path, **WORDS), model=model)
+    with pytest.raises(BadInputError, match=line):
+        check_request(recipe, make_task(recipe), 1)
+
+
+def test_every_linear_layer_has_a_word(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path, **WORDS)
+    recipes = [
+        recipe_of(folder, model={"lora": {"rank": 2, "targets": targets}}) for targets in ([], ["all-linear"])
+    ]
+    names = [sorted(by_name(build_alone(recipe, make_task(recipe)))) for recipe in recipes]
+    assert names[0] == names[1] and len(names[0]) == 2 * 2 * 7
+
+
+def rank_step(world: World, recipe: Recipe) -> list[torch.Tensor]:
+    run = build(recipe, make_task(recipe), world, workers=0)
+    assert (run.state.rows is not None) == (world.size > 1)
+    kept: Any = Gathered(run)
+    run.state.optimizer = kept
+    train_step(run, run.loader(run.share.batches()), 0)
+    return kept.gradients  # type: ignore[no-any-return]
+
+
+def test_two_ranks_that_share_it_learn_alike(ranks: Ranks, tmp_path: Path) -> None:
+    folder = folder_of("gemma3_text", tmp_path, **WORDS)
+    memory = {"checkpointing": "blocks"}
+    recipe = recipe_of(folder, memory=memory)
+    recipe.data.micro_batch_size = 2
+    sharded = recipe_of(folder, parallel={"strategy": "fsdp", "threads": 1}, memory=memory)
+    sharded.data.micro_batch_size = 2
+    (alone,) = rank_step(World(0, 1, 0, torch.device("cpu"), None), recipe)
+    (together,) = ranks.run(2, rank_step, sharded)[0]
+    assert close(together, alone)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "lora"])
+def test_a_resumed_run_ends_with_the_same_bits(lora: dict[str, Any], tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model", **WORDS)
+    short = {"log": {"every": 1, "to": ["jsonl"]}, "checkpoint": {"every": 2, "minutes": 0, "best": False}}
+    recipe = recipe_of(folder, model=lora, epochs=4, **short)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = attempt(whole, recipe)
+    assert done.code == 0, done.said
+    assert f"starts from hf/{folder} (21 tensors)" in done.said
+    assert attempt(parts, recipe, stop_after=3).code == 75
+    assert attempt(parts, recipe).code == 0
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
