@@ -112,12 +112,15 @@ class DataConfig(LoaderConfig):
         description="the last step of an epoch: cross into the next epoch, drop it, or weighted (padded)",
     )
     input_column: str | None = Field(
-        None, description="column of the images or texts; default: image, or text (hf)"
+        None,
+        description="column of the images or texts; default: image, or text (hf), or whichever of messages, "
+        "prompt, text is there (conversations)",
     )
     label_column: str = Field("label", description="column of the classes (hf)")
     eval_split: str | None = Field(
         None,
-        description="split to measure on; default: validation, val, valid or test, whichever is there (hf)",
+        description="split to measure on; default: validation, val, valid or test, whichever is there (hf, "
+        "conversations)",
     )
     image_size: int = Field(
         224, ge=8, le=4096, description="height and width in pixels (but digits, cifar10)"
@@ -215,8 +218,9 @@ class DataConfig(LoaderConfig):
     @model_validator(mode="after")
     def _columns_belong_to_hf(self) -> "DataConfig":
         for key in ("input_column", "label_column", "eval_split"):
-            if self.name != "hf" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"data.{key} is for data.name=hf; leave it out")
+            read = ("hf",) if key == "label_column" else ("hf", "conversations")
+            if self.name not in read and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data.{key} is for data.name={' and '.join(read)}; leave it out")
         return self
 
     @field_validator("micro_batch_size", mode="before")
@@ -294,7 +298,7 @@ class EvaluationSetConfig(Section):
         if (split := said.pop("split", None)) is not None:
             if not FORMATS[kind].splits:
                 raise ValueError(f"data.split: data.name={kind} has no splits to choose from; leave it out")
-            if kind == "hf":
+            if kind in ("hf", "conversations"):
                 said["eval_split"] = split
         try:
             return DataConfig.model_validate(kept | said)

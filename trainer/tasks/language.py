@@ -18,16 +18,20 @@ from trainer.config.models import opens
 from trainer.config.registry import named
 from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
+from trainer.data.dataset import LENGTH, NUM_ITEMS, ArrayDataset, Arrays, Dataset
 from trainer.data.formats.arrow import arrow_text, split_text, splits
+from trainer.data.formats.chat import Chat, open_tokenizer
+from trainer.data.formats.conversations import Split, splits_of
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
+from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets, read_about
 from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
+from trainer.rng import Ints
 
 _RANDOM_VOCABULARY = 256
 
@@ -54,6 +58,8 @@ class Language:
             raise BadInputError(
                 "language.stride is for language.text=stream of what is held in memory; leave it out"
             )
+        self.chat = _chat(data, model, config)
+        self._told: tuple[str, ...] = ()
         path = _path(data)
         self._files: list[tuple[Path, str]] = []
         self._beside: tuple[Path, TokenFile] | None = None  # a token file, and what its JSON file says
@@ -61,16 +67,20 @@ class Language:
             self._beside = path / "train.bin", found
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
+        elif self.chat is not None:
+            split, held_split = splits_of(path, data.eval_split, data.input_column)
+            self.train_data, self._about, self._told = self._conversations(split)
+            self.evaluation_data = self._conversations(held_split)[0]
         else:
             learned, held = _texts(data, path, config, seed)
             self._about = learned
-            if learned.vocabulary > (config.vocabulary or learned.vocabulary):
-                raise BadInputError(
-                    f"language.vocabulary={config.vocabulary}, but this text has {learned.vocabulary} "
-                    "tokens: leave it out, or make it larger"
-                )
             self.train_data = self._samples(learned, measured=False)
             self.evaluation_data = self._samples(held, measured=True)
+        if self._about.vocabulary > (config.vocabulary or self._about.vocabulary):
+            raise BadInputError(
+                f"language.vocabulary={config.vocabulary}, but this text has {self._about.vocabulary} "
+                "tokens: leave it out, or make it larger"
+            )
         self._vocabulary = config.vocabulary or self._about.vocabulary
         self._bytes = self._about.tokenizer == "bytes"
         self.metric = "bits_per_byte" if self._bytes else "loss"
@@ -102,6 +112,8 @@ class Language:
                 text = _documents(file, beside, config, self._vocabulary)
         elif data.name == "text":
             text = character_text(path, about.characters or None)[1]
+        elif self.chat is not None:
+            return self._conversations(splits_of(path, data.eval_split, data.input_column)[1])[0]
         elif data.name == "hf":
             text = split_text(splits(path, data.eval_split)[1], data.input_column or "text")
         else:
@@ -126,6 +138,7 @@ class Language:
             "end_of_document": about.end,
             "text": self._config.text,
             "padding": self.padding,
+            **({"chat_sha256": self.chat.sha256, "learn": self._config.learn} if self.chat else {}),
         }
 
     def model(self) -> nn.Module:
@@ -165,7 +178,7 @@ class Language:
             metrics["loss"] = self.loss(model, batch)
         if self._config.text != "stream":
             metrics["places"] = torch.full((len(targets),), targets.shape[1], device=targets.device)
-            metrics["tokens"] = batch.fields[NUM_ITEMS]
+            metrics["tokens"] = batch.fields.get(LENGTH, batch.fields[NUM_ITEMS])
         return metrics
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
@@ -186,7 +199,7 @@ class Language:
             length = _cut(batch.longest, self._config)
             tokens, targets = (fields[name][:, :length].to(torch.int64) for name in (TOKENS, TARGETS))
         valid = None
-        if NUM_ITEMS in fields:
+        if NUM_ITEMS in fields and LENGTH not in fields:  # else the targets say which of them count
             valid = torch.arange(tokens.shape[1], device=tokens.device) < fields[NUM_ITEMS][:, None]
         if batch.weight is not None:
             real = (batch.weight > 0)[:, None]
@@ -194,6 +207,15 @@ class Language:
         if valid is not None:
             targets = torch.where(valid, targets, IGNORED)
         return tokens, targets, fields.get(SEGMENT)
+
+    def _conversations(self, split: Split) -> tuple[ArrayDataset, Text, tuple[str, ...]]:
+        """Samples of conversations, the text that they are of, and what is to be said of it."""
+        assert self.chat is not None
+        text, left_out, notes = tokenized(split, self.chat, self._config.learn, self._config.sequence_length)
+        samples = self._samples(text, measured=True)
+        assert isinstance(samples, ArrayDataset)
+        samples.left_out = left_out
+        return samples, text, notes
 
     def _samples(self, text: Text, measured: bool) -> Dataset:
         config, length = self._config, self._config.sequence_length
@@ -206,7 +228,7 @@ class Language:
             assert_never(config.text)
         dataset = padded(text, length)
         assert dataset.arrays is not None
-        lengths = np.asarray(dataset.arrays[NUM_ITEMS])
+        lengths = _lengths(dataset.arrays)
         cuts = sorted({_cut(length, config) for length in range(1, config.sequence_length + 1)})
         last = np.searchsorted(lengths, cuts, "right")
         dataset.buckets = tuple(int(n) for n in np.diff(last, prepend=0) if n)
@@ -238,7 +260,7 @@ class Language:
         arrays, length = self.train_data.arrays, self._config.sequence_length
         if self._config.text == "stream" or arrays is None:
             return 0.0
-        num_items = np.asarray(arrays[NUM_ITEMS])
+        num_items = _lengths(arrays)
         places = len(num_items) * length
         if isinstance(self.train_data, ArrayDataset) and self.train_data.buckets:
             size = min(data.micro_batch_size, len(num_items))
@@ -253,11 +275,12 @@ class Language:
         text: tuple[str, ...] = ()
         if name == "stdlib":
             text = (f"text: the standard library of Python {platform.python_version()}, by bytes",)
+        text += tuple(f"conversations: {line}" for line in self._told)
         if self._config.text == "stream":
             return text
         arrays = self.train_data.arrays
         assert arrays is not None
-        full = 1 - float(arrays[NUM_ITEMS].sum()) / (len(self.train_data) * self._config.sequence_length)
+        full = 1 - float(_lengths(arrays).sum()) / (len(self.train_data) * self._config.sequence_length)
         line = f"text {self._config.text}: {self.padding:.1%} of the places are padding"
         if self._config.text == "padded":
             line += f" ({full:.1%} if every sample were padded to {self._config.sequence_length})"
@@ -269,6 +292,32 @@ def _exact(model: nn.Module, tokens: torch.Tensor, segment: torch.Tensor | None)
     logits: torch.Tensor = model(tokens) if segment is None else model(tokens, segment)
     # In float32 under autocast too: a sum of exponentials over a vocabulary.
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+
+
+def _lengths(arrays: Arrays) -> Ints:
+    """How many places of each sample are in use."""
+    return np.asarray(arrays.get(LENGTH, arrays[NUM_ITEMS]), np.int64)
+
+
+def _chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> Chat | None:
+    """The tokenizer and chat template of conversations; None for other data."""
+    if data.name != "conversations":
+        return None
+    if config.text == "stream":
+        raise BadInputError(
+            "language.text=stream cuts anywhere, also within a conversation; use packed or padded for "
+            "data.name=conversations"
+        )
+    if config.tokenizer is not None:
+        return open_tokenizer(at_home(config.tokenizer, "language.tokenizer"))
+    if not model.name.startswith("hf/"):
+        raise BadInputError(
+            "data.name=conversations needs a tokenizer: --set language.tokenizer=FOLDER, with the "
+            "tokenizer.json and chat template of a model"
+        )
+    from trainer.models.hf_files import model_folder
+
+    return open_tokenizer(model_folder(model.name))
 
 
 def _cut(longest: int, config: LanguageConfig) -> int:
@@ -284,7 +333,11 @@ def _path(data: DataConfig) -> Path:
     if data.name in ("stdlib", "synthetic"):
         return Path()
     if not isinstance(data.path, Path):
-        wanted = {"tokens": "FOLDER, with train.bin and val.bin", "hf": "FOLDER, by save_to_disk"}
+        wanted = {
+            "tokens": "FOLDER, with train.bin and val.bin",
+            "hf": "FOLDER, by save_to_disk",
+            "conversations": "FILE.jsonl, or a folder with train.jsonl and val.jsonl",
+        }
         what = wanted.get(data.name, "FILE, a text")
         raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path={what}")
     path = at_home(data.path, "data.path")
