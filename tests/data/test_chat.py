@@ -1,4 +1,4 @@
-"""Promise: conversations become the tokens that transformers makes of them; what the assistant wrote counts."""
+"""Promise: conversations become the tokens that transformers makes of them; what assistants wrote counts."""
 
 import json
 from pathlib import Path
@@ -88,10 +88,8 @@ def test_tools_and_their_answers(tmp_path: Path) -> None:
     ]
     tools = [{"type": "function", "function": {"name": "add"}}]
     said = counting(chat, talk, [1, 3], tools)
-    assert said.startswith(
-        '<think>\n\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {"a": "é"'
-    ) or (said.startswith('\n<tool_call>\n{"name": "add", "arguments": {"a": "é"')), said
-    assert said.endswith("<|im_end|>|<think>\n\n</think>\n\nfour<|im_end|>")
+    call_text = '\n<tool_call>\n{"name": "add", "arguments": {"a": "é", "b": 2}}\n</tool_call><|im_end|>'
+    assert said == f"{call_text}|<think>\n\n</think>\n\nfour<|im_end|>"
 
 
 @pytest.mark.parametrize(

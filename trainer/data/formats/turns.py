@@ -88,15 +88,19 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
 def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> int:
     """Where a turn ends that is rendered otherwise as the last one; 0 if it isn't found.
 
-    A probe behind its content shows where that stands whole; the token that ends a turn follows it. After calls
-    of tools it is the token that the turn would end with as the last one, before what comes next.
+    A probe behind its content shows where that stands whole; the token that ends a turn follows it. After
+    calls of tools it is the token that the turn would end with as the last one, before what comes next.
     """
     content = messages[number]["content"]
     if not messages[number].get("tool_calls"):
         for kept in (content, content.rstrip()):
             place = _probed(chat, messages, number, kept + _PROBE, tools, text)
             ends = re.compile(r"\s*(?:" + "|".join(map(re.escape, chat.added)) + ")")
-            if place > 0 and text[:place].endswith(kept.strip()) and (after := ends.match(text, place)):
+            if (
+                place > 0
+                and text[:place].rstrip().endswith(kept.strip())
+                and (after := ends.match(text, place))
+            ):
                 return after.end()
         return 0
     upto, following = chat.render(messages[: number + 1], tools).rstrip(), messages[number + 1]["content"]
