@@ -43,6 +43,8 @@ class Language:
     lower_is_better = True
 
     _name = "auto"
+    chat: Chat | None = None  # of conversations
+    _told: tuple[str, ...] = ()
 
     def __init__(self, data: DataConfig, model: ModelConfig, config: LanguageConfig, seed: int) -> None:
         """Opens the text.
@@ -59,7 +61,6 @@ class Language:
                 "language.stride is for language.text=stream of what is held in memory; leave it out"
             )
         self.chat = _chat(data, model, config)
-        self._told: tuple[str, ...] = ()
         path = _path(data)
         self._files: list[tuple[Path, str]] = []
         self._beside: tuple[Path, TokenFile] | None = None  # a token file, and what its JSON file says
