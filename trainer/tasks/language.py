@@ -150,12 +150,12 @@ class Language:
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Tokens int64 (n, length), and for packed text the documents' numbers."""
-        tokens, _, segment = self._given(batch)
+        tokens, _, segment = self.given(batch)
         return (tokens,) if segment is None else (tokens, segment)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy in nats, summed over the valid tokens of the micro-batch."""
-        tokens, targets, segment = self._given(batch)
+        tokens, targets, segment = self.given(batch)
         if getattr(model, "gives_loss", False) and in_pieces(tokens, self._vocabulary):
             loss: torch.Tensor = model(tokens, segment, targets)
             return loss
@@ -165,7 +165,7 @@ class Language:
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Loss in nats, summed over the tokens; for each sample bits and bytes, and its places and tokens."""
         metrics: dict[str, torch.Tensor] = {}
-        tokens, targets, segment = self._given(batch)
+        tokens, targets, segment = self.given(batch)
         if self._bytes:
             logits = _exact(model, tokens, segment)
             nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
@@ -191,7 +191,7 @@ class Language:
             figures["padding"] = 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())
         return figures
 
-    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens and targets, int64 (n, length), targets that don't count being -100; and segments."""
         fields = batch.fields
         if TARGETS not in fields:
