@@ -152,6 +152,12 @@ class DataConfig(LoaderConfig):
         "(each class as often as any other), or by class how much likelier one of its samples is (not named: "
         "1), such as {cat: 3}",
     )
+    mix: dict[str, float] | None = Field(
+        None,
+        json_schema_extra={"words": "{path: number} | null"},
+        description="several sets to learn from in place of data.path, by weight: samples of each are drawn "
+        "in that proportion, and gone through again and again (conversations)",
+    )
     augment: Literal["none", "flip", "crop", "affine"] = Field(
         "none",
         description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "
@@ -213,6 +219,22 @@ class DataConfig(LoaderConfig):
                 f"data.path is set but data.name={self.name} doesn't read it; "
                 "add data.name=folder, or table, shards, pack"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _mix_replaces_path(self) -> "DataConfig":
+        if self.mix is None:
+            return self
+        if self.name != "conversations":
+            raise ValueError("data.mix is for data.name=conversations; leave it out")
+        if self.path is not None:
+            raise ValueError(
+                "data.mix names all sets to learn from; put data.path among them, with its weight"
+            )
+        if odd := next((name for name, one in self.mix.items() if not one > 0), None) or not self.mix:
+            raise ValueError(f"data.mix: give a weight above 0 to each set (of {odd})")
+        if self.class_weights is not None:
+            raise ValueError("data.mix and data.class_weights are two ways to draw; leave one of them out")
         return self
 
     @model_validator(mode="after")
@@ -288,6 +310,7 @@ class EvaluationSetConfig(Section):
         """
         said = {key: value for key, value in self if value is not None}
         kept = data.model_dump()
+        kept["mix"] = None
         if not said.keys() - {"check"}:
             raise ValueError("says nothing that tells it from the main set: give a path, a name or a split")
         kind = said.get("name", data.name)

@@ -20,7 +20,7 @@ from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
 from trainer.data.dataset import LENGTH, NUM_ITEMS, ArrayDataset, Arrays, Dataset
 from trainer.data.formats.arrow import arrow_text, split_text, splits
-from trainer.data.formats.chat import Chat, open_tokenizer
+from trainer.data.formats.chat import Chat
 from trainer.data.formats.conversations import Split, splits_of
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
@@ -32,6 +32,7 @@ from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
 from trainer.rng import Ints
+from trainer.tasks.conversations import joined, open_chat
 
 _RANDOM_VOCABULARY = 256
 
@@ -60,7 +61,7 @@ class Language:
             raise BadInputError(
                 "language.stride is for language.text=stream of what is held in memory; leave it out"
             )
-        self.chat = _chat(data, model, config)
+        self.chat = open_chat(data, model, config)
         path = _path(data)
         self._files: list[tuple[Path, str]] = []
         self._beside: tuple[Path, TokenFile] | None = None  # a token file, and what its JSON file says
@@ -69,9 +70,12 @@ class Language:
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
         elif self.chat is not None:
-            split, held_split = splits_of(path, data.eval_split, data.input_column)
-            self.train_data, self._about, self._told = self._conversations(split)
-            self.evaluation_data = self._conversations(held_split)[0]
+            paths = [path] if data.mix is None else [at_home(Path(one), "data.mix") for one in data.mix]
+            sets = [splits_of(one, data.eval_split, data.input_column) for one in paths]
+            learned = [self._conversations(one) for one, _ in sets]
+            self._about, self._told = learned[0][1], tuple(line for one in learned for line in one[2])
+            self.train_data = joined([one[0] for one in learned], labeled=data.mix is not None)
+            self.evaluation_data = joined([self._conversations(held)[0] for _, held in sets])
         else:
             learned, held = _texts(data, path, config, seed)
             self._about = learned
@@ -300,27 +304,6 @@ def _lengths(arrays: Arrays) -> Ints:
     return np.asarray(arrays.get(LENGTH, arrays[NUM_ITEMS]), np.int64)
 
 
-def _chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> Chat | None:
-    """The tokenizer and chat template of conversations; None for other data."""
-    if data.name != "conversations":
-        return None
-    if config.text == "stream":
-        raise BadInputError(
-            "language.text=stream cuts anywhere, also within a conversation; use packed or padded for "
-            "data.name=conversations"
-        )
-    if config.tokenizer is not None:
-        return open_tokenizer(at_home(config.tokenizer, "language.tokenizer"))
-    if not model.name.startswith("hf/"):
-        raise BadInputError(
-            "data.name=conversations needs a tokenizer: --set language.tokenizer=FOLDER, with the "
-            "tokenizer.json and chat template of a model"
-        )
-    from trainer.models.hf_files import model_folder
-
-    return open_tokenizer(model_folder(model.name))
-
-
 def _cut(longest: int, config: LanguageConfig) -> int:
     """The length that a batch is cut to: the next of `buckets` equally spaced ones; all of it if unknown."""
     whole = config.sequence_length
@@ -331,7 +314,7 @@ def _cut(longest: int, config: LanguageConfig) -> int:
 
 
 def _path(data: DataConfig) -> Path:
-    if data.name in ("stdlib", "synthetic"):
+    if data.name in ("stdlib", "synthetic") or data.mix is not None:
         return Path()
     if not isinstance(data.path, Path):
         wanted = {
