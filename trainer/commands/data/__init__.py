@@ -261,7 +261,7 @@ def _show(options: argparse.Namespace) -> int:
         raise BadInputError(f"--samples {options.samples}: give a number from 1 on")
     recipe, _ = provisional(options.recipe, options.set)
     check_recipe(options.recipe, recipe, options.set)
-    from trainer.commands.data_show import show
+    from trainer.commands.data.show import show
 
     for line in show(recipe, options.samples):
         print(line)
