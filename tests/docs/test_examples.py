@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 # What makes a run of an example small; its own words come first, so these win.
 SMALL = {
+    "conversations": ["max_steps=2", "language.width=32", "language.layers=1"],
     "custom-task": ["epochs=1"],
     "fine-tune-images": ["max_steps=2", "data.image_size=32", "evaluation.every=end"],
     "lr-range": ["max_steps=30", "optim.warmup_steps=30", "optim.lr=10"],
@@ -45,7 +46,7 @@ def run_all(example: str, folder: Path) -> str:
     return said
 
 
-def test_there_are_four() -> None:
+def test_there_are_five() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 
@@ -64,6 +65,12 @@ def test_its_modules_import_public_names(example: str) -> None:
 def test_a_text_of_ones_own(tmp_path: Path) -> None:
     said = run_all("own-text", tmp_path / "mine")
     assert "The statement " in said
+
+
+def test_conversations(tmp_path: Path) -> None:
+    said = run_all("conversations", tmp_path / "mine")
+    assert said.count("<|im_end|>⟧") >= 3
+    assert "What is a micro-batch?" in said
 
 
 def test_images_of_ones_own(tmp_path: Path) -> None:

@@ -112,12 +112,15 @@ class DataConfig(LoaderConfig):
         description="the last step of an epoch: cross into the next epoch, drop it, or weighted (padded)",
     )
     input_column: str | None = Field(
-        None, description="column of the images or texts; default: image, or text (hf)"
+        None,
+        description="column of the images or texts; default: image, or text (hf), or whichever of messages, "
+        "prompt, text is there (conversations)",
     )
     label_column: str = Field("label", description="column of the classes (hf)")
     eval_split: str | None = Field(
         None,
-        description="split to measure on; default: validation, val, valid or test, whichever is there (hf)",
+        description="split to measure on; default: validation, val, valid or test, whichever is there (hf, "
+        "conversations)",
     )
     image_size: int = Field(
         224, ge=8, le=4096, description="height and width in pixels (but digits, cifar10)"
@@ -148,6 +151,12 @@ class DataConfig(LoaderConfig):
         description="draws training samples with replacement, as many as there are, by weights: balanced "
         "(each class as often as any other), or by class how much likelier one of its samples is (not named: "
         "1), such as {cat: 3}",
+    )
+    mix: dict[str, float] | None = Field(
+        None,
+        json_schema_extra={"words": "{path: number} | null"},
+        description="several sets to learn from in place of data.path, by weight: samples of each are drawn "
+        "in that proportion, and gone through again and again (conversations)",
     )
     augment: Literal["none", "flip", "crop", "affine"] = Field(
         "none",
@@ -213,10 +222,27 @@ class DataConfig(LoaderConfig):
         return self
 
     @model_validator(mode="after")
+    def _mix_replaces_path(self) -> "DataConfig":
+        if self.mix is None:
+            return self
+        if self.name != "conversations":
+            raise ValueError("data.mix is for data.name=conversations; leave it out")
+        if self.path is not None:
+            raise ValueError(
+                "data.mix names all sets to learn from; put data.path among them, with its weight"
+            )
+        if odd := next((name for name, one in self.mix.items() if not one > 0), None) or not self.mix:
+            raise ValueError(f"data.mix: give a weight above 0 to each set (of {odd})")
+        if self.class_weights is not None:
+            raise ValueError("data.mix and data.class_weights are two ways to draw; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _columns_belong_to_hf(self) -> "DataConfig":
         for key in ("input_column", "label_column", "eval_split"):
-            if self.name != "hf" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"data.{key} is for data.name=hf; leave it out")
+            read = ("hf",) if key == "label_column" else ("hf", "conversations")
+            if self.name not in read and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data.{key} is for data.name={' and '.join(read)}; leave it out")
         return self
 
     @field_validator("micro_batch_size", mode="before")
@@ -284,6 +310,7 @@ class EvaluationSetConfig(Section):
         """
         said = {key: value for key, value in self if value is not None}
         kept = data.model_dump()
+        kept["mix"] = None
         if not said.keys() - {"check"}:
             raise ValueError("says nothing that tells it from the main set: give a path, a name or a split")
         kind = said.get("name", data.name)
@@ -294,7 +321,7 @@ class EvaluationSetConfig(Section):
         if (split := said.pop("split", None)) is not None:
             if not FORMATS[kind].splits:
                 raise ValueError(f"data.split: data.name={kind} has no splits to choose from; leave it out")
-            if kind == "hf":
+            if kind in ("hf", "conversations"):
                 said["eval_split"] = split
         try:
             return DataConfig.model_validate(kept | said)

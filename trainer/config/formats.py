@@ -66,6 +66,12 @@ FORMATS = {
         ("language",), "train.bin and val.bin, by `trainer data tokenize`", workers=False, splits=True
     ),
     "text": Format(("language",), "a file, by characters", workers=False),
+    "conversations": Format(
+        ("language",),
+        "rows of messages, of prompt and completion, or of text: .jsonl, .parquet, or by save_to_disk",
+        workers=False,
+        splits=True,
+    ),
     "coco": Format(("detection",), "images with boxes", splits=True),
     "hf": Format(
         ("classification", "language"),

@@ -108,6 +108,8 @@ class Recipe(Section):
                 f"data.name={self.data.name} is nothing that task={self.task} reads: it reads "
                 f"{', '.join(formats)}"
             )
+        if self.data.name == "conversations" and "text" not in self.language.model_fields_set:
+            self.language.text = "packed"
         if self.model.name == "auto":
             self.model.name = models_of(self.task)[0]
         for section in (one.section for one in TASKS.values() if one is not task):

@@ -1,5 +1,6 @@
 """Configuration keys that belong to one task."""
 
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -66,7 +67,18 @@ class LanguageConfig(GPTConfig):
     text: Literal["stream", "packed", "padded"] = Field(
         "stream",
         description="stream (cut at equal lengths), packed (whole documents side by side in a sample, none "
-        "seeing another) or padded (a document in a sample; batches of similar lengths, cut to the longest)",
+        "seeing another) or padded (a document in a sample; batches of similar lengths, cut to the longest); "
+        "conversations are packed by default",
+    )
+    learn: Literal["completions", "last", "all"] = Field(
+        "completions",
+        description="which tokens count in the loss: completions (and each turn of an assistant), last (of a "
+        "conversation the assistant's last turn) or all (conversations)",
+    )
+    tokenizer: Path | None = Field(
+        None,
+        description="folder of a model, for tokenizer.json and chat template; default: the model's own "
+        "(conversations)",
     )
     attention: Literal["auto", "mask"] = Field(
         "auto",

@@ -8,11 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.corrupt import Bad
+from trainer.data.left_out import LeftOut
 from trainer.rng import Float32, Ints
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 NUM_ITEMS = "num_items"
+LENGTH = "length"
 
 _HASHED_BYTES = 16 << 20  # of each field: 10 ms
 
@@ -33,7 +35,8 @@ class Dataset(Protocol):
 
     Attributes:
         fields: What a sample consists of. A field named "num_items" (int64, shape ()) says how many items
-            the loss of the sample is a sum over, where that differs between samples (valid tokens).
+            the loss of the sample is a sum over, where that differs between samples (valid tokens). One
+            named "length" (int64, shape ()) says how many of its places are in use, where that is more.
         num_items: Items of a sample, or their upper bound where there is a "num_items" field.
         uniforms: Random numbers that `read` wants for each sample in training.
         arrays: The whole data set, (samples, *shape) for each field, where it is held in memory; it may
@@ -86,6 +89,7 @@ class ArrayDataset:
         self.uniforms = 0
         self.in_process = True
         self.buckets: tuple[int, ...] = ()
+        self.left_out: tuple[LeftOut, ...] = ()
         self.num_items = max(1, int(arrays[NUM_ITEMS].max())) if NUM_ITEMS in arrays else 1
         self.fields: Mapping[str, Field] = {n: Field(a.shape[1:], a.dtype) for n, a in arrays.items()}
 

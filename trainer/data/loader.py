@@ -61,7 +61,8 @@ class Batch(NamedTuple):
         uniform: float32 (micro_batch_size, n) in [0, 1), keyed by sample and epoch, for the augmentation;
             None where none was asked for.
         num_items: What the loss of this micro-batch is a sum over: samples, or valid tokens.
-        longest: Items of the sample that has most; known to the host, as `num_items` is. 0: not known.
+        longest: Items of the sample that has most, or its length where that is more; known to the host, as
+            `num_items` is. 0: not known.
     """
 
     fields: Mapping[str, torch.Tensor]
@@ -72,7 +73,7 @@ class Batch(NamedTuple):
 
 
 class NumItems(NamedTuple):
-    """Items of a micro-batch, and of the sample of it that has most."""
+    """Items of a micro-batch, and of the sample of it that has most (its length, where that is more)."""
 
     all: int
     longest: int
@@ -127,6 +128,7 @@ class ResidentLoader:
         self._device = device
         arrays = source.dataset.arrays
         self._num_items: npt.NDArray[Any] | None = arrays.get(data.NUM_ITEMS)
+        self._length: npt.NDArray[Any] | None = arrays.get(data.LENGTH, self._num_items)
         if self._num_items is not None and self._num_items.min() < 0:
             below = int(self._num_items.argmin())
             raise BadInputError(_fewer_than_none(below, self._num_items[below]))
@@ -168,7 +170,9 @@ class ResidentLoader:
         num_items: npt.NDArray[Any] = np.full(sample.shape, self._source.dataset.num_items)
         if self._num_items is not None:
             num_items = self._num_items[sample]
-        return [_num_items(row) for row in num_items * extras.get(_WEIGHT, np.float32(1))]
+        length = num_items if self._length is None else self._length[sample]
+        weight = extras.get(_WEIGHT, np.float32(1))
+        return [_num_items(*row) for row in zip(num_items * weight, length * weight, strict=True)]
 
     def take_work(self) -> dict[str, float]:
         """Returns {}: no slot is filled, as the data is in memory."""
@@ -231,7 +235,8 @@ class _Filler(TorchDataset[_Filled]):
         if num_items.min() < 0:
             below = int(num_items.argmin())
             return _Filled(batch, NumItems(0, 0), failed=_fewer_than_none(sample[below], num_items[below]))
-        return _Filled(batch, _num_items(num_items * weight), replaced or ())
+        length = out.get(data.LENGTH, num_items)
+        return _Filled(batch, _num_items(num_items * weight, length * weight), replaced or ())
 
 
 class RingLoader:
@@ -339,8 +344,8 @@ def _fewer_than_none(sample: Any, count: Any) -> str:
     return f"sample {sample} has num_items {count}: give how many items its loss is a sum over, 0 or more"
 
 
-def _num_items(each: npt.NDArray[Any]) -> NumItems:
-    return NumItems(int(each.sum()), int(each.max()))
+def _num_items(each: npt.NDArray[Any], length: npt.NDArray[Any]) -> NumItems:
+    return NumItems(int(each.sum()), int(length.max()))
 
 
 Loader = ResidentLoader | RingLoader

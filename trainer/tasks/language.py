@@ -18,10 +18,13 @@ from trainer.config.models import HF, opens
 from trainer.config.registry import named
 from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
+from trainer.data.dataset import LENGTH, NUM_ITEMS, ArrayDataset, Arrays, Dataset
 from trainer.data.formats.arrow import arrow_text, split_text, splits
+from trainer.data.formats.chat import Chat
+from trainer.data.formats.conversations import Split, splits_of
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
+from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets, read_about
 from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
@@ -29,6 +32,8 @@ from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
 from trainer.models.hf_files import hf_vocabulary
+from trainer.rng import Ints
+from trainer.tasks.conversations import joined, open_chat
 
 _RANDOM_VOCABULARY = 256
 
@@ -40,6 +45,8 @@ class Language:
     lower_is_better = True
 
     _name = "auto"
+    chat: Chat | None = None  # of conversations
+    _told: tuple[str, ...] = ()
 
     def __init__(self, data: DataConfig, model: ModelConfig, config: LanguageConfig, seed: int) -> None:
         """Opens the text.
@@ -55,6 +62,7 @@ class Language:
             raise BadInputError(
                 "language.stride is for language.text=stream of what is held in memory; leave it out"
             )
+        self.chat = open_chat(data, model, config)
         path = _path(data)
         self._files: list[tuple[Path, str]] = []
         self._beside: tuple[Path, TokenFile] | None = None  # a token file, and what its JSON file says
@@ -62,16 +70,23 @@ class Language:
             self._beside = path / "train.bin", found
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
+        elif self.chat is not None:
+            paths = [path] if data.mix is None else [at_home(Path(one), "data.mix") for one in data.mix]
+            sets = [splits_of(one, data.eval_split, data.input_column) for one in paths]
+            learned = [self._conversations(one) for one, _ in sets]
+            self._about, self._told = learned[0][1], tuple(line for one in learned for line in one[2])
+            self.train_data = joined([one[0] for one in learned], labeled=data.mix is not None)
+            self.evaluation_data = joined([self._conversations(held)[0] for _, held in sets])
         else:
             learned, held = _texts(data, path, config, seed)
             self._about = learned
-            if learned.vocabulary > (config.vocabulary or learned.vocabulary):
-                raise BadInputError(
-                    f"language.vocabulary={config.vocabulary}, but this text has {learned.vocabulary} "
-                    "tokens: leave it out, or make it larger"
-                )
             self.train_data = self._samples(learned, measured=False)
             self.evaluation_data = self._samples(held, measured=True)
+        if self._about.vocabulary > (config.vocabulary or self._about.vocabulary):
+            raise BadInputError(
+                f"language.vocabulary={config.vocabulary}, but this text has {self._about.vocabulary} "
+                "tokens: leave it out, or make it larger"
+            )
         self._vocabulary = config.vocabulary or self._about.vocabulary
         if model.name.startswith(HF):
             self._vocabulary = hf_vocabulary(model.name, self._vocabulary)
@@ -105,6 +120,8 @@ class Language:
                 text = _documents(file, beside, config, self._vocabulary)
         elif data.name == "text":
             text = character_text(path, about.characters or None)[1]
+        elif self.chat is not None:
+            return self._conversations(splits_of(path, data.eval_split, data.input_column)[1])[0]
         elif data.name == "hf":
             text = split_text(splits(path, data.eval_split)[1], data.input_column or "text")
         else:
@@ -129,6 +146,7 @@ class Language:
             "end_of_document": about.end,
             "text": self._config.text,
             "padding": self.padding,
+            **({"chat_sha256": self.chat.sha256, "learn": self._config.learn} if self.chat else {}),
         }
 
     def model(self) -> nn.Module:
@@ -143,12 +161,12 @@ class Language:
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Tokens int64 (n, length), and for packed text the documents' numbers."""
-        tokens, _, segment = self._given(batch)
+        tokens, _, segment = self.given(batch)
         return (tokens,) if segment is None else (tokens, segment)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy in nats, summed over the valid tokens of the micro-batch."""
-        tokens, targets, segment = self._given(batch)
+        tokens, targets, segment = self.given(batch)
         if getattr(model, "gives_loss", False) and in_pieces(tokens, self._vocabulary):
             loss: torch.Tensor = model(tokens, segment, targets)
             return loss
@@ -158,7 +176,7 @@ class Language:
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Loss in nats, summed over the tokens; for each sample bits and bytes, and its places and tokens."""
         metrics: dict[str, torch.Tensor] = {}
-        tokens, targets, segment = self._given(batch)
+        tokens, targets, segment = self.given(batch)
         if self._bytes:
             logits = _exact(model, tokens, segment)
             nats = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
@@ -172,7 +190,7 @@ class Language:
             metrics["loss"] = self.loss(model, batch)
         if self._config.text != "stream":
             metrics["places"] = torch.full((len(targets),), targets.shape[1], device=targets.device)
-            metrics["tokens"] = batch.fields[NUM_ITEMS]
+            metrics["tokens"] = batch.fields.get(LENGTH, batch.fields[NUM_ITEMS])
         return metrics
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
@@ -184,7 +202,7 @@ class Language:
             figures["padding"] = 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())
         return figures
 
-    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens and targets, int64 (n, length), targets that don't count being -100; and segments."""
         fields = batch.fields
         if TARGETS not in fields:
@@ -193,7 +211,7 @@ class Language:
             length = _cut(batch.longest, self._config)
             tokens, targets = (fields[name][:, :length].to(torch.int64) for name in (TOKENS, TARGETS))
         valid = None
-        if NUM_ITEMS in fields:
+        if NUM_ITEMS in fields and LENGTH not in fields:  # else the targets say which of them count
             valid = torch.arange(tokens.shape[1], device=tokens.device) < fields[NUM_ITEMS][:, None]
         if batch.weight is not None:
             real = (batch.weight > 0)[:, None]
@@ -201,6 +219,15 @@ class Language:
         if valid is not None:
             targets = torch.where(valid, targets, IGNORED)
         return tokens, targets, fields.get(SEGMENT)
+
+    def _conversations(self, split: Split) -> tuple[ArrayDataset, Text, tuple[str, ...]]:
+        """Samples of conversations, the text that they are of, and what is to be said of it."""
+        assert self.chat is not None
+        text, left_out, notes = tokenized(split, self.chat, self._config.learn, self._config.sequence_length)
+        samples = self._samples(text, measured=True)
+        assert isinstance(samples, ArrayDataset)
+        samples.left_out = left_out
+        return samples, text, notes
 
     def _samples(self, text: Text, measured: bool) -> Dataset:
         config, length = self._config, self._config.sequence_length
@@ -213,7 +240,7 @@ class Language:
             assert_never(config.text)
         dataset = padded(text, length)
         assert dataset.arrays is not None
-        lengths = np.asarray(dataset.arrays[NUM_ITEMS])
+        lengths = _lengths(dataset.arrays)
         cuts = sorted({_cut(length, config) for length in range(1, config.sequence_length + 1)})
         last = np.searchsorted(lengths, cuts, "right")
         dataset.buckets = tuple(int(n) for n in np.diff(last, prepend=0) if n)
@@ -245,7 +272,7 @@ class Language:
         arrays, length = self.train_data.arrays, self._config.sequence_length
         if self._config.text == "stream" or arrays is None:
             return 0.0
-        num_items = np.asarray(arrays[NUM_ITEMS])
+        num_items = _lengths(arrays)
         places = len(num_items) * length
         if isinstance(self.train_data, ArrayDataset) and self.train_data.buckets:
             size = min(data.micro_batch_size, len(num_items))
@@ -260,11 +287,12 @@ class Language:
         text: tuple[str, ...] = ()
         if name == "stdlib":
             text = (f"text: the standard library of Python {platform.python_version()}, by bytes",)
+        text += tuple(f"conversations: {line}" for line in self._told)
         if self._config.text == "stream":
             return text
         arrays = self.train_data.arrays
         assert arrays is not None
-        full = 1 - float(arrays[NUM_ITEMS].sum()) / (len(self.train_data) * self._config.sequence_length)
+        full = 1 - float(_lengths(arrays).sum()) / (len(self.train_data) * self._config.sequence_length)
         line = f"text {self._config.text}: {self.padding:.1%} of the places are padding"
         if self._config.text == "padded":
             line += f" ({full:.1%} if every sample were padded to {self._config.sequence_length})"
@@ -278,6 +306,11 @@ def _exact(model: nn.Module, tokens: torch.Tensor, segment: torch.Tensor | None)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
 
 
+def _lengths(arrays: Arrays) -> Ints:
+    """How many places of each sample are in use."""
+    return np.asarray(arrays.get(LENGTH, arrays[NUM_ITEMS]), np.int64)
+
+
 def _cut(longest: int, config: LanguageConfig) -> int:
     """The length that a batch is cut to: the next of `buckets` equally spaced ones; all of it if unknown."""
     whole = config.sequence_length
@@ -288,10 +321,14 @@ def _cut(longest: int, config: LanguageConfig) -> int:
 
 
 def _path(data: DataConfig) -> Path:
-    if data.name in ("stdlib", "synthetic"):
+    if data.name in ("stdlib", "synthetic") or data.mix is not None:
         return Path()
     if not isinstance(data.path, Path):
-        wanted = {"tokens": "FOLDER, with train.bin and val.bin", "hf": "FOLDER, by save_to_disk"}
+        wanted = {
+            "tokens": "FOLDER, with train.bin and val.bin",
+            "hf": "FOLDER, by save_to_disk",
+            "conversations": "FILE.jsonl, or a folder with train.jsonl and val.jsonl",
+        }
         what = wanted.get(data.name, "FILE, a text")
         raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path={what}")
     path = at_home(data.path, "data.path")

@@ -3,15 +3,18 @@
 A document is what stands before an end token, and that token. The model is given the end of the document
 before (of any, the token is the same) and says the first token, and so on to the end: so every token is a
 target exactly once. A document longer than a sample is cut; a later part is given the token before it.
+In a text that says where its documents begin, the first token of each is given, and never said.
+Where only some tokens count, the other targets are -100.
 """
 
 import hashlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Arrays, Field, spread
+from trainer.data.dataset import LENGTH, NUM_ITEMS, ArrayDataset, Arrays, Field, spread
 from trainer.data.formats.text import Text, Tokens
 from trainer.data.formats.tokens import TOKENS
 from trainer.errors import BadInputError
@@ -19,6 +22,7 @@ from trainer.host.limits import read_limits
 from trainer.rng import Float32, Ints
 
 TARGETS, SEGMENT = "targets", "segment"
+IGNORED = -100  # a target that doesn't count
 
 _HASHED_TOKENS = 4 << 20
 
@@ -95,6 +99,17 @@ def pieces_of(text: Text, length: int) -> Pieces:
     Raises:
         BadInputError: If there are no documents.
     """
+    begins, ends = _documents(text)
+    parts = -(-(ends - begins) // length)
+    within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = np.repeat(begins, parts) + within * length
+    return Pieces(first, np.minimum(np.repeat(ends, parts) - first, length))
+
+
+def _documents(text: Text) -> tuple[Ints, Ints]:
+    """Where the first target of each document stands, and where its targets end."""
+    if text.begins is not None:
+        return text.begins + 1, np.append(text.begins[1:], len(text.tokens))
     if text.end is None or not len(text.tokens):
         raise BadInputError(
             "language.text=packed and padded are for documents, and there are none here; use "
@@ -103,18 +118,15 @@ def pieces_of(text: Text, length: int) -> Pieces:
     ends = np.flatnonzero(text.tokens == text.end) + 1
     if not len(ends) or ends[-1] != len(text.tokens):
         ends = np.append(ends, len(text.tokens))
-    begins = np.concatenate(([0], ends[:-1]))
-    parts = -(-(ends - begins) // length)
-    within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-    first = np.repeat(begins, parts) + within * length
-    return Pieces(first, np.minimum(np.repeat(ends, parts) - first, length))
+    return np.concatenate(([0], ends[:-1])), ends
 
 
 def padded(text: Text, length: int) -> ArrayDataset:
     """A piece of a document in each sample, in the order of their lengths.
 
     The fields are `tokens` and `targets` (length,), of the text's type, and `num_items`, the number of
-    targets; what is behind these is padding.
+    targets; what is behind these is padding. Where only some targets count, `num_items` is how many,
+    `targets` are int32, -100 for the others, and the field `length` has the number of all.
     """
     pieces = pieces_of(text, length)
     order = np.argsort(pieces.targets, kind="stable")
@@ -143,18 +155,24 @@ def packed(text: Text, length: int) -> ArrayDataset:
 
 def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) -> Arrays:
     """The fields of samples that hold pieces from a place on."""
-    assert text.end is not None
     count = int(sample.max()) + 1
     # An end before all: what the first token of the text is predicted from.
-    given = np.concatenate((np.array([text.end], text.tokens.dtype), text.tokens))
+    given = np.concatenate((np.array([text.end or 0], text.tokens.dtype), text.tokens))
     _check_room(2 * count * length * given.dtype.itemsize)
-    tokens, targets = (np.zeros((count, length), given.dtype) for _ in range(2))
+    said: npt.NDArray[Any] = text.tokens
+    padding = 0
+    if text.counts is not None:
+        said, padding = np.where(text.counts, text.tokens.astype(np.int32), np.int32(IGNORED)), IGNORED
+    tokens, targets = np.zeros((count, length), given.dtype), np.full((count, length), padding, said.dtype)
     places = zip(pieces.first.tolist(), pieces.targets.tolist(), sample.tolist(), start.tolist(), strict=True)
     for first, size, row, begin in places:
         tokens[row, begin : begin + size] = given[first : first + size]
-        targets[row, begin : begin + size] = text.tokens[first : first + size]
-    num_items = np.bincount(sample, pieces.targets, count).astype(np.int64)
-    return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: num_items}
+        targets[row, begin : begin + size] = said[first : first + size]
+    places_used = np.bincount(sample, pieces.targets, count).astype(np.int64)
+    if text.counts is None:
+        return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: places_used}
+    num_items = (targets != IGNORED).sum(1, dtype=np.int64)
+    return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: num_items, LENGTH: places_used}
 
 
 def _check_room(needed: int) -> None:

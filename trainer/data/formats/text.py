@@ -10,7 +10,7 @@ import numpy.typing as npt
 from trainer.data.formats.tokens import TokenFile, read_about, unknown_token
 from trainer.errors import BadInputError
 from trainer.host.files import read_at
-from trainer.rng import Purpose, key
+from trainer.rng import Ints, Purpose, key
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -27,6 +27,9 @@ class Text(NamedTuple):
         end: The token that ends a document; None where there are no documents.
         tokenizer: "bytes", "characters", or as `trainer data tokenize` writes it down.
         characters: What the tokens of "characters" stand for.
+        begins: int64 (documents,), where each begins, if the end token doesn't say; then a document's first
+            token is given, and not predicted.
+        counts: bool (n,), which tokens count in the loss; None: all.
     """
 
     tokens: Tokens
@@ -34,6 +37,8 @@ class Text(NamedTuple):
     end: int | None
     tokenizer: str
     characters: str = ""
+    begins: Ints | None = None
+    counts: npt.NDArray[np.bool_] | None = None
 
 
 def joined(documents: Sequence[Tokens], end: int) -> Tokens:

@@ -54,6 +54,24 @@ class ClassDraws:
         more = f" (of {len(self.names):,} classes the most and the least raised)" * (len(self.names) > _TOLD)
         return f"data.class_weights: an epoch is {samples:,} draws with replacement; {each}{more}"
 
+    def drawn(self, seed: int, epoch: Ints, position: Ints) -> Ints:
+        """The sample at a position of an epoch's order.
+
+        Args:
+            seed: The run's seed.
+            epoch: int64, any shape.
+            position: int64, same shape.
+
+        Returns:
+            int64, same shape.
+        """
+        up_to = np.cumsum(self.chances)
+        up_to /= up_to[-1]  # so that the last is 1, which no number reaches
+        of_class = np.searchsorted(up_to, _uniform(seed, 0, epoch, position), side="right")
+        inside = (_uniform(seed, 1, epoch, position) * self.counts[of_class]).astype(np.int64)
+        samples: Ints = self.by_class[(np.cumsum(self.counts) - self.counts)[of_class] + inside]
+        return samples
+
 
 def weigh(
     given: Any, names: Sequence[str], weights: Literal["balanced"] | Mapping[str, float], samples: int
@@ -94,26 +112,6 @@ def weigh(
             "data.class_weights leaves nothing to draw: give a class that has samples a weight above 0"
         )
     return ClassDraws(tuple(names), counts, each / up_to[-1], np.argsort(labels, kind="stable"))
-
-
-def drawn(draws: ClassDraws, seed: int, epoch: Ints, position: Ints) -> Ints:
-    """The sample at a position of an epoch's order.
-
-    Args:
-        draws: What is drawn from.
-        seed: The run's seed.
-        epoch: int64, any shape.
-        position: int64, same shape.
-
-    Returns:
-        int64, same shape.
-    """
-    up_to = np.cumsum(draws.chances)
-    up_to /= up_to[-1]  # so that the last is 1, which no number reaches
-    of_class = np.searchsorted(up_to, _uniform(seed, 0, epoch, position), side="right")
-    inside = (_uniform(seed, 1, epoch, position) * draws.counts[of_class]).astype(np.int64)
-    samples: Ints = draws.by_class[(np.cumsum(draws.counts) - draws.counts)[of_class] + inside]
-    return samples
 
 
 def _uniform(seed: int, number: int, epoch: Ints, position: Ints) -> Floats:

@@ -19,7 +19,8 @@ import numpy as np
 from trainer.config.data import Last
 from trainer.data.sampling.block_order import in_blocks
 from trainer.data.sampling.bucket_order import in_buckets
-from trainer.data.sampling.class_order import ClassDraws, drawn
+from trainer.data.sampling.class_order import ClassDraws
+from trainer.data.sampling.mix_order import MixDraws
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
 
@@ -59,7 +60,7 @@ class Plan:
         shards: Samples of each shard, where the data lies in shards that aren't all on this machine at once.
         shards_per_block: Of how many shards the samples are shuffled together (see `block_order`); 0: of all.
         buckets: Samples of each bucket, where a micro-batch's are to be of one bucket (see `bucket_order`).
-        draws: Where samples are drawn by the weights of their classes (see `class_order`).
+        draws: Where samples are drawn by weights: of their classes (see `class_order`) or sets (`mix_order`).
 
     Raises:
         BadInputError: If the batch doesn't divide or there would be no step at all.
@@ -76,7 +77,7 @@ class Plan:
     shards: tuple[int, ...] = ()
     shards_per_block: int = 0
     buckets: tuple[int, ...] = ()
-    draws: ClassDraws | None = field(default=None, compare=False)
+    draws: ClassDraws | MixDraws | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -185,7 +186,7 @@ class Plan:
         if not self.shuffle:
             return position
         if self.draws is not None:
-            return drawn(self.draws, self.seed, epoch, position)
+            return self.draws.drawn(self.seed, epoch, position)
         if self.shards_per_block:
             return in_blocks(self.seed, epoch, position, self.shards, self.shards_per_block)
         if self.buckets:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.left_out import LeftOut
 from trainer.data.limited import limited
 from trainer.data.sampling.class_order import ClassDraws, weigh
+from trainer.data.sampling.mix_order import MixDraws, mixed
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
 from trainer.distributed.sharding import check_sharding
@@ -87,7 +89,7 @@ def _task_of(recipe: Recipe) -> Task:
 
 
 def data_of(
-    task: Task, pretrained: Pretrained | None = None, draws: ClassDraws | None = None
+    task: Task, pretrained: Pretrained | None = None, draws: ClassDraws | MixDraws | None = None
 ) -> dict[str, str]:
     """Identifies data, shuffling and initial weights, to compare attempts by."""
     _, shards_per_block = order_of(task.train_data)
@@ -144,13 +146,16 @@ def check_files(recipe: Recipe, task: Task) -> None:
             raise BadInputError(of_set(name, str(error))) from error
 
 
-def draws_of(recipe: Recipe, task: Task) -> ClassDraws | None:
-    """Returns the distribution of data.class_weights; None without the key.
+def draws_of(recipe: Recipe, task: Task) -> ClassDraws | MixDraws | None:
+    """Returns the distribution of data.class_weights or data.mix; None without these keys.
 
     Raises:
         BadInputError: If the samples have no classes, or the order is another already.
     """
     data, weights = task.train_data, recipe.data.class_weights
+    if (mix := recipe.data.mix) is not None:
+        sizes = np.bincount(np.asarray(getattr(data, "labels", ())), minlength=len(mix))
+        return mixed(list(mix), sizes.tolist(), list(mix.values()))
     if weights is None:
         return None
     labels = getattr(data, "labels", None)

@@ -1,4 +1,4 @@
-"""`trainer data`: pack, index, verify, stats."""
+"""`trainer data`: pack, index, verify, show, stats."""
 
 import argparse
 import json
@@ -90,6 +90,14 @@ def add_parser(commands: Any) -> None:
         "folder", type=Path, metavar="DIR", help="has an index, or train and val do; or tokens.bin"
     )
     verify.set_defaults(run=_verify)
+
+    show = kinds.add_parser("show", help="samples of text as the model sees them", allow_abbrev=False)
+    show.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
+    show.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    show.add_argument("--samples", type=int, default=3, metavar="N", help="how many (default: 3)")
+    show.set_defaults(run=_show)
 
     stats = kinds.add_parser("stats", help="counts, sizes, cost, mean and std", allow_abbrev=False)
     stats.add_argument("source", type=Path, metavar="SRC", help="as for pack, or a pack")
@@ -242,6 +250,21 @@ def _verify_tokens(file: Path) -> int:
     with counted(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
         about = verify_tokens(file, advance)
     print(f"{file}: {about.tokens:,} tokens are as they were written")
+    return EXIT_DONE
+
+
+def _show(options: argparse.Namespace) -> int:
+    from trainer.config.recipe_file import provisional
+    from trainer.train.trust import check_recipe
+
+    if options.samples < 1:
+        raise BadInputError(f"--samples {options.samples}: give a number from 1 on")
+    recipe, _ = provisional(options.recipe, options.set)
+    check_recipe(options.recipe, recipe, options.set)
+    from trainer.commands.data.show import show
+
+    for line in show(recipe, options.samples):
+        print(line)
     return EXIT_DONE
 
 

@@ -1,0 +1,273 @@
+"""Promise: rows of conversations are read whole, or refused by row in one line; what is left out counts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_arrow import write
+from tests.helpers.chat_folders import TEMPLATES, chat_folder
+from trainer.data.formats import tokenized as module
+from trainer.data.formats.chat import Chat, open_tokenizer
+from trainer.data.formats.conversations import Split, splits_of
+from trainer.data.formats.tokenized import tokenized
+from trainer.errors import BadInputError
+
+ASK = {"role": "user", "content": "what is it"}
+ANSWER = {"role": "assistant", "content": "the cat"}
+TALK = {"messages": [ASK, ANSWER]}
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Chat:
+    return open_tokenizer(chat_folder(tmp_path / "chat"))
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def lines(file: Path, *rows: Any) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def texts(chat: Chat, split: Split, learn: str = "completions", length: int = 500) -> list[str]:
+    """What counts of each row."""
+    found = tokenized(split, chat, learn, length).text
+    assert found.begins is not None and found.counts is not None
+    ends = [*found.begins[1:].tolist(), len(found.tokens)]
+    each = zip(found.begins.tolist(), ends, strict=True)
+    return [
+        chat.tokenizer.decode(found.tokens[a:b][found.counts[a:b]].tolist(), skip_special_tokens=False)
+        for a, b in each
+    ]
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "counts"),
+    [
+        (TALK, f"the cat{END}"),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": "no", "weight": 0}, ASK, ANSWER]},
+            f"the cat{END}",
+        ),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, f"yes{END}"),
+        ({"prompt": "Q: what? A:", "completion": " four!"}, f" four!{END}"),
+        ({"prompt": "Q: what? A:", "completion": f" four!{END}"}, f" four!{END}"),
+        ({"prompt": [ASK], "completion": [ANSWER]}, f"the cat{END}"),
+        ({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]}, f"the cat{END}"),
+        ({"text": "Hello there"}, f"Hello there{END}"),
+        ({"text": "  a\r\nb\n"}, f"  a\r\nb\n{END}"),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": [{"type": "text", "text": "a🐈"}]}]},
+            f"a🐈{END}",
+        ),
+        ({"messages": [ASK, ASK, ANSWER, ANSWER]}, f"the cat{END}the cat{END}"),
+        ({**TALK, "prompt": "what is it", "prompt_id": 3}, f"the cat{END}"),
+    ],
+)
+def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path) -> None:
+    assert texts(chat, Split((lines(tmp_path / "a.jsonl", row),))) == [counts]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "line 2: not JSON .column 2."),
+        ("[1]", "isn't a JSON object"),
+        ('{"text": "a", "text": "b"}', "a key stands there twice"),
+        ('{"text": NaN}', "NaN is no number"),
+        ('{"text": "\\ud83d"}', "half of a surrogate pair"),
+        ('{"text": "\\ufdd0"}', "a character that Unicode reserves"),
+        ({"text": 3}, "text is 3, and should be text"),
+        ({"text": None}, "text is nothing"),
+        ({"instruction": "a", "output": "b"}, "has 'instruction', 'output'; a row has text, or prompt"),
+        ({"prompt": "a"}, "has 'prompt'; a row has"),
+        ({"text": "a", **TALK}, "has text and messages: name one by data.input_column"),
+        ({"messages": "hi"}, "messages is 'hi', and should be a list"),
+        ({"messages": [ASK, "hi"]}, r"messages\[1\] is 'hi', and should have role and content"),
+        ({"messages": [ASK, {"role": "assistant", "content": 1.5}]}, r"messages\[1\]: content is 1.5"),
+        ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\]: has no content"),
+        ({"messages": [ASK, {"role": None, "content": "a"}]}, "role is nothing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "only parts of type text"),
+        ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "weight is 0.5, and should be 0 or 1"),
+        ({"conversations": [{"from": "observation", "value": "a"}]}, "from 'observation': human, gpt"),
+        ({**TALK, "tools": "["}, "tools: not JSON"),
+    ],
+)
+def test_a_row_that_cannot_be_meant_is_named(row: Any, says: str, chat: Chat, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", TALK, row if isinstance(row, dict) else row + "\n")
+    with pytest.raises(BadInputError, match=says) as error:
+        tokenized(Split((file,)), chat, "completions", 99)
+    assert str(error.value).startswith(f"{file}: line 2: ")
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> None:
+    empty = {"role": "assistant", "content": " \n"}
+    rows = [
+        TALK,
+        "\n",
+        {"text": " "},
+        {"prompt": "a", "completion": ""},
+        {"messages": [ASK]},
+        {"messages": []},
+    ]
+    rows += [{"messages": [ASK, empty]}, {"messages": [ASK, empty, ASK, ANSWER]}, {**TALK, "id": 7}]
+    rows += [
+        {"messages": [{"role": "user", "content": "a " * 99}, ANSWER]},
+        {"prompt": "b " * 99, "completion": "c"},
+    ]
+    rows += [{"text": "the cat sat " * 99}, {"messages": [ASK, {"role": "assistant", "content": END}]}]
+    found = tokenized(Split((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", 99)
+    assert [str(one) for one in found.left_out] == [
+        "1 empty line (a.jsonl: line 2)",
+        "1 row of empty text (a.jsonl: line 3)",
+        "1 row with an empty completion (a.jsonl: line 4)",
+        "1 conversation without an assistant turn to learn from (a.jsonl: line 5)",
+        "1 conversation without messages (a.jsonl: line 6)",
+        "2 conversations with an empty assistant turn (a.jsonl: line 7)",
+        "1 row with 'id', which isn't read (a.jsonl: line 9)",
+        "2 conversations of more than 99 tokens (a.jsonl: line 10)",
+    ]
+    notes = "\n".join(found.notes)
+    assert "4 rows of" in notes
+    assert "1 texts are longer than language.sequence_length, and cut" in notes
+    assert "1 rows hold the text of a special token" in notes and "a.jsonl: line 13: <|im_end|>" in notes
+    with pytest.raises(BadInputError, match=r"nothing to learn from is left \(1 conversation of more than 5"):
+        tokenized(Split((lines(tmp_path / "b.jsonl", TALK),)), chat, "completions", 5)
+
+
+def test_a_text_begins_once_and_a_template_is_not_begun_again(tmp_path: Path) -> None:
+    """Double BOS: by the tokenizer, and by the template or the text."""
+    for family, bos in (("llama3", "<|begin_of_text|>"), ("gemma", "<bos>")):
+        chat = open_tokenizer(chat_folder(tmp_path / family, family))
+        file = lines(tmp_path / "a.jsonl", TALK, {"text": "Hello"}, {"text": f"{bos}Hello"})
+        found = tokenized(Split((file,)), chat, "all", 99).text
+        assert found.begins is not None and chat.bos is not None
+        assert (found.tokens == chat.bos).nonzero()[0].tolist() == found.begins.tolist()
+
+
+def test_lines_with_a_byte_order_mark_and_carriage_returns(chat: Chat, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([json.dumps(TALK).encode()] * 2))
+    assert texts(chat, Split((file,))) == [f"the cat{END}"] * 2
+    file.write_bytes(json.dumps([TALK]).encode())
+    with pytest.raises(BadInputError, match="is one JSON list; write a line for each"):
+        texts(chat, Split((file,)))
+    file.write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(BadInputError, match=r"a\.jsonl: is gzip"):
+        texts(chat, Split((file,)))
+
+
+def test_rows_of_parquet_and_arrow_are_those_of_lines(chat: Chat, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    rows = [
+        [ASK, ANSWER],
+        [{**ASK, "content": "hi"}, ANSWER, ASK, {**ANSWER, "content": "no"}],
+        [ASK, call, ASK, ANSWER],
+    ]
+    columns = {"messages": rows, "source": ["a", "b", "c"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    write(tmp_path / "hf" / "train", columns)
+    wanted = texts(chat, Split((lines(tmp_path / "a.jsonl", *({"messages": row} for row in rows)),)))
+    for split in (Split((tmp_path / "a.parquet",)), Split((tmp_path / "hf" / "train",))):
+        assert texts(chat, split) == wanted
+        assert str(tokenized(split, chat, "completions", 500).left_out[0]).startswith("3 rows with 'source'")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(BadInputError, match=r"a\.parquet: not a readable Parquet file"):
+        texts(chat, Split((tmp_path / "a.parquet",)))
+
+
+def test_files_of_a_split(tmp_path: Path) -> None:
+    def files(path: Path, held: str | None = None) -> list[Any]:
+        return [([one.name for one in split.files], split.tenth) for split in splits_of(path, held)]
+
+    for name in (
+        "a/train.jsonl",
+        "a/val.jsonl",
+        "b/train/1.jsonl",
+        "b/train/2.json",
+        "b/test/1.jsonl",
+        "c/x.jsonl",
+    ):
+        lines(tmp_path / name, TALK)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        lines(tmp_path / "d" / "data" / f"{name}.parquet")
+    assert files(tmp_path / "a") == [(["train.jsonl"], None), (["val.jsonl"], None)]
+    assert files(tmp_path / "b") == [(["1.jsonl", "2.json"], None), (["1.jsonl"], None)]
+    assert (
+        files(tmp_path / "c")
+        == files(tmp_path / "c" / "x.jsonl")
+        == [(["x.jsonl"], False), (["x.jsonl"], True)]
+    )
+    assert [len(names) for names, _ in files(tmp_path / "d")] == [2, 1]
+    with pytest.raises(BadInputError, match=r"nothing to measure on: other\.jsonl"):
+        splits_of(tmp_path / "a", "other")
+    with pytest.raises(BadInputError, match=r"holds no \.jsonl or \.parquet"):
+        splits_of(tmp_path, None)
+
+
+@pytest.mark.parametrize("count", [2, 9, 10, 11, 20])
+def test_each_tenth_row_is_held_back_and_none_is_in_both(count: int, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", *({"text": str(n)} for n in range(1, count + 1)))
+    learned, held = ([int(row["text"]) for _, row in split.rows()] for split in splits_of(file, None))
+    assert held == (list(range(10, count + 1, 10)) or [count])
+    assert sorted(learned + held) == list(range(1, count + 1))
+
+
+def test_another_column_by_its_name(chat: Chat, tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": " b", "chosen": [ASK, ANSWER], "body": "Hello"}
+    file = lines(tmp_path / "a.jsonl", row)
+    for column, counts in (("chosen", f"the cat{END}"), ("body", f"Hello{END}"), ("prompt", f" b{END}")):
+        assert texts(chat, Split((file,), None, column)) == [counts]
+    with pytest.raises(BadInputError, match=r"no 'gone', which data\.input_column names"):
+        texts(chat, Split((file,), None, "gone"))
+
+
+def test_the_cache_is_by_content_and_a_damaged_one_is_made_anew(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = list[int]()
+    real = module._made
+    monkeypatch.setattr(module, "_made", lambda *args: made.append(1) or real(*args))
+    file = lines(tmp_path / "a.jsonl", TALK, {"text": "Hello", "id": 1})
+    first = tokenized(Split((file,)), chat, "completions", 99)
+
+    def again(learn: str = "completions", chat: Chat = chat, length: int = 99) -> int:
+        made.clear()
+        found = tokenized(Split((file,)), chat, learn, length)
+        if not made:
+            assert all(np.array_equal(a, b) for a, b in zip(first.text, found.text, strict=True))
+            assert (first.left_out, first.notes) == (found.left_out, found.notes)
+        return len(made)
+
+    assert again() == 0
+    assert again("all") == again(length=98) == 1
+    assert again(chat=open_tokenizer(chat_folder(tmp_path / "chat", template=TEMPLATES["zephyr"]))) == 1
+    for damage in (
+        lambda data: data[:-1],
+        lambda data: data[:-1] + b"\x07",
+        lambda _: b"",
+        lambda data: data[:9],
+    ):
+        for kept in (tmp_path / "cache" / "trainer" / "conversations").iterdir():
+            kept.write_bytes(damage(kept.read_bytes()))
+        assert again() == 1
+        assert "is damaged" in capsys.readouterr().out
+        assert again() == 0
+    lines(file, TALK, {"text": "Hello", "id": 2}, {"text": "more"})
+    assert again() == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert again() == again() == 1, "where nothing can be kept"

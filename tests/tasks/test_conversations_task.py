@@ -1,0 +1,173 @@
+"""Promise: a step on conversations is what a plain loop over each alone gives, over the tokens that count."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.helpers.chat_folders import chat_folder
+from tests.helpers.small_gpt import SMALL
+from tests.helpers.toys import build_alone, make_recipe
+from trainer.config.recipe import Recipe
+from trainer.data.dataset import LENGTH, NUM_ITEMS
+from trainer.data.formats.chat import open_tokenizer
+from trainer.data.formats.documents import IGNORED, SEGMENT, TARGETS
+from trainer.data.formats.turns import counted, turns
+from trainer.errors import BadInputError
+from trainer.tasks.language import Language
+from trainer.train.run import left_out_of, make_task
+from trainer.train.step import train_step
+
+SGD = {"name": "sgd", "momentum": 0, "lr": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0}
+ROWS = 13
+
+
+class InFloat64(Language):
+    """The task in the precision that equalities are told in."""
+
+    def model(self) -> torch.nn.Module:
+        return super().model().double()
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Conversations of unlike lengths, with unlike numbers of tokens that count."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    random = np.random.default_rng(2)
+
+    def said(role: str, most: int) -> dict[str, str]:
+        return {"role": role, "content": "the cat " * int(random.integers(1, most))}
+
+    made = [{"messages": [said("user", 9), said("assistant", 5)] * (1 + n % 2)} for n in range(ROWS - 1)]
+    made.append({"messages": [said("user", 60), said("assistant", 2)]})
+    for name, some in (("train", made), ("val", made[:3])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    chat_folder(tmp_path / "chat")
+    return made
+
+
+def recipe_of(folder: Path, **language: Any) -> Recipe:
+    size = {**SMALL, "sequence_length": 160, "tokenizer": str(folder / "chat")}
+    return make_recipe(
+        task="language",
+        language={**size, **language},
+        data={
+            "name": "conversations",
+            "path": str(folder),
+            "global_batch_size": 16,
+            "micro_batch_size": 2,
+            "last_batch": "weighted",
+        },
+        optim=SGD,
+    )
+
+
+def by_hand(model: torch.nn.Module, rows: list[Any], folder: Path, learn: str) -> tuple[float, Any]:
+    """Each conversation on its own, summed, over the number of tokens that count."""
+    chat, total, number = open_tokenizer(folder / "chat"), torch.zeros((), dtype=torch.float64), 0
+    for row in rows:
+        numbers = [n for n, one in enumerate(row["messages"]) if one["role"] == "assistant"]
+        text, spans = turns(chat, row["messages"], numbers[-1:] if learn == "last" else numbers)
+        found = counted(chat, text, next(chat.encode([text])), spans if learn != "all" else [(0, len(text))])
+        ids = torch.from_numpy(found.ids)
+        targets = ids.where(torch.from_numpy(found.counts), torch.tensor(IGNORED))[1:]
+        number += int((targets != IGNORED).sum())
+        total = total + F.cross_entropy(model(ids[None, :-1])[0], targets, reduction="sum")
+    (total / number).backward()
+    return float(total.detach()) / number, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("text", "learn"),
+    [("packed", "completions"), ("padded", "completions"), ("packed", "last"), ("padded", "all")],
+)
+def test_a_step_is_that_of_a_plain_loop(text: str, learn: str, rows: list[Any], tmp_path: Path) -> None:
+    """Over micro-batches of unlike counts, the last ones of samples of weight 0 alone."""
+    recipe = recipe_of(tmp_path, text=text, learn=learn)
+    task = InFloat64(recipe.data, recipe.model, recipe.language, recipe.seed)
+    assert len(task.train_data) <= 16
+    loss, wanted = by_hand(build_alone(recipe, task).state.model, rows, tmp_path, learn)
+    run = build_alone(recipe, task)
+    before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
+    train_step(run, run.loader(run.share.batches()), 0)
+    assert float(run.state.loss) == pytest.approx(loss, rel=1e-12)
+    for name, after in run.state.model.named_parameters():
+        assert torch.allclose(before[name] - after.detach(), wanted[name], rtol=1e-8, atol=1e-12), name
+
+
+@pytest.mark.usefixtures("rows")
+def test_what_the_samples_hold(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    assert recipe.language.text == "packed", "conversations aren't cut where nobody said so"
+    task = make_task(recipe)
+    arrays = task.train_data.arrays
+    assert arrays is not None
+    counts = (arrays[TARGETS] != IGNORED).sum(1)
+    assert (arrays[NUM_ITEMS] == counts).all() and (arrays[LENGTH] > counts).all()
+    assert arrays[SEGMENT].max() > 1, "several in a sample"
+    assert task.describe()["learn"] == "completions"
+    assert any("13 rows of" in line and "count in the loss" in line for line in task.notes)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_sample_and_a_micro_batch_without_a_token_that_counts_weigh_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, text="padded")
+    task = InFloat64(recipe.data, recipe.model, recipe.language, recipe.seed)
+
+    def step() -> dict[str, torch.Tensor]:
+        run = build_alone(recipe, task)
+        train_step(run, run.loader(run.share.batches()), 0)
+        assert torch.isfinite(run.state.loss)
+        return {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
+
+    arrays: Any = task.train_data.arrays
+    for silent in (1, 2, 5):  # 2 of them fill a micro-batch, wherever the order puts them
+        arrays[TARGETS][:silent] = IGNORED
+        arrays[NUM_ITEMS][:silent] = 0
+        model = build_alone(recipe, task).state.model
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        count, total = int(arrays[NUM_ITEMS].sum()), torch.zeros((), dtype=torch.float64)
+        for tokens, targets, length in zip(arrays["tokens"], arrays[TARGETS], arrays[LENGTH], strict=True):
+            given, said = (torch.from_numpy(one[:length].astype(np.int64)) for one in (tokens, targets))
+            total = total + F.cross_entropy(model(given[None])[0], said, reduction="sum")
+        (total / count).backward()
+        found = step()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert torch.allclose(before[name] - found[name], parameter.grad, rtol=1e-8, atol=1e-12), name
+
+
+def test_an_evaluation_set_of_its_own_and_what_is_left_out(rows: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Hello", "id": 3}) + "\n" + json.dumps(rows[0]))
+    recipe = recipe_of(tmp_path)
+    values = recipe.model_dump()
+    values["evaluation"]["sets"] = {
+        "more": {"path": str(tmp_path / "other.jsonl")},
+        "test": {"split": "train"},
+    }
+    task = make_task(Recipe.model_validate(values))
+    sets: Any = task.evaluation_sets  # type: ignore[attr-defined]
+    assert len(sets["more"]) == 1 and len(sets["test"]) == len(task.train_data)
+    recipe.data.path = tmp_path / "other.jsonl"
+    assert [str(one) for one in left_out_of(make_task(recipe))["training data"]] == [
+        "1 row with 'id', which isn't read (other.jsonl: line 1)"
+    ]
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize(
+    ("language", "says"),
+    [
+        ({"text": "stream"}, r"language\.text=stream cuts anywhere"),
+        ({"tokenizer": None}, r"language\.tokenizer=FOLDER"),
+        ({"vocabulary": 100}, r"language\.vocabulary=100, but this text has"),
+        ({"sequence_length": 3}, "nothing to learn from is left .13 conversations of more than 3 tokens"),
+    ],
+)
+def test_what_does_not_go_together(language: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=says):
+        make_task(recipe_of(tmp_path, **language))

@@ -1,0 +1,265 @@
+"""The tokenizer and the chat template of a model's folder, without the library that wrote them.
+
+Rendered as `transformers` renders (jinja2's sandbox, whole lines of blocks taken away), tokenized as its fast
+tokenizers do: the template writes what begins and ends a conversation, so the tokenizer adds nothing to it.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from trainer.data.formats.chat_template import Spans, compiled, unmarked
+from trainer.errors import BadInputError, first_line
+from trainer.host import strict_json
+from trainer.host.files import read_inside
+from trainer.rng import Ints
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+
+_LARGEST = 1 << 30  # tokenizer.json
+_LARGEST_TEMPLATE = 1 << 20
+_BATCH = 512  # texts that are encoded side by side
+_MARKS = "\ufdd0\ufdd1"  # no characters, by Unicode's definition: around what {% generation %} holds
+_TODAY = (
+    "2024-07-26"  # Llama 3's own date where it isn't told one: a run that asks for today's wouldn't repeat
+)
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatError(ValueError):
+    """What is wrong with one conversation; who knows its row adds that."""
+
+
+class Encoded(NamedTuple):
+    """Tokens of a text: their numbers, and where each begins and ends in it, int64 (n,)."""
+
+    ids: Ints
+    starts: Ints
+    ends: Ints
+
+
+class Chat(NamedTuple):
+    """A tokenizer with its chat template.
+
+    Attributes:
+        folder: Where they lie.
+        sha256: Of tokenizer.json, the special tokens and the templates.
+        vocabulary: Every token is below it.
+        bos: The token that the tokenizer puts before a text; None if it puts none.
+        eos: The token that ends a text; None if none is named.
+        special: Special tokens by name, such as bos_token, as the template is given them.
+        added: Texts that are always one token, such as <|im_end|>, and their numbers.
+        controls: Those of them that are special: text of people holds none.
+        templates: By name; "default" unless there is none.
+        marks: Whether the default template says by {% generation %} what an assistant writes.
+        asks_date: Whether it asks for today's date.
+        tokenizer: Adds nothing to a text.
+    """
+
+    folder: Path
+    sha256: str
+    vocabulary: int
+    bos: int | None
+    eos: int | None
+    special: Mapping[str, str]
+    added: Mapping[str, int]
+    controls: tuple[str, ...]
+    templates: Mapping[str, "Template"]
+    marks: bool
+    asks_date: bool
+    tokenizer: "Tokenizer"
+
+    def render(self, messages: Sequence[Message], tools: Any = None, generation_prompt: bool = False) -> str:
+        """Renders messages as text.
+
+        Args:
+            messages: Each with role and content.
+            tools: What the assistant may call, as the template wants it.
+            generation_prompt: Whether the begin of an assistant's turn follows.
+
+        Raises:
+            ChatError: If there is no template, or it refuses the messages.
+        """
+        return self.render_marked(messages, tools, generation_prompt)[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: Any = None, generation_prompt: bool = False
+    ) -> tuple[str, Spans]:
+        """Renders messages as text; and where in it {% generation %} blocks begin and end."""
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise ChatError(
+                f"{self.folder} has no chat template; put a chat_template.jinja there, or give rows of "
+                "prompt and completion"
+            )
+        try:
+            marked = self.templates[name].render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self.special,
+            )
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # a template is a program: a wrong type in it raises what Python raises
+            raise ChatError(f"the chat template refuses it ({first_line(error)})") from error
+        return unmarked(marked)
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
+        """Encodes texts; special tokens in them are special tokens.
+
+        Raises:
+            BadInputError: If the tokenizer's rules fail on one.
+        """
+        for first in range(0, len(texts), _BATCH):
+            with _told(self.folder):
+                batch = self.tokenizer.encode_batch(list(texts[first : first + _BATCH]))
+            for one in batch:
+                offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
+                yield Encoded(np.array(one.ids, np.int64), offsets[:, 0], offsets[:, 1])
+
+
+def open_tokenizer(folder: Path) -> Chat:
+    """Opens tokenizer.json, the names of special tokens and the chat template of a model's folder.
+
+    Raises:
+        BadInputError: If a file isn't there or isn't what it should be.
+    """
+    content = _read(folder / "tokenizer.json", _LARGEST)
+    if content is None:
+        older = " (only tokenizer.model, which transformers' save_pretrained converts)"
+        raise BadInputError(
+            f"{folder}: no tokenizer.json{older * (folder / 'tokenizer.model').exists()}; give the folder of "
+            "a model with its tokenizer"
+        )
+    tokenizer, first = _tokenizer(folder / "tokenizer.json", content)
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
+    special = {name: text for name in _NAMES if (text := _text(config.get(name)))}
+    for name in ("bos_token", "eos_token"):
+        if name in special and special[name] not in known:
+            raise BadInputError(
+                f"{folder}: tokenizer_config.json says {name} {special[name]!r}, which tokenizer.json "
+                "doesn't know; the two don't belong together"
+            )
+    tokens = tokenizer.get_added_tokens_decoder()
+    added = {one.content: number for number, one in tokens.items()}
+    _check_added(folder, config.get("added_tokens_decoder"), added)
+    sources = _templates(folder, config.get("chat_template"))
+    digest = hashlib.sha256(content + json.dumps([special, sources], sort_keys=True).encode())
+    bos = known.get(special.get("bos_token", ""))
+    default = sources.get("default", "")
+    templates, marks = compiled(folder, sources)
+    return Chat(
+        folder,
+        digest.hexdigest(),
+        max(known.values()) + 1,
+        bos if bos == first else None,
+        known.get(special.get("eos_token", "")),
+        special,
+        added,
+        tuple(one.content for one in tokens.values() if one.special),
+        templates,
+        marks,
+        "strftime_now" in default,
+        tokenizer,
+    )
+
+
+def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:
+    """Reads a tokenizer that adds nothing, and what it added before to the front of a text."""
+    try:
+        from tokenizers import Tokenizer
+        from tokenizers.processors import TemplateProcessing
+    except ImportError as error:
+        raise BadInputError(
+            f"{file}: the library tokenizers isn't installed: pip install tokenizers"
+        ) from error
+    try:
+        read: Tokenizer = Tokenizer.from_str(content.decode())
+        first = next(iter(read.encode("").ids), None)
+        read.no_truncation()
+        read.no_padding()
+        # Also the processor of GPT-2 and Llama 3, which moves offsets over blanks.
+        read.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and where it panics this
+        raise BadInputError(f"{file}: not a tokenizer.json ({first_line(error)})") from error
+    return read, first
+
+
+def _check_added(folder: Path, said: Any, added: Mapping[str, int]) -> None:
+    """Refuses tokens that stand in tokenizer_config.json alone: `transformers` would add them."""
+    for number, token in said.items() if isinstance(said, Mapping) else ():
+        if (text := _text(token)) and str(added.get(text)) != str(number):
+            raise BadInputError(
+                f"{folder}: tokenizer_config.json says that token {number} is {text!r}, and tokenizer.json "
+                "doesn't; write both again with transformers' save_pretrained"
+            )
+
+
+def _templates(folder: Path, said: Any) -> dict[str, str]:
+    """The templates' source by name: of chat_template.jinja, else of tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    content = _read(file, _LARGEST_TEMPLATE)
+    if content is not None:
+        try:
+            return {"default": content.decode()}
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"{file}: not UTF-8 (byte {error.start})") from error
+    if isinstance(said, str):
+        return {"default": said}
+    if isinstance(said, list) and all(isinstance(one, Mapping) for one in said):
+        return {str(one.get("name")): str(one.get("template")) for one in said}
+    if said is not None:
+        raise BadInputError(f"{folder / 'tokenizer_config.json'}: chat_template is no text")
+    return {}
+
+
+def _text(token: Any) -> str:
+    """A special token's text: it stands as text, or as an object with its content."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else ""
+
+
+def _read(file: Path, most: int) -> bytes | None:
+    try:
+        return read_inside(file, most)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    content = _read(file, strict_json.LARGEST)
+    try:
+        found = {} if content is None else strict_json.parse(content)
+    except ValueError as error:
+        raise BadInputError(f"{file}: {error}") from error
+    if not isinstance(found, dict):
+        raise BadInputError(f"{file}: isn't a JSON object")
+    return found
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise BadInputError(
+            f"{folder / 'tokenizer.json'}: its rules fail on a text ({first_line(error)}); use another"
+        ) from error

@@ -1,0 +1,127 @@
+"""Chat templates: jinja2 programs of strangers, run in its sandbox as `transformers` does."""
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import BadInputError, first_line
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Spans = list[tuple[int, int]]
+
+# What a template that asks for today's date is given, or a run wouldn't repeat: the one that Llama 3's has.
+TODAY = "2024-07-26"
+_MARKS = "\ufdd0\ufdd1"  # no characters, by Unicode's definition: around what {% generation %} holds
+
+
+def compiled(folder: Path, sources: Mapping[str, str]) -> tuple[dict[str, "Template"], bool]:
+    """Compiles templates by name, and says whether the default one has {% generation %} blocks.
+
+    Raises:
+        BadInputError: If one isn't a template.
+    """
+    if not sources:
+        return {}, False
+    from jinja2 import TemplateError
+
+    made, marks = dict[str, "Template"](), False
+    for name, source in sources.items():
+        environment = _environment()
+        try:
+            made[name] = environment.from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise BadInputError(
+                f"{folder}: its chat template is none that jinja2 reads ({first_line(error)}); mend "
+                "chat_template.jinja"
+            ) from error
+        marks = marks or (name == "default" and "has_generation" in environment.globals)
+    return made, marks
+
+
+def _environment() -> Any:
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """The block {% generation %}, by which templates mark what an assistant writes."""
+
+        tags = frozenset({"generation"})  # type: ignore[assignment]
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            """Puts marks around the block."""
+            self.environment.globals["has_generation"] = True
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        @staticmethod
+        def _marked(caller: Any) -> str:
+            return f"{_MARKS[0]}{caller()}{_MARKS[1]}"
+
+    def check(names: Any) -> None:
+        if odd := next((name for name in names if str(name).startswith("_")), None):
+            raise SecurityError(f"the name {odd!r} begins with an underscore")
+
+    class Names(Namespace):
+        """A template's own variables, but for what Python keeps in names with underscores."""
+
+        def __init__(*args: Any, **names: Any) -> None:
+            given = dict(*args[1:], **names)
+            check(given)
+            Namespace.__init__(args[0], given)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check([name])
+            Namespace.__setitem__(self, name, value)
+
+    def plain(*args: Any, **keys: Any) -> dict[Any, Any]:
+        return dict(*args, **keys)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **keys: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        namespace=Names,
+        dict=plain,
+        raise_exception=raise_exception,
+        strftime_now=datetime.fromisoformat(TODAY).strftime,
+    )
+    return environment
+
+
+def unmarked(marked: str) -> tuple[str, Spans]:
+    """Takes the marks of {% generation %} out of a text; where in it they stood."""
+    parts, spans, begin, length = list[str](), Spans(), 0, 0
+    for part in _split(marked):
+        if part == _MARKS[0]:
+            begin = length
+        elif part == _MARKS[1]:
+            spans.append((begin, length))
+        else:
+            parts.append(part)
+            length += len(part)
+    return "".join(parts), spans
+
+
+def _split(marked: str) -> Iterator[str]:
+    at = 0
+    for place, letter in enumerate(marked) if _MARKS[0] in marked else ():
+        if letter in _MARKS:
+            yield marked[at:place]
+            yield letter
+            at = place + 1
+    yield marked[at:]

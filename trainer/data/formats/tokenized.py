@@ -1,0 +1,251 @@
+"""Conversations as tokens, some of which count in the loss; kept in a cache by what they are made from."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError, safe_open
+
+from trainer.data.formats.chat import Chat, ChatError
+from trainer.data.formats.chat_template import TODAY
+from trainer.data.formats.conversations import READ, Plain, RowError, SkippedError, Split, Talk, sample_of
+from trainer.data.formats.text import Text, smallest_type
+from trainer.data.formats.turns import Counted, counted, turns
+from trainer.data.left_out import LeftOut, one, tally
+from trainer.errors import BadInputError
+from trainer.host.files import written_whole
+from trainer.observe.console import say
+
+_LAYOUT = 1  # of the cache: raised where the same rows become other tokens
+_BATCH = 512  # rows that are tokenized together
+_NEVER = re.compile(r"(?!)")
+
+
+class Tokenized(NamedTuple):
+    """Rows as tokens.
+
+    Attributes:
+        text: Each row a document, with which of its tokens count.
+        left_out: Rows that aren't learned from, by reason.
+        notes: What is odd about the others.
+    """
+
+    text: Text
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...]
+
+
+class _Prepared(NamedTuple):
+    """A row as text: where what counts stands in it, and whether the tokenizer adds begin and end."""
+
+    where: str
+    text: str
+    spans: list[tuple[int, int]]
+    plain: bool
+    whole: bool  # all of it counts: then it may be cut into samples
+
+
+class _Tally:
+    """Counts what is odd."""
+
+    def __init__(self) -> None:
+        self.left_out = list[LeftOut]()
+        self.tokens = self.counting = self.straddling = self.unended = self.cut = self.controls = 0
+        self.first_control = ""
+
+    def told(self, chat: Chat, rows: int) -> Iterator[str]:
+        """Lines for people."""
+        yield f"{rows:,} rows of {self.tokens:,} tokens, {self.counting:,} of which count in the loss"
+        if self.straddling:
+            yield (
+                f"{self.straddling:,} tokens are partly of a prompt and partly of what follows it, and don't "
+                "count"
+            )
+        if self.unended:
+            yield (
+                f"{self.unended:,} assistant turns end without a token of their own such as <|im_end|> that "
+                "counts, so the model isn't taught to stop"
+            )
+        if self.cut:
+            yield f"{self.cut:,} texts are longer than language.sequence_length, and cut into several samples"
+        if self.controls:
+            yield (
+                f"{self.controls:,} rows hold the text of a special token in their content, which becomes "
+                f"that token ({self.first_control})"
+            )
+        if chat.asks_date:
+            yield f"the chat template asks for today's date and is given {TODAY}, so that runs repeat"
+
+
+def tokenized(split: Split, chat: Chat, learn: str, length: int) -> Tokenized:
+    """Returns rows as tokens, from the cache if they are there.
+
+    Args:
+        split: The rows.
+        chat: Tokenizer and template.
+        learn: As language.learn.
+        length: Tokens that a sample predicts at most; longer conversations are left out.
+
+    Raises:
+        BadInputError: If a row can't be meant, or none is left; names file and row.
+    """
+    made_from = [_LAYOUT, split.sha256(), chat.sha256, learn, length]
+    file = _cache() / f"{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()}.safetensors"
+    if (kept := _kept(file)) is not None:
+        tokens, begins, counts, left_out, notes = kept
+    else:
+        tokens, begins, counts, left_out, notes = _made(split, chat, learn, length)
+        _keep(file, {"tokens": tokens, "begins": begins, "counts": counts}, left_out, notes)
+    text = Text(
+        tokens, chat.vocabulary, chat.eos, "bpe:tokenizer.json", begins=begins, counts=counts.view(np.bool_)
+    )
+    return Tokenized(text, left_out, notes)
+
+
+_Parts = tuple["np.ndarray", "np.ndarray", "np.ndarray", tuple[LeftOut, ...], tuple[str, ...]]
+
+
+def _made(split: Split, chat: Chat, learn: str, length: int) -> _Parts:
+    told, found = _Tally(), list[Counted]()
+    batch = list[_Prepared]()
+    for row in _prepared(split, chat, learn, told):
+        batch.append(row)
+        if len(batch) == _BATCH:
+            found += _counted(batch, chat, length, told)
+            batch = []
+    found += _counted(batch, chat, length, told)
+    left_out = tally(told.left_out)
+    if not found:
+        why = "; ".join(map(str, left_out)) or "it has no rows"
+        raise BadInputError(f"{split.files[0]}: nothing to learn from is left ({why})")
+    sizes = np.array([len(one.ids) for one in found], np.int64)
+    tokens = np.concatenate([one.ids for one in found]).astype(smallest_type(chat.vocabulary))
+    counts = np.concatenate([one.counts for one in found]).astype(np.uint8)
+    begins = np.cumsum(sizes) - sizes
+    told.tokens, told.counting = len(tokens), int(counts.sum() - counts[begins].sum())
+    return tokens, begins, counts, left_out, tuple(told.told(chat, len(found)))
+
+
+def _prepared(split: Split, chat: Chat, learn: str, told: _Tally) -> Iterator[_Prepared]:
+    control = re.compile("|".join(map(re.escape, chat.controls))) if chat.controls else _NEVER
+    for where, row in split.rows():
+        unread = (name for name in row if name not in (*READ, split.column))
+        told.left_out += [_left(f"row{{s}} with {name!r}, which isn't read", where) for name in unread]
+        try:
+            sample = sample_of(row, learn, split.column)
+            if isinstance(sample, Plain):
+                yield _plain(where, sample, chat)
+                continue
+            yield _talk(where, sample, chat, learn)
+        except SkippedError as reason:
+            told.left_out.append(_left(str(reason), where))
+            continue
+        except (RowError, ChatError) as error:
+            raise BadInputError(f"{where}: {error}") from error
+        if found := next(filter(None, (control.search(each["content"]) for each in sample.messages)), None):
+            told.controls += 1
+            told.first_control = told.first_control or f"{_name(where)}: {found[0]}"
+
+
+def _left(reason: str, where: str) -> LeftOut:
+    return one(reason, _name(where))
+
+
+def _name(where: str) -> str:
+    """A row by its file's name alone: what is kept in the cache holds wherever that lies."""
+    return where.rpartition("/")[2]
+
+
+def _plain(where: str, sample: Plain, chat: Chat) -> _Prepared:
+    if chat.eos is None:
+        raise RowError(
+            f"{chat.folder}: tokenizer_config.json names no eos_token, by which a text ends; add it"
+        )
+    text = sample.prompt + sample.completion
+    return _Prepared(where, text, [(len(sample.prompt), len(text))], plain=True, whole=not sample.prompt)
+
+
+def _talk(where: str, sample: Talk, chat: Chat, learn: str) -> _Prepared:
+    if learn == "all":
+        text = turns(chat, sample.messages, (), sample.tools)[0]
+        return _Prepared(where, text, [(0, len(text))], plain=False, whole=False)
+    text, spans = turns(chat, sample.messages, sample.counting, sample.tools)
+    return _Prepared(where, text, spans, plain=False, whole=False)
+
+
+def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, told: _Tally) -> Iterator[Counted]:
+    for row, encoded in zip(batch, chat.encode([row.text for row in batch]), strict=True):
+        found = counted(chat, row.text, encoded, row.spans)
+        if row.plain:
+            found = _with_ends(found, chat)
+        targets = len(found.ids) - 1
+        if not found.counts[1:].any():
+            told.left_out.append(_left("row{s} without a token that counts", row.where))
+        elif targets > length and not row.whole:
+            told.left_out.append(_left(f"conversation{{s}} of more than {length:,} tokens", row.where))
+        else:
+            told.straddling += found.straddling
+            told.unended += found.unended
+            told.cut += targets > length
+            yield found
+
+
+def _with_ends(found: Counted, chat: Chat) -> Counted:
+    """Puts the token that begins a text before it, if the tokenizer does and none is there; and its end."""
+    ids, counts, straddling, _ = found
+    if chat.bos is not None and (not len(ids) or ids[0] != chat.bos):
+        ids, counts = np.append(chat.bos, ids), np.append(False, counts)
+    if chat.eos is not None and ids[-1] != chat.eos:
+        ids, counts = np.append(ids, chat.eos), np.append(counts, True)
+    return Counted(ids, counts, straddling, 0)
+
+
+def _cache() -> Path:
+    home = Path(os.environ.get("HOME") or "/", ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", "conversations")
+
+
+def _kept(file: Path) -> _Parts | None:
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            about = json.loads((opened.metadata() or {})["about"])
+            tokens, begins, counts = (opened.get_tensor(name) for name in ("tokens", "begins", "counts"))
+        if about["sha256"] != _hash(tokens, begins, counts):
+            raise ValueError("another hash")
+        left_out = tuple(LeftOut.model_validate(one) for one in about["left_out"])
+        return tokens, begins, counts, left_out, tuple(map(str, about["notes"]))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        say(f"{file}: is damaged ({error}), and made anew")
+        return None
+
+
+def _keep(
+    file: Path, arrays: dict[str, "np.ndarray"], left_out: Sequence[LeftOut], notes: Sequence[str]
+) -> None:
+    about = {
+        "sha256": _hash(*arrays.values()),
+        "left_out": [one.model_dump() for one in left_out],
+        "notes": list(notes),
+    }
+    content = safetensors.numpy.save(arrays, {"about": json.dumps(about)})
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(file, lasting=False) as beside:
+            beside.write_bytes(content)
+    except OSError as error:
+        say(f"{file}: can't be written ({error.strerror}), so each process tokenizes for itself")
+
+
+def _hash(*arrays: "np.ndarray") -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape};".encode() + array.tobytes())
+    return digest.hexdigest()
