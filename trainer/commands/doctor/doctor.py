@@ -1,4 +1,4 @@
-"""`trainer doctor`: reads the box, asks every check, says what is wrong and how to mend it."""
+"""Runs `trainer doctor`: reads the machine, runs every check, prints each fault with its remedy."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ CHECKS: tuple[tuple[str, Callable[[MachineFacts], CheckResult]], ...] = (
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Prints what was found; returns the exit code: 1 if anything is bad.
+    """Prints the findings; returns the exit code: 1 if any is bad.
 
     Raises:
-        BadInputError: If the recipe, a setting or the folder isn't one.
+        BadInputError: If the recipe, a setting or the folder is wrong.
     """
     began = time.monotonic()
     if options.set and options.recipe is None:
@@ -63,7 +63,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def judge(box: MachineFacts) -> dict[str, CheckResult]:
-    """What each check finds, by its id; a check that fails has found that it can't be made here."""
+    """Runs each check and returns the results by id; a check that raises is reported as unavailable."""
     found = {}
     for name, check in CHECKS:
         try:
@@ -81,14 +81,14 @@ def read_box(
     environ: Mapping[str, str] | None = None,
     nvml: Any = None,
 ) -> MachineFacts:
-    """Looks at everything; takes about a second.
+    """Reads all facts; takes about a second.
 
     Args:
-        name: Of the recipe, if one was given.
-        recipe: What it says; None without one.
-        out: The run folder, or that of all runs.
+        name: Name of the recipe, if one was given.
+        recipe: The recipe; None without one.
+        out: The run folder, or the folder of all runs.
         root: Folder that stands for "/".
-        environ: By default this process's.
+        environ: Environment variables; by default this process's.
         nvml: A module in place of pynvml.
     """
     environ = os.environ if environ is None else environ

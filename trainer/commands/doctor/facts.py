@@ -1,7 +1,7 @@
-"""What the doctor read of the box, as values, and what a check makes of them.
+"""Facts that the doctor reads, and results of its checks.
 
-Reading and judging are apart: the modules by subject hold a reader, which looks at the box, and checks, which
-are pure functions of a `MachineFacts`.
+Each module by subject has a reader, which looks at the machine, and checks, which are pure functions of
+`MachineFacts`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Place = Literal["container", "kubernetes", "slurm", "host"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
-        status: ok, warn (it trains, but), bad (it won't, or wrongly), not available (with the reason).
-        finding: What there is, in one line.
+        status: ok, warn (training works, degraded), bad (it fails or computes wrongly), not available.
+        finding: The observed state, in one line; the reason if not available.
         cause: Why that matters; empty if all is well.
-        remedies: The line to write, by place; that of the host also helps where a place has none of its own.
+        remedies: The command or line to write, by place; the host's also serves places without one.
     """
 
     status: Status
@@ -35,38 +35,38 @@ class CheckResult:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
     def remedy(self, place: Place) -> str:
-        """The line for who is at this place."""
+        """Returns the remedy for this place."""
         return self.remedies.get(place) or self.remedies.get("host", "")
 
 
 def fine(finding: str) -> CheckResult:
-    """Nothing wrong."""
+    """Result: ok."""
     return CheckResult("ok", finding)
 
 
 def warn(finding: str, cause: str, **remedies: str) -> CheckResult:
-    """It trains, but."""
+    """Result: training works but is degraded."""
     return CheckResult("warn", finding, cause, remedies)
 
 
 def bad(finding: str, cause: str, **remedies: str) -> CheckResult:
-    """It won't train, or not right."""
+    """Result: training fails, or computes wrongly."""
     return CheckResult("bad", finding, cause, remedies)
 
 
 def unavailable(reason: str) -> CheckResult:
-    """It can't be looked at here, or there is nothing to look at."""
+    """Result: this can't be examined here, or there is nothing to examine."""
     return CheckResult("not available", reason)
 
 
 def some(words: Iterable[str], most: int = 4) -> str:
-    """The first few of a list."""
+    """Joins the first few entries of a list."""
     listed = list(words)
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
 def variable(name: str, value: str) -> dict[str, str]:
-    """The remedy that sets a variable, by place."""
+    """Returns the remedy that sets an environment variable, by place."""
     return {
         "container": f"docker run -e {name}={value} …",
         "kubernetes": f"env: [{{name: {name}, value: '{value}'}}]",
@@ -75,12 +75,12 @@ def variable(name: str, value: str) -> dict[str, str]:
 
 
 def pod_volume(name: str, source: str, path: str) -> str:
-    """The lines of a pod that mount a volume, as one.
+    """Returns the lines of a pod that mount a volume, as one.
 
     Args:
-        name: Of the volume.
-        source: What it is, such as "emptyDir: {}".
-        path: Where it is mounted.
+        name: Name of the volume.
+        source: Its source, such as "emptyDir: {}".
+        path: The mount point.
     """
     mounts = f"containers: [{{volumeMounts: [{{name: {name}, mountPath: {path}}}]}}]"
     return f"spec: {{volumes: [{{name: {name}, {source}}}], {mounts}}}"
@@ -88,7 +88,7 @@ def pod_volume(name: str, source: str, path: str) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that the job may use, as NVML tells."""
+    """A GPU that the job may use, as NVML describes it."""
 
     index: int  # NVML's number
     name: str  # the model
@@ -117,7 +117,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class System:
-    """What the kernel grants and does, and to whom."""
+    """Limits and features of the kernel, and the user of the process."""
 
     machine_cpus: int = 1  # CPUs of the machine
     # share of the quota's periods so far in which it stopped the container; None: no quota
@@ -137,7 +137,7 @@ class System:
 
 @dataclass(frozen=True)
 class Software:
-    """The packages."""
+    """Installed packages."""
 
     # version of each distribution, by canonical name
     installed: Mapping[str, str] = field(default_factory=dict)
@@ -154,13 +154,13 @@ class Software:
     uncompiled: str = ""  # what torch.compile lacks of a compiler and Python's headers; "" if nothing
 
     def stack(self) -> Stack | None:
-        """The stack that it was made from, or that has its torch."""
+        """The stack that the environment was made from, or one with the same torch."""
         return stack_of(self.lock, self.torch, self.cuda, read_stacks())
 
 
 @dataclass(frozen=True)
 class Network:
-    """What ranks talk through."""
+    """Interfaces and libraries by which ranks communicate."""
 
     interfaces: tuple[str, ...] = ()  # names, without loopback
     infiniband: tuple[str, ...] = ()  # active ports in /sys/class/infiniband
@@ -172,7 +172,7 @@ class Network:
 
 @dataclass(frozen=True)
 class RecipeNeeds:
-    """What of a recipe the box must bear."""
+    """Requirements of a recipe."""
 
     recipe: str = ""  # its name; "" if none was given
     workers: int = 0  # loader workers per rank
@@ -186,13 +186,13 @@ class RecipeNeeds:
 
     @property
     def ahead(self) -> int:
-        """Bytes that the workers of all ranks prepare ahead: a plain DataLoader puts them into /dev/shm."""
+        """Bytes that all loader workers prepare ahead: a plain DataLoader puts them into /dev/shm."""
         return self.ranks * self.workers * self.prefetch * self.batch_bytes
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All that was read."""
+    """All facts."""
 
     environ: Mapping[str, str]
     limits: Limits

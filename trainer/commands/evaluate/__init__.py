@@ -1,10 +1,10 @@
-"""`trainer evaluate RUN`: a run's model, measured on its own or on other data; or somebody's weights.
+"""`trainer evaluate RUN`: measures a run's model, or other weights, on its own or on other data.
 
-- `evaluate`: what is asked for, and the ranks that do it
-- `weights`: a recipe's model with the weights of a file
-- `rank`: a rank's part: model, data, metrics
-- `details`: what goes beyond the metrics of training: classes, the confusion matrix, COCO's twelve figures
-- `show`: tables, JSON and the matrix as a picture
+- `evaluate`: checks the request and starts the ranks
+- `weights`: opens a recipe's model with the weights of a file
+- `rank`: the program of a rank: model, data, metrics
+- `details`: metrics beyond those of training: per class, the confusion matrix, COCO's twelve figures
+- `show`: prints tables and JSON, draws the confusion matrix
 """
 
 import argparse
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_of(word: str) -> Path:
-    """The run that is named; what is none is said before torch is imported."""
+    """Returns the folder of the named run; a name that is none is refused before torch is imported."""
     from trainer.config.recipe_file import recipe_names
     from trainer.train.manifest import read_run
 

@@ -1,4 +1,4 @@
-"""Text that a language model goes on with."""
+"""Completions by a language model."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from trainer.train.run import device_kind
 
 
 def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints the prompt and what the model adds, up to the end of a document; returns the exit code."""
+    """Prints the prompt and the model's completion, up to the end of a document; returns the exit code."""
     if options.files or options.out is not None:
         raise BadInputError("a language model takes --prompt TEXT; leave out files and --out")
     if options.tokens < 1 or not 0 <= options.temperature < 1000:
@@ -60,7 +60,7 @@ def _text(tokens: Sequence[int], said: Mapping[str, Any], encoder: Encoder | Non
 
 
 def _first(said: Mapping[str, Any]) -> int:
-    """What a text begins after: the end of another, or where there are no documents, of a line."""
+    """Returns the token before a text: end of document, or where there are no documents, end of line."""
     end = said["end_of_document"]
     if isinstance(end, int):
         return end

@@ -1,4 +1,4 @@
-"""`trainer tune RECIPE`: what micro-batch, workers and prefetch suit this box; see `trainer.train.tune`."""
+"""`trainer tune RECIPE`: finds micro-batch, workers and prefetch for this machine (`trainer.train.tune`)."""
 
 import argparse
 from pathlib import Path
