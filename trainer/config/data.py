@@ -265,7 +265,7 @@ _OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "ev
 
 
 class EvaluationSetConfig(Section):
-    """One more data set to evaluate on. Keys that are not given are as in the section data."""
+    """One more data set to evaluate on. Keys that are not given default to those of the section data."""
 
     name: Kind | None = None
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = None

@@ -52,7 +52,7 @@ def opens(name: str, task: str) -> str | None:
 
 
 def described() -> str:
-    """All models, for the configuration page."""
+    """Lists all models, for the configuration page."""
     words = (
         f"{name} ({', '.join([*one.tasks, one.about] if one.about else one.tasks)})"
         for name, one in MODELS.items()

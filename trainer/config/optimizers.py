@@ -65,7 +65,7 @@ SCHEDULES = {
 
 
 def described(table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
-    """All rows of a table, for the configuration page: "a, b (what it is) or c"."""
+    """Lists all rows of a table, for the configuration page: "a, b (what it is) or c"."""
     *most, last = [f"{name} ({one.about})" if one.about else name for name, one in table.items()]
     return f"{', '.join(most)} or {last}"
 

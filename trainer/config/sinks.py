@@ -57,7 +57,7 @@ def plugged_sinks() -> dict[str, EntryPoint]:
 
 
 def described() -> str:
-    """All sinks that can be asked for, for the configuration page."""
+    """Lists all sinks, for the configuration page."""
     words = {name: f"{name} ({one.about})" if one.about else name for name, one in SINKS.items()}
     in_folder, to_trackers = (", ".join(words[name] for name in names) for names in (FILES, TRACKERS))
     return f"in the run folder {in_folder}; to trackers {to_trackers}"

@@ -83,7 +83,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Why the job ends.
+    """Why the watchdog ends the job.
 
     Attributes:
         line: For people.

@@ -50,7 +50,7 @@ def mounts(root: Path = Path("/")) -> Iterator[Mounted]:
 
 
 def own_cgroups(root: Path = Path("/")) -> dict[str, str]:
-    """This process's cgroup by controller of v1; that of v2 by ""."""
+    """Returns this process's cgroup by controller of v1; that of v2 by ""."""
     own = {}
     for line in text_of(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")

@@ -23,7 +23,7 @@ _UNKNOWN = 999  # nvmlReturn_t
 
 
 class Refusal(NamedTuple):
-    """Why NVML doesn't answer: its number for that (nvml.h, nvmlReturn_t), and its words."""
+    """Error of NVML: its number (nvml.h, nvmlReturn_t) and its message."""
 
     code: int
     text: str
@@ -198,7 +198,7 @@ def _text(answer: Any) -> Any:
 
 
 def slowdown(reasons: int) -> str:
-    """Why a GPU's clocks are low: thermal, power or hardware; empty if it is idle or nothing slows it."""
+    """Returns why a GPU's clocks are low: thermal, power or hardware; empty if it is idle or not slowed."""
     if reasons & _IDLE:
         return ""
     return next((name for name, bits in _REASONS if reasons & bits), "")

@@ -43,17 +43,17 @@ class _Log:
 
 
 def log_as_json(rank: int | None = None) -> None:
-    """From now on this process, and what it forks, writes lines as JSON; rank: which it is, None: none."""
+    """Writes lines as JSON from now on, in this process and its forks; `rank` is its rank, or None."""
     _Log.as_json, _Log.rank = True, rank
 
 
 def set_verbosity(verbosity: Verbosity) -> None:
-    """From now on this process, and what it forks, tells more or less."""
+    """Sets how much this process and its forks print."""
     _Log.verbosity = verbosity
 
 
 def without_bars() -> None:
-    """From now on this process, and what it forks, writes lines where it would draw a bar."""
+    """Replaces progress bars by lines from now on, in this process and its forks."""
     _Log.bars = False
 
 
@@ -84,7 +84,7 @@ def told_here() -> Told:
 
 
 def tell_as(told: Told, rank: int) -> None:
-    """From now on a rank writes as its launcher does; what a start does the first one tells alone."""
+    """Sets up a rank's output like its launcher's; --verbose details come from the first rank alone."""
     set_verbosity("normal" if rank and told.verbosity == "verbose" else told.verbosity)
     _Log.bars = told.bars
     set_start(told.start)

@@ -168,7 +168,7 @@ def waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: t
 
 
 def _line_of_the_model() -> str:
-    """Where the code is, of the user or of the library that the model comes from."""
+    """Returns file and line of the running code outside torch: the user's, or the model's library."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
     outside = [frame for frame in frames if not _within_torch(frame.filename)]
     return f"{outside[-1].filename}:{outside[-1].lineno}" if outside else ""

@@ -32,7 +32,7 @@ def is_name(name: object) -> bool:
 
 
 def why_no_metric(name: object) -> str:
-    """Why a metric can't be called so; empty if it can."""
+    """Returns why a name can't be a metric's; empty if it can."""
     if not is_name(name):
         return f"is no name for a metric: give a text of at most {_LONGEST} printable characters"
     if name in OWN or str(name).startswith(_OWN_PARTS):

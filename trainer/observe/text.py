@@ -76,7 +76,7 @@ def _short(value: Any) -> str:
 
 
 def listed(words: Sequence[str], most: int) -> str:
-    """Some words in a row, so many of them at most: "0, 1 and 3 more"."""
+    """Lists words, at most so many of them: "0, 1 and 3 more"."""
     shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
 

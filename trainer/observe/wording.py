@@ -30,13 +30,13 @@ def start() -> Start:
 
 
 def set_start(how: Start) -> None:
-    """From now on, in a rank: how its launcher was started."""
+    """Sets how a rank's launcher was started."""
     _Here.start = how
 
 
 @contextlib.contextmanager
 def started_by(how: Start) -> Iterator[None]:
-    """Within it messages are in these words, and so is a BadInputError that leaves it."""
+    """Context manager in which messages name these flags, also that of a BadInputError that leaves it."""
     before, _Here.start = _Here.start, how
     try:
         yield

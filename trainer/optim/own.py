@@ -88,7 +88,7 @@ class HostSchedule:
 
     @property
     def last_update(self) -> Any:
-        """After which update its scheduler has no rate any more (OneCycleLR), if it says so."""
+        """Returns the update after which its scheduler has no rate any more (OneCycleLR), if it has one."""
         return getattr(self._scheduler, "total_steps", None)
 
     def look_up(self) -> None:

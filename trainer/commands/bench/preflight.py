@@ -207,7 +207,7 @@ def _try(server: socket.socket, own: Host, one: Host, other: Host, number: int, 
 def _round(
     store: Any, number: int, pairs: Sequence[tuple[Host, Host]], seconds: float, gone: set[int]
 ) -> list[Pair]:
-    """Measures the pairs of a round, and returns both ends' results; skips ranks in `gone`, which don't answer."""
+    """Measures the pairs of a round, and returns both ends' results; ranks that don't answer join `gone`."""
     until = time.monotonic() + 5 * seconds + 2 * STREAM_SECONDS + _SPARE_SECONDS
     found = []
     for one, other in pairs:

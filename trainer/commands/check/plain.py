@@ -58,7 +58,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         epoch_length: Steps per epoch; milestones are in epochs.
         evaluated: Steps (from 1) after which it evaluates.
         nudged: Whether to round differently: the first weights are moved by one unit in the last place, and
-            each gradient is the sum of three thirds.
+            each gradient is that of a third of the loss, times three.
     """
     torch.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model: nn.Module = task.model()
@@ -209,7 +209,7 @@ def mean(before: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def measure(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> Snapshot:
-    """Computes metrics: sums over the evaluation data divided by its items, and the results of `summarize`."""
+    """Computes metrics: sums over the evaluation data divided by its items, and results of `summarize`."""
     data, items, sums, rows = task.evaluation_data, 0, Snapshot(), dict[str, list[torch.Tensor]]()
     model.eval()
     for start in range(0, len(data), size):

@@ -1,4 +1,4 @@
-"""Charts of where the time went: one bar over all, and a stack over the run."""
+"""Charts of the wall time by phase: one bar for the run, and stacks over its steps."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ PHASES_EXPLAINED = {
 
 
 def phase_chart(points: Sequence[Point], last: int) -> Markup:
-    """Shares of the wall by phase, over the steps of a run; nothing if no row has timings."""
+    """Draws fractions of the wall time by phase, over the steps of a run; nothing without timings."""
     rows = thinned([point for point in points if "time/wall" in point.cells], _BARS)
     rows = [row for row in rows if row.cells["time/wall"].total > 0]
     if not rows:
@@ -69,11 +69,11 @@ def phase_chart(points: Sequence[Point], last: int) -> Markup:
 
 
 def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> Markup:
-    """One bar over all: seconds by phase, in the order of `PHASES_EXPLAINED`.
+    """Draws one bar: seconds by phase, in the order of `PHASES_EXPLAINED`.
 
     Args:
-        what: What it is, for those who don't see it.
-        labeled: Whether large parts are named above it.
+        what: Its description for screen readers.
+        labeled: Whether large parts have labels above the bar.
     """
     every = sum(seconds for _, seconds in totals)
     left, parts = 0.0, list[str]()
