@@ -391,7 +391,7 @@ def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
 
     Raises:
         Damaged: If the checkpoint can't be trusted.
-        Unreadable: If nobody can tell now.
+        Unreadable: If it can't be read now.
     """
     _read(path, keep=False, advance=advance)
 

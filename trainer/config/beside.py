@@ -1,4 +1,4 @@
-"""Modules that lie beside somebody's file, a task's or a hook's: loaded under names of their own.
+"""Modules beside a user's file, a task's or a hook's: loaded under names of their own.
 
 `import net` in such a file, or in what it imports from its folder, gives the net.py there, as if the file
 were run. In `sys.modules` that is `trainer.config.beside.KEY.net`, with another KEY each time the file is
@@ -125,7 +125,7 @@ class Beside:
             return importlib.import_module(f"{self.name}.{name}" if beside else name, package)
 
     def unlist(self) -> None:
-        """Takes the modules out of `sys.modules`; whoever still holds one of them can import it as before."""
+        """Removes the modules from `sys.modules`; code that holds one of them can import it as before."""
         for name in [one for one in sys.modules if one == self.name or one.startswith(f"{self.name}.")]:
             del sys.modules[name]
         globals().pop(self.name.rpartition(".")[2], None)

@@ -179,7 +179,7 @@ class DataConfig(LoaderConfig):
     )
 
     def corrupt_samples(self, of: int) -> int:
-        """Returns how many of so many samples may be corrupt: the budget, at least one if it is above 0."""
+        """Returns the number of samples that may be corrupt: the budget, at least one if it is above 0."""
         return math.ceil(self.corrupt_budget * of)
 
     @field_validator("crop_area")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """A model that `model.name` may name; torchvision's and timm's have their own names besides.
+    """A model that `model.name` may name; torchvision's and timm's models have further names.
 
     Attributes:
         tasks: The tasks that train it; a task's first model is the one of a recipe that names none.

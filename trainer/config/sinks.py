@@ -10,8 +10,9 @@ class SinkKind(NamedTuple):
     """A sink that `log.to` may name.
 
     Attributes:
-        opens: "module:name" of a function, called with the run folder and the steps done, which gives a
-            function of a row and one that closes it; or of a class as `Tracker` in train/tracking/tracker.py.
+        opens: "module:name" of a function, called with the run folder and the steps done, which returns a
+            function of a record and one that closes it; or of a class like `Tracker` in
+            train/tracking/tracker.py.
         about: What it is, for the configuration page; empty where its name says it.
         tracker: Whether it is a tracker, which runs in a process of its own.
         folder: Folder in the run folder that it is given in place of that, and that a new run empties.

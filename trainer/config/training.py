@@ -321,7 +321,7 @@ class AnomalyConfig(Section):
 
 
 class HooksConfig(Section):
-    """Somebody's own code that is called while a run trains; none of it changes what is learned."""
+    """The user's code that is called during training; it must not change what is learned."""
 
     enabled: bool = Field(True, description="false: none are called, also of a task's file")
     use: tuple[str, ...] = Field(

@@ -43,7 +43,7 @@ class _Kept(NamedTuple):
 def dump() -> str | None:
     """Dumps this process's flight recorder, cut down to what `parse` reads: some hundred bytes.
 
-    Call it in a thread that nobody waits for: it asks CUDA about events, and a driver that hangs may not
+    Call it in a thread that nothing waits for: it asks CUDA about events, and a driver that hangs may not
     answer.
 
     Returns:

@@ -54,7 +54,7 @@ class Rows:
         return min(self.rank * each, rows), min((self.rank + 1) * each, rows)
 
     def shape_of(self, whole: Sequence[int]) -> torch.Size:
-        """The shape of this rank's rows of a tensor of such a shape."""
+        """Returns the shape of this rank's rows of a tensor of such a shape."""
         start, stop = self.between(whole[0])
         return torch.Size((stop - start, *whole[1:]))
 
@@ -248,7 +248,7 @@ def _mesh(world: World, config: ParallelConfig) -> tuple[Any, Rows]:
 
 
 def _apart(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Blocks whose parameters nobody else has."""
+    """Returns the blocks whose parameters belong to no other module."""
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

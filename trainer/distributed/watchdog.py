@@ -101,11 +101,11 @@ def judge(states: Sequence[RankStatus], limit: float, doubtful: float) -> HangVe
 
     Args:
         states: What every rank said last.
-        limit: Seconds without progress, or without a word, after which a rank hangs.
-        doubtful: Seconds without a word after which it has to be waited for: is it silent, or was it late?
+        limit: Seconds without progress, or without a message, after which a rank hangs.
+        doubtful: Seconds without a message after which it is awaited before a verdict.
 
     Returns:
-        None while nobody can be blamed: a rank that is slow but makes progress does not hang.
+        None while no rank can be blamed: a rank that is slow but makes progress does not hang.
     """
     there = [state for state in states if state.phase != "done"]
     failed = [state for state in there if state.phase == "failed"]
@@ -217,7 +217,7 @@ class Watchdog:
                 thread.start()
 
     def stop(self, why: str) -> None:
-        """Watches no longer; the others are told why this rank leaves: "done" or "failed"."""
+        """Stops watching, and publishes why this rank leaves: "done" or "failed"."""
         self._left = why
         self._stopped.set()
         for thread in self._threads:

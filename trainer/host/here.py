@@ -1,4 +1,4 @@
-"""The folder that relative paths mean: where a run was started, wherever somebody's code has gone since."""
+"""The folder of relative paths: where the run was started, even if user code changed the current folder."""
 
 import os
 from collections.abc import Iterator

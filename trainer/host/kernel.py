@@ -65,7 +65,7 @@ def processor() -> str | None:
 
 
 def infiniband_ports(root: Path = Path("/")) -> dict[str, float]:
-    """The active InfiniBand and RoCE ports, with their rate in Gbit/s; 0 where it isn't told."""
+    """The active InfiniBand and RoCE ports, with their rate in Gbit/s; 0 where it is unknown."""
     ports = {}
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         if "ACTIVE" in text_of(port / "state"):

@@ -35,7 +35,7 @@ class Limits:
 
     Attributes:
         cpus: CPUs' worth of time, fractional where a quota says so (1.5).
-        memory_bytes: Memory in bytes, of which /dev/shm takes its share; 0 where nothing tells.
+        memory_bytes: Memory in bytes, of which /dev/shm takes a part; 0 where it is unknown.
         shm_bytes: Free bytes of /dev/shm, 0 where it is absent.
         pids: Processes and threads together; None where unlimited.
         sources: The file or call that decided each figure above. It names the machine's (such as
@@ -118,7 +118,7 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
 def out_of_memory_kills(root: Path = Path("/")) -> int:
     """Counts the processes of this process's cgroup that the kernel killed because memory was full.
 
-    Counts since the cgroup was made: of a job's kills two readings tell. 0 where nobody counts.
+    Counts since the cgroup was made: a job's kills are the difference of two readings. 0 without a counter.
 
     Args:
         root: Folder that stands for "/".
@@ -130,27 +130,28 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
 
 
 def threads_per_rank(limits: Limits, local_world_size: int) -> int:
-    """Returns the compute threads for one rank: its share of the CPUs rounded down, and at least 1.
+    """Returns the compute threads for one rank: its part of the CPUs rounded down, and at least 1.
 
     Args:
         limits: What the ranks share. Where the launcher bound each rank to CPUs of its own (Slurm's
-            --cpu-bind), that is already the share of one: pass 1 as `local_world_size`.
+            --cpu-bind), that is already one rank's part: pass 1 as `local_world_size`.
         local_world_size: Ranks in this container, at least 1.
     """
     return max(1, math.floor(limits.cpus / local_world_size))
 
 
 def workers_per_rank(limits: Limits, local_world_size: int, quarters: int = 3) -> int:
-    """Returns the loader workers for one rank: 75 % of its share of the CPUs, rounded down.
+    """Returns the loader workers for one rank: 75 % of its part of the CPUs, rounded down.
 
-    The rest is for the rank itself, which launches kernels, pins batches and writes checkpoints. A share of
-    at least 1 CPU gives at least 1 worker. A smaller one gives 0, load in the rank's own process: a worker
-    would only take turns with it. A pids limit allows fewer: each rank needs 64 tasks, each worker 4.
+    The rest is for the rank itself, which launches kernels, pins batches and writes checkpoints. A part of
+    at least 1 CPU gives at least 1 loader worker. A smaller one gives 0, loading in the rank's process: a
+    loader worker would only take turns with it. A pids limit allows fewer: a rank needs 64 tasks, a loader
+    worker 4.
 
     Args:
         limits: What the ranks share; see `threads_per_rank`.
         local_world_size: Ranks in this container, at least 1.
-        quarters: Another part of the share: 4 is all of it, the most that make sense.
+        quarters: Quarters of the rank's CPUs to use instead of 3; at most 4.
     """
     if limits.cpus < local_world_size:
         return 0
@@ -177,7 +178,7 @@ def _spare_processes(limits: Limits, local_world_size: int) -> int:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs on which this container's processes may be scheduled; empty where nobody tells (macOS)."""
+    """The CPUs on which this container's processes may be scheduled; empty where unknown (macOS)."""
     if _before_binding is not None:
         return _before_binding
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
@@ -196,7 +197,7 @@ _before_binding: frozenset[int] | None = None
 
 @contextlib.contextmanager
 def cpus_kept() -> Iterator[None]:
-    """Lets this thread keep, at its end, to the CPUs of now, whatever somebody's code has bound it to."""
+    """Context manager that restores this thread's CPU affinity, which user code may change."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     try:
         yield

@@ -63,7 +63,7 @@ def read_room(root: Path = Path("/")) -> Room:
 
 
 def cap_own(room_bytes: int) -> None:
-    """Lets an allocation fail that would take this process, and so the container, beyond so many bytes more.
+    """Makes an allocation fail that would exceed so many more bytes in this process, and so in the container.
 
     Address space is counted, not memory: all that is mapped so far is left to it.
     """

@@ -167,7 +167,7 @@ class Nvml:
         return found
 
     def _energy(self, seconds: float) -> float | None:
-        """Joules of all GPUs since some moment, or since the start where power alone is told."""
+        """Returns joules of all GPUs since a fixed moment, or since the start where only power is known."""
         told = False
         for number, gpu in enumerate(self.gpus):
             if (counted := self.ask("nvmlDeviceGetTotalEnergyConsumption", gpu)) is not None:

@@ -188,7 +188,7 @@ def by_memory(record: ExitRecord, words: str) -> ExitRecord:
 def dead_worker(error: BaseException) -> str:
     """Returns one line about the loader worker whose death raised this.
 
-    "" for any other error, also if a worker died while it was being handled.
+    "" for any other error, also if a loader worker died while it was being handled.
     """
     while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         if isinstance(before, queue.Empty):  # as which torch's waiting for a batch begins

@@ -55,7 +55,7 @@ def launch_with_others(
         grace_seconds: Time for ranks to end after a signal.
         join_seconds: Timeout of the rendezvous.
         output: A file descriptor that takes the standard output of the ranks, or None.
-        suits: Whether the batch can be divided among so many ranks.
+        suits: Whether the batch can be divided among that many ranks.
 
     Returns:
         The job's exit code, as `launcher.launch`: the same on every node, except 75 on one that is

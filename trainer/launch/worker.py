@@ -4,7 +4,7 @@ Under the launcher a rank writes an exit record to a file, because torchrun turn
 under a plain `torchrun -m trainer` it prints its own traceback and exits with its own code.
 
 All that is one per process is here: the flag of `signals`, the exit record, what must stay until the end.
-(`observe.phases` has its timer, which a training without a rank starts anew as well.)
+(`observe.phases` has its timer, which a training without a rank also restarts.)
 """
 
 import atexit

@@ -18,7 +18,7 @@ _MOST_ROWS = 1000
 
 
 class Advisor:
-    """A sink that tells of each row what holds the run up, when that changes."""
+    """A sink that prints the bottleneck of the run when it changes."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Advisor:
         trends: Trends | None = None,
         logged: Logged | None = None,
     ) -> None:
-        """Begins without an opinion; goes on with the rows of earlier attempts, if `logged` has them."""
+        """Begins without a verdict; `logged` has sums of earlier attempts, if there are any."""
         self._begun = False
         self._price, self._trends = price_per_hour, trends or Trends()
         self._facts, self._count, self._tell = facts, count, tell
@@ -37,7 +37,7 @@ class Advisor:
         self._before: list[str] = []
 
     def __call__(self, row: Row) -> None:
-        """A row; the first, which begins with imports and compiling, says nothing."""
+        """Takes a record; the first is ignored, as it includes imports and compilation."""
         if row["kind"] != "train":
             return
         if "time/wall" in row:
@@ -62,7 +62,7 @@ class Advisor:
         self._before = [told, verdict.cause]
 
     def conclude(self, step: int, rest: Row) -> Verdict | None:
-        """The verdict on all attempts, with the time after the last row; None if nothing was timed."""
+        """Returns the verdict on all attempts, including `rest` after the last record; None without timings."""
         if not self._begun:
             return None
         self._rows.append(rest)
@@ -92,10 +92,10 @@ def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | st
 
 @contextmanager
 def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a source of metrics: what was since it was asked last.
+    """Yields a source of metrics: each call returns those since the last one.
 
     `time/gc` and, if there was any, `time/compile` are seconds in the garbage collector and in torch.compile;
-    `cpu/starved` is the share of the wall's time for which the asking thread could have run and had no CPU.
+    `cpu/starved` is the fraction of the wall time for which the asking thread could have run and had no CPU.
     """
     collector, compiler = _Stopwatch(), _Stopwatch()
     asked, queued = time.perf_counter(), queued_ns()

@@ -1,6 +1,6 @@
 """Proof of a run: the exact metrics of each record, and a fingerprint of every tensor of the model.
 
-`checksums.jsonl` holds a line with the names of the tensors, and then for each row of metrics one with
+`checksums.jsonl` holds a line with the names of the tensors, and then for each metrics record one with
 `kind`, `step`, the metrics and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text,
 too.
 """
@@ -37,8 +37,8 @@ class Checksums:
     Attributes:
         take: Gives the fingerprints now, int64 (tensors,), on the device; the host doesn't wait for it. With
             several ranks int64 (2, tensors): below them 1 where the ranks differ, 0 elsewhere.
-        write: Takes a row and the fingerprints that were taken with it, if any were.
-        drifted: Takes a row's step and, of several ranks, which tensors differ; maybe raises.
+        write: Takes a record and the fingerprints that were taken with it, if any were.
+        drifted: Takes a record's step and the tensors that differ between ranks; may raise.
     """
 
     take: Callable[[], torch.Tensor]
@@ -122,7 +122,7 @@ def _hashes(rows: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) ->
 
 
 def checksums_to(file: TextIO, names: Sequence[str], known: Sequence[str], step: int) -> Callable[..., None]:
-    """Makes the function that writes rows to a file.
+    """Makes the function that writes records to a file.
 
     Args:
         names: Of the tensors.
@@ -147,7 +147,7 @@ def checksums_to(file: TextIO, names: Sequence[str], known: Sequence[str], step:
 
 @dataclass(frozen=True)
 class ChecksumRow:
-    """A row of a trace.
+    """A record of a trace.
 
     Attributes:
         kind: "train" or "eval".
@@ -166,7 +166,7 @@ def read_checksums(file: Path) -> tuple[list[ChecksumRow], list[str], int]:
     """Reads a trace; no file is an empty one.
 
     Returns:
-        Its rows, the names of the tensors that it names last, and how many lines can't be read; a last one
+        Its records, the names of the tensors that it names last, and how many lines can't be read; a last one
         that was cut off is none of these.
 
     Raises:
@@ -205,7 +205,7 @@ def last_names(file: Path) -> list[str]:
 
 
 def rows_as_text(file: Path) -> Iterator[Any]:
-    """The rows of a file, with numbers as text: equal texts are equal bits, -0.0 and all.
+    """Returns the records of a file, with numbers as text: equal texts are equal bits, -0.0 and all.
 
     What can't be read is None, but for a last line that was cut off: that is what a kill leaves.
 
@@ -226,9 +226,9 @@ class Difference:
     """First difference between two runs.
 
     Attributes:
-        step: The row that differs first; nothing says in which step since the row before.
+        step: The first record that differs; the step may lie anywhere after the record before it.
         after: The last step at which all was the same.
-        metrics: What differs in that row: (name, recorded, replayed).
+        metrics: Differences in that record: (name, recorded, replayed).
         tensors: The tensors that differ there, in the model's order.
         of: The number of tensors that were compared there.
     """
@@ -241,7 +241,7 @@ class Difference:
 
 
 def first_difference(recorded: Iterable[ChecksumRow], replayed: Iterable[ChecksumRow]) -> Difference | None:
-    """Compares every row with its replay, and the other way round; None if all of them are the same."""
+    """Compares the records of a run and its replay, in both directions; None if all are equal."""
     here, there = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
     rows = sorted({**here, **there})
     for step, at_once in itertools.groupby(rows, key=lambda row: row[0]):

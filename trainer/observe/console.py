@@ -213,7 +213,7 @@ class ProgressBar:
 
         Args:
             right: Columns of figures.
-            last_is_total: Whether a line sets the last row apart.
+            last_is_total: Whether a line separates the last row.
         """
         if self._bar is None:
             for line in aligned([heads, *rows], right):
@@ -276,7 +276,7 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
 
 @contextlib.contextmanager
 def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Yields what is told of work done: a bar, or a line for the first, every tenth and every half minute."""
+    """Yields a function that takes work done: draws a bar, or prints a line every tenth and half minute."""
     if sys.stderr.isatty() and _Log.bars and not _Log.as_json:
         from rich.console import Console
         from rich.progress import Progress
@@ -300,7 +300,7 @@ def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
 
 @contextlib.contextmanager
 def staged() -> Iterator[Callable[[str], object]]:
-    """Yields what is told of each stage as it begins: a clock beside the stage, or a line for each."""
+    """Yields a function that takes the name of each phase as it begins: draws a clock, or prints a line."""
     if not sys.stderr.isatty() or not _Log.bars or _Log.as_json:
         yield tell
         return

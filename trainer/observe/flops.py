@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, counted once, and the share of what the GPU could do (MFU).
+"""Floating-point operations of a model, counted once, and the fraction of the GPU's peak (MFU).
 
 MFU (model FLOPs utilization; Chowdhery et al., 2022, "PaLM", appendix B) = FLOPs of forward and backward of a
 sample x samples per second / (GPUs x peak FLOP/s of one at the dtype of its matrix products). Multiplications

@@ -59,7 +59,7 @@ class Profile:
             skip: Steps of this attempt to leave alone at first.
             warm_up: Steps that the profiler runs in, but whose events are thrown away.
             active: Steps that are recorded.
-            modules: Whether modules get ranges; not if they are compiled, which would compile them anew.
+            modules: Whether modules get ranges; not if they are compiled, which would recompile them.
         """
         self._folder, self._model, self._device, self._kind = folder, model, device, kind
         self._begin, self._end = skip, skip + warm_up + active
@@ -70,7 +70,7 @@ class Profile:
         self._step: Callable[[], None] = lambda: None
 
     def step_done(self, done: int) -> None:  # noqa: ARG002  (counted from the start of the attempt)
-        """Call between two steps: starts, goes on, or ends."""
+        """Starts, continues or ends the profile; called between two steps."""
         self._done += 1
         if not self._begin <= self._done <= self._end:
             return

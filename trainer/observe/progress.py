@@ -47,7 +47,7 @@ _TRAIN = {
 
 
 class Progress:
-    """A sink that keeps the newest rows of a run, and makes a page of them when it is asked."""
+    """A sink that keeps the newest records of a run, and makes a page of them on request."""
 
     def __init__(
         self, about: Mapping[str, str], steps: int, first: int, checkpoint: Callable[[], int | None]
@@ -69,7 +69,7 @@ class Progress:
         self._left: float | None = None
 
     def __call__(self, row: Mapping[str, float | int | str]) -> None:
-        """Takes a row. Whole rows take each other's place: the server's thread sees one or the other."""
+        """Takes a record. Records are replaced whole: the server's thread sees one or the other."""
         self._seen = time.time()
         if row["kind"] == "eval":
             self._eval = row
@@ -175,7 +175,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
-        """A client that went away is nobody's business."""
+        """Ignores errors of a client that went away."""
 
 
 def _head_of_request(connection: socket.socket) -> bytes:
@@ -238,7 +238,7 @@ def _taken(config: LogConfig, error: Exception) -> str:
 
 @contextlib.contextmanager
 def served(config: LogConfig, page: Callable[[], str]) -> Iterator[None]:
-    """Answers GET /metrics with the page; where the port is taken, the training goes on without."""
+    """Answers GET /metrics with the page; where the port is taken, the training continues without."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = _CLIENT_S
@@ -266,7 +266,7 @@ def served(config: LogConfig, page: Callable[[], str]) -> Iterator[None]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Requests are not told."""
+            """Logs no requests."""
 
     try:
         server = _Server((config.metrics_host, config.metrics_port), Handler)

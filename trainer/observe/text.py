@@ -45,7 +45,7 @@ def plain(value: Any, most: int = 300) -> str:
 
 
 def seconds_left(steps: int, step: int, first: int, seconds: float) -> float:
-    """Time until the last step, by the steps since `first`, which took so many seconds."""
+    """Estimates the time until the last step, from the steps since `first` and their seconds."""
     return seconds / max(1, step - first) * (steps - step)
 
 
@@ -82,7 +82,7 @@ def listed(words: Sequence[str], most: int) -> str:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A figure with so many significant digits: 0.9917, 1,587, 5.06e-7."""
+    """Formats a figure with so many significant digits: 0.9917, 1,587, 5.06e-7."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:

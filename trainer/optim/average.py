@@ -73,7 +73,7 @@ class WeightAverage:
             self._moved_at.copy_(made)
 
     def go_on(self, step: int) -> None:
-        """Continues after so many steps, the average and `moved_at` having been restored."""
+        """Continues after so many steps; the average and `moved_at` have been restored."""
         self._moved = step - step % self._config.every
 
     @property

@@ -66,7 +66,7 @@ def last_step(run: Recorded, steps: int | None) -> int:
     """Returns the last step to replay: that of the last expected record within the requested steps.
 
     Raises:
-        BadInputError: If there is no row within them, or fewer steps.
+        BadInputError: If there is no record within them, or fewer steps.
     """
     rows = sorted(row.step for row in run.rows)
     if steps is None:

@@ -30,7 +30,7 @@ class Leader(Rendezvous):
     """The rendezvous on node 0.
 
     Attributes:
-        suits: Whether the batch can be divided among so many ranks.
+        suits: Whether the batch can be divided among that many ranks.
     """
 
     suits: Callable[[int], bool] = lambda _: True

@@ -90,18 +90,18 @@ class RecordedRun:
         folder: The folder.
         name: Name of the folder.
         manifest: The manifest, without secrets.
-        train: Rows of kind "train", thinned.
-        evaluation: Rows of kind "eval", thinned.
-        epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
-        epoch_end: Rows of kind "memory" at the end of an epoch, thinned.
-        hook: Rows of kind "hook", thinned.
+        train: Records of kind "train", thinned.
+        evaluation: Records of kind "eval", thinned.
+        epoch_start: Records of kind "memory" at the start of an epoch, thinned.
+        epoch_end: Records of kind "memory" at the end of an epoch, thinned.
+        hook: Records of kind "hook", thinned.
         pictures: Pictures of hooks, by name: step of the last one, and its path in the run folder.
-        freed: Rows of kind "memory" after an evaluation, where the allocator released memory, thinned.
-        end: The last row of kind "end", or {}.
-        verdicts: Rows of kind "verdict" but the last word.
+        freed: Records of kind "memory" after evaluations that released memory, thinned.
+        end: The last record of kind "end", or {}.
+        verdicts: Records of kind "verdict" except the final one.
         verdict: The last word, or None.
         slow: Slow ranks, by rank and phase.
-        throttled: Number of rows by reason of the GPU's throttling.
+        throttled: Number of records by reason of the GPU's throttling.
         anomalies: Lines of anomalies.jsonl.
         checkpoints: Checkpoints, newest first.
         rows: Number of valid lines of metrics.jsonl and the files beside it.
@@ -232,7 +232,7 @@ def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Parses a line as a JSON object; None for anything else. Faster than strict_json, for many rows."""
+    """Parses a line as a JSON object; None for anything else. Faster than strict_json, for many records."""
     try:
         value = strict_json.parse_quickly(line)
     except ValueError:
