@@ -62,7 +62,7 @@ class Advisor:
         self._before = [told, verdict.cause]
 
     def conclude(self, step: int, rest: Row) -> Verdict | None:
-        """Returns the verdict on all attempts, including `rest` after the last record; None without timings."""
+        """Returns the verdict on all attempts, `rest` included; None without timings."""
         if not self._begun:
             return None
         self._rows.append(rest)

@@ -159,9 +159,9 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
 def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:
     """Writes TensorBoard scalars, one event per record: add_scalar's events, one per scalar, cost 71 µs each.
 
-    TensorBoard's own writer has a thread, whose Python (checksums, mostly) runs whenever the training releases
-    the GIL, and keeps it waiting. Here the training thread writes; records are buffered for up to a quarter of
-    a second, and written with the ones that follow.
+    TensorBoard's own writer has a thread, whose Python (checksums, mostly) runs whenever the training
+    releases the GIL, and keeps it waiting. Here the training thread writes; records are buffered for up to a
+    quarter of a second, and written with the ones that follow.
 
     Returns:
         The sink and the function that closes it.
