@@ -202,7 +202,7 @@ class BackgroundWriter:
             return None
 
     def abandon(self) -> None:
-        """Tells the write under way to stop and doesn't wait, for a process that must end now.
+        """Stops the current write without waiting, for a process that must end now.
 
         Nothing half-written can be taken for a checkpoint; one that was all but done may still appear, whole.
         """

@@ -227,7 +227,7 @@ def newest_good(
     """Reads the newest checkpoint that can be trusted.
 
     Args:
-        foreign: Says of a state why it isn't of the run that is asked for, or None.
+        foreign: Returns why a state isn't this run's, or None.
 
     Returns:
         The checkpoint, None if there is no good one; a line for each newer one: its name and the reason.
@@ -275,7 +275,7 @@ def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str |
 
 
 def newest_step(folder: Path, known_good: Collection[int], first: int | None) -> int | None:
-    """The step of the newest checkpoint that is there and can be trusted; None if there is none.
+    """Returns the step of the newest checkpoint that can be trusted, or None.
 
     Args:
         known_good: Steps that needn't be read to know that they are good.

@@ -2,7 +2,7 @@
 
 `import net` in such a file, or in what it imports from its folder, gives the net.py there, as if the file
 were run. In `sys.modules` that is `trainer.config.beside.KEY.net`, with another KEY each time the file is
-run: so two folders with a net.py don't meet in one process, an edited one is read anew, and a class that is
+run: so two folders with a net.py don't meet in one process, an edited one is read again, and a class that is
 held from an earlier run still imports what it did. Another process finds the folder of a KEY by its hash on
 `sys.path`, so that a loader worker can be sent what is defined there.
 """
@@ -167,9 +167,9 @@ def _close(own: Beside) -> None:
 
 @contextmanager
 def imports_kept() -> Iterator[None]:
-    """Puts back, at its end, `sys.path` and the folders that are open.
+    """Context manager that restores `sys.path` and the open folders.
 
-    What was found meanwhile in a folder that wasn't on `sys.path` before leaves `sys.modules`.
+    Modules found in folders that it put on `sys.path` are removed from `sys.modules`.
     """
     path, opened = list(sys.path), dict(_open)
     try:
@@ -250,7 +250,7 @@ class _Source(SourceFileLoader):
 
 
 class _Loaded(Loader):
-    """Gives a module that is there already, whatever name it is asked for by."""
+    """Loads a module that is loaded already under another name: returns the same object."""
 
     def __init__(self, name: str) -> None:
         self._name = name

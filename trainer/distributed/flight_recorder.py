@@ -86,7 +86,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
 
     It is, in each process group, the one after the last that all of them completed: some did not enter it, or
     entered another one, or a smaller one, or have done it while others have not. Then the one
-    that only some entered is told of as well.
+    that only some entered is reported as well.
 
     Args:
         dumps: Of each rank what `dump` returned there, or all that torch dumps; None for a rank that said

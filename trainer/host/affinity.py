@@ -52,7 +52,7 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/"), allowed: Cpus | None = None) -> Topology:
-    """Reads what Linux tells; where it tells nothing, all CPUs are of one node and each is a core.
+    """Reads the topology from Linux; without it, all CPUs are of one node and each is a core.
 
     Args:
         root: Folder that stands for "/".

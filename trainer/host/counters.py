@@ -247,7 +247,7 @@ def _interfaces(root: Path) -> set[str]:
 
 
 def _period(quota: Path) -> float:
-    """Seconds of a quota's period; 0 if nothing tells."""
+    """Seconds of a quota's period; 0 if unknown."""
     if quota.name == "cpu.max":
         words = text_of(quota).split()
     else:

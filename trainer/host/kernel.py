@@ -59,7 +59,7 @@ def own_cgroups(root: Path = Path("/")) -> dict[str, str]:
 
 
 def processor() -> str | None:
-    """The processor's name, where the kernel tells it."""
+    """Returns the processor's name, if the kernel has it."""
     lines = text_of("/proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 

@@ -34,7 +34,7 @@ class Limits:
     """Limits that hold for all processes of this container together.
 
     Attributes:
-        cpus: CPUs' worth of time, fractional where a quota says so (1.5).
+        cpus: CPUs' worth of time, fractional under a quota (1.5).
         memory_bytes: Memory in bytes, of which /dev/shm takes a part; 0 where it is unknown.
         shm_bytes: Free bytes of /dev/shm, 0 where it is absent.
         pids: Processes and threads together; None where unlimited.

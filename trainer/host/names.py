@@ -16,7 +16,7 @@ def from_files_alone(address: str) -> Iterator[None]:
     one.
 
     torch's TCPStore looks up the name of whom it connects to, for its log: a name server would hear of it,
-    and one that doesn't answer would hold up the start for seconds.
+    and one that doesn't answer would delay the start for seconds.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # musl has none
     if configure is None or not _is_loopback(address):

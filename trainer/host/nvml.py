@@ -121,7 +121,7 @@ class Nvml:
         Means over the GPUs, but memory of the fullest, temperature of the hottest, and joules of all.
 
         Args:
-            seconds: Since the sample before, for a GPU that tells its power but not its energy.
+            seconds: Since the sample before, for a GPU that reports power but not energy.
         """
         ones = [self._one(gpu) for gpu in self.gpus]
         ones = [one for one in ones if one]
@@ -187,7 +187,7 @@ def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
+    """Returns the version of NVIDIA's driver; None without one."""
     with Nvml({}) as nvml:
         found: str | None = nvml.ask("nvmlSystemGetDriverVersion")
     return found

@@ -76,7 +76,7 @@ def stack_of(lock: str, torch: str, cuda: str, stacks: Mapping[str, Stack]) -> S
 
 
 def fitting(driver: str, architectures: Iterable[str], stacks: Mapping[str, Stack]) -> str:
-    """The name of the newest stack for a driver and GPUs; "" if there is none."""
+    """Returns the name of the newest stack for a driver and GPUs, or ""."""
     wanted = list(architectures)
     fits = [
         stack

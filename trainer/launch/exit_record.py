@@ -63,7 +63,7 @@ class ExitRecord:
         line: One line for the user; may be empty.
         traceback: The traceback of its exception or crash, or of the main thread in a hang; empty otherwise.
         time: Time of its end in seconds, by the host's monotonic clock; infinite if unknown.
-        for_all: Whether the line speaks for the whole job (bad input, a stop that was asked for, a hang).
+        for_all: Whether the line speaks for the whole job (bad input, a requested stop, a hang).
         consequence: Whether it looks like the effect of another rank's end.
     """
 

@@ -207,7 +207,7 @@ def last_names(file: Path) -> list[str]:
 def rows_as_text(file: Path) -> Iterator[Any]:
     """Returns the records of a file, with numbers as text: equal texts are equal bits, -0.0 and all.
 
-    What can't be read is None, but for a last line that was cut off: that is what a kill leaves.
+    A malformed line is None; a torn last line, which a kill leaves, is skipped.
 
     Raises:
         OSError: If it can't be read.

@@ -1,7 +1,7 @@
 """The one console: what a person sees, without secrets; a bar on a terminal, now and then a line elsewhere.
 
 Results go to standard output, warnings and the progress of other commands to standard error. Of the ranks
-only the first one tells of its run. Imports no torch, and rich only for a bar.
+only the first one logs its run. Imports no torch, and rich only for a bar.
 
 With `--log-format json` each line is an object with time, level, rank (null: the launcher) and message, and
 there are no bars. `--quiet` leaves warnings and errors only, `--verbose` adds what a start does, and when.
@@ -67,7 +67,7 @@ class Told(NamedTuple):
 
     Attributes:
         as_json: Whether their lines are JSON.
-        verbosity: How much the first rank tells.
+        verbosity: How much the first rank prints.
         bars: Whether it draws a bar on a terminal.
         start: How the run was started.
     """

@@ -1,7 +1,7 @@
 """Does memory grow with every step, and where?
 
 The trend is a Theil-Sen slope (Sen, 1968): the median of the slopes between pairs of points, which a few odd
-ones don't move. It counts as a leak only if the growth goes on at its pace and rises out of the noise.
+ones don't move. It counts as a leak only if the growth is steady and exceeds the noise.
 """
 
 import linecache

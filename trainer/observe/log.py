@@ -92,7 +92,7 @@ class Sources:
         count: Counts the FLOPs of a sample, or None.
         peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
         pause_s: Minimum seconds between records with timings, where records come more often; the
-            next that does tells of all the time between.
+            next one covers all the time between.
     """
 
     num_items: int = 1
@@ -139,7 +139,7 @@ class MetricLogger:
         """Starts where an earlier attempt stopped.
 
         Args:
-            take_metrics: Returns tensors () and starts them anew; "loss", "loss/…" and "watched/…" are sums
+            take_metrics: Returns tensors () and resets them; "loss", "loss/…" and "watched/…" are sums
                 over the steps since the last call, all others are shown as they are.
             logged: The last metrics record so far; updated in place.
             left_out: Numbers of the steps that aren't trained.

@@ -200,10 +200,10 @@ def _head_of_request(connection: socket.socket) -> bytes:
 def is_asked(host: str | None, listens: str) -> bool:
     """Whether a request's Host header means this host.
 
-    A name of somebody else's that resolves to this address is how a web page would read it (DNS rebinding).
+    A web page could read it by a foreign name that resolves to this address (DNS rebinding).
 
     Args:
-        host: The header; None where there is none, as no browser sends.
+        host: The header; None without one, which no browser sends.
         listens: log.metrics_host.
     """
     if host is None:

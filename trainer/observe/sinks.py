@@ -59,7 +59,7 @@ def finite(row: Row) -> dict[str, float | int | str | None]:
 def keep_rows(file: Path, step: int) -> int:
     """Removes records of later steps, and malformed ones, from a file; a missing file is fine.
 
-    Before step 1 all are removed: who begins again tells them again, those of step 0 too.
+    Before step 1 all are removed, those of step 0 too: a restart writes them again.
 
     Returns:
         How many lines couldn't be read, without a last one that was cut off: that is what a kill leaves.

@@ -1,6 +1,6 @@
 """Messages in the words of how the run was started: the flag that was typed, or `fit` from Python.
 
-Messages are written for `trainer train` with --out. Whoever starts a run says how (`started_by`), once;
+Messages are written for `trainer train` with --out. The start of a run sets how (`started_by`), once;
 what the console prints and what is raised goes through `worded`.
 """
 

@@ -109,7 +109,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager in which the model has the averaged weights; its own are kept here meanwhile.
+        """Context manager in which the model has the averaged weights; its own are kept here until the end.
 
         The model itself and no copy of it: a copy would still call a function that the model made of its own
         method (`self.f = torch.compile(self._f)`, a closure), which computes with the weights as trained.

@@ -47,7 +47,7 @@ def bench_inference(
         0, 1 if a way computes something else than eager, 3 if there was nothing to measure.
 
     Raises:
-        BadInputError: If the run can't be opened, or what was asked for isn't there.
+        BadInputError: If the run can't be opened, or a way doesn't exist.
     """
     sizes, names = _sizes(batches), chosen_ways(ways)
     if not 0 < seconds < 3600:

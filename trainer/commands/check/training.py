@@ -263,7 +263,7 @@ def _wide(batch: Any) -> Any:
 
 
 class _Doubled(TorchFunctionMode):
-    """Context manager that gives float64 to whoever asks torch for float32."""
+    """Context manager that gives float64 to code that asks torch for float32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -85,7 +85,7 @@ def folder(spec: JobSpec) -> str:
 
 
 def write_list(common: JobSpec, runs: list[JobSpec]) -> Path:
-    """Writes the list of submitted runs, for whoever compares them; returns its path."""
+    """Writes the list of submitted runs, for their comparison; returns its path."""
     path = job_folder(common) / f"{common.name}-sweep.json"
     listed = [{"name": run.name, "folder": folder(run), "settings": run.settings} for run in runs]
     values = {"recipe": common.recipe, "image": common.image, "runs": listed}

@@ -174,7 +174,7 @@ class Leader(Rendezvous):
                     self._came.append(one.node)
 
     def _part_with(self, number: int, why: str) -> None:
-        """Removes a node; the user is told once: now, or with the round's outcome."""
+        """Removes a node; logged once: now, or with the round's outcome."""
         node = self._there.pop(number)
         line = f"node {number} ({node.said.name}) is gone: {why}"
         if self._playing.get(number) is node and not self._ended(number):

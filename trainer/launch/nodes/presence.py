@@ -4,7 +4,7 @@ start.
 A launcher replaces its file when its message changes, and touches the file every second: any change shows
 that it is alive. Hosts' clocks differ, so file times are never compared with a clock; the reader counts
 silence in successful reads, so that nobody seems dead while a file server hangs. One daemon thread does all
-file access, so that signals and the grace period don't wait for such a server. Whoever can write to the
+file access, so that signals and the grace period don't wait for such a server. Anyone who can write to the
 folder may train there, so files aren't signed; other files are ignored.
 """
 
