@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
         dest="begin_from",
         metavar="RUN[@STEP|@best]",
         help="begin a new run with the weights, their average and the optimizer's state of another run's "
-        "checkpoint (default: its newest); steps, data order and schedule begin anew",
+        "checkpoint (default: its newest); steps, data order and schedule start from the beginning",
     )
     train.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start failed ranks again, up to N times"

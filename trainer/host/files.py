@@ -294,7 +294,7 @@ def open_own(path: Path, flags: int, alone: bool = True) -> int:
     Raises:
         OSError: If it can't be opened, or is a link, a FIFO, or a device; strerror says which.
     """
-    assert not flags & os.O_TRUNC, "it may be somebody else's"
+    assert not flags & os.O_TRUNC, "it may be another's"
     try:
         # O_NONBLOCK: a FIFO that nobody reads must not hold up the start.
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

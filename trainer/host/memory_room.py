@@ -82,13 +82,13 @@ def cap_own(room_bytes: int) -> None:
 class MemoryGuard:
     """Looks at a job's memory a hundred times a second, and kills the job when it has too much.
 
-    The job is all that this process starts, down to loader workers. What its ranks hold is
-    anonymous and shared memory (the ring of their batches); of the others what is theirs alone, for a worker
-    begins with its rank's pages; files that are mapped count once, for all map the same ones.
+    The job is all that this process starts, down to loader workers. Of ranks it counts anonymous and shared
+    memory (the ring of their batches); of others only private memory, as a loader worker begins with its
+    rank's pages; mapped files count once, as all map the same ones.
 
     Attributes:
-        rest_bytes: The most that the processes which aren't ranks had.
-        peak_bytes: The most that all of them were seen with.
+        rest_bytes: Peak memory of the processes that aren't ranks.
+        peak_bytes: Peak memory of all processes.
         killed: Why the job was killed, or "".
     """
 

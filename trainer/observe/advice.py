@@ -1,4 +1,4 @@
-"""Says during a run, and at its end, what holds it up."""
+"""Logs the bottleneck of a run, during the run and at its end."""
 
 import dataclasses
 import gc

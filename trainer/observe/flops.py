@@ -70,12 +70,12 @@ def short_name(device_name: str) -> str:
 
 @dataclass(frozen=True)
 class Count:
-    """What a model computes.
+    """FLOPs of a model.
 
     Attributes:
         per_sample: FLOPs of forward and backward of a sample; 0.0: they couldn't be counted.
         waits: "file:line" of the first operation of a forward pass that waits for the device, or "".
-        by_part: `per_sample` by the parts of the model; "" is what none of them computes.
+        by_part: `per_sample` by module of the model; "" is the rest.
     """
 
     per_sample: float = 0.0

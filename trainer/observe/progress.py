@@ -103,7 +103,7 @@ class Progress:
             ("remaining_seconds", "Time left, by this attempt's steps so far.", _one(self._left)),
             ("checkpoint_step", "Step of the newest checkpoint.", _one(saved)),
             ("phase_share", "Share of the time since the row before, by phase.", shares),
-            ("train", "What else a row of metrics has, by its key.", others),
+            ("train", "Further values of a metrics record, by key.", others),
             ("eval_step", "Step of the newest evaluation.", _one(measured.get("step"))),
             ("eval", "The newest evaluation, by metric.", figures),
             ("row_time_seconds", "When the newest row came, in seconds since 1970.", _one(self._seen)),

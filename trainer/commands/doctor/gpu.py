@@ -98,7 +98,7 @@ def nvml(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         return bad(
             f"NVML: {gpus.problem}",
             "the driver was updated under its loaded kernel module, or a container has another one's library",
-            host="on the host: sudo reboot   (or reload the module nvidia); then start containers anew",
+            host="on the host: sudo reboot   (or reload the module nvidia); then restart the containers",
         )
     if gpus.code == _NO_PERMISSION:
         return bad(

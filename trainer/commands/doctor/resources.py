@@ -123,7 +123,7 @@ def overcommit(box: MachineFacts) -> CheckResult:
     if system.overcommit == 2 and system.commit_left < 16 * GIB:
         return warn(
             f"vm.overcommit_memory=2, and {rough_size(max(0, system.commit_left))} may still be reserved",
-            "CUDA reserves as much address space as there is memory, and each worker as much as its rank has",
+            "CUDA reserves as much address space as there is memory; a loader worker, as much as its rank",
             host="on the host: sudo sysctl vm.overcommit_memory=0",
         )
     return fine(f"vm.overcommit_memory={system.overcommit}")
@@ -172,7 +172,7 @@ def shared(box: MachineFacts) -> CheckResult:
     if needs.ahead > free:
         return warn(
             said,
-            f"a plain DataLoader with the workers of {needs.recipe} would put {rough_size(needs.ahead)} "
+            f"a plain DataLoader with the data.workers of {needs.recipe} would put {rough_size(needs.ahead)} "
             f"there and end with a bus error; {own}",
             **remedies,
         )
@@ -217,7 +217,7 @@ def _ulimit(box: MachineFacts, name: str, letter: str, least: int, cause: str, w
 
 def nofile(box: MachineFacts) -> CheckResult:
     """Limit of open files."""
-    cause = "each rank holds sockets, shards and two pipes for each worker; then 'Too many open files'"
+    cause = "each rank holds sockets, shards and two pipes for each loader worker; then 'Too many open files'"
     return _ulimit(box, "nofile", "n", 1024, cause, "open files")
 
 

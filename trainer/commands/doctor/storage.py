@@ -106,7 +106,7 @@ def caches(box: MachineFacts) -> CheckResult:
     if broken:
         name = broken[0].partition("=")[0]
         remedies = {**remedies, "slurm": "", "host": f"export {name}=/tmp/cache-$(id -u)"}
-        return warn(some(broken, 2), "code is compiled anew in every run, or can't be", **remedies)
+        return warn(some(broken, 2), "code is compiled again in every run, or can't be compiled", **remedies)
     remote = [folder for folder in box.caches.values() if folder.mount.kind in _NETWORK]
     if remote:
         why = "every compilation makes thousands of small files and locks there"
@@ -151,7 +151,7 @@ def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if kind in _IN_MEMORY:
         return warn(said, "it lies in memory and counts against the limit", **remedies)
     if 0 < data.reads < _FEW_READS:
-        why = f"a worker that reads one image at a time gets no more than {data.reads:,.0f} per second"
+        why = f"a loader worker that reads one image at a time gets no more than {data.reads:,.0f} per second"
         return warn(said, why, **remedies)
     return fine(said)
 

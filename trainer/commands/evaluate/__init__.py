@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
     """Adds `evaluate` to the commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="measure a run's model again, on its own or other data; or somebody's weights (--weights)",
+        help="measure a run's model again, on its own or other data; or weights of a file (--weights)",
         allow_abbrev=False,
     )
     evaluate.add_argument(
@@ -84,6 +84,5 @@ def _run_of(word: str) -> Path:
         if word not in recipe_names() and Path(word).suffix not in (".yaml", ".yml", ".py"):
             raise BadInputError(str(error)) from error
         raise BadInputError(
-            f"{word}: is a recipe, which has no weights: give a run folder, or --weights FILE to measure "
-            "somebody's"
+            f"{word}: is a recipe, which has no weights: give a run folder, or --weights FILE"
         ) from error

@@ -109,9 +109,9 @@ def add_parser(commands: Any) -> None:
         help="Kubernetes, Kubeflow: merged into the manifests (docs/clusters.md); repeatable",
     )
     launch.told = {
-        "--from": "a job begins its run anew, or goes on with the run of its --name; for the weights of "
+        "--from": "a job begins a new run, or resumes the run of its --name; for the weights of "
         "another run give --set model.pretrained=runs/RUN/model.safetensors (--env-from is about variables)",
-        "--resume": "a job goes on by itself with the run of its --name",
+        "--resume": "a job resumes the run of its --name by itself",
         "--out": "--name says the run folder, below --runs",
     }
     launch.set_defaults(run=_run)

@@ -8,7 +8,7 @@ from trainer.commands.submit.spec import JobSpec, Place, Site
 
 
 class How(NamedTuple):
-    """How a job is rendered and submitted at a place.
+    """Rendering and submission of a job at one place.
 
     Attributes:
         tool: The program that submits it.

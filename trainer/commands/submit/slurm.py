@@ -152,7 +152,7 @@ _AFTERWARDS = [
     '    state=$(scontrol show job --oneliner "$job" |',
     "        sed -n 's/.* JobState=\\([A-Z]*\\).*/\\1/p')",
     '    if [ "$state" = RUNNING ]; then',
-    '        echo "requeued, number $((${SLURM_RESTART_COUNT:-0} + 1)): it goes on from its checkpoint" >&2',
+    '        echo "requeued, number $((${SLURM_RESTART_COUNT:-0} + 1)): it resumes from its checkpoint" >&2',
     '        scontrol requeue "$job" && sleep 60',
     "    fi",
     "fi",

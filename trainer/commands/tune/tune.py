@@ -53,7 +53,7 @@ def tune(options: argparse.Namespace) -> int:
         if options.check:
             if auto:
                 raise BadInputError(
-                    f"--check: {KEY}=auto is chosen anew at each start, so there is nothing to check; give "
+                    f"--check: {KEY}=auto is chosen at each start, so there is nothing to check; give "
                     f"--set {KEY}=N, or --tuned tuned.yaml"
                 )
             return _check(job)

@@ -73,7 +73,7 @@ class Follower(Rendezvous):
             time.sleep(POLL_SECONDS)
         code = job_code(records)
         why = self.presence.blind or (
-            f"nothing was heard of it for {presence.SILENT_SECONDS:g} s, or it was started anew"
+            f"nothing was heard of it for {presence.SILENT_SECONDS:g} s, or it was restarted"
         )
         line = f"trainer: {self.nodes.name(0)} is gone: {why}\n"
         again = self.nodes.elastic and not leaving

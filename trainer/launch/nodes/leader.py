@@ -240,7 +240,7 @@ def _gone(file: Seen | None, anew: bool) -> str:
     if file is None:
         return "its launcher ended"
     if anew and file.silent >= presence.ALIVE_SECONDS:
-        return "its launcher was started anew"
+        return "its launcher was restarted"
     if file.silent >= presence.SILENT_SECONDS:
         return f"nothing was heard of it for {presence.SILENT_SECONDS:g} s: was its launcher or host killed?"
     return ""

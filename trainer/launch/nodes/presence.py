@@ -1,5 +1,4 @@
-"""Which launchers are alive, by a file of each in the run folder: RUN/nodes/NODE-ID, with a new ID for each
-start.
+"""Presence of the launchers: a file of each in the run folder, RUN/nodes/NODE-ID, with a new ID per start.
 
 A launcher replaces its file when its message changes, and touches the file every second: any change shows
 that it is alive. Hosts' clocks differ, so file times are never compared with a clock; the reader counts

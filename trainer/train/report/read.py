@@ -74,7 +74,7 @@ class FirstAndLast:
 
 @dataclass
 class Slow:
-    """How often a rank was the slowest in a phase, and its cost as fractions of the wall time."""
+    """A rank that was the slowest in a phase: how often, and its cost as fractions of the wall time."""
 
     rows: int = 0
     total: float = 0.0

@@ -39,7 +39,7 @@ _MEMORY: tuple[_Chart, ...] = (
             "there is": "limit:gpu/memory_total_bytes",
         },
     ),
-    ("Host memory of rank 0 and its workers", "bytes", " resident", {"": "memory/rss_bytes"}),
+    ("Host memory of rank 0 and its loader workers", "bytes", " resident", {"": "memory/rss_bytes"}),
     ("Allocations tried again", "count", "retries", {"": "memory/retries"}),
 )
 _MACHINE: tuple[_Chart, ...] = (
