@@ -130,12 +130,13 @@ def diagnose(metrics: Metrics, facts: Facts) -> Verdict:
             return max(found, key=lambda verdict: verdict.share)
     if facts.waits:
         return Verdict("sync", 0.0, f"{_sync(facts.waits)}; it costs nothing that can be seen here")
+    computing = f"forward, backward and update take {evidence.computing:.0%} of the time"
     if evidence.computing >= 0.5:
-        return Verdict("none", 0.0, f"nothing holds it up: it computes {evidence.computing:.0%} of the time")
+        return Verdict("none", 0.0, f"no bottleneck: {computing}")
     shares = {phase: evidence.share(phase) for phase in PHASES if phase not in ("start", *_COMPUTING)}
     most = sorted(shares, key=shares.__getitem__, reverse=True)[:3]
     rest = ", ".join(f"{phase} {shares[phase]:.0%}" for phase in most if shares[phase] >= 0.01)
-    return Verdict("none", 0.0, f"no single cause: it computes {evidence.computing:.0%} of the time ({rest})")
+    return Verdict("none", 0.0, f"no single bottleneck: {computing} ({rest})")
 
 
 def diagnose_run(metrics: Metrics, facts: Facts) -> Verdict:
