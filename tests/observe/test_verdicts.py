@@ -76,7 +76,8 @@ ALONE = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samp
             },
             False,
             "none",
-            "no single bottleneck: forward, backward and update take 12% of the time (evaluation 44%, end 30%, data 14%)",
+            "no single bottleneck: forward, backward and update take 12% of the time "
+            "(evaluation 44%, end 30%, data 14%)",
         ),
     ],
 )
