@@ -50,7 +50,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
     from trainer.train.run_folder import read_json
 
     folder = checkpoints_of(run)
-    # Without a manifest that can be read, the checkpoints are what is left of the run: they are shown.
+    # Without a readable manifest, the checkpoints are all that is left of the run: show them.
     with contextlib.suppress(OSError, ValueError):
         check_format(run, read_json(run / "manifest.json"))
     try:

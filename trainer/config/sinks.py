@@ -13,12 +13,12 @@ class SinkKind(NamedTuple):
         opens: "module:name" of a function, called with the run folder and the steps done, which returns a
             function of a record and one that closes it; or of a class like `Tracker` in
             train/tracking/tracker.py.
-        about: What it is, for the configuration page; empty where its name says it.
+        about: Description for the configuration page; empty where the name suffices.
         tracker: Whether it is a tracker, which runs in a process of its own.
-        folder: Folder in the run folder that it is given in place of that, and that a new run empties.
-        module: What must be importable for it; it is in `package`, a dependency of the group of its name.
-        package: What to install for it.
-        variable: Environment variable by which it is on, in place of `log.to`.
+        folder: Folder below the run folder that it writes to, and that a new run empties.
+        module: Module that it needs, of `package`, a dependency in the group of its name.
+        package: Package to install for it.
+        variable: Environment variable that switches it on, instead of `log.to`.
     """
 
     opens: str
@@ -53,7 +53,7 @@ TRACKERS = tuple(name for name, one in SINKS.items() if one.tracker and not one.
 
 
 def plugged_sinks() -> dict[str, EntryPoint]:
-    """The sinks that installed packages bring as entry points, by name; nothing of them is imported."""
+    """Returns the sinks of installed packages by name, as entry points that aren't imported."""
     return {one.name: one for one in entry_points(group=GROUP)}
 
 

@@ -1,8 +1,8 @@
 """Limits of this container: CPUs, memory, shared memory, processes.
 
 A container shows the machine's figures: 64 cores where the quota is 4, and then 64 loader workers starve one
-another. Whatever sizes itself asks here; nothing else counts CPUs or memory. From the kernel's documentation:
-cgroup-v2.rst, cgroup-v1/{cpusets,memory,pids}.rst, sched-bwc.rst (cpu.cfs_*); and proc_pid_mountinfo(5).
+another. All code that sizes itself asks this module; no other counts CPUs or memory. Sources: the kernel's
+cgroup-v2.rst, cgroup-v1/{cpusets,memory,pids}.rst, sched-bwc.rst (cpu.cfs_*); proc_pid_mountinfo(5).
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
                 found.append((value, f"/{(cgroup / next(iter(texts))).relative_to(root).as_posix()}"))
         return found
 
-    # `min` keeps the first of equals, so the machine comes first: a limit that takes nothing away is no news.
+    # `min` keeps the first of equals, so the machine comes first: a limit with no effect isn't named.
     online = count_cpus(text_of(root / "sys/devices/system/cpu/online"))
     cpus, cpus_source = min(
         [
             *([(float(online), "/sys/devices/system/cpu/online")] if online else []),
             *figures(_quota, "cpu.max"),
             *figures(_quota, "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-            # What is in effect, if the kernel says so: cpuset.cpus only asks, and can be empty (inherited).
+            # The effective set, if the kernel has it: cpuset.cpus is a request, and can be empty (inherited).
             *figures(_cpuset, "cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"),
             *([(float(affinity), "sched_getaffinity")] if affinity else []),
         ],
@@ -155,7 +155,7 @@ def workers_per_rank(limits: Limits, local_world_size: int, quarters: int = 3) -
     """
     if limits.cpus < local_world_size:
         return 0
-    # One division, so that a share such as 16/3, of which 75 % is 4, can't round to 3.
+    # One division, so that a part such as 16/3, of which 75 % is 4, can't round to 3.
     workers = max(1, math.floor(limits.cpus * quarters / (local_world_size * 4)))
     return max(0, min(workers, _spare_processes(limits, local_world_size)))
 
@@ -178,14 +178,14 @@ def _spare_processes(limits: Limits, local_world_size: int) -> int:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs on which this container's processes may be scheduled; empty where unknown (macOS)."""
+    """Returns the CPUs on which this container's processes may be scheduled; empty if unknown (macOS)."""
     if _before_binding is not None:
         return _before_binding
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def keep_to(cpus: frozenset[int]) -> None:
-    """Binds this thread, and what it starts from here on, to some CPUs; the limits stay the container's."""
+    """Binds this thread, and those it starts later, to some CPUs; `read_limits` still counts all."""
     global _before_binding  # noqa: PLW0603
     if hasattr(os, "sched_setaffinity"):
         _before_binding = allowed_cpus()
@@ -273,7 +273,7 @@ def _bytes(text: str) -> int | None:
 
 
 def _finite(size: int | None) -> int | None:
-    # 0 is no limit that a process that asks could live under: memory.high is set to it to reclaim at once.
+    # 0 isn't a real limit: memory.high is set to it to reclaim memory at once.
     return size if size is not None and 0 < size < _NO_MEMORY_LIMIT else None
 
 

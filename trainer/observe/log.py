@@ -71,8 +71,7 @@ class Logged:
         step: Steps done at the last metrics record.
         seconds: Time of the steps that were timed.
         samples: Samples in them.
-        rows: Of metrics, with where the time went; by the `Advisor`, on rank 0. Those of earlier attempts are
-            merged into one.
+        rows: Records with timings, for the `Advisor` on rank 0; those of earlier attempts merged into one.
     """
 
     step: int = 0
@@ -87,8 +86,8 @@ class Sources:
 
     Attributes:
         num_items: Items (tokens) of a sample.
-        take: Return further metrics for each record, such as the machine's.
-        gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
+        take: Functions that return further metrics for each record, such as the machine's.
+        gather: Gathers each rank's float64 (n,) to a table (ranks, n) on the device; None: a single rank.
         count: Counts the FLOPs of a sample, or None.
         peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
         pause_s: Minimum seconds between records with timings, where records come more often; the
@@ -122,7 +121,7 @@ class MetricLogger:
 
     Attributes:
         sinks: Functions that take the records.
-        logged: How far they are.
+        logged: Extent of the run that records cover.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class MetricLogger:
 
         Args:
             take_metrics: Returns tensors () and resets them; "loss", "loss/…" and "watched/…" are sums
-                over the steps since the last call, all others are shown as they are.
+                over the steps since the last call, all others are values of the last step.
             logged: The last metrics record so far; updated in place.
             left_out: Numbers of the steps that aren't trained.
         """
@@ -159,7 +158,7 @@ class MetricLogger:
         self.start_clock(self.logged.step)
 
     def start_clock(self, step: int) -> None:
-        """Times from here on: after the first step, which compiles and warms up, and evaluations."""
+        """Restarts the clock: after the first step, which compiles and warms up, and after evaluations."""
         self._start = self._now(step)
 
     def _now(self, step: int) -> _Moment:
@@ -190,7 +189,7 @@ class MetricLogger:
     def _explanation(self, step: int) -> tuple[dict[str, float], torch.Tensor | None, dict[str, float | str]]:
         """Returns this rank's phases, those of all (ranks, phases), and the figures of the sources."""
         gather = self._sources.gather
-        # Ranks must not part here: what they do together doesn't go by the clock.
+        # All ranks must decide alike here: collectives must not depend on a clock.
         if gather is None and time.perf_counter() - self._reading.wall < self._sources.pause_s:
             return {}, None, {}
         earlier, self._reading = self._reading, reading(step)
@@ -219,7 +218,7 @@ class MetricLogger:
 
         Args:
             values: Float (n,), on the device.
-            metrics: Makes metrics of them, on the host.
+            metrics: Converts them to metrics, on the host.
         """
         values = self._on_its_way(values)
         self._later.append(_Later(self._now(step), kind, values, metrics))

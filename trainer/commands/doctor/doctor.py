@@ -46,7 +46,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.set and options.recipe is None:
         raise BadInputError(f"--set {options.set[0]}: name a recipe, as in trainer doctor digits --set …")
     recipe = None
-    if options.recipe is not None:  # pydantic takes as long as all the rest
+    if options.recipe is not None:  # importing pydantic takes as long as all the rest
         from trainer.commands.doctor.needs import read_for_needs
 
         recipe = read_for_needs(options.recipe, options.set)
@@ -68,7 +68,7 @@ def judge(box: MachineFacts) -> dict[str, CheckResult]:
     for name, check in CHECKS:
         try:
             found[name] = check(box)
-        except Exception as error:  # no check is worth the others
+        except Exception as error:  # a failed check must not hide the others
             found[name] = unavailable(f"it can't be checked here ({type(error).__name__}: {error})")
     return found
 
@@ -89,7 +89,7 @@ def read_box(
         out: The run folder, or the folder of all runs.
         root: Folder that stands for "/".
         environ: Environment variables; by default this process's.
-        nvml: A module in place of pynvml.
+        nvml: The pynvml module, or a stand-in.
     """
     environ = os.environ if environ is None else environ
     limits = read_limits(root)

@@ -92,25 +92,25 @@ class Card:
 
     index: int  # NVML's number
     name: str  # the model
-    architecture: str = ""  # such as sm_90; "" if it doesn't tell
+    architecture: str = ""  # such as sm_90; "" if unknown
     total: int = 0  # bytes of memory
-    used: int = 0  # bytes of it that are taken
+    used: int = 0  # bytes in use
     data_center: bool = True  # whether forward compatibility may work with it
-    lost: str = ""  # why it doesn't answer; "" if it does
+    lost: str = ""  # error if it doesn't answer, else ""
 
 
 @dataclass(frozen=True)
 class Gpus:
     """NVIDIA's driver and GPUs."""
 
-    problem: str = ""  # what NVML said when it was started; "" if it started
-    code: int = 0  # NVML's number of that, 0 if it started
-    driver: str = ""  # the version in use by NVML
-    # the version of the loaded kernel module, which a container without GPUs sees as well; ""
+    problem: str = ""  # error of NVML's start, or ""
+    code: int = 0  # NVML's error code, or 0
+    driver: str = ""  # version of the driver's library
+    # version of the loaded kernel module, visible in a container without GPUs too; or ""
     kernel: str = ""
-    nodes: bool = False  # whether /dev/nvidiactl is there
-    cards: tuple[Card, ...] = ()  # those that the job may use
-    wrong: str = ""  # the first word of CUDA_VISIBLE_DEVICES that names no GPU; ""
+    nodes: bool = False  # whether /dev/nvidiactl exists
+    cards: tuple[Card, ...] = ()  # GPUs that the job may use
+    wrong: str = ""  # first word of CUDA_VISIBLE_DEVICES that names no GPU, or ""
     # versions of libcuda in folders of forward compatibility that the loader searches first
     compat: tuple[str, ...] = ()
 
@@ -120,19 +120,19 @@ class System:
     """Limits and features of the kernel, and the user of the process."""
 
     machine_cpus: int = 1  # CPUs of the machine
-    # share of the quota's periods so far in which it stopped the container; None: no quota
+    # fraction of the quota's periods so far in which the container was throttled; None: no quota
     throttled: float | None = None
-    available: int = 0  # bytes of memory that are free or could be, within the limit
-    oom_kills: int = 0  # processes of this cgroup that were killed for memory so far
+    available: int = 0  # bytes of memory that are free or can be reclaimed, within the limit
+    oom_kills: int = 0  # processes of this cgroup killed so far because memory was full
     overcommit: int = 0  # vm.overcommit_memory
-    commit_left: int = 0  # bytes that may still be promised, where overcommit is 2
+    commit_left: int = 0  # bytes that can still be reserved, where overcommit is 2
     ipc_lock: bool = False  # whether this process may lock memory beyond its limit
-    shm: int | None = None  # size of /dev/shm in bytes; None: it isn't there or can't be written
+    shm: int | None = None  # size of /dev/shm in bytes; None: it is missing or can't be written
     # soft limits by name (nofile, nproc, memlock); infinity is -1
     rlimits: Mapping[str, int] = field(default_factory=dict)
     uid: int = 0  # user number
     user: str = ""  # its name in the password file; "" if it has none
-    home_error: str = ""  # why $HOME can't be written; ""
+    home_error: str = ""  # error of writing to $HOME, or ""
 
 
 @dataclass(frozen=True)
@@ -141,20 +141,20 @@ class Software:
 
     # version of each distribution, by canonical name
     installed: Mapping[str, str] = field(default_factory=dict)
-    twice: tuple[str, ...] = ()  # distributions of which there are several versions
-    torch: str = ""  # torch's own version, from its files; "" if it isn't there
+    twice: tuple[str, ...] = ()  # distributions installed in several versions
+    torch: str = ""  # torch's version, from its files; "" without torch
     cuda: str = ""  # the CUDA that torch is built for; "" for none
-    # exact versions that torch says it needs, by canonical name
+    # exact versions that torch requires, by canonical name
     wanted: Mapping[str, str] = field(default_factory=dict)
-    lock: str = ""  # SHA-256 of the lock that this environment was installed from; "" if nobody knows
+    lock: str = ""  # SHA-256 of the lock that this environment was installed from; "" if unknown
     changing: bool = False  # whether an installer was interrupted
     leaked: tuple[str, ...] = ()  # distributions in the user's own site-packages, if Python looks there
     shadowed: tuple[str, ...] = ()  # packages that PYTHONPATH puts before the installed ones, with the folder
     searched: tuple[str, ...] = ()  # CUDA, cuDNN and NCCL libraries in LD_LIBRARY_PATH or LD_PRELOAD
-    uncompiled: str = ""  # what torch.compile lacks of a compiler and Python's headers; "" if nothing
+    uncompiled: str = ""  # compiler or headers that torch.compile lacks; "" if none
 
     def stack(self) -> Stack | None:
-        """The stack that the environment was made from, or one with the same torch."""
+        """Returns the stack that the environment was made from, or one with the same torch."""
         return stack_of(self.lock, self.torch, self.cuda, read_stacks())
 
 
@@ -176,9 +176,9 @@ class RecipeNeeds:
 
     recipe: str = ""  # its name; "" if none was given
     workers: int = 0  # loader workers per rank
-    prefetch: int = 4  # batches that each prepares ahead
-    batch_bytes: int = 0  # of a micro-batch, in uint8
-    loader_bytes: int = 0  # what the loaders of all ranks take of memory, processes included
+    prefetch: int = 4  # batches that a loader worker prepares ahead
+    batch_bytes: int = 0  # bytes of a micro-batch in uint8
+    loader_bytes: int = 0  # memory of all ranks' loaders, processes included
     compiles: bool = False  # whether it uses torch.compile
     ranks: int = 1  # processes on this host
     strategy: str = "ddp"  # parallel.strategy

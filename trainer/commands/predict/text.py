@@ -49,7 +49,7 @@ def _tokens(text: str, said: Mapping[str, Any], encoder: Encoder | None) -> list
     if encoder is not None and encoder.tokenizer is not None:
         return list(encoder.tokenizer.encode(text, add_special_tokens=False).ids)
     if said["tokenizer"] == "bytes":
-        return list(os.fsencode(text))  # whatever bytes the terminal gave
+        return list(os.fsencode(text))  # the terminal's bytes, whatever their encoding
     return encode(text, str(said["tokenizer"]), str(said["characters"])) if text else []
 
 
@@ -68,5 +68,5 @@ def _first(said: Mapping[str, Any]) -> int:
 
 
 def _harmless(text: str) -> str:
-    # Nothing that a model makes up is to move the terminal's cursor.
+    # A model's output must not contain control sequences for the terminal.
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

@@ -17,7 +17,7 @@ from trainer.train.provenance import file_hash
 
 _SHOWN = 3
 _LINES = 5
-# Of a manifest, what can change the bits that come out; in this order a difference is told.
+# Fields of a manifest that can change the bits, in the order in which differences are reported.
 _ENVIRONMENT = (
     *("versions.torch", "versions.cuda", "versions.cudnn", "versions.nccl"),
     *("device.name", "device.gpus", "device.cpu_capability", "device.cpu", "threads", "world_size"),

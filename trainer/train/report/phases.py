@@ -10,23 +10,23 @@ from trainer.observe.charts.thin import Point, thinned
 from trainer.observe.text import count, escaped, share
 
 _BARS = 120
-_FEW = 48  # up to so many bars stand apart
+_FEW = 48  # up to so many bars have gaps between them
 
-# Of the time, in the order in which it is stacked: what a GPU is bought for first.
+# Phases in stacking order, the useful ones first.
 PHASES_EXPLAINED = {
     "forward": "the model's forward pass",
     "backward": "its gradients",
     "update": "the optimizer's step, with clipping and loss scaling",
-    "communication": "gradients between ranks, as far as computing doesn't hide it",
+    "communication": "gradients between ranks, where not hidden by computation",
     "copy": "batches on their way to the device",
     "data": "waiting for the next batch",
     "host": "Python between the others",
     "evaluation": "evaluating the model",
-    "checkpoint": "training stood still for a checkpoint",
-    "logging": "metrics read and written",
+    "checkpoint": "training paused for a checkpoint",
+    "logging": "reading and writing metrics",
     "start": "until the first step: late imports, loader workers, a rollback",
     "end": "after the last step",
-    "unexplained": "what no timer covers",
+    "unexplained": "time that no timer covers",
 }
 
 
