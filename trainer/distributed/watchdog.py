@@ -2,8 +2,8 @@
 
 Each rank has a thread that watches its phases (observe.phases) and a second one that exchanges them with the
 others over the store of the rendezvous: a thread of its own, as a request to a dead host never returns. A
-rank without progress for long reads the others' last messages. The rank with the fewest phases is the one that the
-others wait for; a silent one was stopped, or its host is gone.
+rank without progress for long reads the others' last messages. The rank with the fewest phases is the one
+that the others wait for; a silent one was stopped, or its host is gone.
 """
 
 import contextlib
