@@ -1,4 +1,4 @@
-"""Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
+"""Promise: bad input gives one line with its name and the remedy, exit code 2, and no files."""
 
 import ast
 import getpass

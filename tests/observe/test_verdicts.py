@@ -1,4 +1,4 @@
-"""Promise: a run says what slows it. Recorded runs are judged again; `make slowdowns` makes them anew."""
+"""Promise: a run names its bottleneck. Recorded runs are judged again; `make slowdowns` records new ones."""
 
 import dataclasses
 from collections import Counter
