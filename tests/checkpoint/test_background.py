@@ -1,4 +1,4 @@
-"""Promise: training continues while a checkpoint is written; a failure is reported, and older checkpoints stay."""
+"""Promise: training continues while a checkpoint is written; a failure is reported, and older ones stay."""
 
 import os
 import shutil

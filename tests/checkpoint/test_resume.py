@@ -1,4 +1,4 @@
-"""Promise: a run stopped anywhere resumes to the same bits; a checkpoint that doesn't fit is refused by name."""
+"""Promise: a run stopped anywhere resumes to the same bits; a checkpoint that doesn't fit is refused."""
 
 import errno
 import hashlib

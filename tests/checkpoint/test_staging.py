@@ -1,4 +1,4 @@
-"""Promise: a checkpoint holds the state at its step, not later results of the GPU, and only one copy is in memory."""
+"""Promise: a checkpoint holds the state at its step, not later results, and one copy is in memory."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""Promise: memory figures are right, a leak is found and named, and running out of memory names the remedies."""
+"""Promise: memory figures are right, a leak is found and named, and running out names the remedies."""
 
 import random
 import sys
