@@ -1,1 +1,1 @@
-"""Room."""
+"""Benchmarks that prove the claims of the README, against other libraries too; not in the wheel."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks BENCH …`: what proves the claims of the README, against other libraries too.
+"""`python -m benchmarks BENCH …`: runs one of the benchmarks.
 
 Each prints what it measured; code 1 means that a target was missed, 3 that nothing was measured. Run it from
 the root of the repository: benches are not part of the package. `make bench BENCH=…` makes their environment.
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser(words: Sequence[str]) -> Parser:
-    """The parser of all benches, which knows what the one takes that these words ask for."""
+    """Returns the parser of all benches, with the options of the one that these words name."""
     parser = Parser(prog="python -m benchmarks", description="Proves what is claimed.", allow_abbrev=False)
     benches = parser.add_subparsers(required=True, metavar="BENCH")
     for name, (module, about) in BENCHES.items():

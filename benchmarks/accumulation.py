@@ -69,7 +69,7 @@ def steps_due(case: Case, last: Literal["cross", "weighted"] = "weighted") -> li
 
 
 class Recorded:
-    """What a library did with a case.
+    """Gradients that a library computed in a case.
 
     Attributes:
         model: As it was, for nothing changes it.
@@ -118,13 +118,13 @@ def cross_entropy(logits: torch.Tensor, y: torch.Tensor, reduction: str = "mean"
 
 
 def gradient_of(model: nn.Module) -> torch.Tensor:
-    """All gradients in one, (parameters,); a missing one is 0."""
+    """Returns all gradients concatenated, (parameters,); a missing one is 0."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([part.flatten() for part in parts]).clone()
 
 
 class Score(NamedTuple):
-    """How right a library's gradients are.
+    """Correctness of a library's gradients.
 
     Attributes:
         cut: Micro-batches in each update.
@@ -196,11 +196,11 @@ class _TokenTask:
         self.evaluation_data: Dataset = data
 
     def describe(self) -> Mapping[str, Any]:
-        """Nothing that anybody must know."""
+        """Returns {}: nothing to describe."""
         return {}
 
     def model(self) -> nn.Module:
-        """The one that is recorded."""
+        """Returns the recorded model."""
         return self._recorded.model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -215,12 +215,12 @@ class _TokenTask:
         return (each.sum(1) * batch.weight).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The loss."""
+        """Returns the loss."""
         return {"loss": self.loss(model, batch)}
 
 
 def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
-    """The trainer's own step on a case."""
+    """Runs the trainer's own step on a case."""
     recorded = Recorded(f"its own step, data.last_batch={last}")
     values: dict[str, Any] = {
         "epochs": 1,
@@ -244,7 +244,7 @@ CASES = (Case(5, 4, False), Case(7, 4, False), Case(5, 4, True), Case(7, 4, True
 
 
 class Judged(NamedTuple):
-    """What came of a case.
+    """Result of a case.
 
     Attributes:
         name: The library's, or "trainer".
@@ -262,7 +262,7 @@ class Judged(NamedTuple):
 
 
 def measure_ours() -> Iterator[Judged]:
-    """The trainer on every case, for both of its ways to treat a last step."""
+    """Measures the trainer on every case, for both of its ways to treat a last step."""
     for last in _LASTS:
         for case in CASES:
             recorded = accumulate(case, last)
@@ -271,7 +271,7 @@ def measure_ours() -> Iterator[Judged]:
 
 
 def measure_library(name: str, measure: Callable[[Case], list[Recorded]]) -> Iterator[Judged]:
-    """A library's `accumulate` on every case."""
+    """Runs a library's `accumulate` on every case."""
     for case in CASES:
         try:
             with blamed(name):
@@ -302,7 +302,7 @@ def with_script(
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument(
         "--against", default="", metavar="LIST", help="lightning,accelerate,timm: which to measure too"
     )

@@ -1,4 +1,4 @@
-"""What augmenting an image together with its boxes costs a loader worker, in milliseconds of one CPU."""
+"""Cost of augmenting an image together with its boxes in a loader worker, in milliseconds of one CPU."""
 
 import argparse
 import time
@@ -24,7 +24,7 @@ _KINDS = (
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
     bench.set_defaults(run=lambda options: bench_boxes(options.rounds))
 

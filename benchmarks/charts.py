@@ -46,10 +46,10 @@ def interval(axes: Axes, row: int, low: float, middle: float, high: float, color
 
 
 def beside(axes: Axes, row: int, text: str, color: str, at: float = 1.01) -> None:
-    """What is said of a row, right of the plot; or from `at` on, a share of its width."""
+    """Adds a remark to a row, right of the plot; or starting at `at`, a fraction of its width."""
     axes.text(at, row, text, color=color, fontsize=8, va="center", transform=axes.get_yaxis_transform())
 
 
 def cut(text: str, most: int) -> str:
-    """At most so many letters of it. A dollar would begin a formula."""
+    """Cuts a text to so many letters. A dollar sign would begin a formula."""
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")

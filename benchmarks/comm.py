@@ -1,4 +1,4 @@
-"""What an all-reduce takes over the ranks of this host, or of a job: `torchrun … -m benchmarks comm`.
+"""Time of an all-reduce over the ranks of this host, or of a job: `torchrun … -m benchmarks comm`.
 
 Each size is a turn, and rounds take the turns in a rotating order, so that whatever else the hosts do falls
 on all sizes. A turn is as many all-reduces as fill a twentieth of a second; they are waited for together on a
@@ -38,7 +38,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="ranks of this host (default: its GPUs, or 2)"
     )
@@ -143,7 +143,7 @@ def all_reduces(
 
 
 def _turn(part: torch.Tensor, world: World) -> Callable[[], float]:
-    """What does some all-reduces of a tensor and returns the seconds of one."""
+    """Returns a function that runs some all-reduces of a tensor and returns the seconds per all-reduce."""
 
     def wait() -> None:
         if world.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What all-reduces of several sizes say: bandwidths, and the two numbers that a plan needs."""
+"""Fits bandwidth and latency to the times of all-reduces of several sizes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class Fit(NamedTuple):
     worst_bytes: int
 
     def seconds(self, size: float) -> float:
-        """What it says of a message of so many bytes."""
+        """Returns the predicted seconds of a message of so many bytes."""
         return self.alpha_s + size / self.bytes_per_s
 
 
@@ -68,7 +68,7 @@ def bus_factor(ranks: int) -> float:
 
 
 class CommResult(NamedTuple):
-    """What was measured.
+    """Measurements and fit.
 
     Attributes:
         ranks: How many.

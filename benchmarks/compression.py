@@ -52,7 +52,7 @@ def stream(documents: list[bytes]) -> bytes:
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument(
         "run_folder", type=Path, nargs="?", metavar="RUN", help="folder of a finished run of gpt-stdlib"
     )

@@ -15,7 +15,7 @@ Sample = tuple[torch.Tensor, ...]
 
 
 class Steps:
-    """What a run did: for each update its samples, in order, and its loss; in the end the weights."""
+    """Record of a run: samples of each update, in order, and its loss; finally the weights."""
 
     def __init__(self) -> None:
         self.samples: list[list[int]] = []
@@ -85,7 +85,7 @@ def shuffled(as_read: bool = True, generator: torch.Generator | None = None) -> 
 
 
 def small_model() -> nn.Module:
-    """With dropout."""
+    """Returns a small model with dropout."""
     return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, CLASSES))
 
 

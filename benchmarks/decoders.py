@@ -1,4 +1,4 @@
-"""What decoding the crop of a JPEG costs, by each decoder that is installed, and what one could save at most.
+"""Cost of decoding the crop of a JPEG with each installed decoder, and the largest possible saving.
 
 Of these packages none decodes a part of an image alone, except libvips, which takes longer. What a module of
 our own would save is measured by a few lines of C against libjpeg-turbo, where a compiler and its header are.
@@ -44,7 +44,7 @@ Decode = Callable[[Jpeg], Pixels | None]
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument(
         "folder", type=Path, nargs="?", metavar="DIR", help="JPEGs by class (default: photographs made here)"
     )
@@ -85,7 +85,7 @@ def bench_decoders(folder: Path | None, rounds: int, images: int) -> int:
 
 
 def read_files(folder: Path, most: int) -> list[Jpeg]:
-    """Some JPEGs of a folder of classes, each with a part as in training.
+    """Reads JPEGs of a folder of classes, each with a crop as in training.
 
     Raises:
         BadInputError: If there are none.
@@ -102,7 +102,7 @@ def read_files(folder: Path, most: int) -> list[Jpeg]:
 
 
 def ours(file: Jpeg) -> Pixels:
-    """What training does, before it resizes."""
+    """Decodes as training does before it resizes."""
     return cut_out(file.data, lambda *_: file.box)[0].permute(1, 2, 0).numpy()
 
 

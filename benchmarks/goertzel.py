@@ -1,4 +1,4 @@
-"""What a telephone exchange does without learning, on the test set of the recipe `dtmf`: Goertzel's filters.
+"""Goertzel's filters, as a telephone exchange has them, on the test set of the recipe `dtmf`: no learning.
 
 A filter gives the energy at one frequency in one window. The start and the length of a tone are unknown to
 all of them here, as they are to the model, so windows slide over the recording and the best one counts.
@@ -79,7 +79,7 @@ def bank(sound: _Floats) -> npt.NDArray[np.int64]:
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.set_defaults(run=lambda _: bench_goertzel())
 
 

@@ -1,4 +1,4 @@
-"""How work that isn't training grows: the index of samples, shards, and the rows of a run.
+"""Growth of work other than training: the index of samples, shards, and the records of a run.
 
 Each point is measured in a process of its own, forked from one that has imported everything: CPU time, and
 what it took more of memory at its peak. A line is straight where eight times as much, or more, takes at most
@@ -44,7 +44,7 @@ _TENSORS = 60  # of a model as small as ResNet-18
 
 
 class Point(NamedTuple):
-    """What so much took.
+    """Time and memory at one size.
 
     Attributes:
         amount: Samples, shards or steps.
@@ -58,7 +58,7 @@ class Point(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How something grows.
+    """Growth of a cost with size.
 
     Attributes:
         what: What is done.
@@ -104,7 +104,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=3, metavar="N", help="of each point (default: 3)")
     bench.add_argument(
         "--most", type=int, default=SAMPLES[-1], metavar="N", help="samples (default: 10 million, 4 GB)"
@@ -212,7 +212,7 @@ def write_table(folder: Path, count: int) -> None:
 
 
 def start_table(folder: Path, _: int) -> None:
-    """What a run does with a table before its first step, but looking up each file."""
+    """Does what a run does with a table before its first step, without looking up each file."""
     _begin(in_table(folder / "train.csv"))
 
 
@@ -222,7 +222,7 @@ def write_one(folder: Path, count: int) -> None:
 
 
 def start_shards(folder: Path, _: int) -> None:
-    """What a run does with shards before its first step."""
+    """Does what a run does with shards before its first step."""
     _begin(in_shards(folder))
 
 
@@ -234,7 +234,7 @@ def _begin(records: Records) -> None:
 
 
 def write_shards(folder: Path, count: int) -> None:
-    """So many shards of 1,000 samples."""
+    """Writes so many shards of 1,000 samples."""
     _write_index(folder, count * _OF_A_SHARD, count)
 
 
@@ -289,12 +289,12 @@ def write_rows(folder: Path, steps: int) -> None:
 
 
 def report(folder: Path, _: int) -> None:
-    """What `trainer report` does, but writing it."""
+    """Does what `trainer report` does, without writing the page."""
     page([read_recorded(folder)])
 
 
 def resume(folder: Path, steps: int) -> None:
-    """What is done with rows where a run is resumed at its last step."""
+    """Does what a resume at the last step does with the records of a run."""
     for name in (FILES["train"], "checksums.jsonl"):
         keep_rows(folder / name, steps)
     last_names(folder / "checksums.jsonl")

@@ -1,4 +1,4 @@
-"""How fast the link between ranks can be at most, as far as the system tells; nothing is assumed.
+"""Upper bound of the speed between ranks, as far as the system reports it; nothing is assumed.
 
 All limits are bytes per second in one direction, as bus bandwidth is (`comm_fit.bus_factor`).
 """
@@ -99,7 +99,7 @@ def _pcie(nvml: Nvml, handle: Any) -> Limit:
 
 
 def interface_speed(name: str, root: Path = Path("/")) -> Limit:
-    """What the kernel says of an interface; see /sys/class/net/<iface>/speed in its ABI documentation."""
+    """Returns the speed that the kernel reports; see /sys/class/net/<iface>/speed in its ABI docs."""
     if name == "lo":
         return None, "loopback: no link, memory is the limit"
     try:

@@ -1,4 +1,4 @@
-"""What an image costs on its way to the device: CPU time, speed and memory of the whole process tree.
+"""Cost of an image on its way to the device: CPU time, speed and memory of the whole process tree.
 
 Every pipeline lives in a process of its own, its workers idle, and they take turns: what slows the machine
 for a while slows all of them, and none sees another's memory.
@@ -39,7 +39,7 @@ Check = tuple[str, float, float, str]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What one way to load came to.
+    """Measurements of one way to load.
 
     Attributes:
         epochs: One for each round.
@@ -62,7 +62,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """What all ways came to.
+    """Measurements of all ways.
 
     Attributes:
         pipelines: Ours as in `TARGETS`, then each library, by name.
@@ -78,7 +78,7 @@ class LoadTimes:
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument(
         "folder", type=Path, nargs="?", metavar="DIR", help="images by class (default: photographs made here)"
     )
@@ -240,7 +240,7 @@ def _ratios(there: Mapping[str, Pipeline]) -> list[Check]:
 
 
 def about(folder: Path | None, images: Path, rounds: int, workers: int) -> str:
-    """What is loaded, and how often, in words."""
+    """Describes the data and the number of epochs."""
     records = in_folder(images)
     source = "photographs of scikit-image and scikit-learn" if folder is None else str(folder)
     size = statistics.mean(len(records.read(sample)) for sample in range(len(records))) / 1e3

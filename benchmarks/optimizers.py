@@ -1,4 +1,4 @@
-"""What each optimizer reaches in the same number of updates: the trainer's own, and LAMB for comparison.
+"""Accuracy of each optimizer after the same number of updates: the trainer's own, and LAMB for comparison.
 
 Each gets the same number of learning rates to choose from, on one seed, by held-out loss; what is reported
 comes from other seeds at the best one. Model, data, augmentation, schedule and clipping are those of the
@@ -63,7 +63,7 @@ class Setting(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One training run."""
+    """A training run."""
 
     setting: Setting
     optimizer: str
@@ -120,7 +120,7 @@ def _task(model: str) -> Classification:
 
 
 def prepare(job: Job) -> Run:
-    """What a job trains with, as the trainer builds it; for lamb with timm's in the optimizer's place."""
+    """Builds a job as the trainer does; for lamb with timm's optimizer instead."""
     model, batch, updates = job.setting
     task = _task(model)
     digits = read_recipe("digits")
@@ -226,7 +226,7 @@ def step_ratios(setting: Setting, names: Sequence[str], rounds: int) -> dict[str
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     bench.set_defaults(run=lambda options: bench_optimizers(options.quick))
 

@@ -70,7 +70,7 @@ class TinyTask:
         return {}
 
     def model(self) -> nn.Module:
-        """One matrix."""
+        """Returns a model of one matrix."""
         return nn.Linear(_FEATURES, _CLASSES, bias=False)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -118,7 +118,7 @@ def by_hand(task: TinyTask, optim: OptimConfig, steps: int, lean: bool = False) 
 
 
 class TinySteps:
-    """What the loop of a library is given: it does the forward pass, clipping and the update itself.
+    """Task of a library's loop: it does the forward pass, clipping and the update itself.
 
     Whatever a library needn't do itself is the same plain line as in `by_hand`, so that none is charged for
     it: batches by index_select, the learning rate and the moving average.
@@ -143,7 +143,7 @@ class TinySteps:
         self._weights = [p.detach() for p in parameters]
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """One batch for each step: float32 (8, 8) and int64 (8,), shuffled anew in each epoch."""
+        """Yields one batch for each step: float32 (8, 8) and int64 (8,), shuffled in each epoch."""
         x, y = torch.from_numpy(self._task.x), torch.from_numpy(self._task.y)
         per_epoch = _SAMPLES // _BATCH
         for step in range(self.steps):
@@ -157,14 +157,14 @@ class TinySteps:
         return F.cross_entropy(model(x), y, reduction="sum") / _BATCH
 
     def before(self, step: int) -> None:
-        """To be called before the update: sets the learning rate."""
+        """Sets the learning rate; called before the update."""
         # Looked up anew: accelerate's prepare() replaces the groups.
         self.optimizer.param_groups[0]["lr"] = (
             self._optim.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
         )
 
     def after(self, step: int) -> None:
-        """To be called after the update: moves the average."""
+        """Updates the average; called after the update."""
         torch._foreach_lerp_(self._average, self._weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
 
 
@@ -265,7 +265,7 @@ def measure_overhead(rounds: int, steps: int, libraries: Mapping[str, Callable[.
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=40, metavar="N", help="interleaved rounds (default: 40)")
     bench.add_argument("--steps", type=int, default=500, metavar="N", help="steps per round (default: 500)")
     bench.add_argument(

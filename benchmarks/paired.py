@@ -41,7 +41,7 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def values_outside(count: int) -> int:
-    """How many of so many values `median_interval` leaves out at each end.
+    """Returns the number of values that `median_interval` leaves out at each end.
 
     With k left out, the true median lies outside if at most k values lie below it, or at most k above:
     2 (C(n, 0) + … + C(n, k)) / 2^n, in whole numbers.

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks loader` runs in processes of their own: one pipeline each, or one check."""
+"""Processes of `python -m benchmarks loader`: one pipeline each, or one check."""
 
 import gc
 import multiprocessing
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 class Epoch(NamedTuple):
-    """What one cost: user and system time of the process tree, and speed.
+    """Cost of an epoch: user and system time of the process tree, and speed.
 
     Attributes:
         cpu_us: Of an image.
@@ -221,7 +221,7 @@ class _Million(Files):
 
 
 def growth_mib(images: Path) -> float:
-    """How much more memory a process and its 4 workers take with 1.3 million items than with those few."""
+    """Measures the additional memory of a process and its 4 loader workers with 1.3 million items."""
     few = in_folder(images)
     least = _with_workers(few)
     return _with_workers(_Million(few.path(0))) - least

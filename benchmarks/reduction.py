@@ -1,4 +1,4 @@
-"""What parallel.reduction=tree costs: time, memory and bytes on the wire, against plain accumulation and DDP.
+"""Cost of parallel.reduction=tree: time, memory and bytes on the wire, against plain accumulation and DDP.
 
 Both do the same steps of the same model in the same process, in turn, so that whatever else the machine
 does falls on both. With two ranks these are real processes over gloo on this host.
@@ -35,7 +35,7 @@ _REDUCTIONS = ("all_reduce", "tree")
 
 
 class _Price(NamedTuple):
-    """Of each reduction: seconds of a step round by round, bytes received by a rank, peak bytes."""
+    """Costs by reduction: seconds of a step by round, bytes received by a rank, peak bytes."""
 
     seconds: list[list[float]]
     received: list[float]
@@ -44,7 +44,7 @@ class _Price(NamedTuple):
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)")
     bench.add_argument(
         "--target", type=float, default=1.05, metavar="X", help="largest ratio on one rank (default: 1.05)"

@@ -107,7 +107,7 @@ def resume(cut: int) -> list[Resumed]:
 
 
 class Score(NamedTuple):
-    """How the second run differs from the first after the cut.
+    """Differences of the second run from the first after the cut.
 
     Attributes:
         due: Updates that the first run made after the cut.
@@ -144,7 +144,7 @@ def judge(resumed: Resumed, cut: int) -> Score:
 
 
 class Judged(NamedTuple):
-    """What came of a cut.
+    """Result of a cut.
 
     Attributes:
         name: The library's, or "trainer".
@@ -173,7 +173,7 @@ def measure_cuts(
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument(
         "--against", default="", metavar="LIST", help="lightning,accelerate: which to measure too"
     )

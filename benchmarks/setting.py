@@ -1,4 +1,4 @@
-"""What a setting costs: a recipe's steps with it and without, in turn, in one process."""
+"""Cost of a setting: a recipe's steps with it and without, in turn, in one process."""
 
 import argparse
 import time
@@ -32,7 +32,7 @@ _NOT_IN_A_STEP = (
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
     bench.add_argument("settings", nargs="+", metavar="KEY=VALUE", help="with --runs also env:NAME=VALUE")
     bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all sides")
@@ -115,7 +115,7 @@ def _side(name: str, values: dict[str, Any], steps: int, stack: ExitStack) -> Ca
 
 
 def timed_steps(run: Run, steps: int, device: torch.device) -> Callable[[], float]:
-    """What does so many steps of a run, each time the next ones, and returns the seconds."""
+    """Returns a function that runs the next steps of a run and returns the seconds."""
     batches, done = run.loader(run.share.batches()), 0
 
     def turn() -> float:

@@ -1,4 +1,4 @@
-"""What sharding costs and saves between gloo ranks of this host: memory, bytes sent, time of a step.
+"""Cost and savings of sharding between gloo ranks of this host: memory, bytes sent, time of a step.
 
 Memory: the pieces of memory of all tensors that operators have made and that are alive are added up after
 each operator of a step, and the most is compared with the package's formula. Bytes are those that the kernel
@@ -66,7 +66,7 @@ class Held(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Of each strategy, round by round: seconds of a step, CPU seconds and bytes of all ranks together."""
+    """Traffic by strategy and round: seconds of a step, CPU seconds and bytes of all ranks together."""
 
     seconds: list[list[float]]
     cpu: list[list[float]]
@@ -75,7 +75,7 @@ class Traffic(NamedTuple):
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)")
     bench.set_defaults(run=lambda options: bench_sharding(options.rounds))
 
@@ -140,7 +140,7 @@ def _relative(ours: list[float], theirs: list[float]) -> str:
 
 
 def bytes_sent(sizes: Sizes, ranks: int, shared_by: int, scatter: float = 1.0) -> float:
-    """What each rank sends in a step of one micro-batch, by rings; as much is received.
+    """Returns the bytes that each rank sends in a step of one micro-batch, by rings; it receives as many.
 
     Of n ranks, groups of s share a model. A ring's gathering, or its reduce-scatter, sends (s - 1) / s of the
     tensor. A block is gathered forward and again backward, the rest once, and both are summed: 3 and 2 of
@@ -223,7 +223,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def memory(world: World, language: dict[str, Any], micro_batches: int) -> Held:
-    """What a rank holds of a sharded run's second step, and what the formula says."""
+    """Measures the memory of a rank in a sharded run's second step, and evaluates the formula."""
     before = _status("VmRSS")
     run = make_run(world, STRATEGIES["fsdp"], language, 1, micro_batches)
     batches = run.loader(run.share.batches())
@@ -256,7 +256,7 @@ def traffic(world: World, language: dict[str, Any], rounds: int) -> Traffic:
 
 
 def _turn(run: Run, world: World, cpu: list[float], sent: list[float]) -> Callable[[], float]:
-    """What makes one step of a run and notes its CPU time and bytes; it returns the seconds."""
+    """Returns a function that runs one step, records its CPU time and bytes, and returns the seconds."""
     batches, done = run.loader(run.share.batches()), 0
 
     def turn() -> float:

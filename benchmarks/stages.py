@@ -1,4 +1,4 @@
-"""What each stage of preparing a sample costs: images, tokens, recordings, images with boxes; on one CPU.
+"""Cost of each stage of preparing a sample: images, tokens, recordings, images with boxes; on one CPU.
 
 The first row of each kind is the decoding, by which the others are judged: a stage that takes more CPU is
 dear. What the device does in training is timed as a CPU does it.
@@ -40,7 +40,7 @@ Stages = Mapping[str, Callable[[], object]]
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
     bench.set_defaults(run=lambda options: bench_stages(options.rounds))
 

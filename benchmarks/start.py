@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a start went.
+    """Measurements of a start.
 
     Attributes:
         phases: CPU seconds of each, in their order.
@@ -66,7 +66,7 @@ class Start(NamedTuple):
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
     bench.add_argument(
         "--target",
@@ -119,7 +119,7 @@ def one_start() -> Start:
 
 
 class Pair(NamedTuple):
-    """How a run of one step by two ranks went, to its end.
+    """Measurements of a run of one step on two ranks, to its end.
 
     Attributes:
         seconds: CPU seconds of all its processes.

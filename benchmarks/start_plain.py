@@ -1,4 +1,4 @@
-"""One step as a script has it, with what `trainer train digits` needs: the bench `start` compares with it.
+"""A script of one step with the same work as `trainer train digits`, for comparison in the bench `start`.
 
 With a word after it, it updates by hand: torch's optimizers import its compiler, which the trainer avoids.
 """

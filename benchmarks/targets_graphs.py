@@ -44,13 +44,13 @@ class Residual(nn.Module):
     """x + gelu(linear(norm(x))), float (n, width)."""
 
     def __init__(self, width: int) -> None:
-        """Its own weights."""
+        """Initializes the weights."""
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the same shape."""
+        """Returns an output of the same shape."""
         return x + F.gelu(self.linear(self.norm(x)))
 
 
@@ -62,7 +62,7 @@ class SmallTask:
     lower_is_better = True
 
     def __init__(self, batch: int, width: int) -> None:
-        """Of so many samples that an epoch has 64 batches."""
+        """Makes so many samples that an epoch has 64 batches."""
         random = np.random.Generator(np.random.Philox(0))
         self.width = width
         self.x = random.standard_normal((_BATCHES * batch, width), dtype=np.float32)
@@ -89,7 +89,7 @@ class SmallTask:
 
 
 def small_recipe(mode: str, batch: int, steps: int) -> Recipe:
-    """How `SmallTask` is trained."""
+    """Returns the recipe of `SmallTask`."""
     values: dict[str, Any] = {
         "epochs": -(-steps // _BATCHES),
         "max_steps": steps,

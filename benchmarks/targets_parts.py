@@ -1,4 +1,4 @@
-"""What `scripts/bench_gpu.sh` needs besides commands that there are: each prints one line of JSON.
+"""Measurements of `scripts/bench_gpu.sh` that no command makes: each prints one line of JSON.
 
 `python -m benchmarks.targets_parts PART`; on a CPU the parts run as well, small, to see that they do.
 """
@@ -43,7 +43,7 @@ def photographs(folder: Path, count: int) -> dict[str, Any]:
 
 
 def synchronizations() -> dict[str, Any]:
-    """How often the host waits for the GPU in steps without a row of metrics, as CUDA's debug mode sees."""
+    """Counts the host's waits for the GPU in steps without a metrics record, by CUDA's sync debug mode."""
     with ExitStack() as stack:
         turns = Turns(IMAGES, Side(), stack)
         turns(5)

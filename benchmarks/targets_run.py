@@ -140,7 +140,7 @@ def judged(target: Target, found: dict[str, Any]) -> Verdict:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """What calls before this one found on this card."""
+    """Reads the results of earlier calls on this card."""
     try:
         found: dict[str, Any] = json.loads((folder / _RESULTS).read_text())
     except FileNotFoundError:

@@ -35,7 +35,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def get_batch(file: Path) -> Pair:
-    """One batch in the manner of nanoGPT: x and y, int64 (32, 1024)."""
+    """Returns a batch in the manner of nanoGPT: x and y, int64 (32, 1024)."""
     data = np.memmap(file, np.uint16, "r")
     starts = torch.randint(len(data) - _LENGTH, (_BATCH,))
 
@@ -102,7 +102,7 @@ def measure_tokens(rounds: int, batches: int, megabytes: int) -> TokenTimes:
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--rounds", type=int, default=20, metavar="N", help="interleaved rounds (default: 20)")
     bench.add_argument("--target", type=float, default=8.0, metavar="X", help="smallest ratio (default: 8)")
     bench.set_defaults(run=lambda options: bench_tokens(rounds=options.rounds, target=options.target))

@@ -1,4 +1,4 @@
-"""What a setting of the whole process costs or brings, such as memory.allocator: whole runs, in turn."""
+"""Effect of a setting of the whole process, such as memory.allocator: whole runs, in turn."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ _MEMORY = {
 
 
 class Figures(NamedTuple):
-    """What one run reached.
+    """Results of a run.
 
     Attributes:
         samples_per_s: Of its training.

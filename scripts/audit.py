@@ -56,7 +56,7 @@ class Match(NamedTuple):
 
 
 def items(locked: Locked) -> list[Item]:
-    """What the locks hold; conda's Python packages under PyPI's names, too."""
+    """Returns the packages of the locks; conda's Python packages under PyPI's names, too."""
     found = [
         Item("pypi", canonical(one.name), one.version, f"wheels.lock ({', '.join(one.groups)})")
         for one in locked.wheels
@@ -72,7 +72,8 @@ def items(locked: Locked) -> list[Item]:
 
 
 def items_of_bill(file: Path) -> list[Item]:
-    """What a bill of materials (CycloneDX's JSON, of `make sbom`) lists by package URL, as `items` has it.
+    """Returns the packages that a bill of materials (CycloneDX JSON of `make sbom`) lists by package URL,
+    like `items`.
 
     Raises:
         AuditError: it is none.
@@ -211,7 +212,7 @@ def read_waivers(file: Path) -> list[Waiver]:
 def audit(
     found: list[Item], advisories: list[dict[str, Any]], waivers: list[Waiver], today: date
 ) -> tuple[list[str], list[str]]:
-    """What fails and what is only said, a line each."""
+    """Returns failures and notes, a line each."""
     bad, said = [], []
     for one in match(found, advisories):
         item = one.item

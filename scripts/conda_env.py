@@ -77,7 +77,7 @@ def intact(file: Path, package: Package) -> bool:
 
 
 class Source(NamedTuple):
-    """Where packages come from: a cache, then a mirror (a URL or a folder) or the lock's own URLs."""
+    """Source of packages: a cache, then a mirror (a URL or a folder) or the lock's own URLs."""
 
     cache: Path
     mirror: str
@@ -264,7 +264,7 @@ def tidy(prefix: Path, packages: list[Package], keep: set[Path]) -> None:
 
 
 def records(prefix: Path) -> set[str]:
-    """What conda's records say is installed."""
+    """Returns the packages that conda's records list as installed."""
     return {file.stem for file in (prefix / "conda-meta").glob("*.json")}
 
 

@@ -45,11 +45,11 @@ dependencies:
 
 
 class Unsolved(Exception):  # noqa: N818
-    """No solution, and why."""
+    """Raised where there is no solution, with the reason."""
 
 
 class Package(NamedTuple):
-    """One conda package: its address, its hash, and what it needs.
+    """A conda package: its address, hash and dependencies.
 
     `md5` is empty unless no sha256 is known; `size` is 0 where unknown (bytes of the archive).
     """
@@ -68,7 +68,7 @@ class Package(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Its line of an explicit lock."""
+        """Line of the package in an explicit lock."""
         return f"{self.url}#{self.sha256 or self.md5}"
 
     @property
@@ -112,7 +112,7 @@ def read_records(text: str) -> list[Package]:
 
 
 def write_records(packages: Sequence[Package]) -> str:
-    """One line for each package, so that a change can be read."""
+    """Writes one line for each package, so that a diff can be read."""
     return "[\n" + ",\n".join(json.dumps(package._asdict()) for package in packages) + "\n]\n"
 
 

@@ -19,7 +19,7 @@ from trainer.errors import BadInputError
 
 
 def container(image: str, data: str) -> tuple[list[str], str]:
-    """What starts a container of the image, with the GPUs that it can see; or why there is none."""
+    """Returns the command for a container of the image with the visible GPUs, or why there is none."""
     try:
         check_engine()
     except BadInputError as error:

@@ -1,4 +1,4 @@
-"""What must hold before a container is built or started; each check raises BadInputError, with the remedy.
+"""Checks before a container is built or started; each raises BadInputError, with the remedy.
 
 The standard library is enough. Shared by `runtime.py` and `image.py`.
 """
@@ -35,7 +35,7 @@ def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
 
 
 def last_line(text: str) -> str:
-    """What a program complained of."""
+    """Returns the last line of a program's output that isn't blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no word why"
 

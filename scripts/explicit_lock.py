@@ -18,7 +18,7 @@ class LockError(ValueError):
 
 
 class Package(NamedTuple):
-    """One line of a lock."""
+    """A line of a lock."""
 
     name: str
     url: str
@@ -27,7 +27,7 @@ class Package(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its place under a mirror or a cache: channel, platform, file."""
+        """Path under a mirror or a cache: channel, platform, file."""
         return urlsplit(self.url).path.lstrip("/")
 
     @property
@@ -37,7 +37,7 @@ class Package(NamedTuple):
 
     @property
     def record(self) -> str:
-        """What conda calls its record, without `.json`: name-version-build."""
+        """Name of conda's record, without `.json`: name-version-build."""
         return self.file.removesuffix(".conda").removesuffix(".tar.bz2")
 
 

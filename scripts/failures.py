@@ -1,4 +1,4 @@
-"""Why a build failed, in one line with the remedy, from what its programs printed; and the log of all that.
+"""Explains a failed build in one line with the remedy, from the programs' output; and keeps the log.
 
 The log has neither tokens nor the passwords of URLs.
 """
@@ -77,7 +77,7 @@ def scrubbed(line: str) -> str:
 
 
 def explain(text: str, failures: Sequence[Failure] = FAILURES) -> str:
-    """What went wrong and what to do, by the last line in which a program says so; "" where none does."""
+    """Returns error and remedy for the last line that matches a known failure; "" if none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()][-LAST:]
     for failure in failures:
         said = [line for line in lines if re.search(failure.sign, line, re.I)]

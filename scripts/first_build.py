@@ -80,12 +80,12 @@ class Base(NamedTuple):
 
     @property
     def ref(self) -> str:
-        """What is pulled."""
+        """Reference to pull."""
         return f"{self.name}@{self.digest}"
 
 
 class Given(NamedTuple):
-    """What was asked for."""
+    """Options of the build."""
 
     stack: str
     compression: str
@@ -104,7 +104,7 @@ class Row(NamedTuple):
 
 
 def free_gb() -> float:
-    """What is free on the engine's disk, or, where that is elsewhere, on this one."""
+    """Returns the free gigabytes of the engine's disk, or of this machine's for a remote engine."""
     folder = Path(call("docker", "info", "--format", "{{.DockerRootDir}}").stdout.strip() or ROOT)
     return shutil.disk_usage(folder if folder.is_dir() else ROOT).free / 1e9
 
@@ -113,7 +113,7 @@ class Steps:
     """The steps that passed, each with what it saw."""
 
     def __init__(self, since: Callable[[], str]) -> None:
-        """With the function that gives what was printed."""
+        """Takes the function that returns the output since the step before."""
         self.rows: list[Row] = []
         self._since = since
 
@@ -343,7 +343,7 @@ def audit(given: Given) -> str:
 
 
 def prove(given: Given, step: Steps) -> dict[str, str]:
-    """All steps; returns the digests of the images."""
+    """Runs all steps; returns the digests of the images."""
     stacks = sorted(path.parent.name for path in (ROOT / "stacks").glob("*/stack.toml"))
     bases = read_bases((ROOT / "Dockerfile").read_text())
     request = Request(given.stack, "train")
@@ -368,7 +368,7 @@ def prove(given: Given, step: Steps) -> dict[str, str]:
 
 
 def section(given: Given, commit: str, begun: datetime, rows: Sequence[Row]) -> str:
-    """What docs/results/image.md says of it."""
+    """Returns the section of docs/results/image.md about the stack."""
     table = [
         f"| {row.name} | {row.saw.replace('|', '/')} | {row.seconds:.0f} | {row.free_gb:.0f} |"
         for row in rows

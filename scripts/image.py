@@ -36,7 +36,7 @@ CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certifica
 
 
 class Request(NamedTuple):
-    """What to build.
+    """Options of a build.
 
     Attributes:
         stack: Name of a stack.
@@ -112,7 +112,7 @@ def archive_words(
 
 
 def facts_of(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What the libraries in the image say they are; they are asked in a stage of the build."""
+    """Asks the libraries in the image for their versions, in a stage of the build."""
     run(*build_words(request, stack, "facts", "--output", f"type=local,dest={folder}"))
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return facts
@@ -145,7 +145,7 @@ def labels_of(
 
 
 def mismatches(stack: Mapping[str, Any], facts: Mapping[str, Any], stand_in: bool) -> list[str]:
-    """Where an image is not what stack.toml says, a line each. A stand-in's Python is its own."""
+    """Returns differences between an image and stack.toml, a line each. A stand-in's Python is exempt."""
     wanted = {**stack["pins"], **stack["brings"], "architectures": stack["gpu"]["architectures"]}
     if not stand_in:
         wanted["python"] = stack["python"]
@@ -167,7 +167,7 @@ def commit_of(root: Path) -> str:
 
 
 def source_of(root: Path) -> str:
-    """Where the code is published: TRAINER_SOURCE, else what pyproject.toml names; "" where neither does."""
+    """Returns the URL of the source: TRAINER_SOURCE, else that in pyproject.toml; "" without either."""
     urls = read_toml(root / "pyproject.toml")["project"].get("urls", {})
     return os.environ.get("TRAINER_SOURCE") or str(urls.get("Source") or urls.get("Repository") or "")
 
@@ -179,7 +179,7 @@ def read_stack(name: str) -> Any:
 
 
 def checked_facts(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What the image holds.
+    """Returns the facts of the image after checking them.
 
     Raises:
         BadInputError: If that isn't the stack.
@@ -305,7 +305,7 @@ def verify(request: Request, above: bool) -> int:
 
 
 def differences(first: Path, second: Path, compression: str) -> list[str]:
-    """Where two archives of an image differ, a line for each layer; none if their digests are the same."""
+    """Returns differences between two archives of an image, a line per layer; none if digests are equal."""
     one, two = read_layers(first), read_layers(second)
     if one.digest == two.digest:
         return []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Layers(NamedTuple):
-    """What an OCI archive holds: its manifest's digest, and each layer's."""
+    """Content of an OCI archive: its manifest's digest, and each layer's."""
 
     digest: str
     layers: list[str]

@@ -1,4 +1,4 @@
-"""What an image really holds: runs inside it, with its Python; prints JSON. No GPU is needed."""
+"""Facts of an image: runs inside it, with its Python, and prints JSON. No GPU is needed."""
 
 import importlib
 import json

@@ -82,7 +82,7 @@ MADE = (
 
 
 class Report(NamedTuple):
-    """Whose each path is, the components, and what is wrong."""
+    """Owner of each path, the components, and errors."""
 
     owners: dict[str, str]  # by path; folders have none
     components: list[Component]
@@ -101,7 +101,7 @@ def keep(path: str) -> bool:
 
 
 def wrong_made(made: Made, entry: Entry, before: Entry | None, root: Path) -> str:
-    """Why a path is not what the Dockerfile makes; "" if it is."""
+    """Returns why a path differs from what the Dockerfile makes; "" if it doesn't."""
     if made.added is not None:
         old = before.content.decode().splitlines() if before else []
         lines = entry.content.decode().splitlines()
@@ -207,7 +207,7 @@ def account(
 
 
 def place(one: Component) -> str:
-    """Where its record lies, to sort by."""
+    """Returns the place of its record, as a sort key."""
     return one.place
 
 

@@ -1,4 +1,4 @@
-"""What an image must not hold, in the tree that a container sees and, for secrets, in any layer."""
+"""Finds forbidden content of an image, in the tree that a container sees and, for secrets, in any layer."""
 
 import json
 import re
@@ -29,7 +29,7 @@ SUDO = re.compile(r"(?:^|/)s?bin/(?:sudo|sudoedit|doas|pkexec)$")
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong, where, and why."""
+    """A finding: its kind, path and reason."""
 
     kind: str
     path: str

@@ -1,4 +1,4 @@
-"""What the records in an image say: conda's, the wheels' RECORDs, and what prune_env.py removed."""
+"""Reads the records in an image: conda's, the wheels' RECORDs, and the list of what prune_env.py removed."""
 
 import base64
 import csv
@@ -34,7 +34,7 @@ class Component(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """That a component owns a path with a hash ("" where its record gives none)."""
+    """Claim of a component on a path, with a hash ("" where its record gives none)."""
 
     component: Component
     digest: str
@@ -68,7 +68,8 @@ def same(one: Entry | None, other: Entry | None) -> bool:
 
 
 def conda_claims(files: Files, known: Container[str]) -> tuple[list[Component], Claims, dict[str, str]]:
-    """What conda's records own; and each file's hash in its package, before the prefix was put in.
+    """Returns the paths that conda's records own; and each file's hash in its package, before the prefix was
+    put in.
 
     Raises:
         ImageError: a record that is not `known` (of the base) cannot be read.
@@ -94,7 +95,8 @@ def conda_claims(files: Files, known: Container[str]) -> tuple[list[Component], 
 
 
 def wheel_claims(files: Files, known: Container[str]) -> tuple[list[Component], Claims]:
-    """What the RECORDs own that are not `known`: conda's packages and the base bring RECORDs, too.
+    """Returns the paths that RECORDs own, except `known` ones: conda's packages and the base bring RECORDs,
+    too.
 
     Nor do those count that another RECORD names: of packages inside it, whose scripts were never installed.
     """
@@ -143,7 +145,7 @@ def unpacked(digest: str) -> str:
 
 
 class Pruned(NamedTuple):
-    """What prune_env.py did, by path: what it took away, made links of, and took symbols from."""
+    """Changes by prune_env.py, by path: removed files, links, and stripped files."""
 
     removed: set[str]
     linked: dict[str, str]
@@ -199,7 +201,7 @@ def fits(path: str, claim: Claim, files: Files, original: dict[str, str], gone: 
 
 
 def wrong_bytecode(path: str, files: Files, owners: dict[str, str]) -> str:
-    """Why nobody owns a .pyc; "" for one that fits its owned source and is never compared with its time."""
+    """Returns why a .pyc has no owner; "" if it matches its owned source and isn't checked by time."""
     match = BYTECODE.fullmatch(path)
     source = f"{match['folder'] or ''}{match['name']}.py" if match else ""
     if source not in owners:

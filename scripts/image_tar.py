@@ -46,7 +46,7 @@ class ImageError(RuntimeError):
 
 
 class Entry(NamedTuple):
-    """One path of an image.
+    """A path of an image.
 
     `digest` is a file's sha256 or a link's target; `sources` are the hashes of a .py file that bytecode of
     each of MAGICS would hold; `content` is kept of the files asked for, of a .pyc only its header, 16 bytes.
@@ -87,7 +87,7 @@ def secrets_in(content: bytes) -> tuple[str, ...]:
 
 
 def source_hashes(content: bytes) -> tuple[bytes, ...]:
-    """What unchecked bytecode of each of MAGICS says of this source; Python 3.10's hash is another."""
+    """Returns the source hashes in unchecked bytecode, one for each of MAGICS; Python 3.10's differs."""
     if sys.version_info < (3, 11):
         return ()
     return tuple(
@@ -164,7 +164,7 @@ def read_layer(source: IO[bytes], keep: Keep, mode: Literal["r|*", "r:*"] = "r|*
 
 
 def merge(layers: list[Files]) -> Files:
-    """What a container sees: each layer over those below, `.wh.NAME` taking a path away."""
+    """Merges layers to the tree that a container sees; `.wh.NAME` removes a path of lower layers."""
     merged: Files = {}
     for layer in layers:
         gone, emptied = set[str](), set[str]()
@@ -280,7 +280,7 @@ def parts(texts: dict[str, bytes]) -> tuple[str, dict[str, Any], list[str]]:
 
 
 def blob(digest: str) -> str:
-    """Where an archive keeps a digest."""
+    """Returns the path of a digest in an archive."""
     return f"blobs/{digest.replace(':', '/')}"
 
 

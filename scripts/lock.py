@@ -38,7 +38,7 @@ HEADER = """\
 
 
 def wanted(project: dict[str, Any]) -> dict[str, list[str]]:
-    """What each group asks for, before resolution."""
+    """Returns the requirements of each group, before resolution."""
     train = project["project"]["dependencies"] + project["build-system"]["requires"]
     return {"train": train, **project["project"]["optional-dependencies"], "boot": BOOT, "image": IMAGE}
 

@@ -1,4 +1,4 @@
-"""What a stack's locks hold, for the walk over its image, its bill of materials and its audit."""
+"""Reads a stack's locks, for the walk over its image, its bill of materials and its audit."""
 
 from pathlib import Path
 from typing import NamedTuple

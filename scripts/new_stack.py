@@ -35,7 +35,7 @@ ARCHITECTURES = "import torch; print(torch._C._cuda_getArchFlags() or '')"
 
 
 class StackError(Exception):
-    """Why there is no new stack, in one line."""
+    """Raised where there is no new stack, with the reason in one line."""
 
 
 def audio_of(torch: str) -> str:
@@ -47,7 +47,8 @@ def audio_of(torch: str) -> str:
 
 
 def brought(resolved: str) -> dict[str, str]:
-    """What a torch brings on Linux x86_64, from its resolution (`name==version ; marker` lines).
+    """Returns the packages that a torch needs on Linux x86_64, from its resolution (`name==version ; marker`
+    lines).
 
     Raises:
         StackError: something is missing.

@@ -22,12 +22,12 @@ AS_OWNER = (
 
 
 def folder_of(stack: str) -> str:
-    """Where packages on top of a stack's go: another stack's may be built for another torch."""
+    """Returns the folder of packages on top of a stack's: another stack's may be built for another torch."""
     return f"/workspace/.packages/{stack}"
 
 
 def constraints(installed: Iterable[tuple[str, str]]) -> str:
-    """What holds packages, names and versions, as they are: a requirement of each."""
+    """Returns constraints that pin the stack's packages to their versions."""
     lines = {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}" for name, version in installed}
     return "".join(f"{line}\n" for line in sorted(lines))
 

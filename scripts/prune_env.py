@@ -25,7 +25,7 @@ SITE = "lib/python3.*/site-packages"
 
 
 class Rule(NamedTuple):
-    """What goes, and why; a pattern that matches a folder takes all of it."""
+    """A rule: pattern and reason; a pattern that matches a folder removes all of it."""
 
     name: str
     why: str
@@ -112,7 +112,7 @@ def size_of(files: list[Path]) -> int:
 
 
 def own(prefix: Path, pattern: str) -> list[Path]:
-    """What a pattern finds, but not again through a link: conda has lib/python3.1 beside python3.12."""
+    """Returns the matches of a pattern, except through links: conda has lib/python3.1 beside python3.12."""
     links = [path for path in prefix.glob("lib/python3.*") if path.is_symlink()]
     found = prefix.glob(pattern)
     return [path for path in found if not any(path.is_relative_to(link) for link in links)]
@@ -196,7 +196,7 @@ def strip_all(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, dict
 
 
 def digest_of(path: Path) -> str:
-    """Of a file's content."""
+    """Returns the digest of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 24):

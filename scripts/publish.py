@@ -31,7 +31,7 @@ Tested = dict[str, Any]
 
 
 def tested(stack: str) -> Tested:
-    """What `make first-build` left of a stack.
+    """Returns what `make first-build` recorded of a stack: the commit and its images.
 
     Raises:
         BadInputError: If it didn't pass for this commit, or the commit isn't what was built.
@@ -61,7 +61,7 @@ def tested(stack: str) -> Tested:
 
 
 def short(stack: str, target: str) -> str:
-    """How tags of an image begin."""
+    """Returns the prefix of an image's tags."""
     return stack if target == "train" else f"{stack}-{target}"
 
 
@@ -101,7 +101,7 @@ def push(about: Tested, registry: str) -> None:
 
 
 def provenance(about: Tested, target: str) -> dict[str, Any]:
-    """Where an image comes from (SLSA 1.0): the commit, the bases, the locks, and who built it."""
+    """Returns the provenance of an image (SLSA 1.0): the commit, the bases, the locks, and the builder."""
     source = source_of(ROOT) or "https://example.invalid/trainer"
     folder = ROOT / "stacks" / about["stack"]
     found = [{"uri": f"git+{source}", "digest": {"gitCommit": about["commit"]}}]

@@ -120,7 +120,7 @@ def _block(code: str) -> tuple[str, ...]:
 
 
 def _docstring(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
-    """Its lines; what stands indented below "Args:" and the like becomes a list."""
+    """Returns the lines of a docstring; entries below "Args:" and the like become a list."""
     inside = False
     for line in (ast.get_docstring(node) or "").splitlines():
         if line in _PARTS:

@@ -35,11 +35,11 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 
 
 class ReleaseError(Exception):
-    """Why there is no release, in one line."""
+    """Raised where there is no release, with the reason in one line."""
 
 
 def git(*words: str) -> bytes:
-    """What git says."""
+    """Returns the output of git."""
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
 
 

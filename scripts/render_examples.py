@@ -61,12 +61,12 @@ OVERLAYS = {
 
 
 def slurm_files() -> dict[str, str]:
-    """What scripts/slurm should hold: names and texts."""
+    """Returns the expected files of scripts/slurm: names and texts."""
     return {name: slurm.render(spec, site) for name, (spec, site) in SLURM.items()}
 
 
 def files() -> dict[str, str]:
-    """What scripts/kubernetes should hold: names relative to it, and texts."""
+    """Returns the expected files of scripts/kubernetes: relative names and texts."""
     found = {
         name: _headed(PLACES[place].render(spec, site)) for name, (place, spec, site) in EXAMPLES.items()
     }

@@ -47,7 +47,7 @@ PROJECT, ONE_OFF = "com.docker.compose.project", "com.docker.compose.oneoff=True
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice between container and .venv depends on.
+    """Facts that decide between container and .venv.
 
     Attributes:
         runtime: RUNTIME: auto, local or container.
@@ -97,7 +97,7 @@ def decide(facts: Facts) -> tuple[bool, str]:
 
 
 def _lacking(facts: Facts) -> str:
-    """Why the container can't be used, or an empty string."""
+    """Returns why the container can't be used, or ""."""
     if facts.engine:
         return facts.engine
     if not facts.present:

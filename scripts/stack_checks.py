@@ -1,4 +1,4 @@
-"""What must hold between the files of a stack; each check returns what is wrong, one line each.
+"""Checks of a stack's files against each other; each returns errors, one line each.
 
 `python scripts/stack_checks.py` checks every stack. Needs py-rattler, without a network.
 """
@@ -60,7 +60,7 @@ def lock_faults(text: str, channels: Sequence[str], md5_only: Sequence[str] = ()
 
 
 def record(name: str, version: str, build: str = "0", number: int = 0) -> rattler.PackageRecord:
-    """What py-rattler matches a spec with."""
+    """Returns the record that py-rattler matches with a spec."""
     return rattler.PackageRecord(name, version, rattler.BuildString(build), number, "linux-64")
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Wheel(NamedTuple):
-    """One requirement of a lock: a version, where it applies, the groups that need it, and its lines."""
+    """A requirement of a lock: version, marker, the groups that need it, and its lines."""
 
     name: str
     version: str

@@ -30,11 +30,11 @@ LIBRARIES = {
 
 
 class NotMeasured(Exception):  # noqa: N818
-    """A library can't be measured on a case; the message says why, and the bench goes on without it."""
+    """Raised where a library can't be measured on a case, with the reason; the bench continues without it."""
 
 
 class LibraryFailed(Exception):  # noqa: N818
-    """What a library did ended in an error; the message is that error's type and first line.
+    """Raised where a library failed; the message is its error's type and first line.
 
     Attributes:
         name: The library's.
@@ -104,7 +104,7 @@ def version(name: str) -> str:
 
 
 def installed(name: str) -> bool:
-    """Whether a library is there."""
+    """Whether a library is installed."""
     try:
         version(name)
     except BadInputError:

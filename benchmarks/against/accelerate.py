@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator, in a loop of one's own."""
+"""Accelerate's Accelerator, in a hand-written loop."""
 
 import tempfile
 import time
@@ -15,7 +15,7 @@ from benchmarks.overhead import TinySteps
 
 
 def accumulate(case: Case) -> list[Recorded]:
-    """Both loops of its guide to gradient accumulation: `accumulate()`, and for samples of variable size."""
+    """Runs both loops of its guide to gradient accumulation: `accumulate()`, and that for variable sizes."""
     return [
         loop(_accelerator(gradient_accumulation_steps=case.accumulation), case)
         for loop in (_by_micro_batches, _by_tokens)

@@ -1,4 +1,4 @@
-"""Lightning Fabric: a loop of one's own around a wrapped model and optimizer."""
+"""Lightning Fabric: a hand-written loop around a wrapped model and optimizer."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Ignite: an Engine around an update of one's own."""
+"""Ignite: an Engine around a hand-written update."""
 
 import time
 

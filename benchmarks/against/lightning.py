@@ -120,7 +120,7 @@ def _resumed(cut: int, stateful: bool, variant: str, way: str) -> Resumed:
 
 
 def _fit(folder: Path, cut: int, stateful: bool, go_on: bool) -> Steps:
-    """Trains to the end, from the checkpoint of update `cut` or from the beginning, writing that one."""
+    """Trains to the end, from the checkpoint of update `cut`, or from the beginning, writing that one."""
     from lightning import pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -162,7 +162,7 @@ def _fit(folder: Path, cut: int, stateful: bool, go_on: bool) -> Steps:
 
 
 class _StatefulLoader:
-    """What Lightning asks of a loader that can be gone on with: it saves and loads this state itself."""
+    """A loader that can be resumed, as Lightning requires: Lightning saves and loads its state."""
 
     def __init__(self) -> None:
         self._data = Augmented()

@@ -1,1 +1,1 @@
-"""`python -m benchmarks claims`: what guides say that settings bring, each measured on this machine."""
+"""`python -m benchmarks claims`: effects of settings that guides claim, each measured on this machine."""

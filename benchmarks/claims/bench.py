@@ -11,7 +11,7 @@ from trainer.host.startup import wait_passively
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--quick", action="store_true", help="a minute at most; wider intervals")
     bench.add_argument("--only", default="", metavar="LIST", help="claims or ablations by name")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")

@@ -1,4 +1,4 @@
-"""What a claim is, and when a measurement bears it out. Measures nothing."""
+"""Claims, and the criterion by which a measurement confirms one. Measures nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ FEWEST_ROUNDS = 6
 
 
 class Source(NamedTuple):
-    """Where a claim comes from."""
+    """Source of a claim."""
 
     title: str
     address: str = ""
@@ -23,7 +23,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim: the ratio of a quantity with what is claimed to help (`tried`) and without it (`base`).
+    """A claim: the ratio of a quantity with the recommended setting (`tried`) and without it (`base`).
 
     Attributes:
         name: On the command line.
@@ -63,7 +63,7 @@ class Series(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a claim's two sides came to.
+    """Measurements of a claim's two sides.
 
     Attributes:
         base: Median.
@@ -88,7 +88,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A claim and what became of it.
+    """A claim and its verdict.
 
     Attributes:
         claim: The claim.

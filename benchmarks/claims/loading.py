@@ -105,7 +105,7 @@ def _prefetch() -> dict[str, Side]:
 
 
 class _Epochs:
-    """Epochs of a loader alone, each when it is called; returns the seconds.
+    """Epochs of a loader alone, one per call; returns the seconds.
 
     Args:
         turns: The run whose data it is.
@@ -190,11 +190,11 @@ class AsFloats:
         return len(self._inner)
 
     def fingerprint(self) -> str:
-        """The inner one's."""
+        """Fingerprint of the wrapped data set."""
         return self._inner.fingerprint()
 
     def read(self, samples: Ints, random: Float32 | None, out: data.Arrays) -> Sequence[Bad] | None:
-        """Reads as the inner one does, and converts."""
+        """Reads as the wrapped data set does, and converts."""
         image = np.empty(out["image"].shape, np.uint8)
         replaced = self._inner.read(samples, random, {**out, "image": image})
         np.divide(image, np.float32(255), out=out["image"])
@@ -246,7 +246,7 @@ def _packs(wanted: Sequence[str], size: Size) -> Measurement:
 
 
 def _rules(wanted: Sequence[str], size: Size) -> Measurement:
-    """What `trainer tune` takes, and the rules of thumb."""
+    """Compares the choice of `trainer tune` with rules of thumb."""
     scene, limits = _scene(photographs(size)), read_limits()
     recipe = validated(Recipe, override(read_recipe(_RECIPE), list(scene.settings)), _RECIPE)
     settings = settings_to_try(recipe, make_task(recipe), limits, 1)
@@ -264,7 +264,7 @@ def _rules(wanted: Sequence[str], size: Size) -> Measurement:
 
 
 def _copies(wanted: Sequence[str], size: Size, computing: bool) -> Measurement:
-    """Batches of 64 images of 224 x 224 to the GPU, by themselves or while it multiplies matrices."""
+    """Copies batches of 64 images of 224 x 224 to the GPU, alone or during matrix multiplications."""
     device = torch.device("cuda", 0)
     pageable = torch.randint(0, 256, (64, 224, 224, 3), dtype=torch.uint8)
     page_locked = pageable.pin_memory()

@@ -1,4 +1,4 @@
-"""What every ablation has in common: how much is measured, and a recipe's steps in one process."""
+"""Common parts of the ablations: the size of a measurement, and a recipe's steps in one process."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ _MOST_IN_A_TURN = 500
 
 
 class Size(NamedTuple):
-    """How much is measured.
+    """Size of a measurement.
 
     Attributes:
         rounds: Interleaved.
@@ -47,7 +47,7 @@ class Size(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What an ablation found: what was the same for all sides, in words, and its quantities by name."""
+    """Result of an ablation: the conditions common to all sides, in words, and its quantities by name."""
 
     conditions: str
     series: Mapping[str, Series]
@@ -55,7 +55,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Ablation:
-    """How a setting's sides are measured.
+    """Measurement of a setting's sides.
 
     Attributes:
         measure: Given the names of the sides that are wanted.
@@ -85,16 +85,16 @@ class Scene(NamedTuple):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Those for this machine."""
+        """Settings of the recipe for this machine."""
         return self.cuda if torch.cuda.is_available() else self.cpu
 
     def __str__(self) -> str:
-        """As the command line would have it."""
+        """The recipe as on the command line."""
         return " ".join([self.recipe, *self.settings])
 
 
 class Side(NamedTuple):
-    """One way to train.
+    """A way to train.
 
     Attributes:
         settings: KEY=VALUE.
@@ -111,7 +111,7 @@ class Turns:
     """A run of a side, some steps at a time."""
 
     def __init__(self, scene: Scene, side: Side, stack: ExitStack, world: World | None = None) -> None:
-        """Builds it; `stack` closes its loaders."""
+        """Builds the run; `stack` closes its loaders."""
         values = override(read_recipe(scene.recipe), [*scene.settings, *side.settings, *_LENGTH])
         self.recipe = validated(Recipe, values, scene.recipe)
         task = make_task(self.recipe)
@@ -130,7 +130,7 @@ class Turns:
         self.run.replica.train()
 
     def __call__(self, steps: int) -> float:
-        """Does the next steps and returns the seconds.
+        """Trains the next steps and returns the seconds.
 
         Nothing is read ahead of them: what one side prepared during another's turn would count for nothing.
         """
@@ -152,7 +152,7 @@ class Turns:
         return now(self.device) - began
 
     def peak_bytes(self) -> int:
-        """Most bytes that a step needs above what was there at its start."""
+        """Returns the peak bytes of a step above those at its start."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             before = torch.cuda.memory_allocated(self.device)
@@ -207,13 +207,13 @@ def measure_steps(
 
 
 def steps_in(seconds: float, turn: Turns) -> int:
-    """How many steps of a run take so long, about."""
+    """Returns the number of steps that take about so many seconds."""
     turn(2)
     return min(_MOST_IN_A_TURN, max(1, round(seconds / min(turn(1), turn(1)))))
 
 
 def chosen(sides: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """Those of the sides that are wanted, in their own order."""
+    """Returns the requested sides, in their order."""
     return {name: side for name, side in sides.items() if name in wanted}
 
 
@@ -226,7 +226,7 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _highest(seen: Any) -> int:
-    """Most bytes of tensors that were there at once, of those that were made while it looked."""
+    """Measures the peak bytes of tensors that were made while it was open."""
     changes, events = [], list(seen.kineto_results.experimental_event_tree())
     while events:
         event = events.pop()

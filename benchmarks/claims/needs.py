@@ -1,4 +1,4 @@
-"""What a machine must have for an ablation, and why one can't be done on it."""
+"""Requirements of an ablation, and why a machine doesn't meet them."""
 
 import ctypes.util
 import os
@@ -14,12 +14,12 @@ from trainer.models.compiling import missing_for_compiling
 
 
 def missing(need: str) -> str:
-    """Why this machine lacks something; empty if it has it."""
+    """Returns why this machine doesn't meet a requirement; empty if it does."""
     return _CHECKS[need]()
 
 
 def library(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """A library that LD_PRELOAD can take: from LD_LIBRARY_PATH, the environment's lib, or the system."""
+    """Finds a library for LD_PRELOAD: in LD_LIBRARY_PATH, the environment's lib, or the system."""
     folders = [*environ.get("LD_LIBRARY_PATH", "").split(":"), f"{sys.prefix}/lib", "/opt/env/lib"]
     folders += [f"{environ[key]}/lib" for key in ("CONDA_PREFIX",) if environ.get(key)]
     folders += ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"]
@@ -88,5 +88,5 @@ _CHECKS: dict[str, Callable[[], str]] = {
 
 
 def first_missing(needs: Iterable[str]) -> str:
-    """The first reason why a machine won't do; empty if it will."""
+    """Returns the first unmet requirement; empty if there is none."""
     return next((reason for need in needs if (reason := missing(need))), "")

@@ -48,7 +48,7 @@ def _preloaded(name: str, wanted: Sequence[str], size: Size) -> Measurement:
 
 
 def _utilization(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
-    """One run on photographs: the share of the time in which the GPU had nothing to do."""
+    """Measures the fraction of a run's time on photographs in which the GPU was idle."""
     settings = [
         *("data.name=folder", f"data.path={photographs(size)}", "data.global_batch_size=64", "log.every=20"),
         *(
@@ -74,7 +74,7 @@ def _utilization(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG
 
 
 def _managed(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
-    """Counts the recipes that take GPU memory from another allocator than PyTorch's without being asked."""
+    """Counts the recipes that use another GPU allocator than PyTorch's by default."""
     recipes = [validated(Recipe, read_recipe(name), name) for name in recipe_names()]
     managed = sum(recipe.memory.allocator != "native" for recipe in recipes)
     series = Series({"recipes": [len(recipes)], "managed": [managed]}, "recipes", counted=True)

@@ -105,7 +105,7 @@ def _sides(world: World, wanted: Sequence[str], size: Size, stack: ExitStack) ->
 
 @contextmanager
 def _views(on: bool) -> Iterator[None]:
-    """Whether gradients of the replicas made within it are views of DDP's buckets, as the trainer's are."""
+    """Whether gradients of the replicas made within it are views of DDP's buckets, like the trainer's."""
     kept = DistributedDataParallel.__init__
 
     def made(self: DistributedDataParallel, *arguments: Any, **settings: Any) -> None:

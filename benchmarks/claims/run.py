@@ -1,4 +1,4 @@
-"""Measures claims, one ablation after another, for as long as there is time."""
+"""Measures claims, one ablation after another, until the time is up."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ Measure = Callable[[str, Collection[str], Size, float], Measurement | str]
 
 
 class Extent(NamedTuple):
-    """How much is measured: `Size` without a folder, the seconds of all, and the part of an ablation's."""
+    """Extent of a run: `Size` without a folder, the seconds in total, and an ablation's part of them."""
 
     rounds: int
     turn_s: float
@@ -58,7 +58,8 @@ def select(only: str) -> list[Claim]:
 
 
 def measured_apart(name: str, sides: Collection[str], size: Size, within: float) -> Measurement | str:
-    """What an ablation finds in a process of its own, or why it finds nothing in so many seconds.
+    """Measures an ablation in a process of its own; returns the reason if there is no result within its
+    seconds.
 
     In a process where nothing has been computed yet workers can be forked, as a rank's are, and what one
     ablation leaves behind (threads, memory, caches) is none of the next one's business.

@@ -27,18 +27,18 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many claims came to what."""
+    """Counts the claims by verdict."""
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in VERDICTS}
     return f"{len(rows)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 def verdict(row: Row) -> str:
-    """With the reason why it wasn't measured."""
+    """Formats a verdict, with the reason if it wasn't measured."""
     return f"{row.verdict}: {row.reason}" if row.reason else row.verdict
 
 
 def as_json(rows: Sequence[Row], conditions: str, about: str) -> str:
-    """All of it, for programs."""
+    """Formats the whole result as JSON."""
     found = {"conditions": conditions, "about": about, "claims": [_as_dict(row) for row in rows]}
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 

@@ -1,1 +1,1 @@
-"""What happens to a job on more GPUs than there are here: computed from figures, and simulated."""
+"""Jobs on more GPUs than this machine has: computed from figures, and simulated."""

@@ -14,7 +14,7 @@ _SPREAD = 0.05
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument(
         "--gpus", default="8,64,512,4096", metavar="LIST", help="how many (default: 8,64,512,4096)"
     )

@@ -18,7 +18,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5
 
 
 class Curve(NamedTuple):
-    """One curve of a plot.
+    """A curve of a plot.
 
     Attributes:
         name: Beside its end; may be empty.
@@ -68,5 +68,5 @@ def _draw(axes: Axes, curve: Curve, color: str) -> None:
 
 
 def spaced(low: float, high: float, count: int) -> list[float]:
-    """So many values from low to high, each the same times the one before."""
+    """Returns so many values from low to high, geometrically spaced."""
     return [low * math.exp(math.log(high / low) * n / (count - 1)) for n in range(count)]

@@ -19,7 +19,7 @@ _LEAST = 1e-12
 
 
 class Figures(Section):
-    """One job. A step is an optimizer step; each GPU does the same work on any number of them.
+    """Figures of a job. A step is an optimizer step; each GPU does the same work on any number of them.
 
     Links are those of one GPU, in one direction. What is of the whole job says so.
     """
@@ -72,7 +72,7 @@ class Figures(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Of one GPU."""
+        """Samples per step of one GPU."""
         return self.samples_per_micro_batch_size * self.micro_batches_per_step
 
 
@@ -105,7 +105,7 @@ class Job(Section):
 
 
 class Estimate(NamedTuple):
-    """What is to be expected of a job on so many GPUs; the figures are of the whole job unless they say else.
+    """Predictions for a job on so many GPUs, of the whole job unless stated otherwise.
 
     Attributes:
         exposed_s: Seconds of a step in which the GPUs only wait for gradients.
@@ -143,7 +143,7 @@ class Estimate(NamedTuple):
 
 
 def difference(one: float, other: float) -> float:
-    """How far two figures lie apart, as a share of the first; what is next to nothing is nothing."""
+    """Returns the relative difference of two figures; 0 for figures close to 0."""
     if max(abs(one), abs(other)) < _LEAST:
         return 0.0
     return abs(other - one) / max(abs(one), _LEAST)

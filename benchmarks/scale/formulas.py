@@ -1,4 +1,4 @@
-"""What happens on many GPUs, by formulas.
+"""Predictions for many GPUs, by formulas.
 
 What is left out: NCCL's trees and its choice between algorithms and protocols (a ring's latency grows with
 the number of nodes, a tree's with its logarithm, so that small buckets on many nodes come out too slow here),
@@ -13,7 +13,7 @@ _DAY = 86400.0
 
 
 def nodes_of(figures: Figures, gpus: int) -> int:
-    """How many nodes so many GPUs are."""
+    """Returns the number of nodes for so many GPUs."""
     return -(-gpus // figures.gpus_per_node)
 
 
@@ -96,7 +96,7 @@ def best_interval_s(stall: float, write: float, mtbf: float) -> float:
 
 
 def store_requests(figures: Figures, gpus: int) -> float:
-    """When the ranks meet: in each group every rank leaves its address and asks twice for everyone's."""
+    """Counts requests to the store: in each group every rank sets its address and reads all others' twice."""
     return figures.gloo_groups * (gpus + 2.0 * gpus * gpus)
 
 
@@ -123,7 +123,7 @@ def steps_between(figures: Figures, gpus: int) -> int:
 
 
 def estimate(figures: Figures, gpus: int) -> Estimate:
-    """All of it for so many GPUs."""
+    """Returns all predictions for so many GPUs."""
     step, mtbf = step_s(figures, gpus), mtbf_s(figures, gpus)
     stall, write, restart = stall_s(figures), write_s(figures), restart_s(figures, gpus)
     interval = steps_between(figures, gpus) * step

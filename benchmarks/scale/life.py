@@ -16,7 +16,7 @@ _NEVER = float("inf")
 
 
 class Lived(NamedTuple):
-    """What was seen of a job's life.
+    """Observations of a job's simulated life.
 
     Attributes:
         lost_share: Share of its time that gave nothing which was kept.

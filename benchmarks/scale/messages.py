@@ -15,7 +15,7 @@ Times = npt.NDArray[np.float64]
 
 
 class Steps(NamedTuple):
-    """What was seen of simulated steps.
+    """Observations of simulated steps.
 
     Attributes:
         plain_s: Seconds of a step without a row of metrics.
@@ -32,7 +32,7 @@ class Rings:
     """Rings of ranks, each rank with a link to its neighbor: arrays (rings, ranks)."""
 
     def __init__(self, rings: int, ranks: int, alpha_s: float, bytes_per_s: float) -> None:
-        """All links are free."""
+        """Starts with all links free."""
         self._free: Times = np.zeros((rings, ranks))
         self._alpha_s, self._bytes_per_s = alpha_s, bytes_per_s
 

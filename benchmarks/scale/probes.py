@@ -1,4 +1,4 @@
-"""What this machine does to a run: DDP's buckets, a checkpoint's ways, the ranks' store, a start."""
+"""Probes of this machine: DDP's buckets, the ways of a checkpoint, the ranks' store, a start."""
 
 import os
 import statistics

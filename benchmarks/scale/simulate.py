@@ -1,4 +1,4 @@
-"""What happens on many GPUs, by simulation: times, messages and queues, and no formula of the table's.
+"""Predictions for many GPUs, by simulation: times, messages and queues, without the table's formulas.
 
 Nothing of `formulas` is imported. The steps are simulated message by message (`messages`), failures and
 checkpoints event by event (`life`), what the ranks ask of rank 0's store and of the storage in queues (here).

@@ -1,4 +1,4 @@
-"""What each GPU sends in a step and holds, on paper: DDP, FSDP, and HSDP with a group on each node.
+"""Bytes that each GPU sends in a step and holds, by formulas: DDP, FSDP, and HSDP with a group on each node.
 
 Sums and gatherings go round on rings, in a node first and then between the GPUs of one place in their nodes:
 as `formulas.all_reduce_s` counts them. An all-reduce is a reduce-scatter and a gathering.
@@ -19,7 +19,7 @@ class Sent(NamedTuple):
 
 
 def sent(figures: Figures, gpus: int, strategy: str) -> Sent:
-    """What parallel.strategy makes a GPU send; one of ddp, fsdp, hsdp.
+    """Returns the bytes that a GPU sends with a parallel.strategy: ddp, fsdp or hsdp.
 
     Gradients cross once a step. FSDP gathers the parameters for each forward and each backward pass besides:
     3 (n - 1) / n of them with one micro-batch, where DDP sends 2 (n - 1) / n.

@@ -41,7 +41,7 @@ ROWS = (
 
 
 def differences(estimates: Sequence[Estimate], simulated: Sequence[Estimate]) -> dict[str, float]:
-    """By figure: how far formula and simulation lie apart at most, as a share."""
+    """Returns the largest relative difference of formula and simulation, by figure."""
     return {
         row.name: max(
             difference(getattr(one, row.name), getattr(other, row.name))
@@ -74,7 +74,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def advice(figures: Figures, gpus: Sequence[int]) -> str:
-    """What to set, in one line."""
+    """Returns advice on settings, in one line."""
     told = []
     for one in gpus:
         every, step = formulas.steps_between(figures, one), formulas.step_s(figures, one)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
-    """What it takes on the command line."""
+    """Adds the options of the bench."""
     bench.add_argument("--quick", action="store_true", help="two minutes at most; wider intervals")
     bench.add_argument(
         "--only", default="", metavar="LIST", help="overhead,loader,tokens,accumulation,resume: which"

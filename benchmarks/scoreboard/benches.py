@@ -22,7 +22,7 @@ QUICK = Extent(6, 60, 6, 128, (33,), 6, 100, 10)
 
 
 class Bench(NamedTuple):
-    """What the scoreboard gathers.
+    """A bench of the scoreboard.
 
     Attributes:
         title: A heading.

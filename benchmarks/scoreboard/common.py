@@ -1,4 +1,4 @@
-"""What all benches of the scoreboard have in common: how much they measure, and against whom."""
+"""Common parts of the scoreboard's benches: extent of the measurements, and the rivals."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from benchmarks.scoreboard.figures import Absent, Row
 
 
 class Extent(NamedTuple):
-    """How much is measured.
+    """Extent of the measurements.
 
     Attributes:
         rounds: Interleaved, of overhead.
@@ -32,7 +32,7 @@ class Extent(NamedTuple):
 
 
 def libraries_for(function: str) -> tuple[dict[str, Callable[..., Any]], list[Row]]:
-    """Those that are installed, and a row for each that isn't."""
+    """Returns the installed libraries, and a row for each missing one."""
     there = {name: measure for name, measure in offering(function).items() if installed(name)}
     return there, [Absent(name, "not installed") for name in offering(function) if name not in there]
 

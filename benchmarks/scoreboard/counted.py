@@ -35,7 +35,7 @@ def _nested(judged: accumulation.Judged) -> dict[str, Any]:
 
 
 def count_steps(judged: Sequence[accumulation.Judged]) -> list[Row]:
-    """Of each way how many steps got the gradient of their samples, and the trainer's on the same cases."""
+    """Counts the steps with their samples' gradient, for each way and for the trainer on the same cases."""
     own = [one for one in judged if one.name == "trainer"]
     rows: list[Row] = []
     for (name, variant), group in _grouped(judged).items():
@@ -78,7 +78,7 @@ def by_resume(extent: Extent) -> Part:
 
 
 def count_cuts(judged: Sequence[resume.Judged]) -> list[Row]:
-    """Of each way how many cuts end with the same bits."""
+    """Counts the cuts that end with the same bits, for each way."""
     ours = sum(one.score.same for one in judged if one.name == "trainer")
     return [
         Counted(

@@ -1,4 +1,4 @@
-"""What the scoreboard is made of, and who wins. Measures nothing."""
+"""Figures of the scoreboard, and the winner of each. Measures nothing."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ BUSY = "undecided: other work ran beside it"
 
 @dataclass(frozen=True)
 class Timed:
-    """What the trainer costs beside another one; less is better.
+    """Time or cost of the trainer and of a rival; less is better.
 
     Attributes:
         ours: Which of the trainer's ways.
@@ -55,7 +55,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Counted:
-    """How often something was right; more is better.
+    """Number of correct results; more is better.
 
     Attributes:
         against: The other one, or one of the trainer's own ways.
@@ -108,7 +108,7 @@ Row = Timed | Counted | Absent
 
 @dataclass(frozen=True)
 class Part:
-    """What a bench came to.
+    """Result of a bench.
 
     Attributes:
         name: The bench.
@@ -151,7 +151,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the measurements were made on.
+    """Machine of the measurements.
 
     Attributes:
         conditions: See `trainer.observe.conditions`.
@@ -185,7 +185,7 @@ def between(part: Part, before: float, after: float) -> Part:
 
 
 def best_rows(part: Part) -> list[Timed | Counted]:
-    """Of each rival the one row that counts: its best way, the first of several as good."""
+    """Returns the best row of each rival, the first of equal ones."""
     best: dict[str, Timed | Counted] = {}
     for row in part.rows:
         if isinstance(row, Absent) or row.outcome is None:
@@ -197,7 +197,7 @@ def best_rows(part: Part) -> list[Timed | Counted]:
 
 
 def _merit(row: Timed | Counted) -> tuple[float, float]:
-    """Of another one's way: the more, the better for it."""
+    """Returns the merit of a rival's way: larger is better for it."""
     if isinstance(row, Timed):
         return (row.ratio, 0)
     return (row.right - (row.ours or 0), row.right)
@@ -209,7 +209,7 @@ def outcomes(parts: Sequence[Part], wanted: Outcome) -> list[tuple[Part, Timed |
 
 
 def verdict(part: Part, row: Timed | Counted) -> tuple[Outcome | None, str]:
-    """How a row of a part ended, None if it doesn't count, and the words for it."""
+    """Returns the verdict on a row, None if it doesn't count, and its wording."""
     if row.outcome is None:
         return None, row.apart if isinstance(row, Timed) else ""
     if any(row is one for one in best_rows(part)):

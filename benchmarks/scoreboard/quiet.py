@@ -10,7 +10,7 @@ _BLOCK = bytes(4 << 20)  # hashed without the interpreter's lock, in some millis
 
 
 def share_of_cpus(seconds: float = 1.0) -> float:
-    """What this process gets of the CPUs that it may use while it wants all of them: 1 on a quiet machine."""
+    """Returns the fraction of its CPUs that this process gets under full load: 1 on a quiet machine."""
     cpus = read_limits().cpus
     threads = max(1, int(cpus))
     used = [0.0] * threads

@@ -66,7 +66,7 @@ def document(parts: Sequence[Part], machine: Machine, command: str, stem: str) -
 
 
 def text(parts: Sequence[Part], machine: Machine) -> str:
-    """What was found, without what surrounds it in a file."""
+    """Formats the results, without the header and footer of a file."""
     blocks = [f"{machine.conditions}\n{machine.libraries}"]
     busy = [part.name for part in parts if not part.quiet]
     if busy:
@@ -81,7 +81,7 @@ def text(parts: Sequence[Part], machine: Machine) -> str:
 
 
 def summary(parts: Sequence[Part]) -> str:
-    """How the comparisons ended; what the trainer didn't win is named one by one."""
+    """Summarizes the comparisons; names each that the trainer didn't win."""
     table = [f"| bench | {' | '.join(_WORDS)} |", "|---" * (1 + len(_WORDS)) + "|"]
     for part in parts:
         counts = " | ".join(str(len(outcomes([part], outcome))) for outcome in _WORDS)
@@ -108,7 +108,7 @@ def summary(parts: Sequence[Part]) -> str:
 
 
 def refutation(parts: Sequence[Part]) -> str:
-    """Which code stands for each library, and what to do with it."""
+    """Names the code that stands for each library, and how to correct it."""
     rows = ["| bench | against | its loop | settings |", "|---|---|---|---|"]
     for part in parts:
         function = BENCHES[part.name].function
@@ -120,7 +120,7 @@ def refutation(parts: Sequence[Part]) -> str:
 
 
 def libraries(names: Mapping[str, bool]) -> str:
-    """All of them in a line.
+    """Lists the libraries in a line.
 
     Args:
         names: Whether each is installed.
@@ -129,7 +129,7 @@ def libraries(names: Mapping[str, bool]) -> str:
 
 
 def as_json(parts: Sequence[Part], machine: Machine, command: str) -> str:
-    """All of it, for programs."""
+    """Formats the whole result as JSON."""
     rows = [
         {**asdict(part), "quiet": part.quiet, "rows": [_as_dict(part, row) for row in part.rows]}
         for part in parts

@@ -1,4 +1,4 @@
-"""Promise: what the bench of decoders times is the same part of the same image."""
+"""Promise: the bench of decoders times the same crop of the same image."""
 
 from pathlib import Path
 

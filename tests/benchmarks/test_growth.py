@@ -1,4 +1,4 @@
-"""Promise: what grows faster than its data is found, and nothing here does."""
+"""Promise: work that grows faster than its data is found, and none here does."""
 
 from pathlib import Path
 

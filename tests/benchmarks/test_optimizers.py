@@ -1,4 +1,4 @@
-"""Promise: the bench of optimizers compares like with like, and chooses and counts as it says."""
+"""Promise: the bench of optimizers gives all the same budget, and selects and counts as documented."""
 
 import importlib.util
 import math

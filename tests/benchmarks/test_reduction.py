@@ -1,4 +1,4 @@
-"""Promise: what the tree costs is measured in turn and judged by its interval."""
+"""Promise: the cost of the tree reduction is measured in alternation and judged by its interval."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Promise: the bench sees whether a run that was gone on with is the uncut one, and fails where it isn't."""
+"""Promise: the bench compares a resumed run with an uninterrupted one, and fails if they differ."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Promise: what is told of a job on thousands of GPUs follows from its figures, computed and simulated."""
+"""Promise: predictions for thousands of GPUs follow from measured figures, by formula and by simulation."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Promise: the scoreboard says who wins and who loses, leaves nobody out, and says what failed."""
+"""Promise: the scoreboard names winners, losers and failures, and leaves no library out."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Promise: a part of the scoreboard counts or times everybody alike; a library that fails has a row."""
+"""Promise: the scoreboard counts or times all libraries alike; a library that fails has a row."""
 
 import json
 import pickle

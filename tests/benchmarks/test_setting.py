@@ -1,4 +1,4 @@
-"""Promise: what a setting costs is measured in turn and judged by its interval."""
+"""Promise: the cost of a setting is measured in alternation and judged by its interval."""
 
 from typing import Any
 

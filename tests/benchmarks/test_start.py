@@ -1,4 +1,4 @@
-"""Promise: a start imports once, and no more than it needs; what each phase of it costs is told."""
+"""Promise: a start imports only what it needs, once; the time of each of its phases is reported."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Promise: the targets are measured in pieces that go on where the last one ended, the promises first."""
+"""Promise: the GPU targets are measured in pieces that resume where the last one ended, promises first."""
 
 import json
 import os

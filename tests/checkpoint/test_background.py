@@ -1,4 +1,4 @@
-"""Promise: training goes on while a checkpoint is written; a failure is told, and costs no older one."""
+"""Promise: training continues while a checkpoint is written; a failure is reported, and older ones stay."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Promise: whatever stopped a run, the next attempt goes on to the same bits; a later end extends it."""
+"""Promise: whatever stopped a run, the next attempt ends with the same bits; a later end extends it."""
 
 import argparse
 import errno

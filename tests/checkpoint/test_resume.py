@@ -1,4 +1,4 @@
-"""Promise: stopped anywhere, a run goes on as if nothing had happened; and what doesn't fit is said."""
+"""Promise: a run stopped anywhere resumes to the same bits; a checkpoint that doesn't fit is refused."""
 
 import errno
 import hashlib

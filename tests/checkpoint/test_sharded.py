@@ -1,4 +1,4 @@
-"""Promise: what a sharded run leaves is read on any number of ranks, whole, or named and left out."""
+"""Promise: a sharded checkpoint is read on any number of ranks, whole, or named and skipped."""
 
 import argparse
 import errno

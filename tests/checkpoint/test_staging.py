@@ -1,4 +1,4 @@
-"""Promise: what a GPU computes further isn't in the checkpoint, and a copy of the run is in memory once."""
+"""Promise: a checkpoint holds the state at its step, not later results, and one copy is in memory."""
 
 import gc
 import itertools

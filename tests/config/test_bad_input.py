@@ -1,4 +1,4 @@
-"""Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
+"""Promise: bad input gives one line with its name and the remedy, exit code 2, and no files."""
 
 import ast
 import getpass
@@ -160,14 +160,14 @@ CASES = [
         ["train", "--resume", "a", "--from", "b"],
         "--from b and --resume a: give one of them; --resume goes on",
     ),
-    (["train", "."], ". is a folder, and no recipe; to go on with a run give --resume ., to begin a new one"),
+    (["train", "."], ". is a folder, and no recipe; to resume the run give --resume ., to begin a new one"),
     (
         ["submit", "digits", "--on", "docker", "--from", "a"],
-        "arguments: --from a; a job begins its run anew, or",
+        "arguments: --from a; a job begins a new run, or",
     ),
     (
         ["submit", "digits", "--on", "docker", "--resume", "a"],
-        "; a job goes on by itself with the run of its",
+        "; a job resumes the run of its",
     ),
     (["train", "digits", "--resume", "runs/none"], "--resume runs/none: no run folder (it holds no manifest"),
     (["train", "digits", "--resume", "x" * 300], "can't be read (File name too long)"),

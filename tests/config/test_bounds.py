@@ -1,4 +1,4 @@
-"""Promise: no file that somebody sends fills memory, hangs or shows a traceback by how it is parsed."""
+"""Promise: parsing an untrusted file never fills the memory, hangs or ends in a traceback."""
 
 import ast
 import os

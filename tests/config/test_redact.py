@@ -1,4 +1,4 @@
-"""Promise: no credential is written down or shown, and nothing else is hidden."""
+"""Promise: credentials are never written or shown, and nothing else is redacted."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Promise: secrets as they stand in real texts go, in about a hundred shapes; ordinary texts stay."""
+"""Promise: secrets in about a hundred real forms are redacted; ordinary texts stay."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Promise: whichever rank gets the signal, all stop after the same step, and nobody waits for it."""
+"""Promise: whichever rank gets a signal, all stop after the same step, without waiting."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

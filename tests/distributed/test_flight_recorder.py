@@ -1,4 +1,4 @@
-"""Promise: of a job that hangs in a collective it is told in which one, and who did not come to it."""
+"""Promise: for a job that hangs, the collective and the ranks that didn't enter it are named."""
 
 import json
 import os

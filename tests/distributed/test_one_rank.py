@@ -1,4 +1,4 @@
-"""Promise: what tests/gpu does with NCCL and one rank is right with gloo and one rank: the code is one."""
+"""Promise: the code that tests/gpu runs with NCCL on one rank is right with gloo on one rank."""
 
 import json
 from pathlib import Path

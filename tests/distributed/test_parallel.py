@@ -1,4 +1,4 @@
-"""Promise: what DDP is told changes how gradients travel, not what they are; BatchNorm can span ranks."""
+"""Promise: DDP's settings change how gradients are sent, not their values; BatchNorm can span ranks."""
 
 import copy
 import os

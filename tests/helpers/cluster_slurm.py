@@ -56,7 +56,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why there can be none here, or nothing."""
+    """Returns why no Slurm can be started here, or ""."""
     programs = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if not shutil.which(name)]
     if programs:
         return f"no {', '.join(programs)} here: apt-get install slurm-wlm munge"
@@ -90,7 +90,9 @@ class Slurm:
             subprocess.run(words, env=self.environment, capture_output=True, timeout=300, check=False)
 
     def state(self, job: str) -> str:
-        """Of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its end."""
+        """Returns the state of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its
+        end.
+        """
         shown = self.tell("scontrol", "show", "job", "--oneliner", job)
         return shown.partition(" JobState=")[2].partition(" ")[0]
 
@@ -121,7 +123,7 @@ def _text(log: Path) -> str:
 
 
 def until(condition: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
-    """As `tests.helpers.waiting`; Slurm takes its time."""
+    """Waits like `tests.helpers.waiting.until`, with Slurm's patience."""
     waiting.until(condition, told, seconds=400.0)
 
 

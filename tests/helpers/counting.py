@@ -1,4 +1,4 @@
-"""What the tests of counts share: the steps of the smallest task there is, and what is seen in each."""
+"""Common parts of the tests of counts: the steps of the smallest task, and what is counted in each."""
 
 import contextlib
 from collections import Counter
@@ -80,7 +80,7 @@ def _by_mask(indices: Any) -> bool:
 
 
 def skip_with_another_torch() -> None:
-    """To be called before an exact count is compared, after whatever holds for every torch."""
+    """Skips exact counts on another torch; called after the checks that hold for every torch."""
     if not torch.__version__.startswith(_COUNTED_WITH):
         pytest.skip(f"counted with torch {_COUNTED_WITH}x, this is {torch.__version__}")
 

@@ -69,7 +69,7 @@ class Held:
 
 
 class Cuda(TorchFunctionMode):
-    """What stands for the GPU; see the file's first lines.
+    """Stand-in for the GPU; see the file's first lines.
 
     Attributes:
         streams: Those that were made.

@@ -64,7 +64,7 @@ class Machine:
         self.fake("nvidia-smi", {"-L": (0, LISTED, ""), "--query-gpu": (0, rows, "")})
 
     def asked(self, name: str = "docker") -> list[list[str]]:
-        """What a program was asked."""
+        """Returns the recorded calls of a program."""
         log = self.tools / f"{name}.log"
         requests = log.read_text().split("\x1e")[:-1] if log.exists() else []
         return [request.split("\x1f")[:-1] for request in requests]

@@ -1,4 +1,4 @@
-"""What lies in a folder."""
+"""Content of folders."""
 
 import hashlib
 from pathlib import Path

@@ -23,7 +23,7 @@ from trainer.train.starting_weights import find_beginning, keep_beginning
 
 
 class Attempt(NamedTuple):
-    """How an attempt ended: exit code, line for people, and all that it printed."""
+    """Result of an attempt: exit code, line for the user, and all its output."""
 
     code: int
     line: str

@@ -54,7 +54,7 @@ PHASES = (
 
 
 class Hang(NamedTuple):
-    """Which rank hangs, where, and in which step (counted from 1); "stopped": by SIGSTOP, at any place."""
+    """A hang: its rank, place and step (counted from 1); "stopped": by SIGSTOP, at any place."""
 
     rank: int
     phase: str
@@ -62,7 +62,7 @@ class Hang(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a job ended: its exit code, what the user reads, and the seconds it took."""
+    """Result of a job: its exit code, its output, and its seconds."""
 
     code: int
     text: str

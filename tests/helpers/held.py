@@ -24,7 +24,7 @@ def held(folder: Path, step: int, rank: str = "0") -> dict[str, str]:
 
 
 def pid_of_rank(folder: Path, rank: str) -> int:
-    """Of a run that `held` variables started."""
+    """Returns the pid of a rank that `held` variables started."""
     (file,) = (folder / "tmp").glob(f"trainer-launch-*/rank-{rank}.pid")
     return int(file.read_text())
 

@@ -15,7 +15,7 @@ VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
-    """What every place's file must say of a job; `port`: where the file holds one."""
+    """Returns the expected meaning of every place's file for a job; `port`: the file's field of the port."""
     digest = spec.image.partition("@")[2]
     return {
         "name": spec.name,
@@ -49,7 +49,7 @@ def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
 
 
 def read_docker(text: str) -> dict[str, Any]:
-    """As a shell and the engine read it."""
+    """Parses as a shell and the engine do."""
     shell = "docker() { printf '%s\\0' \"$@\"; }\n" + text
     done = subprocess.run(["/bin/sh"], input=shell.encode(), capture_output=True, check=True)
     words = done.stdout.decode().split("\0")[:-1]
@@ -90,7 +90,7 @@ def read_docker(text: str) -> dict[str, Any]:
 
 
 def read_slurm(text: str) -> dict[str, Any]:
-    """As sbatch, the shell and Pyxis read it; Slurm has no users to choose, and no limit for /dev/shm."""
+    """Parses as sbatch, the shell and Pyxis do; Slurm has no user option, and no limit for /dev/shm."""
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.M))
     shell = "export() { printf 'E%s\\0' \"$@\"; }\nset() { printf 'S%s\\0' \"$@\"; }\n"
     shell += "df() { echo 0; }; mkdir() { :; }; scontrol() { :; }; SLURM_JOB_ID=0\n"
@@ -166,7 +166,7 @@ def fate(rules: list[dict[str, Any]], code: int, disrupted: bool = False) -> str
 
 
 def read_kubernetes(text: str) -> dict[str, Any]:
-    """As Kubernetes and Kubeflow's operators read it; all pods must be the same."""
+    """Parses as Kubernetes and Kubeflow's operators do; all pods must be the same."""
     objects = documents(text)
     names = {document["metadata"]["name"] for document in objects.values()}
     assert len(names) == 1
@@ -228,7 +228,7 @@ def _pod(template: Any) -> dict[str, Any]:
 
 
 def single(text: str) -> str:
-    """What is left of a text when variables were put in; there are none."""
+    """Expands variables in a text; none may be left."""
     assert not re.search(r"\$", text.replace("$$", "")), text
     return text.replace("$$", "$")
 

@@ -1,4 +1,4 @@
-"""What a run imports late: before forks are made, so that none of them imports it again."""
+"""Imports that a run makes late, made before forks so that none of them imports again."""
 
 import importlib
 

@@ -32,7 +32,7 @@ FOLDER = Path(WORDS[0])
 
 
 def _record_signals() -> None:
-    """From before the first that it takes."""
+    """Records signals, from before the first that the rank takes."""
     note = preempt.StopFlag.note
 
     def recorded(flag: preempt.StopFlag, number: signal.Signals) -> None:
@@ -117,7 +117,7 @@ def _collective(broken: bool) -> None:
 
 
 def _agree() -> int:
-    """As a run does: all stop when one is asked to."""
+    """Agrees on a stop as a run does: all stop when one is asked to."""
     import torch
     from torch import distributed
 
@@ -166,7 +166,7 @@ def _tell() -> int:
 
 
 def _tell_paths() -> None:
-    """Where it imports from, and what of the launch the programs that it starts would see."""
+    """Writes its search path, and the launch's variables that its child processes would see."""
     leaked = [
         name
         for name in os.environ

@@ -1,4 +1,4 @@
-"""Which sockets a process and those below it listen on, from /proc."""
+"""Sockets on which a process and its children listen, from /proc."""
 
 import socket
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ from trainer.version import ARITHMETIC
 
 
 def least_manifest(**changes: Any) -> dict[str, Any]:
-    """Of a run that was stopped, on one rank of one thread."""
+    """Returns the manifest of a stopped run, on one rank of one thread."""
     attempt = {"started": "", "step": 0, "ranks": 1, "threads": 1, "log_every": 1, "changed": []}
     more = {"jsonl": True, "checksums": True, "arithmetic": ARITHMETIC}
     return {

@@ -23,7 +23,7 @@ def save(folder: Path, step: int, mark: int | None = None) -> Path:
 
 
 def mark_of(folder: Path) -> int | None:
-    """What the newest good checkpoint says, everywhere in it the same."""
+    """Returns the number in the newest good checkpoint, the same in all its tensors."""
     checkpoint, _ = newest_good(folder)
     if checkpoint is None:
         return None

@@ -58,7 +58,7 @@ def hosts(count: int) -> Iterator[list[str]]:
 
 
 def on_each(names: list[str], function: Callable[[int], Any], seconds: float = SECONDS) -> list[Any]:
-    """What `function(number)` returns on each host, in a process forked from this one."""
+    """Returns the results of `function(number)` on each host, in a process forked from this one."""
     context = multiprocessing.get_context("fork")
     started = []
     for number, name in enumerate(names):

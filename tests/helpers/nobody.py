@@ -12,7 +12,7 @@ IN_ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can becom
 
 
 def as_nobody(imports: str, code: str, limit: int, value: int) -> str:
-    """What a process says that has no name, no HOME, no privileges and a lower limit.
+    """Returns the output of a process without a name, HOME or privileges, and with a lower limit.
 
     It becomes that user when it has imported what it needs: Python may lie where others can't read.
     """

@@ -1,4 +1,4 @@
-"""What ranks do with each other, by one rank: with gloo on a CPU, with NCCL and gloo beside on a GPU."""
+"""Collectives of a run, by one rank: with gloo on a CPU, with NCCL and gloo on a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 class Life(NamedTuple):
-    """What a run comes to: its losses, its figures, its gathered row, and what was read back of it."""
+    """Results of a run: its losses, figures, gathered record, and its state read back."""
 
     losses: list[float]
     figures: dict[str, float]

@@ -95,7 +95,7 @@ def install(folder: Path) -> Path:
 
 
 def waiting(seconds: float) -> None:
-    """In a fork: so long it waits for trackers at its end, at most; a busy machine may take its time."""
+    """Sets, in a fork, the longest wait for trackers at its end; a busy machine is slow."""
     replace(feed, "_FINISH_S", seconds)
     replace(feed, "_LEAVE_S", seconds)
 

@@ -21,7 +21,7 @@ SEED = {
 
 
 def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
-    """What makes some steps go bad, in a fork."""
+    """Makes some steps of a fork go bad."""
 
     def install() -> None:
         at = -1

@@ -240,7 +240,7 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
 
 
 def _forget() -> None:
-    """What this process was: handlers, exit functions, and what torchrun sets in its own process."""
+    """Resets the state of the parent: handlers, exit functions, and torchrun's settings."""
     signal.set_wakeup_fd(-1)
     for name in ("TERM", "USR1", "USR2", "HUP", "CHLD", "ABRT"):
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What tests of remote data share: servers that count and fail as they are told, and a small pack."""
+"""Common parts of the tests of remote data: servers that count requests and fail on demand, and a small pack."""
 
 import hashlib
 import io
@@ -183,7 +183,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 def asked_for(app: Faulty, about: About) -> list[int]:
-    """How often each shard of the training data was asked for."""
+    """Counts the requests for each shard of the training data."""
     found = Counter[str]()
     for path, count in app.asked.items():
         folder, _, name = path.rpartition("/")

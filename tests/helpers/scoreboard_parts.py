@@ -34,7 +34,7 @@ PARTS = (OVERHEAD, COUNTED, FAILED)
 
 
 def words(parts: Sequence[Part]) -> list[str]:
-    """What is written in the chart."""
+    """Returns the texts of the chart."""
     texts = chart("title", parts).findobj(Text)
     return [one.get_text() for one in texts if isinstance(one, Text)]
 

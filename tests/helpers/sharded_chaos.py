@@ -55,7 +55,7 @@ def kinds() -> list[tuple[int, dict[str, Any]]]:
 
 
 def recipe_of(kind: dict[str, Any]) -> Recipe:
-    """As `chaos.recipe_of`, sharded."""
+    """Returns the recipe of `chaos.recipe_of`, sharded."""
     return _on(chaos.recipe_of(kind), kind["parallel"])
 
 

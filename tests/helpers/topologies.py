@@ -27,14 +27,14 @@ _MOST_CHANGES = 4
 
 
 def kinds() -> list[dict[str, Any]]:
-    """As `chaos.kinds`, with steps that four ranks can share."""
+    """Yields kinds like `chaos.kinds`, with steps that four ranks can divide."""
     return [
         {**kind, "gradient_accumulation_steps": 4 << number % 2} for number, kind in enumerate(chaos.kinds())
     ]
 
 
 def recipe_of(kind: dict[str, Any]) -> Recipe:
-    """As `chaos.recipe_of`, summed by the tree."""
+    """Returns the recipe of `chaos.recipe_of`, with the tree reduction."""
     recipe = chaos.recipe_of(kind)
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"reduction": "tree"})})
 
@@ -53,7 +53,7 @@ def history(recipe: Recipe, folder: Path, seconds: float, random_: random.Random
 
 
 class Left(NamedTuple):
-    """How an attempt was left: whether it was through, and what it did when it was cut, or ""."""
+    """End of an attempt: whether it was through, and its phase when it was cut, or ""."""
 
     finished: bool
     place: str

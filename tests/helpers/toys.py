@@ -117,7 +117,7 @@ def rows_to(
     sources: Sources | None = None,
     each_step: Sequence[Callable[[int], None]] = (),
 ) -> Outputs:
-    """What a loop tells: rows to some sinks, and nothing that is written."""
+    """Makes outputs that hand records to some sinks, and write nothing."""
     logger = MetricLogger(
         run.plan,
         run.world.device,

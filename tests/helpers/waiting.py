@@ -11,7 +11,7 @@ SECONDS = 300.0  # for what takes a moment on a quiet machine
 
 
 def until(state: Callable[[], T], told: Callable[[], object] | str = "", seconds: float = SECONDS) -> T:
-    """What `state` returns once that is true.
+    """Returns the result of `state` once that is true.
 
     Args:
         state: Looked at again and again.

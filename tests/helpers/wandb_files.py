@@ -1,4 +1,4 @@
-"""What wandb wrote offline: its records, which lie in a log of LevelDB's form behind a header of wandb's."""
+"""Records that wandb wrote offline, in a log of LevelDB's form behind a header of wandb's."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Promise: `latest` is the newest run, by a link that is never half made and never in a run's way."""
+"""Promise: `latest` links to the newest run, atomically, and never hinders a run."""
 
 import argparse
 import os

@@ -361,7 +361,7 @@ def test_a_node_that_starts_anew_takes_its_place(cluster: Cluster, monkeypatch: 
     waiting = cluster.gather(cluster.rendezvous(1))
     _turn_until(lambda: mine.over, mine)
     outcome = cluster.conclude(mine, 1).result(SECONDS)
-    assert outcome.again and outcome.text.count("is gone: its launcher was started anew") == 1
+    assert outcome.again and outcome.text.count("is gone: its launcher was restarted") == 1
     rounds = [cluster.gather(mine).result(SECONDS), waiting.result(SECONDS)]
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 

@@ -1,4 +1,4 @@
-"""Promise: a chart keeps what is extreme, its axes are round, and values read as people write them."""
+"""Promise: a chart keeps extreme values, its axes have round ticks, and values are formatted for people."""
 
 import math
 import re

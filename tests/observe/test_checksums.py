@@ -1,4 +1,4 @@
-"""Promise: a fingerprint tells any change of a tensor, and the first row that differs is named."""
+"""Promise: a fingerprint changes with any bit of a tensor, and the first record that differs is named."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Promise: what the box does is told as it is, in any container, and nobody notices that somebody looks."""
+"""Promise: figures of the machine are right in any container, and measuring them disturbs nothing."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Promise: memory is told truly, a leak is found and named, and running out of it says what to change."""
+"""Promise: memory figures are right, a leak is found and named, and running out names the remedies."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Promise: `--profile` shows where the time goes, by operator and module, and leaves the run as it was."""
+"""Promise: `--profile` shows the time by operator and module, and doesn't change the run."""
 
 import argparse
 import gc

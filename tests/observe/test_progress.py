@@ -1,4 +1,4 @@
-"""Promise: Prometheus reads a run's progress, and neither the training nor a secret pays for it."""
+"""Promise: Prometheus reads a run's progress, without cost for the training and without secrets."""
 
 import contextlib
 import http.client

@@ -1,4 +1,4 @@
-"""Promise: a run says where its time went: by the host's marks, by the device's events, and of all ranks."""
+"""Promise: a run's time is split into phases, by the host's clock and the device's events, over all ranks."""
 
 import gc
 from collections.abc import Callable, Iterator

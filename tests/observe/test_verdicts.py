@@ -1,4 +1,4 @@
-"""Promise: a run says what slows it. Recorded runs are judged again; `make slowdowns` makes them anew."""
+"""Promise: a run names its bottleneck. Recorded runs are judged again; `make slowdowns` records new ones."""
 
 import dataclasses
 import gc
@@ -44,7 +44,7 @@ ALONE = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samp
 @pytest.mark.parametrize(
     ("metrics", "profiled", "cause", "text"),
     [
-        (LONG, False, "none", "nothing holds it up: it computes 94% of the time"),
+        (LONG, False, "none", "no bottleneck: forward, backward and update take 94% of the time"),
         (LONG, True, "unknown", "not judged: the profiler's own cost is in the times"),
         ({**LONG, "time/gc": 6.0}, True, "unknown", "not judged"),
         # In a second of training anything is a large share.
@@ -79,7 +79,8 @@ ALONE = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samp
             },
             False,
             "none",
-            "no single cause: it computes 12% of the time (evaluation 44%, end 30%, data 14%)",
+            "no single bottleneck: forward, backward and update take 12% of the time "
+            "(evaluation 44%, end 30%, data 14%)",
         ),
     ],
 )

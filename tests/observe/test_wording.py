@@ -1,4 +1,4 @@
-"""Promise: a remedy names the flag that was typed; from Python none speaks of the command line."""
+"""Promise: a remedy names the flag that was typed; from Python no message names command-line flags."""
 
 import ast
 import re

@@ -57,7 +57,7 @@ def _slowed(share: float, reason: str, mhz: float, celsius: float) -> dict[str, 
 
 
 def records() -> Iterator[Record]:
-    """What was made up."""
+    """Returns the invented records."""
     decoding, blocked = _loader(12, 0.9, 0.05), _loader(12, 0.1, 0.88)
     yield _record("busy", "none", _gpu(0.97))
     yield _record("busy-data-waits", "none", {**_gpu(0.74, data=20.0), **decoding})

@@ -1,4 +1,4 @@
-"""What slows a run: each is a function of its `Run` that gives a context manager around it.
+"""Injected slowdowns: each is a function of its `Run` that returns a context manager around it.
 
 Most of it comes from outside: signals, control groups, a slow network or disk, other processes. Needs Linux,
 and some of it root. All that is started or made is taken away at the end.

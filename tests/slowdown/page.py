@@ -38,7 +38,7 @@ their names) were run again after that, so they are no test of these two rules; 
 
 
 class Result(NamedTuple):
-    """How a case went.
+    """Result of a case.
 
     Attributes:
         case: Which.
@@ -61,7 +61,7 @@ class Result(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What it says that this costs."""
+        """Returns the cost in its verdict."""
         return float(self.kept.said["share"]) if self.kept is not None else 0.0
 
     @property

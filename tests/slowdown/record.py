@@ -1,4 +1,4 @@
-"""What is kept of a run: the figures that its verdict rests on, so that it can be judged again in no time."""
+"""Record of a run: the figures that its verdict depends on, so that it can be judged again at once."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def record_of(
     folder: Path,
     run: Mapping[str, float],
 ) -> Record:
-    """What to keep of a run that ended well; of `run` see `Record`."""
+    """Returns the record of a run that ended well; of `run` see `Record`."""
     manifest = json.loads((folder / "manifest.json").read_text())
     rows = [row for row in ending.rows if row.get("kind") == "train" and "samples_per_s" in row]
     figures = merge([{key: value for key, value in row.items() if value is not None} for row in rows])

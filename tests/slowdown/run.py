@@ -40,7 +40,7 @@ class Run:
 
     @property
     def metrics(self) -> Path:
-        """What it writes of itself."""
+        """Its metrics records."""
         return self.folder / "metrics.jsonl"
 
     def over(self) -> bool:
@@ -74,7 +74,7 @@ Injection = Callable[[Run], contextlib.AbstractContextManager[object]]
 
 
 class Ending(NamedTuple):
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         code: Its exit code.
@@ -96,7 +96,7 @@ class Ending(NamedTuple):
 
     @property
     def samples_per_s(self) -> float:
-        """As the run says at its end; 0 if it didn't get there."""
+        """Throughput at the run's end; 0 if it didn't finish."""
         ends = [row for row in self.rows if row.get("kind") == "end"]
         return float(ends[-1].get("samples_per_s") or 0) if ends else 0.0
 

@@ -1,4 +1,4 @@
-"""Checkpoints: one folder, all of a run, written while training goes on. Nothing in them is unpickled.
+"""Checkpoints: one folder, all of a run, written during training. Nothing in them is unpickled.
 
 Staged, streamed as safetensors with a manifest of hashes, listed, and the newest good one found. Imports
 `host`, and `observe` for its heartbeat; knows tensors by name, and nothing of what is trained. A checkpoint

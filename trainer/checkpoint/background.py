@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: staged to host memory, then written by a thread."""
+"""Checkpoints written during training: staged to host memory, then written by a thread."""
 
 import contextlib
 import errno
@@ -91,7 +91,7 @@ class Exchange(Protocol):
     ranks: int
 
     def tell(self, topic: str, word: str) -> None:
-        """Tells all ranks a word on a topic."""
+        """Publishes a message on a topic to all ranks."""
         ...
 
     def told(self, topic: str) -> list[str] | None:
@@ -132,7 +132,7 @@ class BackgroundWriter:
 
         Args:
             folder: Of the checkpoints; its parent must exist.
-            keep_last: How many good checkpoints to keep, besides the best.
+            keep_last: Number of good checkpoints to keep, in addition to the best.
             on_problem: Takes a line for people; called on the writing thread.
             good: A step that was read already and found good.
         """
@@ -156,7 +156,7 @@ class BackgroundWriter:
 
         Args:
             step: Its step.
-            tensors: From `stage`: nobody may change them any more.
+            tensors: From `stage`; must not be changed any more.
             state: What JSON keeps; taken as it is now.
             best: The step to keep whatever its age.
             part: Of a checkpoint that all ranks write together; None: this one writes it alone.
@@ -192,7 +192,7 @@ class BackgroundWriter:
         return self.written
 
     def newest(self) -> int | None:
-        """The step that an attempt after this one would go on from, by what is on the disk now.
+        """Returns the step from which the next attempt would resume, by what is on the disk now.
 
         Waits for the write under way. None if there is none, or the folder can't be read.
         """
@@ -202,7 +202,7 @@ class BackgroundWriter:
             return None
 
     def abandon(self) -> None:
-        """Tells the write under way to stop and doesn't wait, for a process that must end now.
+        """Stops the current write without waiting, for a process that must end now.
 
         Nothing half-written can be taken for a checkpoint; one that was all but done may still appear, whole.
         """

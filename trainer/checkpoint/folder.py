@@ -261,7 +261,7 @@ def _slots_of(path: Path, name: str) -> list[tensor_file.Slot]:
 
 
 def odd_weights(file: Path) -> str | None:
-    """Why a file of weights in a run folder can't be read, by what it is and its header says; or None."""
+    """Returns why a file of weights in a run folder can't be read, by its type and header; or None."""
     file = files.real_inside(file)
     try:
         _slots_of(file.parent.resolve(), file.name)
@@ -391,7 +391,7 @@ def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
 
     Raises:
         Damaged: If the checkpoint can't be trusted.
-        Unreadable: If nobody can tell now.
+        Unreadable: If it can't be read now.
     """
     _read(path, keep=False, advance=advance)
 
@@ -517,7 +517,7 @@ def _same(digest: str, wanted: str) -> None:
 
 
 def problem(path: Path, advance: Callable[[int], object] = quietly) -> str | None:
-    """Why a checkpoint can't be trusted, or at least not now, or None."""
+    """Returns why a checkpoint can't be trusted, or at least not now, or None."""
     try:
         verify(path, advance)
     except (Damaged, Unreadable) as damage:

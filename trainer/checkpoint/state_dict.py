@@ -1,4 +1,4 @@
-"""A state_dict of any object, taken apart into tensors for safetensors and the rest as JSON, and back."""
+"""Splits a state_dict of any object into tensors for safetensors and JSON, and joins them again."""
 
 import math
 from collections import Counter
@@ -10,32 +10,32 @@ import torch
 
 
 def take_apart(state: Any, name: str) -> tuple[dict[str, torch.Tensor], Any]:
-    """Tensors by name, uncopied, and all the rest for JSON, which says where each was.
+    """Returns the tensors by name, uncopied, and the rest for JSON, with a reference at each tensor's place.
 
     Args:
-        state: Of dicts, lists, tuples, tensors, numbers, words and None.
-        name: What the names of the tensors begin with.
+        state: Nested dicts, lists and tuples of tensors, numbers, strings and None.
+        name: Prefix of the tensors' names.
 
     Raises:
-        ValueError: If there is something else in it, with its place.
+        ValueError: If it holds another type; the message has its place.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _plain(state, name, tensors)
 
 
 def put_together(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Puts a state together again, with copies of the tensors.
+    """Restores a state from its parts, with copies of the tensors.
 
     Raises:
         KeyError: If a tensor is missing.
-        ValueError: If it isn't what `take_apart` gives.
+        ValueError: If it isn't a result of `take_apart`.
     """
     if isinstance(plain, list):
         return [put_together(one, tensors) for one in plain]
     if not isinstance(plain, Mapping):
         return plain
     if len(plain) != 1:
-        raise ValueError("a part of it is of no known kind")
+        raise ValueError("unsupported type in the checkpoint's JSON")
     ((kind, value),) = plain.items()
     if kind == "tensor":
         return tensors[value].clone()
@@ -45,7 +45,7 @@ def put_together(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "tuple":
         return tuple(parts)
     if kind not in ("dict", "Counter"):
-        raise ValueError(f"a part of it is of no known kind ({kind})")
+        raise ValueError(f"unsupported type in the checkpoint's JSON ({kind})")
     pairs = dict(map(tuple, parts))
     return pairs if kind == "dict" else Counter(pairs)
 
@@ -59,7 +59,7 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[place] = value
         return {"tensor": place}
     if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}  # JSON has no word for it
+        return {"float": str(value)}  # JSON has no such number
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -37,7 +37,7 @@ _LEFTOVER = re.compile(r"\.step-[0-9.]+\.(tmp|gone)-[0-9-]+")
 
 
 class Abandoned(Exception):  # noqa: N818  (the outcome of a request)
-    """The write was told to stop before its checkpoint was there."""
+    """Raised in a write that was stopped before its checkpoint was complete."""
 
 
 class Entry(NamedTuple):
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
         path: Its folder.
         size: Bytes.
         time: When it was written, in seconds since 1970.
-        problem: Why it can't be trusted; None if it can, or if nobody looked.
+        problem: Why it can't be trusted; None if it can, or if it wasn't verified.
     """
 
     step: int
@@ -116,7 +116,7 @@ def commit_part(beside: Path, contents: Contents, abandoned: Callable[[], bool])
     """Writes a rank's part of a checkpoint; returns its files' hashes: then they are on the disk.
 
     Raises:
-        Abandoned: If it was told to stop.
+        Abandoned: If it was stopped.
         OSError: If the files can't be written.
     """
     return write_part(beside, {name: _until(abandoned, parts) for name, parts in contents.items()})
@@ -135,7 +135,7 @@ def commit_shared(
         abandoned: Asked once more.
 
     Raises:
-        Abandoned: If it was told to stop.
+        Abandoned: If it was stopped.
         OSError: If it can't be written; what was there before is untouched.
     """
     write_files(beside, shared, hashes)
@@ -213,7 +213,7 @@ def listing(folder: Path, verify: bool = False, advance: Callable[[int], object]
 
 
 def names_of(folder: Path) -> list[str]:
-    """The names of the checkpoints in a folder, newest first; whether they are sound, nobody has looked.
+    """Returns the names of the checkpoints in a folder, newest first; they aren't verified.
 
     Raises:
         OSError: If the folder can't be read.
@@ -227,7 +227,7 @@ def newest_good(
     """Reads the newest checkpoint that can be trusted.
 
     Args:
-        foreign: Says of a state why it isn't of the run that is asked for, or None.
+        foreign: Returns why a state isn't this run's, or None.
 
     Returns:
         The checkpoint, None if there is no good one; a line for each newer one: its name and the reason.
@@ -275,7 +275,7 @@ def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str |
 
 
 def newest_step(folder: Path, known_good: Collection[int], first: int | None) -> int | None:
-    """The step of the newest checkpoint that is there and can be trusted; None if there is none.
+    """Returns the step of the newest checkpoint that can be trusted, or None.
 
     Args:
         known_good: Steps that needn't be read to know that they are good.

@@ -1,14 +1,14 @@
-"""The commands, a file or a folder each, which nobody imports but the command line, and no other command.
+"""The commands, a file or a folder each. Only the command line imports them; none imports another.
 
-Each has `add_parser`, which says what it takes and what runs it, and imports nothing slow: torch alone takes
-two seconds, and comes when a command runs. A command reads its options, asks the rooms, tells what came out
-and returns the exit code; what two commands need belongs to a room. It may import every room.
+Each has `add_parser`, which defines the options and the function that runs them, and imports nothing slow:
+torch alone takes two seconds and is imported when a command runs. A command reads its options, calls other
+rooms, prints the result and returns the exit code. Code that two commands need belongs to another room.
 
-- `train`, `tune`: train a recipe; find its micro-batch first
-- `new`, `recipes`: begin a custom task; what there is to train
-- `checkpoints`, `report`, `verify`: what a run left, what it did, whether it comes out the same again
-- `evaluate`, `export`, `predict`: its model measured again, elsewhere, and what that says of files
+- `train`, `tune`: train a recipe; find the micro-batch size that fits
+- `new`, `recipes`: write the template of a custom task; list the recipes
+- `checkpoints`, `report`, `verify`: list a run's checkpoints, write its report, replay it and compare bits
+- `evaluate`, `export`, `predict`: measure a run's model, write it in another format, apply it to files
 - `data`: pack, index, verify, describe and tokenize data sets
-- `doctor`, `bench`: what is wrong with the box, and what it can do
-- `submit`: `trainer submit`, a run on an engine or a cluster
+- `doctor`, `bench`: find faults of the machine; measure it
+- `submit`: run a recipe on a container engine or a cluster
 """

@@ -1,4 +1,4 @@
-"""`trainer checkpoints RUN`: what a run could be resumed from."""
+"""`trainer checkpoints RUN`: lists the checkpoints of a run and verifies them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
     from trainer.runs.manifest import check_format
 
     folder = checkpoints_of(run)
-    # Without a manifest that can be read, the checkpoints are what is left of the run: they are shown.
+    # Without a readable manifest, the checkpoints are all that is left of the run: show them.
     with contextlib.suppress(OSError, ValueError):
         check_format(run, read_json(run / "manifest.json"))
     try:
@@ -71,7 +71,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _progress(size: int) -> Iterator[Callable[[int], object]]:
-    """A bar over bytes that goes away again, for somebody who watches."""
+    """Shows a progress bar over bytes on a terminal, removed at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 

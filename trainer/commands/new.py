@@ -1,4 +1,4 @@
-"""`trainer new`: begins a file with a custom task."""
+"""`trainer new`: writes the template of a custom task."""
 
 import argparse
 import importlib.resources
@@ -18,10 +18,10 @@ def add_parser(commands: Any) -> None:
 
 
 def new(options: argparse.Namespace) -> int:
-    """Writes a file that trains as it is; an existing one is left alone.
+    """Writes the template, which trains as it is; an existing file is left alone.
 
     Raises:
-        BadInputError: If it can't be written, is there already, or isn't named .py.
+        BadInputError: If the file can't be written, exists already, or isn't named .py.
     """
     path: Path = options.file
     if path.suffix != ".py":

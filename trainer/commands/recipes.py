@@ -1,4 +1,4 @@
-"""`trainer recipes`: what can be trained by name."""
+"""`trainer recipes`: lists the recipes."""
 
 import argparse
 from typing import Any

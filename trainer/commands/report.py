@@ -31,10 +31,10 @@ def add_parser(commands: Any) -> None:
 
 
 def report_of(folders: Sequence[Path], out: Path | None) -> int:
-    """Writes a report and says where: by default in the run folder, for several runs here.
+    """Writes a report and prints its path: by default in the run folder, for several runs here.
 
     Raises:
-        BadInputError: As `write_report`; or for a file that stays.
+        BadInputError: As `write_report`; or if the file exists and is no report of ours.
     """
     from trainer.runs.altered import altered_config, altered_rows
     from trainer.runs.manifest import read_facts

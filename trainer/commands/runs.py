@@ -1,4 +1,4 @@
-"""`trainer runs [DIR]`: the runs that lie in a folder, the newest first."""
+"""`trainer runs [DIR]`: lists the runs in a folder, newest first."""
 
 import argparse
 import json
@@ -19,17 +19,17 @@ _TAIL = 1 << 16  # bytes of a file of rows in which its last one is
 
 
 class FoundRun(NamedTuple):
-    """What is told of a run.
+    """Summary of a run.
 
     Attributes:
-        name: Of its folder.
-        recipe: Its name.
-        status: finished, running, stopped, failed, diverged; killed: it says running, and no process does it.
-        step: The last one that a row tells of.
-        metric: What its evaluations measure; "" without one.
-        best: The best value of that.
-        bytes: Of all its files.
-        age_s: Seconds since one of them was written.
+        name: Name of its folder.
+        recipe: Name of the recipe.
+        status: finished, running, stopped, failed, diverged; killed: marked as running, without a process.
+        step: Step of the last metrics record.
+        metric: First metric of its evaluations; "" without one.
+        best: Best value of that metric.
+        bytes: Total size of its files.
+        age_s: Seconds since the last write to one of them.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _cells(one: FoundRun) -> tuple[str, ...]:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Run folders in a folder, or this one if it is a run; links, such as `latest`, aren't followed.
+    """Yields the run folders in a folder, or the folder itself if it is a run; links aren't followed.
 
     Raises:
         BadInputError: If there is no such folder.
@@ -128,7 +128,7 @@ def _read(folder: Path) -> FoundRun:
 
 
 def _measured(folder: Path) -> tuple[str, float | None, int]:
-    """The first metric of the evaluations but the loss, its best value, and the last step."""
+    """Returns the first metric of the evaluations other than the loss, its best value, and the last step."""
     from trainer.observe.rows import OWN
     from trainer.runs.folder import read_rows
     from trainer.runs.report.figures import is_number, more_is_better
@@ -159,7 +159,7 @@ def _last_row(path: Path) -> dict[str, Any]:
 
 
 def _size(folder: Path) -> tuple[int, float]:
-    """Bytes of all files, and when one was written last; what a link leads to isn't counted."""
+    """Returns the bytes of all files and the time of the last write; links aren't followed."""
     total, newest = 0, 0.0
     for inside, _, names in os.walk(folder):
         for name in names:

@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
         dest="begin_from",
         metavar="RUN[@STEP|@best]",
         help="begin a new run with the weights, their average and the optimizer's state of another run's "
-        "checkpoint (default: its newest); steps, data order and schedule begin anew",
+        "checkpoint (default: its newest); steps, data order and schedule start from the beginning",
     )
     train.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start failed ranks again, up to N times"
@@ -142,7 +142,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_nodes(train: argparse.ArgumentParser) -> None:
-    """Several nodes; Slurm, Kubeflow and plain variables say it without flags."""
+    """Adds the options of several nodes; Slurm's, Kubeflow's and plain variables need none."""
     train.add_argument(
         "--nnodes",
         metavar="N|MIN:MAX",
@@ -179,7 +179,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace) -> Start:
-    """How the run folder is named."""
+    """Returns the flag that named the run folder."""
     if options.name is not None:
         return "--name"
     if options.resume not in _MODES:
@@ -188,7 +188,7 @@ def _start(options: argparse.Namespace) -> Start:
 
 
 def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    """Makes a fast try of a run: settings and a folder."""
+    """Applies --fast: its settings, and a temporary folder."""
     from trainer.config.recipe_file import provisional
     from trainer.launch.nodes.discover import is_rank, rank_variables
     from trainer.train.start.fast_try import check_alone, fast_settings, folder_for_a_try
@@ -253,14 +253,14 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def typed(options: argparse.Namespace) -> "TrainOptions":
-    """What of a command line `start` needs."""
+    """Returns the options that `start` needs."""
     from trainer.train.options import TrainOptions
 
     return TrainOptions(**{field.name: getattr(options, field.name) for field in fields(TrainOptions)})
 
 
 def name_folder(options: argparse.Namespace) -> None:
-    """Makes of --name what it stands for: --out, in the folder of all runs."""
+    """Replaces --name by --out, in the folder of all runs."""
     if options.name is None:
         return
     if options.out is not None:
@@ -274,7 +274,7 @@ def name_folder(options: argparse.Namespace) -> None:
 
 
 def find_run(options: argparse.Namespace) -> Path | None:
-    """Takes a run folder in place of a mode for what it is: --out, of a run that is there. Returns that."""
+    """Handles --resume with a run folder instead of a mode: sets --out to it, and returns it."""
     if options.resume in _MODES:
         return None
     if options.begin_from is not None:
@@ -307,7 +307,7 @@ def _run_named(word: str, flag: str) -> Path:
 
 
 def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
-    """Reads what --from names; where no recipe is given, takes that of the run to resume or to begin from."""
+    """Reads the run that --from names; without a recipe, takes that of the run to resume or to begin from."""
     from trainer.runs.differences import own_config
     from trainer.runs.manifest import read_run
     from trainer.train.options import parse_source
@@ -335,7 +335,7 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
 
 
 def check_code(options: argparse.Namespace) -> None:
-    """Asks for --trust where a run folder names Python code that isn't known to be this user's."""
+    """Refuses foreign Python code of a run folder without --trust."""
     if options.values is None and Path(options.recipe).suffix not in (".yaml", ".yml"):
         return
     from trainer.config.recipe_file import provisional

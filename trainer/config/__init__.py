@@ -1,9 +1,9 @@
-"""The configuration of a run: the schema of a recipe, how one is read, and what is said of a wrong one.
+"""The configuration of a run: the schema of a recipe, its parsing, and its errors.
 
-`recipe` puts the sections (`data`, `model`, `tasks`, `training`) together and says what excludes what;
-`recipe_file` reads one by name or path and applies settings; `section` is what all share: typed keys, errors
-that name the key and the remedy, the hash. This room imports `errors` only, and neither torch nor
-numpy, so that all that is wrong with a recipe in itself is said in tenths of a second. What needs torch or
-the data to be known (has torchvision this model, is this file there) is checked later, where it is used.
+`recipe` puts the sections (`data`, `model`, `tasks`, `training`) together and checks them against each other;
+`recipe_file` reads one by name or path and applies settings; `section` is their common base: typed keys,
+errors that name the key and the remedy, the hash. This room imports `errors` only, and neither torch nor
+numpy, so that errors of a recipe in itself are reported in tenths of a second. Checks that need torch or the
+data (does torchvision have this model, does this file exist) come later, where the values are used.
 Importing the room itself imports nothing: scripts use `suggest` with a Python that has no pydantic.
 """

@@ -1,8 +1,8 @@
-"""Modules that lie beside somebody's file, a task's or a hook's: loaded under names of their own.
+"""Modules beside a user's file, a task's or a hook's: loaded under names of their own.
 
 `import net` in such a file, or in what it imports from its folder, gives the net.py there, as if the file
 were run. In `sys.modules` that is `trainer.config.beside.KEY.net`, with another KEY each time the file is
-run: so two folders with a net.py don't meet in one process, an edited one is read anew, and a class that is
+run: so two folders with a net.py don't meet in one process, an edited one is read again, and a class that is
 held from an earlier run still imports what it did. Another process finds the folder of a KEY by its hash on
 `sys.path`, so that a loader worker can be sent what is defined there.
 """
@@ -125,7 +125,7 @@ class Beside:
             return importlib.import_module(f"{self.name}.{name}" if beside else name, package)
 
     def unlist(self) -> None:
-        """Takes the modules out of `sys.modules`; whoever still holds one of them can import it as before."""
+        """Removes the modules from `sys.modules`; code that holds one of them can import it as before."""
         for name in [one for one in sys.modules if one == self.name or one.startswith(f"{self.name}.")]:
             del sys.modules[name]
         globals().pop(self.name.rpartition(".")[2], None)
@@ -167,9 +167,9 @@ def _close(own: Beside) -> None:
 
 @contextmanager
 def imports_kept() -> Iterator[None]:
-    """Puts back, at its end, `sys.path` and the folders that are open.
+    """Context manager that restores `sys.path` and the open folders.
 
-    What was found meanwhile in a folder that wasn't on `sys.path` before leaves `sys.modules`.
+    Modules found in folders that it put on `sys.path` are removed from `sys.modules`.
     """
     path, opened = list(sys.path), dict(_open)
     try:
@@ -250,7 +250,7 @@ class _Source(SourceFileLoader):
 
 
 class _Loaded(Loader):
-    """Gives a module that is there already, whatever name it is asked for by."""
+    """Loads a module that is loaded already under another name: returns the same object."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -33,11 +33,12 @@ class LoaderConfig(Section):
 
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
         "auto",
-        description="loader processes per rank; auto: 0 if resident; else from 75 % of the CPU share",
+        description="loader workers (processes) per rank; auto: 0 if resident, else by 75 % of its CPUs",
     )
     prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto",
-        description="batches that each worker prepares ahead; auto: 4 of small samples, 2 or 3 of images, 1 "
+        description="batches that a loader worker prepares ahead; auto: 4 of small samples, 2 or 3 of "
+        "images, 1 "
         "of video",
     )
     resident: bool | Literal["auto"] = Field(
@@ -45,7 +46,8 @@ class LoaderConfig(Section):
     )
     start_method: Literal["auto", "fork", "forkserver", "spawn"] = Field(
         "auto",
-        description="how workers are started; auto: fork on Linux while the rank has no other thread, else "
+        description="how loader workers are started; auto: fork on Linux while the rank has no other thread, "
+        "else "
         "forkserver (macOS: spawn)",
     )
 
@@ -64,11 +66,9 @@ class DataConfig(LoaderConfig):
     name: Kind = Field("digits", description=described())
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
         None,
-        description="where the data lies: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",
+        description="path of the data: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",
     )
-    cache: Path | None = Field(
-        None, description="folder on this machine with copies of what lies behind a URL; jobs may share it"
-    )
+    cache: Path | None = Field(None, description="local folder for copies of remote data; jobs may share it")
     cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = Field(
         None,
         description="what copies of shards and packs may take, such as 200GB (default: no limit); where that "
@@ -80,7 +80,7 @@ class DataConfig(LoaderConfig):
         "quarantine (that, and the run folder's quarantine.jsonl names it)",
     )
     corrupt_budget: float = Field(
-        0.001, ge=0, le=1, description="share of the samples that may be corrupt before the run fails"
+        0.001, ge=0, le=1, description="fraction of the samples that may be corrupt before the run fails"
     )
     check: Check = Field(
         "fast",
@@ -119,8 +119,8 @@ class DataConfig(LoaderConfig):
     label_column: str = Field("label", description="column of the classes (hf)")
     eval_split: str | None = Field(
         None,
-        description="split to measure on; default: validation, val, valid or test, whichever is there (hf, "
-        "conversations)",
+        description="evaluation split; default: the first of validation, val, valid and test that exists "
+        "(hf, conversations)",
     )
     image_size: int = Field(
         224, ge=8, le=4096, description="height and width in pixels (but digits, cifar10)"
@@ -130,19 +130,20 @@ class DataConfig(LoaderConfig):
     limit: int | None = Field(
         None,
         ge=1,
-        description="at most so many samples to learn from, and so many of each set to measure on, evenly "
-        "spaced in it: for tries",
+        description="maximum number of training samples, and of samples of each evaluation set, evenly "
+        "spaced: for quick tries",
     )
     crop_area: tuple[_Share, _Share] = Field(
         (0.08, 1.0),
-        description="smallest and largest share of an image's area that is cut out for training "
+        description="smallest and largest fraction of an image's area that a training crop covers "
         "(but digits, cifar10, synthetic)",
     )
     eval_crop: float = Field(
         EVAL_CROP,
         ge=0.25,
         le=1,
-        description="share of an image's short side that evaluation sees, timm's crop_pct; 0.875: 224 of 256 "
+        description="fraction of an image's short side that evaluation sees, timm's crop_pct; 0.875: 224 of "
+        "256 "
         "(but digits, cifar10, synthetic)",
     )
     class_weights: Literal["balanced"] | dict[str, float] | None = Field(
@@ -188,7 +189,7 @@ class DataConfig(LoaderConfig):
     )
 
     def corrupt_samples(self, of: int) -> int:
-        """Returns how many of so many samples may be corrupt: the budget, at least one if it is above 0."""
+        """Returns the number of samples that may be corrupt: the budget, at least one if it is above 0."""
         return math.ceil(self.corrupt_budget * of)
 
     @field_validator("crop_area")
@@ -291,7 +292,7 @@ _OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "ev
 
 
 class EvaluationSetConfig(Section):
-    """One more data set to evaluate on. Keys that are not given are as in the section data."""
+    """One more data set to evaluate on. Keys that are not given default to those of the section data."""
 
     name: Kind | None = None
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = None

@@ -89,7 +89,7 @@ def read_by(task: str) -> tuple[str, ...]:
 
 
 def described() -> str:
-    """All formats in one sentence, for the configuration page."""
+    """Lists all formats in one sentence, for the configuration page."""
     places = {"nowhere": "without data.path", "path": "at data.path", "path or URL": "at data.path or a URL"}
     groups = {
         words: ", ".join(f"{name} ({one.about})" for name, one in FORMATS.items() if one.place == place)

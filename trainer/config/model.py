@@ -40,10 +40,10 @@ def _check_private(url: str) -> None:
 
 
 class LoraConfig(Section):
-    """LoRA (Hu et al., 2021): a few numbers beside each weight are trained, the weights stay as they are."""
+    """LoRA (Hu et al., 2021): a low-rank update of each weight is trained, the weights stay as they are."""
 
-    rank: int = Field(0, ge=0, le=1 << 16, description="of what is learned beside each weight; 0: no LoRA")
-    alpha: float = Field(_ALPHA, gt=0, description="what is learned counts alpha / rank times")
+    rank: int = Field(0, ge=0, le=1 << 16, description="rank of the low-rank update; 0: no LoRA")
+    alpha: float = Field(_ALPHA, gt=0, description="the low-rank update is scaled by alpha / rank")
     targets: tuple[str, ...] = Field(
         (),
         description='linear layers and torch\'s attention by name: ["*.qkv", "*.mlp.*"]; by default, and '
@@ -85,11 +85,12 @@ class ModelConfig(Section):
         None, description="URL of a folder with torchvision's weight files, in place of torchvision's own"
     )
     reinit: tuple[str, ...] = Field(
-        (), description='what is not taken from pretrained and starts anew, by name: ["head.*"]'
+        (),
+        description='parameters that are initialized instead of taken from pretrained, by name: ["head.*"]',
     )
 
     freeze: tuple[str, ...] = Field(
-        (), description='parameters that stay as they are, by name: ["layer1*", "stem"]'
+        (), description='parameters that are not trained, by name: ["layer1*", "stem"]'
     )
     lora: LoraConfig = LoraConfig()
 
@@ -177,16 +178,16 @@ class MemoryConfig(Section):
     )
     allocator: Allocator = Field(
         "native",
-        description="who hands out GPU memory: native (PyTorch's), expandable (PyTorch's with segments that "
+        description="allocator of GPU memory: native (PyTorch's), expandable (PyTorch's with segments that "
         "grow: less is lost in pieces where sizes vary), async (CUDA's own, driver 470 on)",
     )
     empty_cache: Literal["never", "after_eval"] = Field(
         "never",
-        description="give a GPU's cached memory back after each evaluation, whose batches have other sizes; "
-        "the log says what that freed and cost",
+        description="after_eval: release a GPU's cached memory after each evaluation, whose batches have "
+        "other sizes; the log says how much was freed and how long it took",
     )
     history: bool = Field(
-        False, description="record who allocates GPU memory, for memory_snapshot.pickle when it runs out"
+        False, description="record allocations of GPU memory, for memory_snapshot.pickle when it runs out"
     )
 
     @model_validator(mode="after")
@@ -203,7 +204,7 @@ class MemoryConfig(Section):
 
 
 class CompileConfig(Section):
-    """Compilation. Shapes are fixed here, so nothing is compiled twice."""
+    """Compilation."""
 
     mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
         "none", description="torch.compile's mode; reduce-overhead and max-autotune use CUDA graphs on a GPU"

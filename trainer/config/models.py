@@ -4,16 +4,16 @@ from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """A model that `model.name` may name; torchvision's and timm's have their own names besides.
+    """A model that `model.name` may name; torchvision's and timm's models have further names.
 
     Attributes:
         tasks: The tasks that train it; a task's first model is the one of a recipe that names none.
-        opens: "module:name" of what makes it, called with what its task gives: the section model, channels
+        opens: "module:name" of its constructor, called with its task's arguments: the section model, channels
             of an image and classes (classification, detection); the section model, mel bands and classes
             (audio); the section language and the size of the vocabulary (language).
-        about: What it is, for the configuration page; empty where its name says it.
+        about: Description for the configuration page; empty where the name suffices.
         reads: Keys of the section model that not every model reads.
-        any_size: Whether it takes a micro-batch of any data of its task; else one is tried before the ranks.
+        any_size: Whether it takes a micro-batch of any data of its task; else one is tried before the start.
     """
 
     tasks: tuple[str, ...]
@@ -54,7 +54,7 @@ def opens(name: str, task: str) -> str | None:
 
 
 def described() -> str:
-    """All models, for the configuration page."""
+    """Lists all models, for the configuration page."""
     words = (
         f"{name} ({', '.join([*one.tasks, one.about] if one.about else one.tasks)})"
         for name, one in MODELS.items()

@@ -11,7 +11,7 @@ class Optimizer(NamedTuple):
             the device, looked up at each step) and the keys of `reads`; see `Kept` in
             trainer/optim/optimizers.py.
         about: What it is, for the configuration page; empty where its name says it.
-        reads: Keys of the section optim that it is given, besides lr, weight_decay and layer_decay.
+        reads: Keys of the section optim that it takes, in addition to lr, weight_decay and layer_decay.
         elementwise: Whether each number of a parameter is updated by itself, so that a rank may update rows.
     """
 
@@ -37,7 +37,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         opens: "module:function", called with the section optim, the range of updates after the warm-up and
-            the steps of an epoch; it gives the share of the peak at each.
+            the steps of an epoch; it gives the fraction of the peak at each.
         about: What it is, for the configuration page; empty where its name says it.
         warms_up: Whether it has a warm-up of its own: its range begins with update 0.
         reads: Keys of the section optim that no other reads, or few.
@@ -65,7 +65,7 @@ SCHEDULES = {
 
 
 def described(table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
-    """All rows of a table, for the configuration page: "a, b (what it is) or c"."""
+    """Lists all rows of a table, for the configuration page: "a, b (what it is) or c"."""
     *most, last = [f"{name} ({one.about})" if one.about else name for name, one in table.items()]
     return f"{', '.join(most)} or {last}"
 

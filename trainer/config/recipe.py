@@ -50,20 +50,20 @@ def of_set(name: str, text: str) -> str:
 class Recipe(Section):
     """The configuration of a run. Unknown keys are errors."""
 
-    about: str = Field("", description="one line that `trainer recipes` shows")
+    about: str = Field("", description="summary that `trainer recipes` shows")
     task: str = Field(
         "classification",
-        description="what is learned: classification, language, audio, detection, or one's own: a .py file",
+        description="classification, language, audio, detection, or a custom task: a .py file",
     )
-    seed: int = Field(0, ge=0, lt=1 << 63, description="keys the weights, the order and all other randomness")
-    epochs: int = Field(..., ge=1, le=10**9, description="how often the data is seen")
+    seed: int = Field(
+        0, ge=0, lt=1 << 63, description="seed of the weights, the sample order and all other randomness"
+    )
+    epochs: int = Field(..., ge=1, le=10**9, description="passes over the training data")
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: the GPUs if there are any; a Mac's isn't used"
+        "auto", description="auto: the GPUs if there are any (a Mac's GPU isn't used)"
     )
-    cudnn_benchmark: bool = Field(
-        True, description="let cuDNN time its algorithms once; shapes are fixed here"
-    )
+    cudnn_benchmark: bool = Field(True, description="let cuDNN choose its algorithms by timing them once")
     deterministic: bool = Field(
         False, description="only algorithms that give the same bits each time, on GPUs too; slower"
     )

@@ -2,7 +2,7 @@
 
 What counts as one: the user and password of a URL, the value of a key whose name says that it is secret
 (`AWS_SECRET_ACCESS_KEY=…`, `"password": "…"`, `--token …`, `?X-Amz-Signature=…`), and what begins as the
-tokens of well-known services do (`hf_…`, `ghp_…`). A secret without a sign can't be told from other text.
+tokens of well-known services do (`hf_…`, `ghp_…`). A secret without a sign looks like any other text.
 """
 
 import re

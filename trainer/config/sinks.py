@@ -10,14 +10,15 @@ class SinkKind(NamedTuple):
     """A sink that `log.to` may name.
 
     Attributes:
-        opens: "module:name" of a function, called with the run folder and the steps done, which gives a
-            function of a row and one that closes it; or of a class as `Tracker` in runs/tracking/tracker.py.
-        about: What it is, for the configuration page; empty where its name says it.
+        opens: "module:name" of a function, called with the run folder and the steps done, which returns a
+            function of a record and one that closes it; or of a class like `Tracker` in
+            runs/tracking/tracker.py.
+        about: Description for the configuration page; empty where the name suffices.
         tracker: Whether it is a tracker, which runs in a process of its own.
-        folder: Folder in the run folder that it is given in place of that, and that a new run empties.
-        module: What must be importable for it; it is in `package`, a dependency of the group of its name.
-        package: What to install for it.
-        variable: Environment variable by which it is on, in place of `log.to`.
+        folder: Folder below the run folder that it writes to, and that a new run empties.
+        module: Module that it needs, of `package`, a dependency in the group of its name.
+        package: Package to install for it.
+        variable: Environment variable that switches it on, instead of `log.to`.
     """
 
     opens: str
@@ -52,12 +53,12 @@ TRACKERS = tuple(name for name, one in SINKS.items() if one.tracker and not one.
 
 
 def plugged_sinks() -> dict[str, EntryPoint]:
-    """The sinks that installed packages bring as entry points, by name; nothing of them is imported."""
+    """Returns the sinks of installed packages by name, as entry points that aren't imported."""
     return {one.name: one for one in entry_points(group=GROUP)}
 
 
 def described() -> str:
-    """All sinks that can be asked for, for the configuration page."""
+    """Lists all sinks, for the configuration page."""
     words = {name: f"{name} ({one.about})" if one.about else name for name, one in SINKS.items()}
     in_folder, to_trackers = (", ".join(words[name] for name in names) for names in (FILES, TRACKERS))
     return f"in the run folder {in_folder}; to trackers {to_trackers}"

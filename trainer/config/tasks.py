@@ -15,7 +15,9 @@ _Factor = Annotated[float, Field(gt=0, le=10)]
 class RegularizationConfig(Section):
     """Regularization against overfitting."""
 
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread over all classes")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="fraction of the target that is spread over all classes"
+    )
     mixup: float = Field(0.0, ge=0, le=8, description="Beta parameter of mixup; 0: none")
     cutmix: float = Field(
         0.0,
@@ -38,9 +40,13 @@ class GPTConfig(Section):
     layers: int = Field(4, ge=1, le=1000, description="transformer blocks")
     heads: int = Field(4, ge=1, le=1024, description="attention heads of a block; divides the width")
     width: int = Field(128, ge=1, le=1 << 17, description="channels")
-    sequence_length: int = Field(256, ge=1, le=1 << 20, description="tokens that a sample predicts at most")
+    sequence_length: int = Field(
+        256, ge=1, le=1 << 20, description="maximum number of tokens that a sample predicts"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention, residuals and embeddings")
-    positions: Literal["rotary", "learned"] = Field("rotary", description="how places are told apart")
+    positions: Literal["rotary", "learned"] = Field(
+        "rotary", description="position embedding: rotary or learned"
+    )
     norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
     mlp: Literal["swiglu", "gelu"] = Field(
         "swiglu", description="swiglu (8/3 of the width) or gelu (4 times)"
@@ -98,7 +104,7 @@ class LanguageConfig(GPTConfig):
         None, ge=2, le=1 << 24, description="size of the embedding; default: what the text needs"
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
-        None, description="of token files without a JSON file beside them, such as nanoGPT's"
+        None, description="dtype of token files without a JSON file beside them, such as nanoGPT's"
     )
 
 
@@ -120,7 +126,7 @@ class AudioConfig(Section):
     frequency_mask: _Count = Field(8, description="SpecAugment: a group is smaller than so many bands")
     part: Literal["validation", "testing"] = Field(
         "validation",
-        description="what is measured on, of a folder with validation_list.txt, testing_list.txt",
+        description="evaluation split of a folder with validation_list.txt and testing_list.txt",
     )
 
     @model_validator(mode="after")
@@ -150,13 +156,13 @@ class AudioConfig(Section):
 class DetectionConfig(Section):
     """Images with boxes, and how they are augmented together."""
 
-    max_boxes: int = Field(100, ge=1, le=10_000, description="most boxes of an image")
-    detections: int = Field(100, ge=1, le=100, description="boxes of an image that mAP looks at")
-    flip: _Share = Field(0.0, description="share of the images that are mirrored left to right")
+    max_boxes: int = Field(100, ge=1, le=10_000, description="maximum number of boxes of an image")
+    detections: int = Field(100, ge=1, le=100, description="detections per image that mAP counts")
+    flip: _Share = Field(0.0, description="probability of mirroring an image left to right")
     scale: tuple[_Factor, _Factor] = Field(
         (1.0, 1.0), description="smallest and largest factor of an image's size; above 1 it is cropped"
     )
-    mosaic: _Share = Field(0.0, description="share of the images that are put together with three others")
+    mosaic: _Share = Field(0.0, description="probability of combining an image with three others")
     norm: Literal["batch", "frozen", "group"] = Field(
         "batch",
         description="in torchvision's models: batch, frozen (with model.pretrained) or group normalization",

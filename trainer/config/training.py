@@ -36,18 +36,18 @@ class OptimConfig(Section):
     warmup_steps: int | float = Field(
         0.05,
         ge=0,
-        description="updates with a linear rise of the learning rate: from 1 on so many, below 1 a share of "
-        "the run's; if they are more than the run has, the peak is not reached",
+        description="updates of the linear warm-up; a number >= 1 counts updates, one below 1 is a fraction "
+        "of the run's updates; if they exceed the run, the peak is not reached",
     )
     final_lr: _Share = Field(
         0.0,
-        description="where the rate ends, as a share of the peak; one-cycle: 4e-6 at least "
+        description="final learning rate as a fraction of the peak; one-cycle: at least 4e-6 "
         f"({read_by('final_lr', SCHEDULES)})",
     )
     milestones: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         (),
-        description="epochs after which the rate falls, such as [30, 60]; 2.5 is in the middle of the third; "
-        f"one beyond the run's end never comes ({read_by('milestones', SCHEDULES)})",
+        description="epochs after which the learning rate falls, such as [30, 60]; 2.5 is in the middle of "
+        f"the third; those after the run's end have no effect ({read_by('milestones', SCHEDULES)})",
     )
     gamma: float = Field(
         0.1, gt=0, le=1, description=f"factor at each milestone ({read_by('gamma', SCHEDULES)})"
@@ -56,14 +56,14 @@ class OptimConfig(Section):
         0.2,
         gt=0,
         le=1,
-        description=f"share of the updates that the decay takes ({read_by('decay', SCHEDULES)})",
+        description=f"fraction of the updates that the final decay takes ({read_by('decay', SCHEDULES)})",
     )
     weight_decay: float = Field(
         0.01, ge=0, description="weight decay; not on norms and biases, see decay_1d and no_decay"
     )
     decay_1d: bool = Field(
         False,
-        description="weight decay also on what has less than two dimensions, norms and biases, as with "
+        description="weight decay also on parameters with less than two dimensions (norms, biases), as with "
         "torch.optim.SGD(model.parameters())",
     )
     no_decay: tuple[str, ...] = Field(
@@ -106,16 +106,16 @@ class EvaluationConfig(Section):
 
     every: str = Field(
         "1 epoch",
-        description='how often: "2 epochs", "500 steps", or "end": only at the end, where it always is',
+        description='interval: "2 epochs", "500 steps", or "end" (a run is always evaluated at its end)',
     )
     patience: int = Field(
         0,
         ge=0,
-        description="so many evaluations in a row that are no better than the best end the run; 0: never",
+        description="the run ends after this many evaluations in a row without improvement; 0: never",
     )
     sets: dict[str, EvaluationSetConfig] = Field(
         {},
-        description="more sets to measure on, by a name of one's own, each with some of path, name, split "
+        description="more evaluation sets, by any name, each with some of path, name, split "
         "(such as test; default: val), cache, cache_limit, check, input_column and label_column; what it "
         "doesn't say is as in data. Rows have eval/NAME/loss and so on",
         json_schema_extra={"words": "{NAME: {path: …, name: …, split: …}}"},
@@ -181,11 +181,13 @@ class EvaluationConfig(Section):
 
 
 class AverageConfig(Section):
-    """Exponential moving average of the weights (EMA); what is evaluated where there is one."""
+    """Exponential moving average of the weights (EMA); evaluation uses it if it is on."""
 
     decay: float = Field(0.0, ge=0, lt=1, description="decay of the average at each update; 0: no average")
-    every: int = Field(1, ge=1, description="steps between two movements, which are then larger")
-    on_cpu: bool = Field(False, description="keep it in the host's memory, at the price of a copy each time")
+    every: int = Field(1, ge=1, description="steps between two updates of the average, scaled accordingly")
+    on_cpu: bool = Field(
+        False, description="keep the average in host memory, at the price of a copy each time"
+    )
 
     @model_validator(mode="after")
     def _without_a_decay_there_is_none(self) -> "AverageConfig":
@@ -199,7 +201,7 @@ class ParallelConfig(Section):
 
     threads: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         "auto",
-        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share, "
+        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's CPUs, "
         "or 1 on a CPU with reduction=tree",
     )
     cpu_binding: Binding = Field(
@@ -302,17 +304,19 @@ class AnomalyConfig(Section):
 
     nonfinite: Literal["stop", "skip", "rollback", "off"] = Field(
         "stop",
-        description="a loss or gradient that isn't finite; skip: its update is not made; rollback: go on "
-        "from the checkpoint before it, without its samples",
+        description="reaction to a loss or gradient that isn't finite; skip: its update is not made; "
+        "rollback: resume from the checkpoint before it, without its samples",
     )
-    spike: Literal["off", "stop", "rollback"] = Field("off", description="the same for a loss that leaps")
+    spike: Literal["off", "stop", "rollback"] = Field("off", description="reaction to a spike of the loss")
     spike_deviations: float = Field(
         10.0,
         gt=0,
-        description="a leap: robust standard deviations above the median of the losses before",
+        description="a spike: robust standard deviations above the median of earlier losses",
     )
-    spike_history: int = Field(100, ge=10, le=10_000, description="how many earlier losses that median is of")
-    most: int = Field(20, ge=1, description="anomalies of a run, after which it stops in any case")
+    spike_history: int = Field(100, ge=10, le=10_000, description="number of earlier losses for the median")
+    most: int = Field(
+        20, ge=1, description="maximum number of anomalies, after which the run stops in any case"
+    )
 
     @property
     def skips_updates(self) -> bool:
@@ -321,9 +325,9 @@ class AnomalyConfig(Section):
 
 
 class HooksConfig(Section):
-    """Somebody's own code that is called while a run trains; none of it changes what is learned."""
+    """The user's code that is called during training; it doesn't change what is learned."""
 
-    enabled: bool = Field(True, description="false: none are called, also of a task's file")
+    enabled: bool = Field(True, description="false: no hooks are called, not even those of a task's file")
     use: tuple[str, ...] = Field(
         (),
         description="file.py:NAME or module:NAME, each a class or object with after_step(row), "
@@ -331,7 +335,7 @@ class HooksConfig(Section):
     )
     on_error: Literal["stop", "warn"] = Field(
         "stop",
-        description="what an error in a hook or in a log.to of one's own does: ends the run, or is told",
+        description="reaction to an error in a hook or a custom sink: stop the run, or warn",
     )
 
     @field_validator("use")
@@ -352,34 +356,36 @@ def is_place(text: str) -> bool:
 class LogConfig(Section):
     """Logging."""
 
-    every: int = Field(50, ge=1, description="steps between two rows of metrics")
+    every: int = Field(50, ge=1, description="steps between two metrics records")
     to: tuple[str, ...] = Field(
         ("jsonl", "tensorboard"),
-        description=f"where rows go besides the console: {sinks.described()}; also a name that an installed "
-        "package brings, or a function of one's own, module:NAME or file.py:NAME",
+        description=f"sinks of metrics records, in addition to the console: {sinks.described()}; also a name "
+        "that an installed package brings, or a function of one's own, module:NAME or file.py:NAME",
     )
     metrics_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="where Prometheus finds the run's progress, /metrics on rank 0's host; 0: nowhere",
+        description="port of the metrics page for Prometheus, /metrics on rank 0's host; 0: none",
     )
     metrics_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="address that this listens on; 0.0.0.0: any, for whoever reaches the host or pod",
+        description="address of the metrics page; 0.0.0.0: all interfaces",
     )
     price_per_hour: float = Field(
         0.0,
         ge=0,
         le=1e6,
-        description="of the run's machines, in any currency: the summary says its cost",
+        description="price of the run's machines, in any currency, for the cost in the summary",
     )
     tracemalloc: bool = Field(
         False, description="record Python's allocations, so that a leak is named with its line; slow"
     )
     fingerprints: bool = Field(
-        True, description="checksums.jsonl: a fingerprint of every tensor with each row, for trainer verify"
+        True,
+        description="checksums.jsonl: a fingerprint of every tensor with each metrics record, for trainer "
+        "verify",
     )
 
     @field_validator("to")
@@ -404,12 +410,12 @@ class CheckpointConfig(Section):
 
     every: int = Field(0, ge=0, description="steps between two checkpoints; 0: only by time")
     minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by steps")
-    keep: int = Field(2, ge=1, le=1000, description="how many of the newest are kept")
-    best: bool = Field(True, description="keep the one with the best evaluation, too")
+    keep: int = Field(2, ge=1, le=1000, description="number of newest checkpoints to keep")
+    best: bool = Field(True, description="also keep the checkpoint with the best evaluation")
     folder: Path | None = Field(
         None,
-        description="where they lie instead of RUN/checkpoints, an absolute path, such as /scratch/RUN: a "
-        "folder for one run, to which RUN/checkpoints then leads",
+        description="absolute path of the checkpoints, such as /scratch/RUN: a folder for one run; "
+        "RUN/checkpoints is then a link to it",
     )
 
     @field_validator("folder")

@@ -16,7 +16,7 @@ class _Bounded(yaml.SafeLoader):
     """PyYAML's safe loader without merge keys, which copy what they refer to: forty lines fill any memory."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leaves a mapping as it is; `!!merge` as a tag that somebody wrote is refused.
+        """Leaves a mapping as it is; `!!merge` as a written tag is refused.
 
         Raises:
             BadInputError: In that case.
@@ -130,7 +130,7 @@ def in_yaml(value: Any) -> str:
 
 
 def _expanded(value: Any, known: dict[int, int], above: tuple[int, ...]) -> int:
-    """Values in a tree that shares parts, each part counted as often as it is referred to."""
+    """Counts the values of a tree with repeated parts, each as often as it is referred to."""
     if not isinstance(value, dict | list | tuple):  # tuples of !!omap and !!pairs
         return 1
     if id(value) in above:

@@ -3,7 +3,7 @@
 A signal reaches one rank and not the others, and clocks differ; but all ranks must stop after the same
 step. So a few numbers go round in one small collective on the CPU, every so many steps. How many is
 agreed in it too, from the slowest rank's time per step; it is started at the end of a step and read at
-the end of the next, so that nobody waits for it.
+the end of the next, so that no rank waits for it.
 """
 
 import time
@@ -36,7 +36,7 @@ NOTHING = Decision(0, False)
 
 
 class StopConsensus:
-    """The ranks' side of it; alone there is nobody to ask."""
+    """Consensus of the ranks; a single rank decides alone."""
 
     def __init__(self, group: dist.ProcessGroup | None, step: int) -> None:
         """Starts at a step, the same on every rank.

@@ -39,7 +39,7 @@ class StoreExchange:
         self._store = store_client("checkpoint", seconds)
 
     def tell(self, topic: str, word: str) -> None:
-        """Tells all ranks a word on a topic.
+        """Publishes a message on a topic to all ranks.
 
         Raises:
             RuntimeError: If the store doesn't answer.

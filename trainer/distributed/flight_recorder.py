@@ -43,7 +43,7 @@ class _Kept(NamedTuple):
 def dump() -> str | None:
     """Dumps this process's flight recorder, cut down to what `parse` reads: some hundred bytes.
 
-    Call it in a thread that nobody waits for: it asks CUDA about events, and a driver that hangs may not
+    Call it in a thread that nothing waits for: it asks CUDA about events, and a driver that hangs may not
     answer.
 
     Returns:
@@ -86,7 +86,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
 
     It is, in each process group, the one after the last that all of them completed: some did not enter it, or
     entered another one, or a smaller one, or have done it while others have not. Then the one
-    that only some entered is told of as well.
+    that only some entered is reported as well.
 
     Args:
         dumps: Of each rank what `dump` returned there, or all that torch dumps; None for a rank that said

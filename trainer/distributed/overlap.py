@@ -71,7 +71,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """From which byte of its storage to which a tensor lies."""
+    """Returns the first and last byte of a tensor in its storage."""
     size, first = tensor.element_size(), int(tensor.storage_offset())
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * size, (first + last + 1) * size

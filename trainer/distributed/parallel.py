@@ -199,7 +199,7 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None, config: Paralle
 
 
 def _lay_out_buckets(replica: DistributedDataParallel) -> None:
-    """Lets DDP lay out its buckets before the first step, so that a run that goes on has the same ones.
+    """Lets DDP lay out its buckets before the first step, so that a resumed run has the same ones.
 
     DDP sums its first backward pass in a single bucket and all others in buckets by the order in which that
     pass brought gradients (torch's reducer.cpp, rebuild_buckets). Over more than two ranks the order of a sum
@@ -282,7 +282,7 @@ def least_over_ranks(number: int, world: World) -> int:
 
 
 def words_of_ranks(word: str, world: World) -> list[str]:
-    """Gathers a word from each rank, in the order of ranks; collective."""
+    """Gathers a string from each rank, in the order of ranks; collective."""
     if world.group is None:
         return [word]
     data = torch.tensor([*word.encode()], dtype=torch.int64)

@@ -44,17 +44,17 @@ class Rows:
     note: str = ""
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor, a view; none if there are fewer rows than ranks."""
+        """Returns this rank's rows of a tensor, a view; none if there are fewer rows than ranks."""
         start, stop = self.between(len(whole))
         return whole[start:stop]
 
     def between(self, rows: int) -> tuple[int, int]:
-        """From which to which of so many rows."""
+        """Returns the range of this rank's rows out of so many."""
         each = -(-rows // self.ranks)
         return min(self.rank * each, rows), min((self.rank + 1) * each, rows)
 
     def shape_of(self, whole: Sequence[int]) -> torch.Size:
-        """The shape of this rank's rows of a tensor of such a shape."""
+        """Returns the shape of this rank's rows of a tensor of such a shape."""
         start, stop = self.between(whole[0])
         return torch.Size((stop - start, *whole[1:]))
 
@@ -248,7 +248,7 @@ def _mesh(world: World, config: ParallelConfig) -> tuple[Any, Rows]:
 
 
 def _apart(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Blocks whose parameters nobody else has."""
+    """Returns the blocks whose parameters belong to no other module."""
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -330,7 +330,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def own_part(
     rows: Rows, shapes: Mapping[str, Sequence[int]], saved: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """This rank's rows of what a checkpoint holds, whole, of a run's state.
+    """Returns this rank's rows of a run's state, read from a checkpoint that holds it whole.
 
     Args:
         rows: This rank's.

@@ -1,9 +1,9 @@
 """Finds the rank that hangs, and ends the job with code 76 instead of waiting for it for ever.
 
-Each rank has a thread that looks at its phases (observe.phases) and a second one that exchanges them with the
-others over the store at which the ranks met: a thread of its own, for a request to a host that is gone never
-returns. A rank without progress for long reads what the others said last. The one with the fewest phases is
-the one that the others wait for; one that says nothing any more was stopped, or its host is gone.
+Each rank has a thread that watches its phases (observe.phases) and a second one that exchanges them with the
+others over the store of the rendezvous: a thread of its own, as a request to a dead host never returns. A
+rank without progress for long reads the others' last messages. The rank with the fewest phases is the one
+that the others wait for; a silent one was stopped, or its host is gone.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _PATIENCE = 10  # times that long while a step compiles, and at the end
 _NAMED = 3
 _FRAMES = 20
 _NOTHING = "-"
-# With more ranks, reading what each one recorded would keep the store busy when it is needed.
+# With more ranks, reading all flight records would keep the store busy when it is needed.
 _MOST_RECORDS = 256
 
 _CHECK: dict[str, str] = {
@@ -59,12 +59,12 @@ class RankStatus:
 
     Attributes:
         rank: Its number.
-        count: Phases that it entered.
-        step: The step that it did, counted from 1.
-        phase: What it did there; "failed" or "done" once it has left.
-        idle: Seconds without progress, by its own clock, when it said so.
-        silence: Seconds since then, by this rank's clock; counted from when it began to listen.
-        host: Where it runs.
+        count: Number of phases that it entered.
+        step: Its step, counted from 1.
+        phase: Its phase; "failed" or "done" once it has left.
+        idle: Seconds without progress at the time of the message, by its own clock.
+        silence: Seconds since the message, or since this rank began to listen, by this rank's clock.
+        host: Its host.
     """
 
     rank: int
@@ -77,17 +77,17 @@ class RankStatus:
 
     @property
     def where(self) -> str:
-        """Phase and step in words."""
+        """Phase and step as text."""
         return f"{self.phase}, step {self.step}" if self.step else "the start"
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Why the job ends.
+    """Why the watchdog ends the job.
 
     Attributes:
-        line: For people.
-        culprits: Numbers of the ranks that are to blame.
+        line: Message for the user.
+        culprits: Ranks that hang.
         code: Exit code.
     """
 
@@ -100,12 +100,12 @@ def judge(states: Sequence[RankStatus], limit: float, doubtful: float) -> HangVe
     """Finds the rank that the others wait for.
 
     Args:
-        states: What every rank said last.
-        limit: Seconds without progress, or without a word, after which a rank hangs.
-        doubtful: Seconds without a word after which it has to be waited for: is it silent, or was it late?
+        states: Last message of every rank.
+        limit: Seconds without progress, or without a message, after which a rank hangs.
+        doubtful: Seconds without a message after which it is awaited before a verdict.
 
     Returns:
-        None while nobody can be blamed: a rank that is slow but makes progress does not hang.
+        None while no rank can be blamed: a rank that is slow but makes progress does not hang.
     """
     there = [state for state in states if state.phase != "done"]
     failed = [state for state in there if state.phase == "failed"]
@@ -148,7 +148,7 @@ def _waiting(others: Sequence[RankStatus]) -> list[str]:
 
 
 def _names(culprits: Sequence[RankStatus], there: Sequence[RankStatus]) -> str:
-    """Few of them by their numbers; with the host where there are several."""
+    """Names the ranks by number, the first few if there are many; with the host if there are several."""
     hosts = len({state.host for state in there}) > 1
     names = [f"{state.rank} on {state.host}" if hosts else str(state.rank) for state in culprits]
     return f"rank{'s' * (len(names) > 1)} {listed(names, _NAMED)}"
@@ -160,9 +160,9 @@ def _ranks(states: Sequence[RankStatus]) -> list[int]:
 
 @contextlib.contextmanager
 def watching(world: World, config: ParallelConfig) -> Iterator["Watchdog"]:
-    """A watchdog over what happens inside; `Watchdog.start` begins it.
+    """Context manager with a watchdog, which `Watchdog.start` starts.
 
-    All ranks enter it before they first do something together, so that each knows of every other.
+    All ranks enter it before their first collective, so that each knows every other.
     """
     watchdog = Watchdog(world, config)
     try:
@@ -174,7 +174,7 @@ def watching(world: World, config: ParallelConfig) -> Iterator["Watchdog"]:
 
 
 class Watchdog:
-    """This rank's part in finding who hangs."""
+    """Watchdog of this rank: finds the rank that hangs."""
 
     def __init__(self, world: World, config: ParallelConfig) -> None:
         """Starts no thread yet: loader workers are forked first."""
@@ -217,7 +217,7 @@ class Watchdog:
                 thread.start()
 
     def stop(self, why: str) -> None:
-        """Watches no longer; the others are told why this rank leaves: "done" or "failed"."""
+        """Stops watching, and publishes why this rank leaves: "done" or "failed"."""
         self._left = why
         self._stopped.set()
         for thread in self._threads:
@@ -258,7 +258,7 @@ class Watchdog:
         return judge(heard, limit, 4 * self._interval) if heard else None
 
     def _with_record(self, verdict: HangVerdict) -> HangVerdict:
-        """Adds which collective not all ranks entered, where torch's flight recorders know it."""
+        """Adds the collective that some ranks didn't enter, where torch's flight recorders have it."""
         records = {number: self._records.get(number) or None for number in range(self._world.size)}
         line = parse(records) if any(records.values()) and verdict.code == EXIT_HANG else None
         return replace(verdict, line=f"{verdict.line}; {line}") if line else verdict
@@ -327,7 +327,7 @@ class Watchdog:
                 self._agreed = verdict
 
     def _share_records(self) -> None:
-        """Publishes what this rank's flight recorder holds, and reads the others'."""
+        """Publishes this rank's flight record, and reads the others'."""
         if self._world.size > _MOST_RECORDS or self._recorded == "":
             return
         if self._recorded is None:

@@ -1,4 +1,4 @@
-"""CPU affinity: each rank of this host keeps to CPUs near its GPU, or to a share of its own.
+"""CPU affinity: each rank of this host keeps to CPUs near its GPU, or to its part of the CPUs.
 
 torchrun's --numa-binding (PyTorch 2.8 on) does the first for GPUs. This does it with every version, also for
 a single rank and for ranks on CPUs, and without starting CUDA in the launcher. A rank binds itself before it
@@ -52,7 +52,7 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/"), allowed: Cpus | None = None) -> Topology:
-    """Reads what Linux tells; where it tells nothing, all CPUs are of one node and each is a core.
+    """Reads the topology from Linux; without it, all CPUs are of one node and each is a core.
 
     Args:
         root: Folder that stands for "/".
@@ -69,7 +69,7 @@ def read_topology(root: Path = Path("/"), allowed: Cpus | None = None) -> Topolo
 
 
 def gpu_nodes(bus_ids: Sequence[str], root: Path = Path("/")) -> list[int | None]:
-    """The NUMA node of each GPU; None where nobody tells.
+    """The NUMA node of each GPU; None where it is unknown.
 
     Args:
         bus_ids: As NVML writes them, "00000000:3B:00.0"; "" where it doesn't tell.

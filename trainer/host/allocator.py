@@ -49,7 +49,7 @@ def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: 
 def check_allocator(
     choice: Allocator, environ: Mapping[str, str], driver_version: Callable[[], str | None]
 ) -> None:
-    """Makes sure that a rank on GPUs has the allocator that it was told to use.
+    """Makes sure that a rank on GPUs has the allocator that the configuration names.
 
     Args:
         choice: `memory.allocator`.

@@ -27,8 +27,8 @@ class JobCounters:
 
     The job is the cgroup whose quota limits it, if there is one, since the quota counts all that runs there;
     else the tree of processes from `top` down. Processes that have ended count through those that waited for
-    them. What is read of the network is that of the host (or container), whoever used it: the kernel counts
-    it for interfaces. Traffic that passes the kernel by (InfiniBand verbs, NVLink) is not in it.
+    them. Network figures are those of all processes of the host (or container): the kernel counts them by
+    interface. Traffic that bypasses the kernel (InfiniBand verbs, NVLink) is not included.
     """
 
     def __init__(self, limits: Limits, root: Path = Path("/"), pid: int = 0, top: int = 0) -> None:
@@ -120,7 +120,7 @@ class JobCounters:
 
 
 def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Metrics of an interval: CPUs' worth of time, shares of the wall, bytes per second.
+    """Metrics of an interval: CPUs' worth of time, fractions of the wall time, bytes per second.
 
     Args:
         before: From `Host.counters`.
@@ -153,13 +153,13 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
 
 
 def _throttled(periods: float, stopped: float, ran: float) -> float:
-    """Share of the wall in which a quota stopped a cgroup.
+    """Fraction of the wall time in which a quota stopped a cgroup.
 
     The kernel adds up the stopped time of every CPU that the group would have run on. In a period in which
     it was stopped it ran for its quota: of the time that it wanted the rest was lost.
 
     Args:
-        periods: Share of the wall in periods with a stop.
+        periods: Fraction of the wall time in periods with a stop.
         stopped: CPUs' worth of time stopped.
         ran: CPUs' worth of time that the quota allowed in these periods.
     """
@@ -247,7 +247,7 @@ def _interfaces(root: Path) -> set[str]:
 
 
 def _period(quota: Path) -> float:
-    """Seconds of a quota's period; 0 if nothing tells."""
+    """Seconds of a quota's period; 0 if unknown."""
     if quota.name == "cpu.max":
         words = text_of(quota).split()
     else:

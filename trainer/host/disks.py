@@ -217,7 +217,7 @@ def _data(path: str, mount: Mount) -> Data:
 
 
 def _files(path: Path) -> Iterator[str]:
-    """Some files below a path: as many as are found in a tenth of a second, each up to eight times."""
+    """Returns files below a path: those found in a tenth of a second, each up to eight times."""
     if kind_of(path) == "file":
         yield from [str(path)] * 512
         return

@@ -2,7 +2,7 @@
 
 | variable | who sets it | what it says |
 |---|---|---|
-| `TRAINER_IMAGE_DIGEST` | who starts the container: inside nothing tells | the image, for the manifest |
+| `TRAINER_IMAGE_DIGEST` | who starts the container: unknown inside | the image, for the manifest |
 | `TRAINER_RANK_OF` | a rank, for what it starts | that its RANK is inherited (`launch.nodes`) |
 
 The launcher tells its ranks all else in a file that their command line names (`trainer.launch.folder`).

@@ -1,6 +1,6 @@
 """File operations that outlast a kill, all through the name `os` here: tests put faults there.
 
-What is written follows no link: a folder that somebody sent may hold any, in the names that are written next.
+What is written follows no link: a folder from elsewhere may hold any, in the names that are written next.
 New content goes to a new name that can't be foreseen and is moved (`written_whole`); what is added to a file
 goes to a regular one that has no other name (`open_own`); a folder in the folder is none by a link
 (`own_folder`).
@@ -251,7 +251,7 @@ def _check_no_device(path: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A name that nobody can foresee; libraries go by its suffix."""
+    """Returns an unpredictable name with the same suffix, by which libraries choose a format."""
     return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
 
 
@@ -294,7 +294,7 @@ def open_own(path: Path, flags: int, alone: bool = True) -> int:
     Raises:
         OSError: If it can't be opened, or is a link, a FIFO, or a device; strerror says which.
     """
-    assert not flags & os.O_TRUNC, "it may be somebody else's"
+    assert not flags & os.O_TRUNC, "it may be another's"
     try:
         # O_NONBLOCK: a FIFO that nobody reads must not hold up the start.
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -328,7 +328,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_bounded(path: Path, most: int = 16 << 20) -> bytes:
-    """Reads a file that a person names, which may be a pipe, up to so many bytes.
+    """Reads a file that the user named, which may be a pipe, up to a limit of bytes.
 
     Raises:
         OSError: If it can't be read, or has more: a device may have no end.
@@ -341,7 +341,7 @@ def read_bounded(path: Path, most: int = 16 << 20) -> bytes:
 
 
 def open_inside(path: Path) -> int:
-    """Opens a regular file of a folder that somebody may have sent, for reading: not by a link.
+    """Opens a regular file of an untrusted folder for reading; follows no link.
 
     Raises:
         OSError: If it can't be opened, or is a link, a FIFO or a device; strerror says which.
@@ -366,7 +366,7 @@ def read_inside(path: Path, most: int) -> bytes:
     """Reads a file of such a folder.
 
     Raises:
-        OSError: As `open_inside`; or if it has more than so many bytes.
+        OSError: As `open_inside`; or if it is larger than the limit.
     """
     with os.fdopen(open_inside(path), "rb") as file:
         data = file.read(most + 1)
@@ -379,7 +379,7 @@ def lines_inside(path: Path) -> Iterator[bytes]:
     """The lines of such a file, each with its end; a last one without is what a kill leaves.
 
     Raises:
-        OSError: As `open_inside`; or for a line of more than 64 MiB, which no row has.
+        OSError: As `open_inside`; or for a line of more than 64 MiB, which no record has.
     """
     with os.fdopen(open_inside(path), "rb") as file:
         while line := file.readline(_LINE + 1):
@@ -405,7 +405,7 @@ def own_folder(path: Path) -> Path:
     """Makes a folder, if there is none; its parent must exist.
 
     Raises:
-        OSError: If it can't be made, or is a link; strerror says so.
+        OSError: If it can't be made, or is a link (see strerror).
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir()

@@ -1,4 +1,4 @@
-"""The folder that relative paths mean: where a run was started, wherever somebody's code has gone since."""
+"""The folder of relative paths: where the run was started, even if user code changed the current folder."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ _here: str | None = None
 
 @contextmanager
 def paths_from_here() -> Iterator[None]:
-    """Within it `from_here` starts from the current folder of now; within another one, from that one's."""
+    """Context manager that fixes the current folder for `from_here`; the outermost one decides."""
     global _here  # noqa: PLW0603
     before = _here
     if _here is None:

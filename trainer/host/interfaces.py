@@ -28,7 +28,7 @@ def addresses() -> dict[str, list[str]]:
 
 
 def own_address(toward: str, numeric: bool = False) -> str:
-    """This host's address on the way to another, or nothing where there is no way. Nothing is sent.
+    """Returns this host's address on the route to another, or "" without one. Nothing is sent.
 
     Args:
         toward: The other's name or address.
@@ -63,7 +63,7 @@ def gloo_interface(address: str) -> dict[str, str]:
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the route to another; empty if there is none. Nothing is sent."""
+    """Returns this host's address on the route to another; empty if there is none. Nothing is sent."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:

@@ -50,7 +50,7 @@ def mounts(root: Path = Path("/")) -> Iterator[Mounted]:
 
 
 def own_cgroups(root: Path = Path("/")) -> dict[str, str]:
-    """This process's cgroup by controller of v1; that of v2 by ""."""
+    """Returns this process's cgroup by controller of v1; that of v2 by ""."""
     own = {}
     for line in text_of(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -59,13 +59,13 @@ def own_cgroups(root: Path = Path("/")) -> dict[str, str]:
 
 
 def processor() -> str | None:
-    """The processor's name, where the kernel tells it."""
+    """Returns the processor's name, if the kernel has it."""
     lines = text_of("/proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def infiniband_ports(root: Path = Path("/")) -> dict[str, float]:
-    """The active InfiniBand and RoCE ports, with their rate in Gbit/s; 0 where it isn't told."""
+    """The active InfiniBand and RoCE ports, with their rate in Gbit/s; 0 where it is unknown."""
     ports = {}
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         if "ACTIVE" in text_of(port / "state"):

@@ -45,7 +45,7 @@ def nor_below_runs(path: Path) -> str:
 
 
 def newest(root: Path) -> Path | None:
-    """The run folder in which a run was begun or resumed last; None if there is none."""
+    """Returns the run folder in which a run was begun or resumed last, or None."""
     times = dict[Path, float]()
     with contextlib.suppress(OSError):
         for path in root.iterdir():

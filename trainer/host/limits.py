@@ -1,8 +1,8 @@
 """Limits of this container: CPUs, memory, shared memory, processes.
 
 A container shows the machine's figures: 64 cores where the quota is 4, and then 64 loader workers starve one
-another. Whatever sizes itself asks here; nothing else counts CPUs or memory. From the kernel's documentation:
-cgroup-v2.rst, cgroup-v1/{cpusets,memory,pids}.rst, sched-bwc.rst (cpu.cfs_*); and proc_pid_mountinfo(5).
+another. All code that sizes itself asks this module; no other counts CPUs or memory. Sources: the kernel's
+cgroup-v2.rst, cgroup-v1/{cpusets,memory,pids}.rst, sched-bwc.rst (cpu.cfs_*); proc_pid_mountinfo(5).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Limits:
     """Limits that hold for all processes of this container together.
 
     Attributes:
-        cpus: CPUs' worth of time, fractional where a quota says so (1.5).
-        memory_bytes: Memory in bytes, of which /dev/shm takes its share; 0 where nothing tells.
+        cpus: CPUs' worth of time, fractional under a quota (1.5).
+        memory_bytes: Memory in bytes, of which /dev/shm takes a part; 0 where it is unknown.
         shm_bytes: Free bytes of /dev/shm, 0 where it is absent.
         pids: Processes and threads together; None where unlimited.
         sources: The file or call that decided each figure above. It names the machine's (such as
@@ -74,14 +74,14 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
                 found.append((value, f"/{(cgroup / next(iter(texts))).relative_to(root).as_posix()}"))
         return found
 
-    # `min` keeps the first of equals, so the machine comes first: a limit that takes nothing away is no news.
+    # `min` keeps the first of equals, so the machine comes first: a limit with no effect isn't named.
     online = count_cpus(text_of(root / "sys/devices/system/cpu/online"))
     cpus, cpus_source = min(
         [
             *([(float(online), "/sys/devices/system/cpu/online")] if online else []),
             *figures(_quota, "cpu.max"),
             *figures(_quota, "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-            # What is in effect, if the kernel says so: cpuset.cpus only asks, and can be empty (inherited).
+            # The effective set, if the kernel has it: cpuset.cpus is a request, and can be empty (inherited).
             *figures(_cpuset, "cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"),
             *([(float(affinity), "sched_getaffinity")] if affinity else []),
         ],
@@ -118,7 +118,7 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
 def out_of_memory_kills(root: Path = Path("/")) -> int:
     """Counts the processes of this process's cgroup that the kernel killed because memory was full.
 
-    Counts since the cgroup was made: of a job's kills two readings tell. 0 where nobody counts.
+    Counts since the cgroup was made: a job's kills are the difference of two readings. 0 without a counter.
 
     Args:
         root: Folder that stands for "/".
@@ -130,31 +130,32 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
 
 
 def threads_per_rank(limits: Limits, local_world_size: int) -> int:
-    """Returns the compute threads for one rank: its share of the CPUs rounded down, and at least 1.
+    """Returns the compute threads for one rank: its part of the CPUs rounded down, and at least 1.
 
     Args:
         limits: What the ranks share. Where the launcher bound each rank to CPUs of its own (Slurm's
-            --cpu-bind), that is already the share of one: pass 1 as `local_world_size`.
+            --cpu-bind), that is already one rank's part: pass 1 as `local_world_size`.
         local_world_size: Ranks in this container, at least 1.
     """
     return max(1, math.floor(limits.cpus / local_world_size))
 
 
 def workers_per_rank(limits: Limits, local_world_size: int, quarters: int = 3) -> int:
-    """Returns the loader workers for one rank: 75 % of its share of the CPUs, rounded down.
+    """Returns the loader workers for one rank: 75 % of its part of the CPUs, rounded down.
 
-    The rest is for the rank itself, which launches kernels, pins batches and writes checkpoints. A share of
-    at least 1 CPU gives at least 1 worker. A smaller one gives 0, load in the rank's own process: a worker
-    would only take turns with it. A pids limit allows fewer: each rank needs 64 tasks, each worker 4.
+    The rest is for the rank itself, which launches kernels, pins batches and writes checkpoints. A part of
+    at least 1 CPU gives at least 1 loader worker. A smaller one gives 0, loading in the rank's process: a
+    loader worker would only take turns with it. A pids limit allows fewer: a rank needs 64 tasks, a loader
+    worker 4.
 
     Args:
         limits: What the ranks share; see `threads_per_rank`.
         local_world_size: Ranks in this container, at least 1.
-        quarters: Another part of the share: 4 is all of it, the most that make sense.
+        quarters: Quarters of the rank's CPUs to use instead of 3; at most 4.
     """
     if limits.cpus < local_world_size:
         return 0
-    # One division, so that a share such as 16/3, of which 75 % is 4, can't round to 3.
+    # One division, so that a part such as 16/3, of which 75 % is 4, can't round to 3.
     workers = max(1, math.floor(limits.cpus * quarters / (local_world_size * 4)))
     return max(0, min(workers, _spare_processes(limits, local_world_size)))
 
@@ -177,14 +178,14 @@ def _spare_processes(limits: Limits, local_world_size: int) -> int:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs on which this container's processes may be scheduled; empty where nobody tells (macOS)."""
+    """Returns the CPUs on which this container's processes may be scheduled; empty if unknown (macOS)."""
     if _before_binding is not None:
         return _before_binding
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def keep_to(cpus: frozenset[int]) -> None:
-    """Binds this thread, and what it starts from here on, to some CPUs; the limits stay the container's."""
+    """Binds this thread, and those it starts later, to some CPUs; `read_limits` still counts all."""
     global _before_binding  # noqa: PLW0603
     if hasattr(os, "sched_setaffinity"):
         _before_binding = allowed_cpus()
@@ -196,7 +197,7 @@ _before_binding: frozenset[int] | None = None
 
 @contextlib.contextmanager
 def cpus_kept() -> Iterator[None]:
-    """Lets this thread keep, at its end, to the CPUs of now, whatever somebody's code has bound it to."""
+    """Context manager that restores this thread's CPU affinity, which user code may change."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     try:
         yield
@@ -272,7 +273,7 @@ def _bytes(text: str) -> int | None:
 
 
 def _finite(size: int | None) -> int | None:
-    # 0 is no limit that a process that asks could live under: memory.high is set to it to reclaim at once.
+    # 0 isn't a real limit: memory.high is set to it to reclaim memory at once.
     return size if size is not None and 0 < size < _NO_MEMORY_LIMIT else None
 
 

@@ -33,7 +33,7 @@ class Room:
     """The memory of this container.
 
     Attributes:
-        limit_bytes: All of it; 0 where nothing tells.
+        limit_bytes: The limit; 0 if unknown.
         others_bytes: What is in use already and can't be taken back: no page cache.
         source: The file that sets the limit.
     """
@@ -63,7 +63,7 @@ def read_room(root: Path = Path("/")) -> Room:
 
 
 def cap_own(room_bytes: int) -> None:
-    """Lets an allocation fail that would take this process, and so the container, beyond so many bytes more.
+    """Makes an allocation fail that would exceed so many more bytes in this process, and so in the container.
 
     Address space is counted, not memory: all that is mapped so far is left to it.
     """
@@ -82,13 +82,13 @@ def cap_own(room_bytes: int) -> None:
 class MemoryGuard:
     """Looks at a job's memory a hundred times a second, and kills the job when it has too much.
 
-    The job is what this process starts meanwhile, down to the loader's workers. What its ranks hold is
-    anonymous and shared memory (the ring of their batches); of the others what is theirs alone, for a worker
-    begins with its rank's pages; files that are mapped count once, for all map the same ones.
+    The job is all that this process starts, down to loader workers. Of ranks it counts anonymous and shared
+    memory (the ring of their batches); of others only private memory, as a loader worker begins with its
+    rank's pages; mapped files count once, as all map the same ones.
 
     Attributes:
-        rest_bytes: The most that the processes which aren't ranks had.
-        peak_bytes: The most that all of them were seen with.
+        rest_bytes: Peak memory of the processes that aren't ranks.
+        peak_bytes: Peak memory of all processes.
         killed: Why the job was killed, or "".
     """
 
@@ -98,7 +98,7 @@ class MemoryGuard:
         """Sets the bounds.
 
         Args:
-            ranks: Tells the pids of the ranks as far as they are known.
+            ranks: Returns the known pids of the ranks.
             allowed_bytes: What the job may have; infinite: no bound.
             seconds: How long it may take.
         """

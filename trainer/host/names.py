@@ -12,10 +12,11 @@ _SERVICES = "/etc/nsswitch.conf"
 
 @contextmanager
 def from_files_alone(address: str) -> Iterator[None]:
-    """Within it this process resolves names by /etc/hosts, where an address is one of the loopback's.
+    """Context manager in which this process resolves names by /etc/hosts alone, if the address is a loopback
+    one.
 
     torch's TCPStore looks up the name of whom it connects to, for its log: a name server would hear of it,
-    and one that doesn't answer would hold up the start for seconds.
+    and one that doesn't answer would delay the start for seconds.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # musl has none
     if configure is None or not _is_loopback(address):

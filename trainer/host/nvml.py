@@ -23,7 +23,7 @@ _UNKNOWN = 999  # nvmlReturn_t
 
 
 class Refusal(NamedTuple):
-    """Why NVML doesn't answer: its number for that (nvml.h, nvmlReturn_t), and its words."""
+    """Error of NVML: its number (nvml.h, nvmlReturn_t) and its message."""
 
     code: int
     text: str
@@ -121,7 +121,7 @@ class Nvml:
         Means over the GPUs, but memory of the fullest, temperature of the hottest, and joules of all.
 
         Args:
-            seconds: Since the sample before, for a GPU that tells its power but not its energy.
+            seconds: Since the sample before, for a GPU that reports power but not energy.
         """
         ones = [self._one(gpu) for gpu in self.gpus]
         ones = [one for one in ones if one]
@@ -167,7 +167,7 @@ class Nvml:
         return found
 
     def _energy(self, seconds: float) -> float | None:
-        """Joules of all GPUs since some moment, or since the start where power alone is told."""
+        """Returns joules of all GPUs since a fixed moment, or since the start where only power is known."""
         told = False
         for number, gpu in enumerate(self.gpus):
             if (counted := self.ask("nvmlDeviceGetTotalEnergyConsumption", gpu)) is not None:
@@ -187,7 +187,7 @@ def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
+    """Returns the version of NVIDIA's driver; None without one."""
     with Nvml({}) as nvml:
         found: str | None = nvml.ask("nvmlSystemGetDriverVersion")
     return found
@@ -198,7 +198,7 @@ def _text(answer: Any) -> Any:
 
 
 def slowdown(reasons: int) -> str:
-    """Why a GPU's clocks are low: thermal, power or hardware; empty if it is idle or nothing slows it."""
+    """Returns why a GPU's clocks are low: thermal, power or hardware; empty if it is idle or not slowed."""
     if reasons & _IDLE:
         return ""
     return next((name for name, bits in _REASONS if reasons & bits), "")

@@ -16,7 +16,7 @@ _QUEUED = threading.local()
 
 
 def children(pid: int, proc: Path = Path("/proc")) -> set[int]:
-    """The processes that a process started, as far as the system tells (Linux)."""
+    """Returns the child processes of a process (Linux; elsewhere none)."""
     try:
         texts = [file.read_text() for file in (proc / str(pid) / "task").glob("*/children")]
     except OSError:  # it is ending

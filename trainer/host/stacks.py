@@ -1,6 +1,6 @@
 """The pinned stacks, from the table that `scripts/stack_table.py` makes of stacks/*/stack.toml and locks.
 
-Without packages: scripts/engine_checks.py asks it, too.
+Standard library only: scripts/engine_checks.py imports it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Stack:
 
     Attributes:
         name: Folder of stacks/.
-        conda: Whether PyTorch comes from conda, and not as a wheel.
-        torch: Its version, and so on for the others.
-        torchvision: …
-        torchaudio: …
-        cuda: …
+        conda: Whether PyTorch is a conda package, not a wheel.
+        torch: Version of torch.
+        torchvision: Version of torchvision.
+        torchaudio: Version of torchaudio.
+        cuda: Version of CUDA.
         architectures: GPUs that torch has code for, such as sm_90.
-        native: Driver from which everything works.
-        floor: Driver from which it works but for JIT of PTX.
-        supported_until: The last day on which its locks are kept free of known weaknesses (2027-11-30).
+        native: Minimum driver version for all features.
+        floor: Minimum driver version without JIT of PTX.
+        supported_until: Last day on which its locks get security fixes (2027-11-30).
         lock: SHA-256 of wheels.lock.
         wheels: Version of each locked wheel that training needs; several where they depend on the Python.
     """
@@ -46,25 +46,25 @@ class Stack:
     wheels: Mapping[str, str]
 
     def covers(self, architecture: str) -> bool:
-        """Whether it has code for a GPU (sm_86): of its generation, and not newer."""
+        """Whether torch has code for a GPU (sm_86): the same generation, and not newer."""
         wanted = divmod(int(architecture[3:]), 10)
         has = [divmod(int(one[3:]), 10) for one in self.architectures]
         return any(one[0] == wanted[0] and one[1] <= wanted[1] for one in has)
 
 
 def read_stacks() -> dict[str, Stack]:
-    """Every stack by its name."""
+    """Reads all stacks, by name."""
     text = (importlib.resources.files("trainer.host") / "stacks.json").read_text("utf-8")
     return {name: Stack(name=name, **facts) for name, facts in json.loads(text).items()}
 
 
 def numbers(version: str) -> list[int]:
-    """A version to compare by."""
+    """Parses a version into numbers, for comparison."""
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def stack_of(lock: str, torch: str, cuda: str, stacks: Mapping[str, Stack]) -> Stack | None:
-    """The stack that an environment was made from: by its lock, else by torch's version and CUDA."""
+    """Returns the stack that an environment was made from: by its lock, else by torch's version and CUDA."""
     for stack in stacks.values():
         if lock == stack.lock:
             return stack
@@ -76,7 +76,7 @@ def stack_of(lock: str, torch: str, cuda: str, stacks: Mapping[str, Stack]) -> S
 
 
 def fitting(driver: str, architectures: Iterable[str], stacks: Mapping[str, Stack]) -> str:
-    """The name of the newest stack for a driver and GPUs; "" if there is none."""
+    """Returns the name of the newest stack for a driver and GPUs, or ""."""
     wanted = list(architectures)
     fits = [
         stack
@@ -88,7 +88,7 @@ def fitting(driver: str, architectures: Iterable[str], stacks: Mapping[str, Stac
 
 
 def unsupported(stack: Stack, today: date | None = None) -> str:
-    """Says that a stack's support is over; "" if it isn't."""
+    """Returns a warning if a stack's support is over, else ""."""
     if (today or date.today()) <= date.fromisoformat(stack.supported_until):
         return ""
     return f"the stack {stack.name} had fixes until {stack.supported_until}: docs/stacks.md says how to move"

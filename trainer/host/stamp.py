@@ -11,7 +11,7 @@ class Stamp(NamedTuple):
     """Sources that an environment was installed from.
 
     Attributes:
-        lock: SHA-256 of its wheels.lock, or None where nobody knows.
+        lock: SHA-256 of its wheels.lock, or None if unknown.
         changing: Whether an installer was interrupted, so that it may hold half a package.
     """
 

@@ -50,7 +50,7 @@ def parse(data: bytes) -> Any:
 
 
 def parse_quickly(data: bytes | str, most: int = LARGEST, **hooks: Any) -> Any:
-    """Reads JSON several times as quickly: for many rows, and files of gigabytes.
+    """Reads JSON several times as quickly: for many records, and files of gigabytes.
 
     Of keys that stand there twice the last counts, and NaN is a number.
 

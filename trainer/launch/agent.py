@@ -1,7 +1,7 @@
 """Runs torchrun's own code for a launch of several ranks: `agent FOLDER MODULE OPTIONS-OF-TORCHRUN`.
 
-It starts the module for each rank and leaves word of which ones failed. It sees no signal, and what it logs
-is not shown.
+It starts the module for each rank and writes which ones failed. It receives no signal, and its log is not
+shown.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Runs a module as `python -m` does, with the launcher's search path: ranks import what it imported.
 
 `python -m` would put the working folder in front, where another `trainer` may lie: in a container that is
-often a checkout of this project. PYTHONSAFEPATH needs Python 3.11 and would reach what the ranks start.
+often a checkout of this project. PYTHONSAFEPATH needs Python 3.11 and would also affect the ranks' children.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Exit records of ranks: ranks write them, launchers read them, nodes pass them on; and their messages."""
+"""Exit records of ranks, written by ranks and read by launchers; and their messages."""
 
 import json
 import queue
@@ -55,15 +55,15 @@ _NUMBERS = {signal.strsignal(number): number for number in signal.Signals}
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """Record of one rank's end.
+    """Record of how one rank ended.
 
     Attributes:
         rank: Its global number.
-        code: The exit code that it means (see `trainer.errors`).
-        line: One line for people; empty if there is nothing to say.
-        traceback: The traceback of what it raised or crashed with, or where it hangs; empty otherwise.
-        time: When it ended, by the host's monotonic clock, in seconds; infinite if nobody knows.
-        for_all: Whether the line speaks for the whole job (bad input, a stop that was asked for, a hang).
+        code: Its exit code (see `trainer.errors`).
+        line: One line for the user; may be empty.
+        traceback: The traceback of its exception or crash, or of the main thread in a hang; empty otherwise.
+        time: Time of its end in seconds, by the host's monotonic clock; infinite if unknown.
+        for_all: Whether the line speaks for the whole job (bad input, a requested stop, a hang).
         consequence: Whether it looks like the effect of another rank's end.
     """
 
@@ -77,7 +77,7 @@ class ExitRecord:
 
 
 def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitRecord:
-    """The record of a rank that ends now.
+    """Makes the exit record of a rank.
 
     BadInputError means 2; Stopped, StopRun, DivergedError and OutOfMemory 1, each with one line; OwnCodeError
     1 with a line and a traceback; any other exception means 1 with its traceback.
@@ -116,12 +116,12 @@ def _raised(rank: int, error: BaseException, now: float) -> ExitRecord:
 
 
 def read_exit_record(folder: Path, rank: int) -> ExitRecord:
-    """The record that a rank left; FileNotFoundError if there is none yet."""
+    """Reads the exit record of a rank; FileNotFoundError if there is none yet."""
     return ExitRecord(**json.loads((folder / f"rank-{rank}.json").read_text()))
 
 
 def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], str]:
-    """The exit codes of the ranks that torchrun found failed, and what went wrong in torchrun itself."""
+    """Returns the exit codes of the ranks that torchrun reports as failed, and torchrun's own error."""
     try:
         told = json.loads((folder / "torchrun.json").read_text())
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], str]:
 
 
 def job_code(records: Sequence[ExitRecord]) -> int:
-    """The exit code of a job whose ranks ended like this."""
+    """Returns the exit code of a job whose ranks ended like this."""
     codes = {record.code for record in records}
     for code in (EXIT_BAD_INPUT, EXIT_HANG):
         if code in codes:
@@ -160,7 +160,7 @@ def exit_message(records: Sequence[ExitRecord], world: int) -> str:
 
 
 def ending(exit_code: int) -> str:
-    """An exit code of a process in words; negative: the signal that killed it."""
+    """Describes the exit code of a process; negative: the signal that killed it."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     if -exit_code not in list(signal.Signals):
@@ -170,7 +170,7 @@ def ending(exit_code: int) -> str:
 
 
 def crashed(folder: Path, rank: int, exit_code: int) -> ExitRecord:
-    """The record of a rank that ended without a word; what a fault in native code wrote is its traceback."""
+    """Makes the record of a rank that wrote none; its traceback is that of faulthandler, if there is one."""
     file = folder / f"rank-{rank}.fault"
     fault = file.read_text() if file.exists() else ""
     trace = f"{ending(exit_code)}\n{fault}" if fault else ""
@@ -180,7 +180,7 @@ def crashed(folder: Path, rank: int, exit_code: int) -> ExitRecord:
 
 
 def by_memory(record: ExitRecord, words: str) -> ExitRecord:
-    """A record of an end by SIGKILL, where it is known that memory was full: says so in these words."""
+    """Returns the record of a rank that was killed because memory was full, with these words as its line."""
     line, trace = (text.replace(_MAYBE_MEMORY, words) for text in (record.line, record.traceback))
     return replace(record, line=line, traceback=trace)
 
@@ -188,7 +188,7 @@ def by_memory(record: ExitRecord, words: str) -> ExitRecord:
 def dead_worker(error: BaseException) -> str:
     """Returns one line about the loader worker whose death raised this.
 
-    "" for any other error, also if a worker died while it was being handled.
+    "" for any other error, also if a loader worker died while it was being handled.
     """
     while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         if isinstance(before, queue.Empty):  # as which torch's waiting for a batch begins

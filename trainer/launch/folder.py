@@ -1,12 +1,12 @@
-"""The folder of one launch, which goes with it: what the launcher tells its processes, and what they leave.
+"""The folder of one launch, removed with it: files from the launcher to its processes, and back.
 
-- `launch.json`: what holds for every process (`Launch`); `as_launcher` reads the search path in it
-- `request-N.json`: what rank N is asked for, which takes it away: none stays if the launcher is killed
-- `rank-N.pid`, `rank-N.fault`, `rank-N.json`: left by the ranks (`worker`, `exit_record`)
-- `torchrun.json`: left by the `agent`, or the `forked_agent`
+- `launch.json`: settings of every process (`Launch`); `as_launcher` reads the search path in it
+- `request-N.json`: the request to rank N, which removes it: none stays if the launcher is killed
+- `rank-N.pid`, `rank-N.fault`, `rank-N.json`: written by the ranks (`worker`, `exit_record`)
+- `torchrun.json`: written by the `agent`, or the `forked_agent`
 
-The command line names it, and no variable: what a rank starts knows nothing of the launch. A request may hold
-tokens; nobody but the owner can read the folder, or these files.
+The command line names the folder, not an environment variable, so that children of a rank don't see the
+launch. A request may hold tokens; only the owner can read the folder and these files.
 """
 
 import json
@@ -30,10 +30,10 @@ class Launch:
 
     Attributes:
         path: The launcher's search path.
-        parent: Process id of who starts the next: the launcher, or the agent that it started.
-        cpus: What the ranks keep to.
-        logs: Folder for what ranks write to the terminal, all but the first; None: to the terminal.
-        told: How they write lines.
+        parent: Process id of the parent of the next process: the launcher, or the agent that it started.
+        cpus: CPUs of the ranks.
+        logs: Folder for the terminal output of all ranks but the first; None: the terminal.
+        told: Format of their log lines.
     """
 
     path: list[str]
@@ -44,7 +44,7 @@ class Launch:
 
 
 def write_launch(folder: Path, launch: Launch) -> None:
-    """Writes it, or writes it anew."""
+    """Writes `launch.json`, or replaces it."""
     told = {
         "path": launch.path,
         "parent": launch.parent,
@@ -65,7 +65,7 @@ def read_launch(folder: Path) -> Launch:
 
 
 def write_request(folder: Path, request: Mapping[str, Any], ranks: Iterable[int]) -> None:
-    """Writes what the ranks are asked for, for each of them."""
+    """Writes the request to each of these ranks."""
     for rank in ranks:
         _write(folder / f"request-{rank}.json", request)
 
@@ -79,7 +79,7 @@ def take_request(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _write(path: Path, told: Mapping[str, Any]) -> None:
-    """Whole or not at all, for the owner alone."""
+    """Writes a file whole or not at all, readable by its owner only."""
     beside = path.with_suffix(".tmp")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(told, file)

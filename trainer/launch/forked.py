@@ -1,4 +1,4 @@
-"""A rank as a fork of its launcher: it finds imported what the launcher has imported, torch first of all."""
+"""A rank as a fork of its launcher, in which torch is imported already."""
 
 import gc
 import multiprocessing
@@ -14,10 +14,10 @@ _UNFORKABLE = ("fsspec", "pyarrow", "wandb", "mlflow")
 
 
 def can_fork() -> bool:
-    """Whether a fork of this process would be as good as a process of its own.
+    """Whether a fork of this process can replace a new process.
 
-    On Linux, and without another thread of Python's or a library that doesn't come through it. Whoever asks
-    must not have computed with several threads: OpenMP's don't come through it either.
+    That needs Linux, no other Python thread, and no library that breaks in a fork. The caller must not have
+    computed with several threads: OpenMP's don't survive a fork either.
     """
     return (
         sys.platform == "linux"
@@ -27,7 +27,7 @@ def can_fork() -> bool:
 
 
 class ForkedRank:
-    """A module, run as `as_launcher` runs it but in a fork; what a launcher needs of `subprocess.Popen`."""
+    """A fork that runs a module as `as_launcher` does, with the methods of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class ForkedRank:
         output: int | None = None,
         closed: int | None = None,
     ) -> None:
-        """Starts it, in a session of its own.
+        """Starts the process in a session of its own.
 
         Args:
             words: The module, and its arguments: the folder of the launch first.
-            variables: What its environment has besides this one.
-            path: Where it finds modules.
-            output: A file descriptor that takes its standard output, if not this process's own.
-            closed: A file descriptor that it must not have.
+            variables: Environment variables in addition to this process's.
+            path: Its module search path.
+            output: File descriptor for its standard output; None: this process's.
+            closed: File descriptor to close in it.
         """
         context = multiprocessing.get_context("fork")
         self._process = context.Process(

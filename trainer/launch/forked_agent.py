@@ -1,7 +1,7 @@
 """The agent without torchrun, on one host: `forked_agent FOLDER MODULE RANKS ADDRESS`.
 
 It is a fork of the launcher and forks each rank, so that torch is imported once. As torchrun it holds the
-store by which the ranks find each other, asks the others to end when one failed, and leaves word of it.
+store by which the ranks find each other, asks the others to end when one failed, and writes which one did.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Starts ranks with torchrun and restores what it hides: the exit code, the cause, and the signals.
 
-This module imports no torch: it starts a process that runs the code of torchrun (or, for a single rank, the
-rank, perhaps as a fork), finds the ranks through files that they write, sends them the signals directly, and
-reads how each ended. torchrun sees no signal, so that none kills it; what it logs is not shown.
+This module imports no torch: it starts a process that runs torchrun's code (or, for a single rank, the rank,
+perhaps as a fork), finds the ranks through files that they write, sends signals to them directly, and reads
+their exit records. torchrun receives no signal, so that none kills it; its log is not shown.
 """
 
 import math
@@ -56,12 +56,12 @@ class LocalRanks(NamedTuple):
     """Ranks to start on this host.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         threads: Intra-op threads of each (OMP_NUM_THREADS, MKL_NUM_THREADS).
-        environment: Further variables for them; what the user has set stays.
-        cpus: What they keep to.
-        path: Where they find modules: taken before a task or hook of the user's adds its folder, in which
-            another `trainer` may lie. None: this process's search path at the start.
+        environment: Further environment variables; those set by the user stay.
+        cpus: Their CPUs.
+        path: Module search path, taken before a user's task or hook adds its folder, in which another
+            `trainer` may lie. None: this process's search path at the start.
     """
 
     ranks: int
@@ -72,7 +72,7 @@ class LocalRanks(NamedTuple):
     fork: bool = False
 
     def variables(self) -> dict[str, str]:
-        """All that a rank's environment has besides this process's own."""
+        """Returns all variables that a rank's environment has in addition to this process's."""
         threads = str(self.threads)
         return {**self.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
@@ -99,10 +99,10 @@ def launch(
         max_restarts: How often all ranks start again after a failure (code 1).
         grace_seconds: How long ranks have to end after a signal, or after one of them asked to be requeued.
         output: A file descriptor that takes the standard output of the ranks; by default this process's own.
-        receiver: Where the caller takes the signals, if it does; by default they are taken here.
+        receiver: The caller's receiver of signals; by default a new one.
 
     Returns:
-        0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; on failure the cause is on stderr.
+    0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; the cause of a failure is on stderr.
     """
     if local.ranks > 1:
         local = local._replace(environment={**gloo_interface(HERE), **local.environment})
@@ -129,22 +129,22 @@ def _alone() -> list[str]:
 
 
 def say(text: str, level: Level = "info") -> None:
-    """Prints for people, on stderr, without secrets: whole lines, or nothing."""
+    """Prints text for the user on stderr, without secrets; ignores errors of the stream."""
     if text:
         tell(text, level)
 
 
 @dataclass
 class WorkerGroup:
-    """One group of this node's ranks, from start to end.
+    """The ranks of this node in one round, from start to end.
 
     Attributes:
-        receiver: The signals that this launcher is sent.
+        receiver: Signals that this launcher received.
         ranks: Their global numbers.
         world: Ranks on all nodes.
-        grace: Seconds to end in, after a signal.
+        grace: Seconds from a signal until remaining ranks are killed.
         rendezvous: The other nodes' launchers, if there are any.
-        logs: Where all ranks but the first write what would go to the terminal, if not there.
+        logs: Folder for the terminal output of all ranks but the first; None: the terminal.
     """
 
     receiver: SignalReceiver
@@ -171,14 +171,14 @@ class WorkerGroup:
         joining: Sequence[str],
         output: int | None = None,
     ) -> list[ExitRecord]:
-        """Runs the ranks to their end, and returns how each ended.
+        """Runs the ranks to their end, and returns their exit records.
 
         Args:
-            module: As of `launch`.
-            request: As of `launch`.
-            local: As of `launch`.
+            module: As in `launch`.
+            request: As in `launch`.
+            local: As in `launch`.
             joining: torchrun's options for its own rendezvous.
-            output: As of `launch`.
+            output: As in `launch`.
         """
         with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
             self._folder = Path(folder)
@@ -238,7 +238,7 @@ class WorkerGroup:
         return records
 
     def _look(self) -> None:
-        """Reads what the ranks wrote, and sets how long those that are left may take."""
+        """Reads the ranks' files, and sets the deadline of those that are left."""
         gone = {rank for rank, pid in self.pids.items() if not _exists(pid)}
         for rank in self.ranks:
             with suppress(FileNotFoundError):
@@ -254,7 +254,7 @@ class WorkerGroup:
             self._end_within(self.grace)
 
     def _hear(self) -> None:
-        """Takes what this launcher was sent, and what the other nodes say."""
+        """Takes new signals of this launcher, and messages of the other nodes."""
         self.signals += self.receiver.received[self._taken :]  # a handler may add to it at any moment
         self._taken = len(self.signals) - self._stopped
         if self.rendezvous is None:
@@ -267,7 +267,7 @@ class WorkerGroup:
             self._end_within(0 if self._only_torchrun_is_left() else _AFTER_FAILURE_SECONDS)
 
     def _forward(self) -> None:
-        """Sends each rank the signals that it has not had; a rank that registers late gets them then."""
+        """Sends each rank the signals that it hasn't received; a rank that registers late gets them then."""
         for rank, pid in self.pids.items():
             for number in self.signals[self.delivered.get(rank, 0) :]:
                 with suppress(OSError):
@@ -282,14 +282,14 @@ class WorkerGroup:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _kill(self, process: "subprocess.Popen[bytes] | ForkedRank") -> None:
-        """Ends what did not end in time: the ranks, registered or not, then torchrun."""
+        """Kills what didn't end in time: the ranks, registered or not, then torchrun."""
         self.overdue |= {rank for rank in self.ranks if rank not in self.pids or _exists(self.pids[rank])}
         self._kill_groups(*children(process.pid))
         if time.monotonic() > self.deadline + _TORCHRUN_SECONDS or self._only_torchrun_is_left():
             process.kill()
 
     def _only_torchrun_is_left(self) -> bool:
-        """Whether no rank is there that could say more, and torchrun waits for nodes that have ended."""
+        """Whether no rank is left that could write a record, and torchrun waits for nodes that have ended."""
         if self.rendezvous is None or not self.rendezvous.over:
             return False
         told = len(self.records) == len(self.ranks)
@@ -301,7 +301,7 @@ class WorkerGroup:
                 os.killpg(pid, signal.SIGKILL)
 
     def _all_records(self, exit_code: int) -> list[ExitRecord]:
-        """Adds what the ranks did not say themselves."""
+        """Returns all exit records, with ones for ranks that wrote none."""
         exits, records = {0: exit_code}, dict(self.records)
         if self.world > 1 and len(records) < len(self.ranks):
             exits, error = read_torchrun(self._folder, exit_code)
@@ -312,7 +312,7 @@ class WorkerGroup:
         return list(records.values())
 
     def _without_record(self, rank: int, exit_code: int | None) -> ExitRecord:
-        """The record of a rank that wrote none itself."""
+        """Makes the record of a rank that wrote none."""
         if self.receiver.interrupted_twice:
             return ExitRecord(rank, EXIT_FAILED, "stopped by a second SIGINT", for_all=True)
         if rank in self.overdue and self._stopped and not self.receiver.received:

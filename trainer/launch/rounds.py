@@ -1,7 +1,7 @@
-"""Ranks on several nodes: the launchers meet, start theirs, and hear how all of them ended.
+"""Ranks on several nodes: the launchers meet, start their ranks, and agree on the outcome.
 
-One round is one world of ranks. A job of a fixed size plays a single one; an elastic job plays another when a
-node leaves or comes, and each goes on from the checkpoint of the one before.
+A round is the lifetime of one process group. A job of fixed size has exactly one; an elastic job has another
+one each time a node leaves or joins, which resumes from the checkpoint of the one before.
 """
 
 import math
@@ -46,23 +46,23 @@ def launch_with_others(
     """Runs a module as ranks of all nodes; every node's launcher calls it.
 
     Args:
-        module: As of `launcher.launch`.
-        request: As of `launcher.launch`, for the ranks of this node.
-        local: Those.
-        nodes: Of the job, and which one this is.
+        module: As in `launcher.launch`.
+        request: As in `launcher.launch`, for the ranks of this node.
+        local: The ranks of this node.
+        nodes: Nodes of the job, and this node's number.
         folder: The run folder, the same on every node.
-        same: What must be the same on every node, by name: versions, the configuration.
-        grace_seconds: How long ranks have to end after a signal.
-        join_seconds: How long the nodes may take to come together.
+        same: Values that must be the same on every node, by name: versions, the configuration.
+        grace_seconds: Time for ranks to end after a signal.
+        join_seconds: Timeout of the rendezvous.
         output: A file descriptor that takes the standard output of the ranks, or None.
-        suits: Whether the batch can be shared out to so many ranks.
+        suits: Whether the batch can be divided among that many ranks.
 
     Returns:
-        The job's exit code, as `launcher.launch`: the same on every node, but 75 on one that is
+        The job's exit code, as `launcher.launch`: the same on every node, except 75 on one that is
         asked to leave an elastic job.
 
     Raises:
-        BadInputError: If this node can't be part of it.
+        BadInputError: If this node can't be part of the job.
     """
     with SignalReceiver() as signals:
         rendezvous = _rendezvous(nodes, local.ranks, same, folder, join_seconds, signals, suits)
@@ -122,7 +122,7 @@ def _rendezvous(
 
 
 def _check_port(port: int) -> None:
-    """Refuses a port that another program has, before torch's store would be there."""
+    """Refuses a port that another program listens on, before torch's store is made."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -135,7 +135,7 @@ def _check_port(port: int) -> None:
 
 
 def _unreached(joined: Round, rendezvous: Rendezvous) -> list[ExitRecord]:
-    """How the ranks of this node end where node 0's store can't be reached; nothing once it can."""
+    """Makes exit records for this node's ranks if node 0's store can't be reached; returns [] once it can."""
     nodes, began = rendezvous.nodes, time.monotonic()
     noticed, end = began, began + rendezvous.seconds
     while nodes.number:
@@ -156,7 +156,7 @@ def _unreached(joined: Round, rendezvous: Rendezvous) -> list[ExitRecord]:
 
 
 def _in_the_way(host: str, port: int) -> str:
-    """What keeps this host from another's port, or nothing."""
+    """Returns why this host can't reach another's port, or ""."""
     try:
         socket.create_connection((host, port), _CONNECT_SECONDS).close()
     except socket.gaierror as error:
@@ -186,7 +186,7 @@ def _rendezvous_of_torchrun(joined: Round, nodes: Nodes, seconds: float) -> list
 
 
 def _brief(outcome: Outcome, nodes: Nodes) -> str:
-    """What the other nodes print: node 0 shows the whole of it."""
+    """Shortens an outcome for the other nodes: node 0 prints all of it."""
     first = outcome.text.partition("\n")[0].removeprefix("trainer: ")
     if outcome.code == EXIT_DONE or not first:
         return ""

@@ -50,7 +50,7 @@ class Stopped(Exception):  # noqa: N818  (the outcome of a request, not an error
 def taken(
     act: Callable[[signal.Signals], object], numbers: Iterable[signal.Signals] = SIGNALS
 ) -> Iterator[None]:
-    """Meanwhile these signals call `act`, in the main thread; then their handlers are what they were."""
+    """Context manager that calls `act` for these signals, in the main thread, then restores the handlers."""
     left = [n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN]
     before = {
         number: signal.signal(number, lambda got, _: act(signal.Signals(got)))
@@ -65,13 +65,14 @@ def taken(
 
 
 def end_on_signal(resumable: Callable[[], bool]) -> None:
-    """Until the launcher takes the signals, one ends this process: nothing has begun that could be lost.
+    """Context manager for the time before a launcher takes the signals: one ends this process, as no work can
+    be lost.
 
     As a container's first process it needs a handler for that; and a job that waits for its turn between two
     preemptions must not lose its place because the second came while Python was importing.
 
     Args:
-        resumable: Whether there is a checkpoint; then the exit code asks to be requeued. Imports nothing.
+        resumable: Returns whether there is a checkpoint, for the exit code; must import nothing.
     """
 
     def end(number: int, _: object) -> None:
@@ -86,7 +87,7 @@ def end_on_signal(resumable: Callable[[], bool]) -> None:
 
 
 class SignalReceiver:
-    """The signals that the launcher was sent while it is open, in order: each once, but every Ctrl-C.
+    """Signals received by the launcher while it is open, in order: each once, except Ctrl-C.
 
     Attributes:
         received: The signals; SIGHUP counts as SIGTERM.
@@ -108,7 +109,7 @@ class SignalReceiver:
 
     @property
     def interrupted_twice(self) -> bool:
-        """Whether the user does not want to wait."""
+        """Whether the user pressed Ctrl-C twice."""
         return self.received.count(signal.SIGINT) > 1
 
     def _note(self, number: signal.Signals) -> None:
@@ -119,7 +120,7 @@ class SignalReceiver:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Blocks the signals for the processes that are started meanwhile, until they call `unblock`."""
+    """Context manager that blocks the signals for processes started in it, until they call `unblock`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -128,12 +129,12 @@ def blocked() -> Iterator[None]:
 
 
 def block() -> None:
-    """Lets signals wait from here on."""
+    """Blocks signals from now on; they stay pending."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def unblock() -> None:
-    """Lets those come that waited."""
+    """Delivers pending signals."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
@@ -162,9 +163,9 @@ class StopFlag:
 
 
 def leave_to_rank() -> None:
-    """Gives a rank's fork (a loader worker) a SIGTERM that ends it: there the flag has no reader.
+    """Gives a rank's fork (a loader worker) the default SIGTERM, which ends it: nothing there reads the flag.
 
-    The other signals are the rank's to act on: ignored here, because a worker that dies fails its rank.
+    Other signals are ignored: the rank acts on them, and a loader worker that dies fails its rank.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
@@ -172,7 +173,8 @@ def leave_to_rank() -> None:
 
 @contextmanager
 def unwound() -> Iterator[None]:
-    """Meanwhile a signal to end is an exception: unfinished files and processes go as after an error.
+    """Context manager in which a signal to end raises an exception, so that files and processes are cleaned
+    up.
 
     The exit code is a shell's, 128 and the signal's number. Outside of the main thread nothing changes.
     """

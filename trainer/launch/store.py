@@ -1,4 +1,4 @@
-"""The store by which the ranks of one host find each other: torch's, where no other host reaches it.
+"""The TCP store of the ranks of one host: torch's, on an address that no other host reaches.
 
 By itself torch's TCPStore listens on all interfaces, whatever address it is given.
 """
@@ -10,13 +10,13 @@ from trainer.host.names import from_files_alone
 
 
 def listen(address: str) -> socket.socket:
-    """A socket at a free port of what the address stands for first, as who connects to it tries it first."""
+    """Opens a socket on a free port of the first address of the name, which clients also try first."""
     family, *_, at = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(at[:2], family=family, backlog=1024)
 
 
 def store_on(listening: socket.socket, address: str) -> Any:
-    """The store at a socket, until it is let go of; it has threads, which a fork doesn't keep.
+    """Makes the store on a socket, until it is released; its threads don't survive a fork.
 
     torchrun, run in this process, takes it for the one that it wants at that port (multi_tenant).
     """

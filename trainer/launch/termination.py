@@ -14,11 +14,11 @@ _STOPPED = "stopped with a checkpoint, to be resumed"
 
 
 def leave_message(code: int, text: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Writes how a launcher ends to its pod's file, where there is one that can be written.
+    """Writes how a launcher ends to its pod's termination file, if that is writable.
 
     Args:
         code: The exit code.
-        text: What people are told: lines, perhaps with a traceback.
+        text: The message: lines, perhaps with a traceback.
     """
     if code == EXIT_DONE or "KUBERNETES_SERVICE_HOST" not in environment or not TERMINATION_LOG.is_file():
         return
@@ -27,7 +27,7 @@ def leave_message(code: int, text: str, environment: Mapping[str, str] = os.envi
 
 
 def message_of(code: int, text: str) -> bytes:
-    """The message: the code, then the text; of more than fits, its first line and its end."""
+    """Makes the message: the code, then the text; of a text that is too long, its first line and its end."""
     text = redact_text(text).strip().removeprefix("trainer: ") or (_STOPPED if code == EXIT_REQUEUE else "")
     message = f"exit code {code}{': ' * bool(text)}{text}\n".encode("utf-8", "replace")
     if len(message) <= _MOST:

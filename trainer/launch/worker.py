@@ -1,10 +1,10 @@
-"""This process as one of the ranks: what it takes over while it is one, and how it tells its end.
+"""The current process as a rank: signals, CPUs and logs while it is one, and its exit record.
 
-Under the launcher the end is told by a file, the exit record, because torchrun turns every exit code into 1;
-under a plain `torchrun -m trainer` a rank prints its own traceback and exits with its own code.
+Under the launcher a rank writes an exit record to a file, because torchrun turns every exit code into 1;
+under a plain `torchrun -m trainer` it prints its own traceback and exits with its own code.
 
 All that is one per process is here: the flag of `signals`, the exit record, what must stay until the end.
-(`observe.phases` has its timer, which a training without a rank starts anew as well.)
+(`observe.phases` has its timer, which a training without a rank also restarts.)
 """
 
 import atexit
@@ -44,17 +44,17 @@ atexit.register(_held.clear)
 
 
 class Worker:
-    """This process as a rank, while the context is open; open it before the slow imports.
+    """The current process as a rank, while the context is open; open it before slow imports.
 
     From then on no signal kills it (`signals.StopFlag`), it dies with its parent, keeps to its CPUs, and the
     launcher finds it. What is raised inside ends with the context: it is in the exit record.
 
     Attributes:
         rank: Its global number.
-        code: The exit code that its end means (see `trainer.errors`); None counts as 0. An exception decides
-            it otherwise, see `exit_record.record_of`.
-        record: How it ended; None until then.
-        launch: What the launcher says; None without our launcher.
+        code: Its exit code (see `trainer.errors`); None counts as 0. An exception overrides it, see
+            `exit_record.record_of`.
+        record: Its exit record; None before its end.
+        launch: Settings of the launch; None without our launcher.
         held: See `hold`.
     """
 
@@ -93,7 +93,7 @@ class Worker:
         return EXIT_DONE if self._folder and self.record.code == EXIT_REQUEUE else self.record.code
 
     def __enter__(self) -> "Worker":
-        """Makes this process a rank that signals can't kill, that is no orphan, and that is found."""
+        """Takes the signals, registers with the launcher, and ties this process to its parent's life."""
         global _current  # noqa: PLW0603
         assert _current is None, "this process is a rank already"
         with contextlib.ExitStack() as stack:
@@ -120,7 +120,7 @@ class Worker:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        """Tells how it ended, and gives back what it took."""
+        """Writes the exit record, and gives back signals and resources."""
         if os.getpid() != self._pid:  # a fork in somebody's code came through to here: it is no rank
             os._exit(0 if error is None else EXIT_FAILED)
         self.write_exit_record(record_of(self.rank, self.code, error))
@@ -128,7 +128,7 @@ class Worker:
         return True
 
     def write_exit_record(self, record: ExitRecord) -> None:
-        """Tells the launcher, or else the user, how this rank ended: once, whoever comes first."""
+        """Writes the exit record for the launcher, or prints it without one: once, by the first caller."""
         with self._record_lock:
             if self.record is not None:
                 return
@@ -150,7 +150,7 @@ class Worker:
             tell(text, "error")
 
     def _write_to_a_log_of_its_own(self) -> None:
-        """With several nodes, all ranks but the first write to files: what libraries say there would mix."""
+        """Redirects output to a log file on jobs with several nodes, for all ranks but the first."""
         if self.launch is None or self.launch.logs is None or self.rank == 0:
             return
         logs = Path(self.launch.logs)
@@ -163,7 +163,7 @@ class Worker:
                     os.dup2(log.fileno(), stream.fileno())
 
     def _write_faults(self, stack: contextlib.ExitStack) -> None:
-        """A segmentation fault writes its traceback to a file, for the launcher, or to the terminal."""
+        """Lets faulthandler write tracebacks of crashes to a file for the launcher, or to the terminal."""
         if self._folder is not None:
             file = stack.enter_context((self._folder / f"rank-{self.rank}.fault").open("w"))
             faulthandler.enable(file)
@@ -173,7 +173,7 @@ class Worker:
 
 
 def current() -> Worker | None:
-    """The rank that this process is, if it is one."""
+    """Returns the rank of this process, if it is one."""
     return _current
 
 
@@ -183,19 +183,19 @@ def requested() -> signal.Signals | None:
 
 
 def cpu_shares() -> CpuShares:
-    """The CPUs that the ranks of this host keep to."""
+    """Returns the CPUs of the ranks of this host."""
     return cpu_shares_of(None if _current is None else _current.launch)
 
 
 def cpu_shares_of(launch: Launch | None) -> CpuShares:
-    """The same, of a launch; without our launcher nobody is bound."""
+    """Returns the CPUs of a launch's ranks; without our launcher they aren't bound."""
     return CpuShares() if launch is None else launch.cpus
 
 
 def hold(thing: object) -> None:
-    """Keeps something until this rank, or its process, ends.
+    """Keeps an object until this rank, or its process, ends.
 
-    Not until a rank ends that a fork of this process becomes: what lies in a fork's memory is not its to end.
+    If a fork of this process becomes a rank, its end doesn't release the object: it belongs to the parent.
     """
     (_held if _current is None else _current.held).append(thing)
 
@@ -213,8 +213,8 @@ def leave_now(
 
     Args:
         code: The exit code.
-        line: For people.
-        trace: What to show below it: where the main thread is.
+        line: The message for the user.
+        trace: The traceback of the main thread, to show below it.
         for_all: Whether the line speaks for the whole job.
         consequence: Whether another rank is to blame.
         linger: Seconds to stay after the record is written, for others who need this process.
@@ -234,7 +234,7 @@ def die_with_parent(parent: int | None) -> None:
     """Lets the kernel end this process with the thread that started it (Linux): kill -9 leaves no orphan.
 
     Args:
-        parent: Process id of who should have started it; None if nobody knows.
+        parent: Process id of the expected parent; None if unknown.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -248,7 +248,7 @@ def _forget() -> None:
 
 
 def _in_a_fork() -> None:
-    """A rank's fork is no rank: its loader worker, or one that opens a `Worker` of its own."""
+    """Resets a fork of a rank, such as a loader worker: it isn't this rank."""
     if _current is not None:
         _forget()
         signals.leave_to_rank()

@@ -1,6 +1,6 @@
 """Output of a run: metrics read late from the device, the sinks that they go to, and the one console.
 
-Rows and their sinks, time by phase, memory, the profiler, the verdict on what holds a run up, and values as
-people read them. Imports `host` and `config`; what it tells of a run's order or model is handed to it.
-Measuring doesn't stop the device: what is on it is read some steps later.
+Metrics records and their sinks, time by phase, memory, the profiler, the verdict on a run's bottleneck, and
+formatted values. Imports `host` and `config`; facts about a run's sample order or model are passed to it.
+Measuring doesn't synchronize the device: its values are read some steps later.
 """

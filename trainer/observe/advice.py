@@ -1,4 +1,4 @@
-"""Says during a run, and at its end, what holds it up."""
+"""Logs the bottleneck of a run, during the run and at its end."""
 
 import dataclasses
 import gc
@@ -19,7 +19,7 @@ _MOST_ROWS = 1000
 
 
 class Advisor:
-    """A sink that tells of each row what holds the run up, when that changes."""
+    """A sink that prints the bottleneck of the run when it changes."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Advisor:
         trends: Trends | None = None,
         logged: Logged | None = None,
     ) -> None:
-        """Begins without an opinion; goes on with the rows of earlier attempts, if `logged` has them."""
+        """Begins without a verdict; `logged` has sums of earlier attempts, if there are any."""
         self._begun = False
         self._price, self._trends = price_per_hour, trends or Trends()
         self._facts, self._count, self._tell = facts, count, tell
@@ -38,7 +38,7 @@ class Advisor:
         self._before: list[str] = []
 
     def __call__(self, row: Row) -> None:
-        """A row; the first, which begins with imports and compiling, says nothing."""
+        """Takes a record; the first is ignored, as it includes imports and compilation."""
         if row["kind"] != "train":
             return
         if "time/wall" in row:
@@ -63,7 +63,7 @@ class Advisor:
         self._before = [told, verdict.cause]
 
     def conclude(self, step: int, rest: Row) -> Verdict | None:
-        """The verdict on all attempts, with the time after the last row; None if nothing was timed."""
+        """Returns the verdict on all attempts, `rest` included; None without timings."""
         if not self._begun:
             return None
         self._rows.append(rest)
@@ -93,7 +93,7 @@ def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | st
 
 @contextmanager
 def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a source of metrics: what was since it was asked last.
+    """Yields a source of metrics: each call returns those since the last one.
 
     `time/gc` and, if there was any, `time/compile` are seconds in the garbage collector and in torch.compile
     while training: not what is collected at the start or while compiling, nor what an evaluation compiles;

@@ -1,8 +1,8 @@
 """Proof of a run: the exact metrics of each record, and a fingerprint of every tensor of the model.
 
-`checksums.jsonl` holds a line with the names of the tensors, and then for each row of metrics one with
-`kind`, `step`, the metrics and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text,
-too.
+`checksums.jsonl` holds a line with the names of the tensors, and then for each metrics record one with
+`kind`, `step`, the metrics and `tensors`, 64 bits of each as hexadecimal text. A metric that isn't finite is
+text, too.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from trainer.rng import Purpose, key, keys
 # int64 values in a row: of a large tensor each row is hashed to one value first.
 _COLUMNS = 1024
 _ROW = 8 * _COLUMNS
-# Rows that are hashed at a time: what is needed besides the tensor stays in a CPU's cache, or small on a GPU.
+# Rows hashed at a time: temporaries stay in a CPU's cache, or small on a GPU.
 _ROWS = {"cpu": 64, "cuda": 8192}
 _MULTIPLY = 0xBF58476D1CE4E5B9 - (1 << 64)  # of SplitMix64's finalizer, as int64
 
@@ -35,10 +35,10 @@ class Checksums:
     """Recorder of checksums for the logger.
 
     Attributes:
-        take: Gives the fingerprints now, int64 (tensors,), on the device; the host doesn't wait for it. With
-            several ranks int64 (2, tensors): below them 1 where the ranks differ, 0 elsewhere.
-        write: Takes a row and the fingerprints that were taken with it, if any were.
-        drifted: Takes a row's step and, of several ranks, which tensors differ; maybe raises.
+        take: Returns the current fingerprints, int64 (tensors,), on the device, without synchronization. With
+            several ranks int64 (2, tensors): the second row is 1 where ranks differ, else 0.
+        write: Takes a record and the fingerprints that were taken with it, if any were.
+        drifted: Takes a record's step and the tensors that differ between ranks; may raise.
     """
 
     take: Callable[[], torch.Tensor]
@@ -57,12 +57,12 @@ def fingerprints_of(
 
     A tensor's bits are 64-bit integers. A row of 1024 of them becomes one: the sum of each times an odd key
     of its column, and of its upper half times another, so that sign bits count like any other. Row hashes and
-    what is left of the tensor are mixed one by one with keys of their positions, and added up. All modulo
-    2**64: exact, and the same in whatever order a device adds. A flipped bit always changes it.
+    the remaining elements are mixed one by one with keys of their positions, and added up. All modulo
+    2**64: exact, and the same in any order of summation. A flipped bit always changes it.
 
     Args:
-        model: Whose they are.
-        part: What of a tensor counts.
+        model: The model.
+        part: Returns the part of a tensor to fingerprint.
     """
     state = [part(tensor) for tensor in model.state_dict().values()]
     device = state[0].device
@@ -98,7 +98,7 @@ def _words(tensor: torch.Tensor) -> int:
 
 
 def _parts(tensor: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor's bits, int64: hashes of its rows, and what is left of it."""
+    """Returns hashes of a tensor's rows, and its remaining elements as bits, int64."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     size = data.numel()
     if data.storage_offset() % 8:  # a view into something else
@@ -114,7 +114,7 @@ def _parts(tensor: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) -
 
 
 def _hashes(rows: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) -> torch.Tensor:
-    """A hash of each row, int64 (rows,)."""
+    """Returns a hash of each row, int64 (rows,)."""
     upper = rows >> 32
     if rows.is_cuda:  # which multiplies no integer matrices
         return torch.addcmul(rows * keys, upper, upper_keys).sum(1)
@@ -122,11 +122,11 @@ def _hashes(rows: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) ->
 
 
 def checksums_to(file: TextIO, names: Sequence[str], known: Sequence[str], step: int) -> Callable[..., None]:
-    """Makes the function that writes rows to a file.
+    """Makes the function that writes records to a file.
 
     Args:
-        names: Of the tensors.
-        known: Those that the file names last, from an earlier attempt.
+        names: Names of the tensors.
+        known: Names that the file lists last, from an earlier attempt.
     """
     due, step = list(names) != list(known), step if known else 0
 
@@ -147,12 +147,12 @@ def checksums_to(file: TextIO, names: Sequence[str], known: Sequence[str], step:
 
 @dataclass(frozen=True)
 class ChecksumRow:
-    """A row of a trace.
+    """A record of a trace.
 
     Attributes:
         kind: "train" or "eval".
         step: Steps done.
-        metrics: By name, as the text that stands in the file.
+        metrics: Metrics by name, as text of the file.
         tensors: Fingerprints by name; an evaluation has none.
     """
 
@@ -166,8 +166,7 @@ def read_checksums(file: Path) -> tuple[list[ChecksumRow], list[str], int]:
     """Reads a trace; no file is an empty one.
 
     Returns:
-        Its rows, the names of the tensors that it names last, and how many lines can't be read; a last one
-        that was cut off is none of these.
+        Its records, the last list of tensor names, and the number of malformed lines, except a torn last one.
 
     Raises:
         OSError: If it can't be read.
@@ -187,7 +186,7 @@ def read_checksums(file: Path) -> tuple[list[ChecksumRow], list[str], int]:
 
 
 def last_names(file: Path) -> list[str]:
-    """The names of the tensors that a trace names last; none if there is no file.
+    """Returns the last list of tensor names in a trace; [] without a file.
 
     Raises:
         OSError: If it can't be read.
@@ -205,9 +204,9 @@ def last_names(file: Path) -> list[str]:
 
 
 def rows_as_text(file: Path) -> Iterator[Any]:
-    """The rows of a file, with numbers as text: equal texts are equal bits, -0.0 and all.
+    """Returns the records of a file, with numbers as text: equal texts are equal bits, -0.0 and all.
 
-    What can't be read is None, but for a last line that was cut off: that is what a kill leaves.
+    A malformed line is None; a torn last line, which a kill leaves, is skipped.
 
     Raises:
         OSError: If it can't be read.
@@ -226,9 +225,9 @@ class Difference:
     """First difference between two runs.
 
     Attributes:
-        step: The row that differs first; nothing says in which step since the row before.
+        step: The first record that differs; the step may lie anywhere after the record before it.
         after: The last step at which all was the same.
-        metrics: What differs in that row: (name, recorded, replayed).
+        metrics: Differences in that record: (name, recorded, replayed).
         tensors: The tensors that differ there, in the model's order.
         of: The number of tensors that were compared there.
     """
@@ -241,7 +240,7 @@ class Difference:
 
 
 def first_difference(recorded: Iterable[ChecksumRow], replayed: Iterable[ChecksumRow]) -> Difference | None:
-    """Compares every row with its replay, and the other way round; None if all of them are the same."""
+    """Compares the records of a run and its replay, in both directions; None if all are equal."""
     here, there = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
     rows = sorted({**here, **there})
     for step, at_once in itertools.groupby(rows, key=lambda row: row[0]):

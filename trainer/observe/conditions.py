@@ -1,4 +1,4 @@
-"""Conditions that a measured figure depends on besides the code: one line, printed first by every bench."""
+"""Conditions of a measurement other than the code: one line, printed first by every bench."""
 
 import platform
 import time

@@ -1,7 +1,7 @@
 """The one console: what a person sees, without secrets; a bar on a terminal, now and then a line elsewhere.
 
 Results go to standard output, warnings and the progress of other commands to standard error. Of the ranks
-only the first one tells of its run. Imports no torch, and rich only for a bar.
+only the first one logs its run. Imports no torch, and rich only for a bar.
 
 With `--log-format json` each line is an object with time, level, rank (null: the launcher) and message, and
 there are no bars. `--quiet` leaves warnings and errors only, `--verbose` adds what a start does, and when.
@@ -43,17 +43,17 @@ class _Log:
 
 
 def log_as_json(rank: int | None = None) -> None:
-    """From now on this process, and what it forks, writes lines as JSON; rank: which it is, None: none."""
+    """Writes lines as JSON from now on, in this process and its forks; `rank` is its rank, or None."""
     _Log.as_json, _Log.rank = True, rank
 
 
 def set_verbosity(verbosity: Verbosity) -> None:
-    """From now on this process, and what it forks, tells more or less."""
+    """Sets how much this process and its forks print."""
     _Log.verbosity = verbosity
 
 
 def without_bars() -> None:
-    """From now on this process, and what it forks, writes lines where it would draw a bar."""
+    """Replaces progress bars by lines from now on, in this process and its forks."""
     _Log.bars = False
 
 
@@ -67,7 +67,7 @@ class Told(NamedTuple):
 
     Attributes:
         as_json: Whether their lines are JSON.
-        verbosity: How much the first rank tells.
+        verbosity: How much the first rank prints.
         bars: Whether it draws a bar on a terminal.
         start: How the run was started.
     """
@@ -84,7 +84,7 @@ def told_here() -> Told:
 
 
 def tell_as(told: Told, rank: int) -> None:
-    """From now on a rank writes as its launcher does; what a start does the first one tells alone."""
+    """Sets up a rank's output like its launcher's; --verbose details come from the first rank alone."""
     set_verbosity("normal" if rank and told.verbosity == "verbose" else told.verbosity)
     _Log.bars = told.bars
     set_start(told.start)
@@ -213,7 +213,7 @@ class ProgressBar:
 
         Args:
             right: Columns of figures.
-            last_is_total: Whether a line sets the last row apart.
+            last_is_total: Whether a line separates the last row.
         """
         if self._bar is None:
             for line in aligned([heads, *rows], right):
@@ -276,7 +276,7 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
 
 @contextlib.contextmanager
 def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Yields what is told of work done: a bar, or a line for the first, every tenth and every half minute."""
+    """Yields a function that takes work done: draws a bar, or prints a line every tenth and half minute."""
     if sys.stderr.isatty() and _Log.bars and not _Log.as_json:
         from rich.console import Console
         from rich.progress import Progress
@@ -300,7 +300,7 @@ def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
 
 @contextlib.contextmanager
 def staged() -> Iterator[Callable[[str], object]]:
-    """Yields what is told of each stage as it begins: a clock beside the stage, or a line for each."""
+    """Yields a function that takes the name of each phase as it begins: draws a clock, or prints a line."""
     if not sys.stderr.isatty() or not _Log.bars or _Log.as_json:
         yield tell
         return

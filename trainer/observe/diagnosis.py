@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         cause: Which; "none" where nothing does, "unknown" where the times don't say.
-        share: Of the wall's time that it costs, at most; 0 to 1.
+        share: Upper bound of its cost, as a fraction of the wall time, 0 to 1.
         text: A line for people: what, how much, what to do.
     """
 
@@ -81,7 +81,7 @@ class _Evidence:
 
     @property
     def computing(self) -> float:
-        """Share of the time in forward and backward pass and update, which compiling is counted in."""
+        """Fraction of the wall time in forward, backward and update, compilation included."""
         seconds = sum(self.get(f"time/{phase}") for phase in _COMPUTING) - self.get("time/compile")
         return min(max(seconds, 0.0) / self.wall, 1.0)
 
@@ -90,7 +90,7 @@ class _Evidence:
 
     @property
     def busy(self) -> float:
-        """Share of the steps in which the device computes."""
+        """Fraction of the steps' time in which the device computes."""
         if "gpu/utilization" in self.metrics:
             return self.get("gpu/utilization")
         steps = 1.0 - sum(self.share(phase) for phase in OF_HOST if phase != "start")
@@ -130,12 +130,13 @@ def diagnose(metrics: Metrics, facts: Facts) -> Verdict:
             return max(found, key=lambda verdict: verdict.share)
     if facts.waits:
         return Verdict("sync", 0.0, f"{_sync(facts.waits)}; it costs nothing that can be seen here")
+    computing = f"forward, backward and update take {evidence.computing:.0%} of the time"
     if evidence.computing >= 0.5:
-        return Verdict("none", 0.0, f"nothing holds it up: it computes {evidence.computing:.0%} of the time")
+        return Verdict("none", 0.0, f"no bottleneck: {computing}")
     shares = {phase: evidence.share(phase) for phase in PHASES if phase not in ("start", *_COMPUTING)}
     most = sorted(shares, key=shares.__getitem__, reverse=True)[:3]
     rest = ", ".join(f"{phase} {shares[phase]:.0%}" for phase in most if shares[phase] >= 0.01)
-    return Verdict("none", 0.0, f"no single cause: it computes {evidence.computing:.0%} of the time ({rest})")
+    return Verdict("none", 0.0, f"no single bottleneck: {computing} ({rest})")
 
 
 def diagnose_run(metrics: Metrics, facts: Facts) -> Verdict:
@@ -350,7 +351,7 @@ def explained(rows: list[Metrics]) -> dict[str, float | int | str]:
 
 
 def _slowest(rows: list[Metrics]) -> dict[str, float | int]:
-    """The rank that the others waited for longest, less what it waited for them: in turns is nobody."""
+    """Returns the rank that the others waited for most, less its own waits: none if they take turns."""
     excess: dict[int, float] = {}
     for row in rows:
         if "slow_rank" in row:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, counted once, and the share of what the GPU could do (MFU).
+"""Floating-point operations of a model, counted once, and the fraction of the GPU's peak (MFU).
 
 MFU (model FLOPs utilization; Chowdhery et al., 2022, "PaLM", appendix B) = FLOPs of forward and backward of a
 sample x samples per second / (GPUs x peak FLOP/s of one at the dtype of its matrix products). Multiplications
@@ -70,12 +70,12 @@ def short_name(device_name: str) -> str:
 
 @dataclass(frozen=True)
 class Count:
-    """What a model computes.
+    """FLOPs of a model.
 
     Attributes:
         per_sample: FLOPs of forward and backward of a sample; 0.0: they couldn't be counted.
         waits: "file:line" of the first operation of a forward pass that waits for the device, or "".
-        by_part: `per_sample` by the parts of the model; "" is what none of them computes.
+        by_part: `per_sample` by module of the model; "" is the rest.
     """
 
     per_sample: float = 0.0
@@ -168,7 +168,7 @@ def waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: t
 
 
 def _line_of_the_model() -> str:
-    """Where the code is, of the user or of the library that the model comes from."""
+    """Returns file and line of the running code outside torch: the user's, or the model's library."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
     outside = [frame for frame in frames if not _within_torch(frame.filename)]
     return f"{outside[-1].filename}:{outside[-1].lineno}" if outside else ""

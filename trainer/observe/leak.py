@@ -1,7 +1,7 @@
 """Does memory grow with every step, and where?
 
 The trend is a Theil-Sen slope (Sen, 1968): the median of the slopes between pairs of points, which a few odd
-ones don't move. It counts as a leak only if the growth goes on at its pace and rises out of the noise.
+ones don't move. It counts as a leak only if the growth is steady and exceeds the noise.
 """
 
 import linecache
@@ -34,7 +34,7 @@ class _Held(NamedTuple):
 
 
 def leak(steps: Sequence[float], sizes: Sequence[float], least: float = _LEAST_BYTES) -> float | None:
-    """Bytes per step by which memory grows; None if it doesn't, or nobody can tell yet.
+    """Bytes per step by which memory grows; None if it doesn't, or too little is known yet.
 
     The first third of what is known is left out: caches, worker start and the allocator's warm-up grow, too,
     but come to an end. A leak grows in each part of the rest at about the same pace.
@@ -42,7 +42,7 @@ def leak(steps: Sequence[float], sizes: Sequence[float], least: float = _LEAST_B
     Args:
         steps: At which memory was measured, ascending.
         sizes: Bytes then; one of these for each of those.
-        least: Bytes by which it must have grown to be worth a word.
+        least: Smallest growth in bytes to report.
     """
     start = len(steps) // 3
     stride = max(1, -(-(len(steps) - start) // _POINTS))
@@ -86,7 +86,7 @@ def leak_text(
 
 
 class Trends:
-    """A sink of rows that looks for leaks in what they say of memory."""
+    """A sink that looks for leaks in the memory figures of records."""
 
     def __init__(self, growth: "Growth | None" = None) -> None:
         """Starts without samples; `growth` is asked to look now and then."""
@@ -95,7 +95,7 @@ class Trends:
         self._seen: dict[str, tuple[list[float], list[float]]] = {key: ([], []) for key in _WHAT}
 
     def __call__(self, row: Mapping[str, float | int | str]) -> None:
-        """Takes a row."""
+        """Takes a record."""
         if row["kind"] != "train":
             return
         self._rows += 1
@@ -111,7 +111,7 @@ class Trends:
         """A line for each leak; takes some milliseconds.
 
         Args:
-            limits: Bytes that there are, by the key of a row, where known.
+            limits: Total bytes, by the key of a record, where known.
         """
         site = None if self._growth is None else self._growth.site()
         return [

@@ -1,7 +1,7 @@
 """Metrics of a run: kept on the device, read late, handed to sinks.
 
-A sink is a function that takes a row: a flat mapping with `kind` ("train", "eval", "memory", "hook",
-"verdict", "end"), `step` (steps done) and metrics. To add a sink is to write such a function.
+A sink is a function that takes a metrics record: a flat mapping with `kind` ("train", "eval", "memory",
+"hook", "verdict", "end"), `step` (steps done) and metrics.
 """
 
 import time
@@ -55,7 +55,7 @@ class _Staged:
 
 @dataclass(frozen=True)
 class _Later:
-    """Metrics of a step that are on their way: a row of their own."""
+    """Metrics of a step that are being copied to the host, for a record of their own."""
 
     at: _Moment
     kind: str
@@ -68,11 +68,10 @@ class Logged:
     """Extent of a run that records have covered; kept in checkpoints.
 
     Attributes:
-        step: Steps done at the last row of metrics.
+        step: Steps done at the last metrics record.
         seconds: Time of the steps that were timed.
         samples: Samples in them.
-        rows: Of metrics, with where the time went; by the `Advisor`, on rank 0. Those of earlier attempts are
-            merged into one.
+        rows: Records with timings, for the `Advisor` on rank 0; those of earlier attempts merged into one.
     """
 
     step: int = 0
@@ -83,16 +82,16 @@ class Logged:
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of figures for metrics records besides the training itself.
+    """Further sources of figures for metrics records.
 
     Attributes:
         num_items: Items (tokens) of a sample.
-        take: Give metrics of their own for each row, such as what the machine does.
-        gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
+        take: Functions that return further metrics for each record, such as the machine's.
+        gather: Gathers each rank's float64 (n,) to a table (ranks, n) on the device; None: a single rank.
         count: Counts the FLOPs of a sample, or None.
         peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
-        pause_s: Seconds for which a row explains nothing after one that did, where they come so often; the
-            next that does tells of all the time between.
+        pause_s: Minimum seconds between records with timings, where records come more often; the
+            next one covers all the time between.
     """
 
     num_items: int = 1
@@ -107,22 +106,22 @@ class Order(Protocol):
     """Fields of a record on the order of a run's samples."""
 
     def epoch_at(self, steps: int) -> float:
-        """Epochs that so many steps are, with the part of the one under way."""
+        """Returns the number of epochs in so many steps, with the fraction of the current one."""
         ...
 
     def samples_seen(self, steps: int) -> int:
-        """Samples of weight 1 in so many steps from the start."""
+        """Returns the samples of weight 1 in so many steps from the start."""
         ...
 
 
 class MetricLogger:
-    """Turns what the device accumulates into rows, without stopping it.
+    """Turns what the device accumulates into metrics records, without synchronization.
 
-    The metrics of a logging step are copied to page-locked memory and read when the next row is due.
+    The metrics of a logging step are copied to page-locked memory and read when the next record is due.
 
     Attributes:
-        sinks: Where the rows go.
-        logged: How far they are.
+        sinks: Functions that take the records.
+        logged: Extent of the run that records cover.
     """
 
     def __init__(
@@ -139,9 +138,9 @@ class MetricLogger:
         """Starts where an earlier attempt stopped.
 
         Args:
-            take_metrics: Returns tensors () and starts them anew; "loss", "loss/…" and "watched/…" are sums
-                over the steps since the last call, all others are shown as they are.
-            logged: The last row of metrics so far; updated in place.
+            take_metrics: Returns tensors () and resets them; "loss", "loss/…" and "watched/…" are sums
+                over the steps since the last call, all others are values of the last step.
+            logged: The last metrics record so far; updated in place.
             left_out: Numbers of the steps that aren't trained.
         """
         self._plan = plan
@@ -159,7 +158,7 @@ class MetricLogger:
         self.start_clock(self.logged.step)
 
     def start_clock(self, step: int) -> None:
-        """Times from here on: after the first step, which compiles and warms up, and evaluations."""
+        """Restarts the clock: after the first step, which compiles and warms up, and after evaluations."""
         self._start = self._now(step)
 
     def _now(self, step: int) -> _Moment:
@@ -190,7 +189,7 @@ class MetricLogger:
     def _explanation(self, step: int) -> tuple[dict[str, float], torch.Tensor | None, dict[str, float | str]]:
         """Returns this rank's phases, those of all (ranks, phases), and the figures of the sources."""
         gather = self._sources.gather
-        # Ranks must not part here: what they do together doesn't go by the clock.
+        # All ranks must decide alike here: collectives must not depend on a clock.
         if gather is None and time.perf_counter() - self._reading.wall < self._sources.pause_s:
             return {}, None, {}
         earlier, self._reading = self._reading, reading(step)
@@ -215,11 +214,11 @@ class MetricLogger:
         values: torch.Tensor,
         metrics: Callable[[list[float]], Mapping[str, float]],
     ) -> None:
-        """Takes a row of another kind, which is told when the device has come so far; for one rank alone.
+        """Takes a record of another kind, written once the device has come so far; on one rank only.
 
         Args:
             values: Float (n,), on the device.
-            metrics: Makes metrics of them, on the host.
+            metrics: Converts them to metrics, on the host.
         """
         values = self._on_its_way(values)
         self._later.append(_Later(self._now(step), kind, values, metrics))
@@ -234,13 +233,13 @@ class MetricLogger:
         self.emit({"kind": later.kind, "step": step, "epoch": round(self._plan.epoch_at(step), 4), **metrics})
 
     def deliver(self) -> None:
-        """Hands all rows of the steps so far to the sinks that were taken."""
+        """Hands all records of the steps so far to the sinks."""
         self._deliver_staged()
         while self._later:
             self._tell_first()
 
     def _deliver_staged(self) -> None:
-        """Hands the row that was staged last to the sinks, if there is one, after what came before it."""
+        """Hands the pending record to the sinks, if there is one, after earlier ones."""
         staged, self._staged = self._staged, None
         if staged is None:
             return
@@ -292,7 +291,7 @@ class MetricLogger:
         return speed
 
     def emit(self, row: Row) -> None:
-        """Hands a row to the sinks, without secrets in what of it is text."""
+        """Hands a record to the sinks, with secrets removed from its text."""
         if self._checksums is not None and row["kind"] == "eval":
             self._checksums.write(row, ())
         row = {name: redact_text(value) if isinstance(value, str) else value for name, value in row.items()}

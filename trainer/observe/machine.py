@@ -60,7 +60,7 @@ class Machine:
         self._thread.start()
 
     def take(self) -> dict[str, float | str]:
-        """Means since the last call, as keys of a row; empty if no sample was taken since then.
+        """Means since the last call, as keys of a record; empty if no sample was taken since then.
 
         `energy/joules` is a sum, of the GPUs of this host. After `close` it gives what is left.
         """

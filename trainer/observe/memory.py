@@ -34,7 +34,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def memory_source(device: torch.device) -> Callable[[], dict[str, float]]:
-    """`memory_metrics` for a row: retries are those since the row before."""
+    """Returns `memory_metrics` for a record, with the retries since the record before."""
     before = 0.0
 
     def take() -> dict[str, float]:
@@ -58,7 +58,7 @@ def used_memory(device: torch.device) -> int:
 
 
 def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, float]:
-    """Gives cached memory back if the configuration says so; what that freed and cost, for the row.
+    """Releases cached memory if configured; returns the bytes freed and the time taken, for the record.
 
     The cost comes twice: here, where the device is waited for, and in the next steps, which have to ask
     CUDA for memory again.
@@ -75,12 +75,12 @@ def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, fl
 
 
 def memory_row(step: int, epoch: float, at: str, device: torch.device) -> dict[str, float | int | str]:
-    """A row on memory at a moment that matters: `at` the "start" or "end" of an epoch, or an "evaluation"."""
+    """Makes a memory record; `at` is the "start" or "end" of an epoch, or an "evaluation"."""
     moment: dict[str, float | int | str] = {"kind": "memory", "step": step, "epoch": epoch, "at": at}
     return {**moment, "memory/rss_bytes": resident_bytes(), **memory_metrics(device)}
 
 
 def start_history(config: MemoryConfig, device: torch.device) -> None:
-    """Lets torch record where memory is allocated, if the configuration says so: see observe.oom."""
+    """Lets torch record where memory is allocated, if configured; see observe.oom."""
     if config.history and device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)

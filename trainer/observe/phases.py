@@ -36,7 +36,7 @@ class PhaseTimer:
         heartbeats: Signs of progress that other ranks don't give, while a checkpoint is written.
         since: When the phase began, as `time.perf_counter_ns` has it.
         spent: Nanoseconds of the host in each phase, without those since then.
-        on_device: Told of each phase, to leave a mark in the device's stream as well; None on a CPU.
+        on_device: Called with each phase, to put a mark into the device's stream; None on a CPU.
     """
 
     __slots__ = ("count", "heartbeats", "on_device", "phase", "since", "spent", "step")
@@ -46,7 +46,7 @@ class PhaseTimer:
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew: before the ranks do the first thing together."""
+        """Resets the timer: before the first collective of the ranks."""
         self.phase: Phase = "start"
         self.step = self.count = self.heartbeats = 0
         self.since = time.perf_counter_ns()

@@ -1,7 +1,7 @@
 """`--profile`: a few steps under torch's profiler, or with NVTX ranges for Nsight Systems.
 
 The trace opens in https://ui.perfetto.dev and chrome://tracing, and TensorBoard's profiler plugin takes it.
-In it lie the phases of `trainer.observe.phases` and the calls of each module as ranges. See
+It has the phases of `trainer.observe.phases` and the calls of each module as ranges. See
 https://docs.pytorch.org/docs/stable/profiler.html.
 """
 
@@ -32,10 +32,10 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 
 
 class Profile:
-    """Looks at some steps of a run, after those that compile and warm up.
+    """Profile of some steps of a run, after those that compile and warm up.
 
-    Outside them it does nothing. Inside them the run is slower than else: what the profiler shows is where
-    the time goes, not how much there is of it.
+    Outside of them it does nothing. Within them the run is slower: the profile shows where time is spent, not
+    absolute times.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class Profile:
         active: int = 5,
         modules: bool = True,
     ) -> None:
-        """Prepares a profile; records nothing yet.
+        """Prepares the profile; records nothing yet.
 
         Args:
             model: The bare model, for the names of its modules.
             kind: "torch" writes a trace; "nvtx" leaves ranges for `nsys profile -c cudaProfilerApi`, and
                 nothing where there is no CUDA.
-            skip: Steps of this attempt to leave alone at first.
-            warm_up: Steps that the profiler runs in, but whose events are thrown away.
-            active: Steps that are recorded.
-            modules: Whether modules get ranges; not if they are compiled, which would compile them anew.
+            skip: First steps of this attempt, without the profiler.
+            warm_up: Steps with the profiler whose events are discarded.
+            active: Steps to record.
+            modules: Whether modules get ranges; not if they are compiled, which would recompile them.
         """
         self._folder, self._model, self._device, self._kind = folder, model, device, kind
         self._begin, self._end = skip, skip + warm_up + active
@@ -70,7 +70,7 @@ class Profile:
         self._step: Callable[[], None] = lambda: None
 
     def step_done(self, done: int) -> None:  # noqa: ARG002  (counted from the start of the attempt)
-        """Call between two steps: starts, goes on, or ends."""
+        """Starts, continues or ends the profile; called between two steps."""
         self._done += 1
         if not self._begin <= self._done <= self._end:
             return
@@ -84,7 +84,7 @@ class Profile:
                 self._stop()
 
     def close(self) -> str:
-        """Ends it, if the run ended first; returns what it found, for people."""
+        """Ends the profile, if the run ended first; returns its tables as text."""
         self._stop()
         if not self._text and self._kind == "torch":
             return f"--profile: the run ended before step {self._end} of this attempt: nothing was recorded"
@@ -101,7 +101,7 @@ class Profile:
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            else:  # it complains on standard error that there is no GPU
+            else:  # else it warns that there is no GPU
                 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
             profiler = profile(
                 activities=activities,
@@ -110,7 +110,7 @@ class Profile:
             )
             self._closing.enter_context(profiler)
             self._step = profiler.step
-        # Hooks of modules would compile anew what the model has compiled by itself.
+        # Hooks of modules would recompile parts that the model compiled itself.
         self._modules = self._modules and _frames_compiled() == self._frames
         self._ranges = self._closing.enter_context(_Ranges(self._model if self._modules else None))
 
@@ -127,7 +127,7 @@ class Profile:
                 profiler.export_chrome_trace(str(beside))
         except (OSError, RuntimeError) as error:
             written = f"no trace could be written to {trace}: {error}"
-        # Kernels have entries of their own, but are told with the operators that start them, too.
+        # Kernels have entries of their own, and are also counted with the operators that start them.
         events = [event for event in profiler.events() or () if event.device_type.name == "CPU"]
         on_device = self._device.type == "cuda"
         names = dict(self._model.named_modules())
@@ -150,7 +150,7 @@ def _frames_compiled() -> int:
 def _not_counted() -> Iterator[None]:
     """Counts the profiler's own time as phase "start", which no verdict is about.
 
-    Without a mark: the other ranks make none here.
+    It puts no mark into the device's stream, as the other ranks put none here.
     """
     PHASE_TIMER.read()
     try:
@@ -230,7 +230,7 @@ class _Row(NamedTuple):
 
 
 def _operators(events: Iterable[Any], on_device: bool) -> str:
-    """The operators that took most, themselves: on the device, or else on the host."""
+    """Makes the table of operators with the most time of their own, on the device or else on the host."""
     calls: dict[str, int] = defaultdict(int)
     host: dict[str, float] = defaultdict(float)
     device: dict[str, float] = defaultdict(float)
@@ -244,10 +244,10 @@ def _operators(events: Iterable[Any], on_device: bool) -> str:
 
 
 def _by_module(events: list[Any], on_device: bool, modules: dict[str, nn.Module]) -> str:
-    """Time by module, with what it calls; of backward what the operators of its forward pass led to.
+    """Makes the table of time by module, including calls; backward counts for the module of its forward.
 
-    The profiler numbers autograd's nodes: a node's work in backward has the number of the operator that made
-    it, the last that ran with that number.
+    The profiler numbers autograd's nodes: a node's backward has the sequence number of the operator that made
+    it, the last one with that number.
     """
     made_by: dict[int, Any] = {}
     calls: dict[str, int] = defaultdict(int)
@@ -277,7 +277,7 @@ def _by_module(events: list[Any], on_device: bool, modules: dict[str, nn.Module]
 
 
 def _kernels(event: Any, inside: bool = False) -> float:
-    """Microseconds of the device in what an operator started itself, or with all that it called."""
+    """Returns device microseconds of an operator's own kernels, or of all that it called (`inside`)."""
     # A range comes as a kernel of its own name as well, as long as all those in it together.
     own = float(sum(kernel.duration for kernel in event.kernels if kernel.name != event.name))
     return own + sum(_kernels(child, True) for child in event.cpu_children) if inside else own
@@ -288,7 +288,7 @@ def _is_backward(event: Any) -> bool:
 
 
 def _around(event: Any, prefix: str) -> list[str]:
-    """Names of the events that an event lies in, of those that begin so."""
+    """Returns the names of enclosing events that begin with a prefix."""
     found = []
     while (event := event.cpu_parent) is not None:
         if event.name.startswith(prefix):
@@ -297,7 +297,7 @@ def _around(event: Any, prefix: str) -> list[str]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[_Row]) -> str:
-    """Rows with the largest figure first: the last column's for operators, the first's for modules."""
+    """Formats rows, largest first: by the last column for operators, by the first for modules."""
     by = -1 if columns[-1] == "device ms" else 0
     total = sum(row.figures[by] for row in rows) or 1.0
     rows = sorted(rows, key=lambda row: -row.figures[by])[:_ROWS]

@@ -47,7 +47,7 @@ _TRAIN = {
 
 
 class Progress:
-    """A sink that keeps the newest rows of a run, and makes a page of them when it is asked."""
+    """A sink that keeps the newest records of a run, and makes a page of them on request."""
 
     def __init__(
         self, about: Mapping[str, str], steps: int, first: int, checkpoint: Callable[[], int | None]
@@ -69,7 +69,7 @@ class Progress:
         self._left: float | None = None
 
     def __call__(self, row: Mapping[str, float | int | str]) -> None:
-        """Takes a row. Whole rows take each other's place: the server's thread sees one or the other."""
+        """Takes a record. Records are replaced whole: the server's thread sees one or the other."""
         self._seen = time.time()
         if row["kind"] == "eval":
             self._eval = row
@@ -103,7 +103,7 @@ class Progress:
             ("remaining_seconds", "Time left, by this attempt's steps so far.", _one(self._left)),
             ("checkpoint_step", "Step of the newest checkpoint.", _one(saved)),
             ("phase_share", "Share of the time since the row before, by phase.", shares),
-            ("train", "What else a row of metrics has, by its key.", others),
+            ("train", "Further values of a metrics record, by key.", others),
             ("eval_step", "Step of the newest evaluation.", _one(measured.get("step"))),
             ("eval", "The newest evaluation, by metric.", figures),
             ("row_time_seconds", "When the newest row came, in seconds since 1970.", _one(self._seen)),
@@ -175,7 +175,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
-        """A client that went away is nobody's business."""
+        """Ignores errors of a client that went away."""
 
 
 def _head_of_request(connection: socket.socket) -> bytes:
@@ -200,10 +200,10 @@ def _head_of_request(connection: socket.socket) -> bytes:
 def is_asked(host: str | None, listens: str) -> bool:
     """Whether a request's Host header means this host.
 
-    A name of somebody else's that resolves to this address is how a web page would read it (DNS rebinding).
+    A web page could read it by a foreign name that resolves to this address (DNS rebinding).
 
     Args:
-        host: The header; None where there is none, as no browser sends.
+        host: The header; None without one, which no browser sends.
         listens: log.metrics_host.
     """
     if host is None:
@@ -238,7 +238,7 @@ def _taken(config: LogConfig, error: Exception) -> str:
 
 @contextlib.contextmanager
 def served(config: LogConfig, page: Callable[[], str]) -> Iterator[None]:
-    """Answers GET /metrics with the page; where the port is taken, the training goes on without."""
+    """Answers GET /metrics with the page; where the port is taken, the training continues without."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = _CLIENT_S
@@ -266,7 +266,7 @@ def served(config: LogConfig, page: Callable[[], str]) -> Iterator[None]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Requests are not told."""
+            """Logs no requests."""
 
     try:
         server = _Server((config.metrics_host, config.metrics_port), Handler)

@@ -1,4 +1,4 @@
-"""The files of a run's rows, one for each kind, so that each is a table; and names. Imports no torch."""
+"""The files of a run's metrics records, one for each kind, and names. Imports no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,12 +27,12 @@ _LONGEST = 120
 
 
 def is_name(name: object) -> bool:
-    """Whether a row can have a figure of this name: a short text that can be printed in a line."""
+    """Whether a record can have a figure of this name: a short text that can be printed in a line."""
     return isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable() and name == name.strip()
 
 
 def why_no_metric(name: object) -> str:
-    """Why a metric can't be called so; empty if it can."""
+    """Returns why a name can't be a metric's; empty if it can."""
     if not is_name(name):
         return f"is no name for a metric: give a text of at most {_LONGEST} printable characters"
     if name in OWN or str(name).startswith(_OWN_PARTS):
@@ -41,7 +41,7 @@ def why_no_metric(name: object) -> str:
 
 
 def pictures_of(row: Mapping[str, object], folder: Path) -> list[tuple[str, Path]]:
-    """The pictures that a row tells of, by name, as files of its run folder."""
+    """Returns the pictures that a record names, as files of its run folder."""
     if row["kind"] != "hook":
         return []
     return [

@@ -24,7 +24,7 @@ _TOGETHER_S = 0.25  # so long, at most, rows of training wait for others on thei
 
 
 def jsonl_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:  # noqa: ARG001
-    """A file for each kind of row, a JSON object per line; what isn't finite is null, as JSON has none such.
+    """Writes a file for each kind of record, a JSON object per line; values that aren't finite are null.
 
     Returns:
         The sink and the function that closes its files.
@@ -59,9 +59,9 @@ def finite(row: Row) -> dict[str, float | int | str | None]:
 
 
 def keep_rows(file: Path, step: int) -> int:
-    """Removes the rows of later steps from a file of rows, and what can't be read; no file is fine.
+    """Removes records of later steps, and malformed ones, from a file; a missing file is fine.
 
-    Before step 1 all are removed: who begins again tells them again, those of step 0 too.
+    Before step 1 all are removed, those of step 0 too: a restart writes them again.
 
     Returns:
         How many lines couldn't be read, without a last one that was cut off: that is what a kill leaves.
@@ -120,9 +120,9 @@ def _cells(line: bytes) -> list[str]:
 
 
 def csv_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:  # noqa: ARG001
-    """A table for each kind of row: train.csv, evaluation.csv, end.csv, for spreadsheets.
+    """Writes a table for each kind of record: train.csv, evaluation.csv, end.csv, for spreadsheets.
 
-    A column that comes later is filled with nothing in the rows before it.
+    A column that comes later is empty in the rows before it.
     """
     columns: dict[str, list[str]] = {}
 
@@ -159,11 +159,11 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:
-    """TensorBoard scalars, one event per row: an event per scalar, as add_scalar does, costs 71 us each.
+    """Writes TensorBoard scalars, one event per record: add_scalar's events, one per scalar, cost 71 µs each.
 
-    TensorBoard's own writer has a thread, whose Python (checksums, mostly) runs whenever the training lets go
-    of Python's lock, and keeps it waiting. Here the training writes; its rows wait up to a quarter of a
-    second for others, and whatever follows them writes them, too.
+    TensorBoard's own writer has a thread, whose Python (checksums, mostly) runs whenever the training
+    releases the GIL, and keeps it waiting. Here the training thread writes; records are buffered for up to a
+    quarter of a second, and written with the ones that follow.
 
     Returns:
         The sink and the function that closes it.

@@ -45,7 +45,7 @@ def plain(value: Any, most: int = 300) -> str:
 
 
 def seconds_left(steps: int, step: int, first: int, seconds: float) -> float:
-    """Time until the last step, by the steps since `first`, which took so many seconds."""
+    """Estimates the time until the last step, from the steps since `first` and their seconds."""
     return seconds / max(1, step - first) * (steps - step)
 
 
@@ -76,13 +76,13 @@ def _short(value: Any) -> str:
 
 
 def listed(words: Sequence[str], most: int) -> str:
-    """Some words in a row, so many of them at most: "0, 1 and 3 more"."""
+    """Lists words, at most so many of them: "0, 1 and 3 more"."""
     shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A figure with so many significant digits: 0.9917, 1,587, 5.06e-7."""
+    """Formats a figure with so many significant digits: 0.9917, 1,587, 5.06e-7."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:

@@ -153,11 +153,11 @@ def straggler(table: Sequence[Sequence[float]], wall: float) -> dict[str, float 
 
     Args:
         table: Seconds of each rank (rows) in each of `PHASES`.
-        wall: Seconds between two rows of metrics.
+        wall: Seconds between two metrics records.
 
     Returns:
         `slow_rank`, `slow_phase` (in which it spent more than the others), and `slow_excess`: how much longer
-        than the median of the others it did anything but wait for them, as a share of the wall.
+        than the median of the others it did anything but wait for them, as a fraction of the wall time.
     """
     waits = PHASES.index("communication")
     own = [sum(row) - row[waits] for row in table]

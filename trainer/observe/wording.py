@@ -1,6 +1,6 @@
 """Messages in the words of how the run was started: the flag that was typed, or `fit` from Python.
 
-Messages are written for `trainer train` with --out. Whoever starts a run says how (`started_by`), once;
+Messages are written for `trainer train` with --out. The start of a run sets how (`started_by`), once;
 what the console prints and what is raised goes through `worded`.
 """
 
@@ -30,13 +30,13 @@ def start() -> Start:
 
 
 def set_start(how: Start) -> None:
-    """From now on, in a rank: how its launcher was started."""
+    """Sets how a rank's launcher was started."""
     _Here.start = how
 
 
 @contextlib.contextmanager
 def started_by(how: Start) -> Iterator[None]:
-    """Within it messages are in these words, and so is a BadInputError that leaves it."""
+    """Context manager in which messages name these flags, also that of a BadInputError that leaves it."""
     before, _Here.start = _Here.start, how
     try:
         yield

@@ -73,7 +73,7 @@ class WeightAverage:
             self._moved_at.copy_(made)
 
     def go_on(self, step: int) -> None:
-        """Continues after so many steps, the average and `moved_at` having been restored."""
+        """Continues after so many steps; the average and `moved_at` have been restored."""
         self._moved = step - step % self._config.every
 
     @property
@@ -109,7 +109,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model has the averaged weights, and its weights are kept here in their place.
+        """Context manager in which the model has the averaged weights; its own are kept here until the end.
 
         The model itself and no copy of it: a copy would still call a function that the model made of its own
         method (`self.f = torch.compile(self._f)`, a closure), which computes with the weights as trained.

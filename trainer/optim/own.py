@@ -1,4 +1,4 @@
-"""Updates by somebody's own optimizer or scheduler, whose state_dict is what a checkpoint keeps of them.
+"""Updates by the user's own optimizer or scheduler, whose state_dict a checkpoint keeps.
 
 They live on the host. So where an update may be skipped the host waits for the device to know, which the
 optimizers and schedules of `optimizers` needn't.
@@ -42,7 +42,7 @@ class ConstantSchedule:
 
 
 class HostSchedule:
-    """The learning rates of an optimizer, set on the host by somebody's scheduler, or by nobody.
+    """Learning rates of an optimizer, set on the host by the user's scheduler, or constant.
 
     It stands in the place of `optimizers.LRScheduler`, and knows what else a checkpoint must keep.
 
@@ -67,7 +67,7 @@ class HostSchedule:
             device: Where the weights are.
             seed: Of the run.
             generators: What an optimizer may draw from: seeded by the update, alike on all ranks.
-            own: Whether the optimizer is somebody's, which needn't know of skipped updates.
+            own: Whether the optimizer is the user's, which needn't support skipped updates.
         """
         self.optimizer, self._scheduler, self._device = optimizer, scheduler, device
         self.updates = torch.zeros(1, dtype=torch.int64, device=device)
@@ -88,7 +88,7 @@ class HostSchedule:
 
     @property
     def last_update(self) -> Any:
-        """After which update its scheduler has no rate any more (OneCycleLR), if it says so."""
+        """Returns the update after which its scheduler has no rate any more (OneCycleLR), if it has one."""
         return getattr(self._scheduler, "total_steps", None)
 
     def look_up(self) -> None:
@@ -96,7 +96,7 @@ class HostSchedule:
         self._done = int(self.updates)
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
-        """Counts an update and lets the scheduler go on, unless `skipped` (float (), on the device) is 1."""
+        """Counts an update and lets the scheduler step, unless `skipped` (float (), on the device) is 1."""
         self._last = self._rate()
         if skipped is not None and bool(skipped):
             return

@@ -1,4 +1,4 @@
-"""Courses of the learning rate: shares of the peak, one for each update."""
+"""Schedules of the learning rate: fractions of the peak, one for each update."""
 
 import math
 
@@ -10,7 +10,7 @@ from trainer.config.training import OptimConfig
 def schedule(config: OptimConfig, updates: int, steps_per_epoch: float) -> list[float]:
     """Learning rate of each update; update n has the rate of torch's scheduler after n calls of its step().
 
-    With W updates of warm-up (`warmup_steps`; a share is rounded), and update W the first after it:
+    With W updates of warm-up (`warmup_steps`; a fraction is rounded), and update W the first after it:
 
     - The warm-up is LinearLR(start_factor=1/W, total_iters=W-1): 1/W of the peak to the peak.
     - constant: ConstantLR(factor=1).
@@ -19,7 +19,7 @@ def schedule(config: OptimConfig, updates: int, steps_per_epoch: float) -> list[
     - step (He et al., 2016): MultiStepLR, milestones rounded up to whole updates and counted from the start.
     - one-cycle (Smith and Topin, 2018): OneCycleLR(pct_start=W/updates) with cosine sides, from 1/25 of the
       peak to 1/25/1e4, or to `final_lr` where that is more; the momentum is not cycled. Its peak lies
-      between two updates where a share of them isn't whole, and it has its own warm-up.
+      between two updates where a fraction of them isn't whole, and it has its own warm-up.
     - wsd (Hu et al., 2024, MiniCPM), which torch lacks: constant, then 1 - sqrt of Hagele et al., 2024; the
       decay takes what the warm-up leaves, if that is less.
 
@@ -41,7 +41,7 @@ def schedule(config: OptimConfig, updates: int, steps_per_epoch: float) -> list[
 
 
 def _warmup(config: OptimConfig, updates: int) -> float:
-    """Updates of the warm-up; a share of them may be no whole number."""
+    """Returns the updates of the warm-up; not a whole number where they are a fraction of all."""
     return config.warmup_steps * updates if config.warmup_steps < 1 else config.warmup_steps
 
 

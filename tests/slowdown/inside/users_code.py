@@ -1,4 +1,4 @@
-"""What users do to their trainings: each function puts one slow thing into every forward pass, or read."""
+"""Slow user code: each function puts one slow thing into every forward pass, or read."""
 
 import gc
 import os
@@ -51,7 +51,7 @@ def as_bool() -> None:
 
 
 def nonzero() -> None:
-    """Which answers are large."""
+    """Finds the large outputs."""
 
     def look(output: torch.Tensor) -> None:
         _KEPT[:] = [torch.nonzero(output.detach() > 0)]
@@ -73,7 +73,7 @@ def collect(objects: int, every: int = 1) -> None:
 
 
 def storm(objects: int, live: int) -> None:
-    """So many small containers a step, in cycles, beside so many that live; collected eagerly."""
+    """Makes many small containers in cycles each step, beside many that stay; collected eagerly."""
     _KEPT.extend([] for _ in range(live))
     gc.set_threshold(700, 1, 1)
 

@@ -1,7 +1,7 @@
-"""`trainer bench`: what users measure on their own box. Code 1: a target was missed, 3: nothing was measured.
+"""`trainer bench`: measures the user's machine. Exit code 1: a target was missed; 3: nothing was measured.
 
-- `links`: one TCP connection; `preflight`: every link between the hosts of a job
-- `inference`: a trained model, in every way that torch can run it
+- `links`: one TCP connection; `preflight`: all connections between the hosts of a job
+- `inference`: latency and throughput of a trained model, for each way in which torch can run it
 """
 
 import argparse
@@ -12,7 +12,7 @@ from trainer.runs.trust_flag import add_trust
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `bench` and what it can measure to the commands."""
+    """Adds `bench` and its subcommands to the commands."""
     bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
     benches = bench.add_subparsers(required=True, metavar="BENCH")
     _add_inference(benches)

@@ -1,4 +1,4 @@
-"""What a trained model costs to run: latency and throughput, over batch sizes and ways to run it."""
+"""Latency and throughput of a trained model, over batch sizes and ways to run it."""
 
 import json
 import statistics
@@ -32,14 +32,14 @@ def bench_inference(
     as_json: bool,
     trust: bool = False,
 ) -> int:
-    """Measures and prints.
+    """Measures latency and throughput of a run's model, and prints them.
 
     Args:
         folder: The run folder.
         settings: KEY=VALUE, where the data lies.
         batches: Batch sizes, separated by commas.
         seconds: For each way and batch size.
-        ways: Which, separated by commas; all if empty.
+        ways: Names of `WAYS`, separated by commas; all if empty.
         as_json: Whether to print for machines.
         trust: As for `open_run`.
 
@@ -47,7 +47,7 @@ def bench_inference(
         0, 1 if a way computes something else than eager, 3 if there was nothing to measure.
 
     Raises:
-        BadInputError: If the run can't be opened, or what was asked for isn't there.
+        BadInputError: If the run can't be opened, or a way doesn't exist.
     """
     sizes, names = _sizes(batches), chosen_ways(ways)
     if not 0 < seconds < 3600:
@@ -83,7 +83,7 @@ def _sizes(batches: str) -> list[int]:
 
 
 def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> list[WayTiming]:
-    """Makes the ways ready for a batch size, checks them, and times them in turn."""
+    """Prepares the ways for a batch size, compares their outputs with eager's, and times them in turn."""
     device = torch.device(device_kind(run.recipe))
     model = run.model.to(device)
     dataset = run.task.evaluation_data
@@ -122,7 +122,7 @@ def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> lis
 
 
 def _interleaved(calls: dict[str, Call], inputs: Tensors, seconds: float) -> dict[str, list[float]]:
-    """Latencies of each way, in seconds: rounds in which each has its turn, another one first each time."""
+    """Measures the latencies of each way, in seconds: in rounds, each beginning with another way."""
     names = list(calls)
     latencies: dict[str, list[float]] = {name: [] for name in names}
     if not names:

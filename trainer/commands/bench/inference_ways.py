@@ -1,4 +1,4 @@
-"""Ways to run a model that was trained: each a call that takes the model's inputs and gives its outputs."""
+"""Ways to run a trained model: each makes a call that takes the model's inputs and returns its outputs."""
 
 import copy
 import tempfile
@@ -28,16 +28,16 @@ Call = Callable[..., Any]
 
 
 class Unavailable(Exception):  # noqa: N818  (the outcome of a request)
-    """A way that can't be had here; the text says why."""
+    """Raised where a way can't be used on this machine; the text says why."""
 
 
 class Way(NamedTuple):
     """A way to run a model.
 
     Attributes:
-        make: From the model, in evaluation mode on its device, and example inputs; raises `Unavailable`, or
-            whatever torch does.
-        fused: Whether oneDNN's fusion of whole graphs is switched on while it runs.
+        make: Takes the model, in evaluation mode on its device, and example inputs, and returns the call;
+            raises `Unavailable`, or an error of torch.
+        fused: Whether oneDNN's fusion of whole graphs is switched on during a call.
         low: Whether it computes in bfloat16.
     """
 
@@ -47,15 +47,15 @@ class Way(NamedTuple):
 
 
 class WayTiming(NamedTuple):
-    """What was measured of one way at one batch size.
+    """Measurements of one way at one batch size.
 
     Attributes:
         way: Its name.
         batch: Samples of a call.
         why: Why nothing was measured; "" where something was.
-        calls: How many were timed.
+        calls: Number of timed calls.
         p50: Median latency in seconds.
-        p99: The latency that 99 % of the calls stay below, in seconds.
+        p99: 99th percentile of the latency, in seconds.
         samples_per_s: Samples over the sum of the latencies: one call after another.
         error: Relative error against eager.
     """
@@ -140,7 +140,7 @@ def _frozen(model: nn.Module, inputs: Tensors) -> Call:
 
 
 def _optimized(model: nn.Module, inputs: Tensors) -> Call:
-    """Frozen, with convolution, BatchNorm and ReLU in one and oneDNN's layouts on a CPU."""
+    """Freezes the model, fuses convolution, BatchNorm and ReLU, and takes oneDNN's layouts on a CPU."""
     optimized: Call = torch.jit.optimize_for_inference(frozen_trace(model, inputs))
     return optimized
 
@@ -188,7 +188,7 @@ WAYS: dict[str, Way] = {
 
 
 def chosen_ways(names: str) -> list[str]:
-    """The ways that a list names, eager first; all if it is empty.
+    """Returns the ways that a list names, eager first; all if it is empty.
 
     Raises:
         BadInputError: If there is no such way.
@@ -203,10 +203,10 @@ def chosen_ways(names: str) -> list[str]:
 
 
 def make_way(name: str, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Call:
-    """A way made ready, with its first calls, which compile, behind it.
+    """Makes a way ready to be timed: its first calls, which compile, are done.
 
     Raises:
-        Unavailable: If it can't be had here, with the reason.
+        Unavailable: If it can't be used on this machine, with the reason.
     """
     way = WAYS[name]
     try:
@@ -223,7 +223,7 @@ def make_way(name: str, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Cal
 
 
 def switched(call: Call, fused: bool) -> Call:
-    """A call during which oneDNN's fusion is on, which is the process's and off for all others."""
+    """Wraps a call in oneDNN's graph fusion if `fused`: a switch of the whole process, off between calls."""
     if not fused:
         return call
 

@@ -1,4 +1,4 @@
-"""One TCP connection between two hosts: is it there, how long does it take, and how much does it carry."""
+"""One TCP connection between two hosts: whether it works, its round trip and its throughput."""
 
 import contextlib
 import socket
@@ -18,12 +18,12 @@ _HELLO_SECONDS = 0.5
 
 
 class Link(NamedTuple):
-    """What one end found of a link.
+    """Measurements of a connection from one of its ends.
 
     Attributes:
         seconds: Median round trip of 8 bytes; None if nothing came back.
         received: Bytes per second that came from the other end; None if that wasn't measured.
-        why: What went wrong, in a few words; empty if nothing did.
+        why: The error, in a few words; empty without one.
     """
 
     seconds: float | None = None
@@ -32,13 +32,13 @@ class Link(NamedTuple):
 
 
 def listening(address: str) -> socket.socket:
-    """A socket at which others can reach this address, on a port that the system chooses."""
+    """Opens a socket at which others can reach this address, on a port that the system chooses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=64)
 
 
 def answer_peer(server: socket.socket, number: int, caller: int, seconds: float) -> Link:
-    """Waits for the rank `caller` in round `number`, and measures with it; the other end does `call_peer`."""
+    """Waits for the rank `caller` in round `number` and measures with it; the other end runs `call_peer`."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         server.settimeout(left)
@@ -53,7 +53,7 @@ def answer_peer(server: socket.socket, number: int, caller: int, seconds: float)
 
 
 def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
-    """Whether it is who was waited for, and not one who is late, or a stranger."""
+    """Whether the peer is the expected rank of this round, not a late one or a stranger."""
     connection.settimeout(_HELLO_SECONDS)
     try:
         return bool(_HELLO.unpack(_exactly(connection, _HELLO.size)) == (_WHAT, number, caller))
@@ -62,7 +62,7 @@ def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
 
 
 def call_peer(where: tuple[str, int], number: int, rank: int, seconds: float) -> Link:
-    """Connects as `rank` to the other end, which does `answer_peer` in this round, and measures with it."""
+    """Connects as `rank` to the other end, which runs `answer_peer` in this round, and measures with it."""
     try:
         with socket.create_connection(where, timeout=seconds) as connection:
             connection.sendall(_HELLO.pack(_WHAT, number, rank))
@@ -72,7 +72,7 @@ def call_peer(where: tuple[str, int], number: int, rank: int, seconds: float) ->
 
 
 def _measured(connection: socket.socket, seconds: float, first: bool) -> Link:
-    """Round trips, then a stream in each direction: first from the end that has called."""
+    """Measures round trips, then a stream in each direction, first from the end that connected."""
     trip = received = None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,7 +102,7 @@ def _round_trip(connection: socket.socket, first: bool) -> float:
 
 
 def _stream(connection: socket.socket, seconds: float) -> None:
-    """Sends for a while, then says that this was all; a link that takes nothing more has had enough."""
+    """Sends for STREAM_SECONDS, then closes its direction; or ends where the peer takes nothing in time."""
     connection.settimeout(seconds)
     chunk = bytes(_CHUNK)
     until, sent = time.monotonic() + STREAM_SECONDS, 0
@@ -114,7 +114,7 @@ def _stream(connection: socket.socket, seconds: float) -> None:
 
 
 def _drained(connection: socket.socket, seconds: float) -> float | None:
-    """Bytes per second of a stream, as far as it came."""
+    """Receives a stream and returns its bytes per second; None if nothing came."""
     buffer, total = bytearray(_CHUNK), 0
     until, marks = time.monotonic() + seconds + STREAM_SECONDS, list[tuple[float, int]]()
     with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ def _drained(connection: socket.socket, seconds: float) -> float | None:
 
 
 def rate(marks: Sequence[tuple[float, int]]) -> float | None:
-    """Bytes per second after the first quarter of a stream's time, by when so many bytes in all had come."""
+    """Returns bytes per second after the first quarter of a stream's time; `marks`: (time, total bytes)."""
     if len(marks) < 2:
         return None
     (began, _), (end, total) = marks[0], marks[-1]

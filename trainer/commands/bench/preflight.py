@@ -1,9 +1,9 @@
-"""Which link between the hosts is slow or dead, before a job hangs in it: `trainer bench links`.
+"""`trainer bench links`: finds slow or dead links between hosts before a job hangs on one.
 
 Every pair of hosts is tried over a TCP connection of its own, as gloo and NCCL connect every rank with every
-other while they start: one dead link makes all of them wait, and none says for whom. Only the store where
-ranks meet (MASTER_ADDR, MASTER_PORT) has to be reached. One TCP stream of Python carries at most some tens of
-Gbit/s: it tells links apart, not what the fastest of them could do.
+other while they start: one dead link makes all of them wait, without an error that names it. Only the store
+of the rendezvous (MASTER_ADDR, MASTER_PORT) has to be reachable. One TCP stream from Python carries at most
+some tens of Gbit/s: enough to compare links, not to measure the fastest.
 
 Pairs are taken in the rounds of a tournament, in which each host has one partner: 8 hosts need 7 rounds of
 about a second. Links that seem slow are tried twice more, and their best counts.
@@ -36,7 +36,7 @@ _LATE, _LATE_SECONDS = 3.0, 3e-4  # times the usual round trip, and by so much: 
 
 
 class RankPlace(NamedTuple):
-    """This rank among the others, and where they meet."""
+    """This rank among the others, and the address of their rendezvous."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ class RankPlace(NamedTuple):
 
 
 class Host(NamedTuple):
-    """A host, by the rank that stands for it, and where it is reached; its interface may be empty."""
+    """A host: the rank that stands for it, and its address; the interface may be empty."""
 
     rank: int
     name: str
@@ -61,8 +61,8 @@ class Pair(NamedTuple):
     Attributes:
         seconds: Median round trip; None if the link is dead.
         forth: Bytes per second from one to the other; None if unknown.
-        back: The same from the other to one.
-        why: Of a dead link, what happened.
+        back: Bytes per second from the other to one; None if unknown.
+        why: The error of a dead link.
     """
 
     one: int
@@ -74,19 +74,19 @@ class Pair(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the slower direction; 0 for a dead link."""
+        """Bytes per second of the slower direction; 0 for a dead link."""
         known = [rate for rate in (self.forth, self.back) if rate is not None]
         return min(known) if known and self.seconds is not None else 0.0
 
 
 def bench_links(options: argparse.Namespace) -> int:
-    """Tries the links with the other hosts; node 0 prints.
+    """Measures the links to the other hosts; node 0 prints the result.
 
     Returns:
         0, 1 if a link is slow or dead, or a host missing; 3 if there is no other host.
 
     Raises:
-        BadInputError: If the options can't be.
+        BadInputError: If the options contradict each other.
     """
     if not 0 < options.seconds <= 3600:
         raise BadInputError(f"--seconds {options.seconds:g}: give a number of seconds above 0")
@@ -107,7 +107,7 @@ def bench_links(options: argparse.Namespace) -> int:
 
 
 def _place_of_rank(environ: Mapping[str, str]) -> RankPlace:
-    """That of a rank that torchrun or a Slurm hook started."""
+    """Reads the place of a rank that torchrun or a Slurm hook started."""
     rank = int(environ["RANK"])
     master, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
     holds_store = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -119,7 +119,7 @@ def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> di
 
     Args:
         place: This rank.
-        seconds: After which no answer means that a link is dead.
+        seconds: Timeout after which a link counts as dead.
         come_seconds: How long ranks wait for each other at the start; 0: half a minute, or four times that.
 
     Returns:
@@ -171,9 +171,9 @@ def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[st
 def _all_links(
     store: Any, server: socket.socket, own: Host, hosts: Sequence[Host], seconds: float
 ) -> list[Pair]:
-    """Every link once, and those that seem slow again, until it is known that they are.
+    """Measures every link once, and those that seem slow again, up to three times.
 
-    A host that has other work for a moment is no slow link, and what is usual depends on all of them.
+    A host may be busy for a moment, and the usual rate is known only once all links were measured.
     """
     found, gone, number = dict[tuple[int, int], Pair](), set[int](), 0
     tries: Counter[tuple[int, int]] = Counter()
@@ -207,7 +207,7 @@ def _try(server: socket.socket, own: Host, one: Host, other: Host, number: int, 
 def _round(
     store: Any, number: int, pairs: Sequence[tuple[Host, Host]], seconds: float, gone: set[int]
 ) -> list[Pair]:
-    """What both ends of each pair say; nobody waits again for `gone`, ranks that once said nothing."""
+    """Measures the pairs of a round, and returns both ends' results; ranks that don't answer join `gone`."""
     until = time.monotonic() + 5 * seconds + 2 * STREAM_SECONDS + _SPARE_SECONDS
     found = []
     for one, other in pairs:
@@ -222,7 +222,7 @@ def _round(
 
 
 def pair_of_ends(one: Host, other: Host, at_one: Link, at_other: Link) -> Pair:
-    """A link by what both ends say of it; it is dead if either got no round trip."""
+    """Merges the measurements of both ends; the link is dead if either got no round trip."""
     reasons = [link.why or "no answer" for link in (at_other, at_one) if link.seconds is None]
     if not reasons:
         return Pair(one.rank, other.rank, at_other.seconds, at_other.received, at_one.received)
@@ -232,7 +232,7 @@ def pair_of_ends(one: Host, other: Host, at_one: Link, at_other: Link) -> Pair:
 
 
 def better(first: Pair, again: Pair) -> Pair:
-    """A link that was tried twice: what it can do is the better of both."""
+    """Merges two measurements of a link: the better value of each."""
     if first.seconds is None or again.seconds is None:
         return first if again.seconds is None else again
     forth, back = (max(a or 0.0, b or 0.0) or None for a, b in zip(first[3:5], again[3:5], strict=True))
@@ -240,7 +240,7 @@ def better(first: Pair, again: Pair) -> Pair:
 
 
 def _present(store: Any, place: RankPlace, come: float) -> list[Host]:
-    """The ranks that came in time: what rank 0 says, so that all ranks try the same links."""
+    """Returns the ranks that came in time, as rank 0 lists them, so that all ranks try the same links."""
     if place.rank == 0:
         until = time.monotonic() + come
         cards = [_told(store, f"host-{rank}", until) for rank in range(place.size)]
@@ -252,7 +252,7 @@ def _present(store: Any, place: RankPlace, come: float) -> list[Host]:
 
 
 def _one_of_each(present: Sequence[Host]) -> list[Host]:
-    """The first rank of each host; all ranks where there is one host alone."""
+    """Returns the first rank of each host; all ranks if there is only one host."""
     first: dict[tuple[str, str], Host] = {}
     for host in present:
         first.setdefault((host.name, host.address), host)
@@ -260,7 +260,7 @@ def _one_of_each(present: Sequence[Host]) -> list[Host]:
 
 
 def rounds_of(hosts: Sequence[Host]) -> list[list[tuple[Host, Host]]]:
-    """Every pair once, in rounds in which each has at most one partner: the circle method."""
+    """Returns every pair once, in rounds in which each host has at most one partner (circle method)."""
     circle: list[Host | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -275,7 +275,7 @@ def _tell(store: Any, key: str, value: Any) -> None:
 
 
 def _told(store: Any, key: str, until: float) -> Any:
-    """What was told under a key; None if nothing is by then."""
+    """Reads a key of the store; None if it isn't set in time."""
     while not store.check([key]):
         if time.monotonic() > until:
             return None
@@ -284,10 +284,9 @@ def _told(store: Any, key: str, until: float) -> Any:
 
 
 def usual(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Bytes per second and round trip of a usual link: of each host its best, and of these the median.
+    """Returns bytes per second and round trip of a usual link: the median over hosts of each host's best.
 
-    The median of all links would be that of a slow host's where there are few: of three hosts' three links
-    two are its own.
+    With few hosts, the median over links would be a slow host's: of three hosts' three links it has two.
     """
     live = [pair for pair in pairs if pair.seconds is not None]
     ranks = {rank for pair in live for rank in pair[:2]}
@@ -299,14 +298,14 @@ def usual(pairs: Sequence[Pair]) -> tuple[float, float]:
 
 
 def faults(pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
-    """The links that aren't as the others are, and what is wrong with each."""
+    """Returns the links that are dead, or much slower than the usual one, each with its fault."""
     rate, trip = usual(pairs)
     found = {pair: _fault(pair, rate, trip, seconds) for pair in pairs}
     return {pair: fault for pair, fault in found.items() if fault}
 
 
 def _fault(pair: Pair, rate: float, trip: float, seconds: float) -> str:
-    """What is wrong with a link; empty if nothing is."""
+    """Describes the fault of a link; empty if there is none."""
     if pair.seconds is None:
         return f"{pair.why} within {seconds:g} s" if pair.why == "no answer" else f"dead: {pair.why}"
     if not pair.bytes_per_s:
@@ -319,7 +318,7 @@ def _fault(pair: Pair, rate: float, trip: float, seconds: float) -> str:
 
 
 def _direction(pair: Pair) -> str:
-    """Which way, where the other one is much faster."""
+    """Names the slow direction, where the other one is much faster."""
     if not pair.forth or not pair.back or max(pair.forth, pair.back) * _SLOW < pair.bytes_per_s:
         return ""
     ends = (pair.one, pair.other) if pair.forth < pair.back else (pair.other, pair.one)
@@ -331,7 +330,7 @@ def _gigabits(rate: float) -> str:
 
 
 def verdict_lines(told: Mapping[str, Any], seconds: float) -> list[str]:
-    """One line for each link, or host, that isn't as the others are; empty if all is well.
+    """Returns one line for each slow or dead link and each missing host; empty if all is well.
 
     Args:
         told: What `preflight` returned: `hosts`, `pairs`, `missing`, `come`.
@@ -362,7 +361,7 @@ def verdict_lines(told: Mapping[str, Any], seconds: float) -> list[str]:
 
 
 def _name(host: Host, hosts: Mapping[int, Host]) -> str:
-    """A host's name, or its address where several have the same name."""
+    """Returns a host's name, or its address where several have the same name."""
     several = len({other.address for other in hosts.values() if other.name == host.name}) > 1
     return f"{host.address if several else host.name} (rank {host.rank})"
 
@@ -374,7 +373,7 @@ def _check(*ends: Host) -> str:
 
 
 def _show(told: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
-    """Prints what was found, if this process is the one that does, and judges."""
+    """Prints the result if this process is the one that does, and returns the exit code."""
     if "alone" in told:  # of a rank that nobody else can speak for
         print(
             f"trainer: {told['alone']}: check whether the master is up, its name, its port, and the network"

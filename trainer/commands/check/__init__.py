@@ -5,7 +5,7 @@
 - `training`: the same steps by the trainer; few samples, in float64
 - `variants`: what is changed, one thing at a time, and the verdict on it
 - `rank`, `exchange`: variants that need processes of their own
-- `check`, `show`: what is asked for; the table
+- `check`, `show`: the request; the table
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What is to be checked, and what comes of it: for the command, and for `trainer.check` in a notebook."""
+"""Runs `trainer check`: for the command, and for `trainer.check` in a notebook."""
 
 import argparse
 import json
@@ -33,18 +33,18 @@ def check(
 ) -> Report:
     """Trains a few steps as the trainer does and as plain PyTorch would, and compares all tensors.
 
-    Then it changes one thing at a time: micro-batches, ranks, workers, precision and so on (docs/check.md).
+    Then it changes one setting at a time: micro-batches, ranks, loader workers, precision (docs/check.md).
 
     Args:
         task: As for `fit`: a recipe's name, a file, or an object (or class) with the methods of a task.
         settings: Configuration keys, `{"optim.lr": 0.1}`.
-        only: Names of what is to be changed, such as "plain" and "ema"; by default all.
+        only: Names of the variants to run, such as "plain" and "ema"; by default all.
 
     Returns:
-        A table to be printed; `ok`: nothing differs but what is documented; `rows`.
+        A table to print; `ok`: no variant differs, other than as documented; `rows`: the variants.
 
     Raises:
-        BadInputError: What is wrong with the task, and the remedy.
+        BadInputError: If the task can't be trained, with the remedy.
     """
     # JSON is YAML, so this is what --set takes.
     words = [f"{key}={json.dumps(value, default=str)}" for key, value in (settings or {}).items()]
@@ -59,10 +59,10 @@ def check(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what `trainer check` was asked for.
+    """Runs `trainer check`.
 
     Returns:
-        0 all is equal, or differs as documented; 1 something differs.
+    0 if all variants are equal or differ as documented, else 1.
     """
     words = list(options.set)
     if not any(word.startswith("data.micro_batch_size=") for word in words):
@@ -106,8 +106,8 @@ def _check(
 
 
 class _Progress:
-    """A line that says what is under way."""
+    """A progress line that names the current variant."""
 
     def __call__(self, what: str) -> None:
-        """Writes over the last one."""
+        """Overwrites the line with a new one."""
         print(f"\r\033[K{f'checking: {what}' if what else ''}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What differs first between two trainings, by more than rounding explains."""
+"""Finds the first difference between two trainings that is larger than rounding explains."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -19,12 +19,12 @@ _FLIPS, _PRECISE = 0.02, 1e-12
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that isn't what it should be.
+    """A tensor that differs.
 
     Attributes:
         tensor: Its name: loss, lr, model/NAME, optimizer/NAME/SLOT, ema/NAME, metric/NAME.
-        step: After which it was seen, from 1.
-        what: How it differs, in a few words.
+        step: The step after which it was seen, from 1.
+        what: The difference, in a few words.
     """
 
     tensor: str
@@ -32,19 +32,19 @@ class Difference:
     what: str
 
     def __str__(self) -> str:
-        """In words."""
+        """The difference as a sentence."""
         return f"{self.tensor} after step {self.step}: {self.what}"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Two trainings, compared.
+    """Result of a comparison of two trainings.
 
     Attributes:
         first: The first difference, or None.
-        largest: The largest difference of a tensor, as a share of its largest value; without `noise`.
-        bound: The largest bound, as such a share.
-        noise: Tensors that nothing can be said of: rounding moves them by more than 1 %.
+        largest: The largest relative difference of a tensor (to its largest value); without `noise`.
+        bound: The largest bound, relative in the same way.
+        noise: Tensors that can't be compared: rounding alone moves them by more than 1 %.
     """
 
     first: Difference | None
@@ -53,7 +53,7 @@ class Compared:
     noise: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """To what they are equal."""
+        """The bound to which the trainings are equal, as a sentence."""
         if not self.largest:
             return "every bit"
         apart = f"to {self.largest:.0e} of the largest value (bound {self.bound:.0e})"
@@ -74,16 +74,16 @@ def compare(
 ) -> Compared:
     """Compares step by step: loss and rate, then weights and buffers, moments, average, metrics.
 
-    The bound of a tensor follows from the plain loop alone: what it differs by from a run that is rounded
-    otherwise (`nudged`), 32 times; at least 256 units in the last place of its largest value. Of numbers
-    shorter than float64, 2 % of a tensor's (at least one of several) may be further away.
+    A tensor's bound comes from the plain loop alone: 32 times its difference from a run with other rounding
+    (`nudged`), and at least 256 units in the last place of its largest value. Below float64, 2 % of a
+    tensor's elements (at least one, if it has several) may exceed the bound.
 
     Args:
-        nudged: That run; None: the bits are to be the same.
-        eps: Of the numbers that both compute with.
-        begin: Steps that are left out.
-        moved: Names of what a forward pass may move, buffers and frozen parameters: where such a tensor and
-            the loss differ after the same step, it is named, as the loss follows from it.
+        nudged: The run with other rounding; None: the bits must be the same.
+        eps: Machine epsilon of the precision in which both compute.
+        begin: Number of first steps that aren't compared.
+        moved: Names of tensors that a forward pass may change (buffers, frozen parameters): where such a
+            tensor and the loss differ after the same step, the tensor is named, as the loss depends on it.
     """
     largest = loosest = 0.0
     noise = dict[str, None]()
@@ -131,9 +131,10 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.fl
 
 
 def odd_order(plan: Plan) -> str:
-    """What is wrong with the order of an epoch's samples: each comes once; "" if nothing is.
+    """Describes what is wrong with the sample order of an epoch, in which each must come once; "" if nothing
+    is.
 
-    Of samples that are drawn: one whose class has no chance.
+    For samples drawn with replacement, names a class that can never be drawn.
     """
     steps = -(-plan.samples // plan.global_batch_size)
     epoch, sample, weight = plan.read(np.arange(steps * plan.micro_batches))

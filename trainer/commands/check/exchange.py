@@ -1,4 +1,4 @@
-"""Processes of their own: starts them, and reads what they leave."""
+"""Starts processes for variants, and reads the results that they write."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ _GRACE_SECONDS = 5.0
 
 
 def launched(ranks: int) -> Launch:
-    """What trains variants on so many ranks, one after another; with another hash seed than this process."""
+    """Starts processes that train variants on so many ranks, one after another, with another hash seed."""
 
     def train(subject: Subject, variants: Sequence[Variant], folder: Path) -> dict[str, Trained]:
         request = {
@@ -50,7 +50,7 @@ def launched(ranks: int) -> Launch:
 
 
 def leave(folder: Path, name: str, found: Trained) -> None:
-    """Writes what came of a variant, so that another process can read it."""
+    """Writes the result of a variant, for another process to read."""
     if isinstance(found, str):
         write_whole(folder / f"{name}.txt", found)
         return
@@ -60,7 +60,7 @@ def leave(folder: Path, name: str, found: Trained) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """In float64, which holds all narrower numbers exactly."""
+    """Converts to a float64 array, which holds all narrower floats exactly."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().numpy()
 
 

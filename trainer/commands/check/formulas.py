@@ -1,4 +1,4 @@
-"""Optimizers, learning rates and parameter groups written anew: `plain` has them in place of `trainer.optim`.
+"""Optimizers, learning rates and parameter groups, implemented independently of `trainer.optim` for `plain`.
 
 The optimizers are those of torch.optim; Muon is its formula.
 """
@@ -22,7 +22,7 @@ _NO_FORMULA = (
 
 
 def learning_rate(config: OptimConfig, update: int, updates: int, epoch_length: float) -> float:
-    """Of an update, by the formulas in docs/check.md; the first is update 0."""
+    """Returns the learning rate of an update (the first is 0), by the formulas in docs/check.md."""
     share = config.warmup_steps * updates if config.warmup_steps < 1 else config.warmup_steps
     if config.schedule == "one-cycle":
         top, low, end = share - 1, 1 / 25, max(config.final_lr, 1 / 25 / 1e4)
@@ -51,14 +51,14 @@ def learning_rate(config: OptimConfig, update: int, updates: int, epoch_length: 
 
 
 def between(end: float, start: float, part: float) -> float:
-    """Half a cosine from `start` (part 0) to `end` (part 1)."""
+    """Returns the value of half a cosine from `start` (part 0) to `end` (part 1)."""
     return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
 
 
 def make_optimizer(
     task: Any, recipe: Recipe, model: nn.Module, updates: int
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """The task's own optimizer and scheduler where it has them; else those of torch, by the recipe."""
+    """Returns the task's own optimizer and scheduler where it has them; else torch's, by the recipe."""
     config = recipe.optim
     if hasattr(task, "optimizer"):
         optimizer = task.optimizer(model)
@@ -76,12 +76,12 @@ def make_optimizer(
 
 
 def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """A group for each parameter: whether it is decayed, and the factor of its rate.
+    """Returns a group for each parameter: its weight decay and the factor of its learning rate.
 
-    What has less than two dimensions isn't decayed unless decay_1d says so, nor what no_decay names.
-    With `layer_decay` d and n blocks, what comes after the blocks has factor 1, block i from the end d^i, and
-    what comes before them d^(n+1). With muon, matrices and kernels of linear, convolution and attention
-    layers are orthogonal, but those of the first and the last layer, and embeddings.
+    Parameters with fewer than two dimensions aren't decayed unless decay_1d is set, nor those in no_decay.
+    With `layer_decay` d and n blocks, layers after the blocks have factor 1, block i from the end d^i, and
+    layers before them d^(n+1). With muon, the weights of linear, convolution and attention layers are
+    orthogonalized, except the first and the last layer and embeddings.
     """
     names, inside = list(blocks(model)), False
     kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
@@ -116,10 +116,10 @@ def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal by Newton-Schulz (Jordan et al., 2024), of the size of Liu et al., 2025."""
+    """Muon: momentum orthogonalized by Newton-Schulz (Jordan et al., 2024), scaled as in Liu et al., 2025."""
 
     def __init__(self, params: list[dict[str, Any]], config: OptimConfig) -> None:
-        """AdamW takes the groups that aren't orthogonal."""
+        """Hands the groups that aren't orthogonalized to AdamW."""
         super().__init__(params, {"lr": config.lr})
         self._momentum = config.momentum
         rest = [group for group in self.param_groups if not group["orthogonal"]]
@@ -127,7 +127,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """An update."""
+        """Makes an update."""
         assert closure is None
         for group in self.param_groups:
             p = group["params"][0]

@@ -1,13 +1,13 @@
-"""Trains a task as one would by hand in plain PyTorch: what `trainer check` holds the trainer against.
+"""The reference of `trainer check`: trains a task as one would by hand in plain PyTorch.
 
-To be read from top to bottom. It imports nothing of what it checks: no loop, step, optimizer, schedule,
-average, process group or loader of the package. What it shares with a run is named here: the keys of random
-numbers (`trainer.rng`), the task's data, model, loss and metrics, and which samples are in which micro-batch.
+Read it from top to bottom. It imports nothing that it checks: no loop, step, optimizer, schedule, average,
+process group or loader of the package. It shares with a run: the keys of random numbers (`trainer.rng`), the
+task's data, model, loss and metrics, and the assignment of samples to micro-batches.
 
 A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer
-of torch.optim (`formulas`), the average. With several micro-batches in a step, what a forward pass changes
-besides (buffers, frozen parameters) begins each time at the value before the step, and becomes the mean of
-what they made of it.
+of torch.optim (`formulas`), the average. With several micro-batches in a step, buffers and frozen parameters
+that a forward pass changes start each micro-batch at their values before the step; after it they are the mean
+of the values that the micro-batches left.
 """
 
 import math
@@ -34,7 +34,7 @@ Snapshot = dict[
 
 
 class _Samples(NamedTuple):
-    """What a task's loss is given: the fields of `trainer.Batch`."""
+    """A batch as a task's loss takes it: the fields of `trainer.Batch`."""
 
     fields: Mapping[str, torch.Tensor]
     weight: torch.Tensor | None
@@ -51,14 +51,14 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     evaluated: Collection[int],
     nudged: bool = False,
 ) -> list[Snapshot]:
-    """Trains, and returns what there is after each step.
+    """Trains, and returns a snapshot after each step.
 
     Args:
-        order: For each step its micro-batches, each as epochs and numbers of its samples.
-        epoch_length: Steps of an epoch, in which milestones count.
-        evaluated: Steps (from 1) after which it measures.
-        nudged: Whether all is rounded otherwise: it begins from weights that are moved by one unit in their
-            last place, and a third of each gradient is taken three times.
+        order: The micro-batches of each step: epochs and indices of their samples.
+        epoch_length: Steps per epoch; milestones are in epochs.
+        evaluated: Steps (from 1) after which it evaluates.
+        nudged: Whether to round differently: the first weights are moved by one unit in the last place, and
+            each gradient is that of a third of the loss, times three.
     """
     torch.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model: nn.Module = task.model()
@@ -144,7 +144,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: Snapshot) -> Snapshot:
-    """Copies of weights and buffers, of what the optimizer keeps of each parameter, and of the average."""
+    """Copies weights, buffers, the optimizer's state of each parameter, and the average."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     for p, slots in optimizer.state.items():
@@ -154,7 +154,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: Snapsho
 
 
 def losses(task: Any, model: nn.Module, batch: _Samples) -> Snapshot:
-    """The loss of a micro-batch, a sum over its samples; and each of several by name."""
+    """Computes the loss of a micro-batch, a sum over its samples, and each named loss."""
     if names := loss_rows(task):
         every = dict(zip(names, task.loss_parts(model, batch), strict=True))
         first, *others = (part for name, part in every.items() if not name.startswith("watched/"))
@@ -163,7 +163,7 @@ def losses(task: Any, model: nn.Module, batch: _Samples) -> Snapshot:
 
 
 def read(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> _Samples:
-    """Reads samples one by one; `wanted` random numbers of each go to the loss, besides those of the data."""
+    """Reads samples one by one; each gets `wanted` random numbers for the loss, in addition to the data's."""
     count = data.uniforms + wanted
     drawn = uniforms(seed, epochs, samples, count) if count and epochs is not None else None
     rows = []
@@ -183,21 +183,21 @@ def read(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) 
 
 
 def untrained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what no optimizer moves: buffers and frozen parameters, by name."""
+    """Copies the tensors that no optimizer changes: buffers and frozen parameters, by name."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     return {name: t.detach().clone() for name, t in {**dict(model.named_buffers()), **frozen}.items()}
 
 
 @torch.no_grad()
 def put(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gives a model's parameters and buffers of these names these values."""
+    """Sets the parameters and buffers of a model that have these names."""
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
         places[name].copy_(tensor)
 
 
 def mean(before: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of what those micro-batches made of it that changed it; an integer moves by their mean, rounded."""
+    """Averages a tensor over the micro-batches that changed it; an integer changes by their mean, rounded."""
     changed = [one for one in after if not torch.equal(one, before)]
     if not changed:
         return before
@@ -209,7 +209,7 @@ def mean(before: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def measure(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> Snapshot:
-    """Metrics: sums over the evaluation data divided by its items, and what `summarize` makes of rows."""
+    """Computes metrics: sums over the evaluation data divided by its items, and results of `summarize`."""
     data, items, sums, rows = task.evaluation_data, 0, Snapshot(), dict[str, list[torch.Tensor]]()
     model.eval()
     for start in range(0, len(data), size):

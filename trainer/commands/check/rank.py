@@ -9,7 +9,7 @@ from trainer.launch.worker import Worker
 
 
 def main(request: dict[str, Any]) -> int:
-    """Trains one after another; the first rank leaves what came of each in a file."""
+    """Trains the variants one after another; the first rank writes the result of each to a file."""
     rank, folder = int(os.environ["RANK"]), Path(request["folder"])
     os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
 

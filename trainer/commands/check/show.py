@@ -1,4 +1,4 @@
-"""What `trainer check` found, as a table and as JSON."""
+"""The result of `trainer check`, as a table and as JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ from trainer.commands.check.variants import Row
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        name: Of what was checked.
-        about: How it was computed, in a line.
-        rows: One for each thing that was changed: name, what, verdict, detail, tensor, step.
+        name: The recipe or task.
+        about: Device, precision and sizes, in a line.
+        rows: One for each variant: name, what, verdict, detail, tensor, step.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs but what the documentation says."""
+        """Whether no variant differs, other than as documented."""
         return not any(row.verdict == "differs" for row in self.rows)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Report:
 
 
 def about(subject: Subject, draws: bool) -> str:
-    """How it was computed."""
+    """Describes the precision and the sizes of the check."""
     kind = "float64" if subject.double else f"float32 (in float64 {subject.why})"
     drawn = (
         "random numbers of the loss by the run's keys in both"
@@ -44,7 +44,7 @@ def about(subject: Subject, draws: bool) -> str:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The table, and what it comes to."""
+    """Yields the lines of the table, and its summary."""
     yield f"{report.name}: the trainer against plain PyTorch; {report.about}"
     for row in report.rows:
         yield line(row)
@@ -57,11 +57,11 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def line(row: Row) -> str:
-    """One of the table."""
+    """Formats a row of the table."""
     return f"  {row.name:<16} {row.verdict:<13} {row.what}: {row.detail}"
 
 
 def as_json(report: Report) -> str:
-    """All of it."""
+    """Formats the whole report as JSON."""
     rows: Sequence[dict[str, object]] = [asdict(row) for row in report.rows]
     return json.dumps({"name": report.name, "about": report.about, "ok": report.ok, "rows": rows}, indent=2)

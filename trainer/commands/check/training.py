@@ -1,4 +1,4 @@
-"""Trains a few steps of a task as the trainer does, and keeps what there is after each."""
+"""Trains a few steps of a task as the trainer does, with a snapshot after each."""
 
 import contextlib
 import copy
@@ -70,14 +70,14 @@ _SMALL: Edits = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The task to check.
 
     Attributes:
-        name: As it was given.
-        recipe: Of a few small steps.
-        task: Its data cut to a few samples; in float64, if it can be.
+        name: The recipe's or file's name, as typed.
+        recipe: The recipe, cut to a few small steps.
+        task: The task, its data cut to a few samples; in float64 if it can be.
         double: Whether it is in float64.
-        why: Else: why it isn't.
+        why: The reason if it isn't.
         narrow: The task in float32.
     """
 
@@ -89,12 +89,12 @@ class Subject:
     narrow: Any
 
     def single(self) -> "Subject":
-        """The same in float32, which autocast wants."""
+        """The same subject in float32, which autocast needs."""
         return replace(self, task=self.narrow, double=False)
 
     @property
     def eps(self) -> float:
-        """Of what is computed with."""
+        """Machine epsilon of the precision."""
         return float(torch.finfo(torch.float64 if self.double else torch.float32).eps)
 
 
@@ -116,7 +116,7 @@ def open_subject(name: str, recipe: Recipe, task: Task | None = None, double: bo
 
 
 def changed(recipe: Recipe, edits: Edits) -> Recipe:
-    """A recipe with other values for some keys; a section's are put in its place."""
+    """Returns a recipe with other values for some keys; sections are replaced whole."""
     values = recipe.model_dump()
     for name, value in edits.items():
         part, _, key = name.rpartition(".")
@@ -125,7 +125,7 @@ def changed(recipe: Recipe, edits: Edits) -> Recipe:
 
 
 def evaluated(recipe: Recipe, plan: Plan) -> list[int]:
-    """Steps after which a run is evaluated."""
+    """Returns the steps after which a run is evaluated."""
     steps = [0]
     while steps[-1] < plan.steps:
         steps.append(next_evaluation(recipe.evaluation, plan, steps[-1]))
@@ -140,11 +140,11 @@ def train_some(
     stop_after: int | None = None,
     workers: int = 0,
 ) -> list[Snapshot]:
-    """Trains; returns what there is after each step, of steps before a resumed one nothing.
+    """Trains, and returns a snapshot after each step; empty ones for steps before a resumed one.
 
     Args:
-        folder: Where `stop_after` leaves a checkpoint, or what to go on from.
-        workers: What `data.workers=auto` stands for.
+        folder: Run folder, for the checkpoint of `stop_after` or the one to resume from.
+        workers: Loader workers for `data.workers=auto`.
 
     Raises:
         BadInputError: If the trainer refuses it.
@@ -192,7 +192,7 @@ def train_some(
 
 
 def _state(run: Run) -> Snapshot:
-    """Weights, buffers, moments and average, whole, on the first rank; collective."""
+    """Returns weights, buffers, optimizer state and average, unsharded, on the first rank; collective."""
     state = run.state
     tensors = {kind: dict(gather_tensors(state, kind, group)) for kind, group in tensors_of(state).items()}
     names = {id(p): name for name, p in state.model.named_parameters()}
@@ -217,7 +217,7 @@ def _state(run: Run) -> Snapshot:
 
 
 class _InDouble:
-    """What a task's class gets before it: computes in float64, also what it makes of it as float32."""
+    """Mixin before a task's class: computes in float64, and widens results that the task makes as float32."""
 
     def model(self) -> nn.Module:
         model: nn.Module = super().model()  # type: ignore[misc]
@@ -237,7 +237,7 @@ class _InDouble:
 
 
 def _widened(model: nn.Module) -> nn.Module:
-    """A model in float64; tensors that share memory, as `.double()` would not leave them, share it still."""
+    """Converts a model to float64; unlike `.double()`, tensors that share memory still share it."""
     found = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     if any(tensor.is_meta for tensor in found):
         return model.double()
@@ -263,7 +263,7 @@ def _wide(batch: Any) -> Any:
 
 
 class _Doubled(TorchFunctionMode):
-    """Within it whoever asks for float32 gets float64."""
+    """Context manager that gives float64 to code that asks torch for float32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -287,7 +287,7 @@ def _doubled() -> Iterator[None]:
 
 
 class _Narrow(TorchDispatchMode):
-    """Notes the first operation whose result is less than float64."""
+    """Context manager that notes the first operation whose result has less than float64."""
 
     first = ""
 
@@ -303,7 +303,7 @@ class _Narrow(TorchDispatchMode):
 
 
 def _not_in_double(task: Any) -> str:
-    """Why a task can't compute in float64, or ""."""
+    """Returns why a task can't compute in float64, or ""."""
     wide, few = _in_double(task), np.arange(min(_TRIED, len(task.train_data)))
     try:
         model, seen = wide.model().train(), _Narrow()  # type: ignore[no-untyped-call]
@@ -339,7 +339,7 @@ class _First:
 
 
 def _cut(task: Any) -> Any:
-    """A copy of a task with less data."""
+    """Copies a task with fewer samples."""
     cut = copy.copy(task)
     cut.train_data = _few(task.train_data)
     if not _wants_all(task):
@@ -350,12 +350,12 @@ def _cut(task: Any) -> Any:
 
 
 def _wants_all(task: Any) -> bool:
-    """Whether somebody's `summarize` may hold its rows against what it knows of all samples."""
+    """Whether a user's `summarize` may compare its records with the whole data set."""
     return isinstance(task, CustomTask) and hasattr(task, "summarize")
 
 
 def _few(data: Any) -> Any:
-    """Its first samples, but where their order hangs on how they lie in files."""
+    """Returns the first samples; all of them where the sample order depends on buckets or files."""
     ordered = bool(getattr(data, "buckets", None)) or getattr(data, "records", None) is not None
     if len(data) <= SAMPLES or ordered:
         return data

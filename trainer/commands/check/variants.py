@@ -1,4 +1,4 @@
-"""What is changed, one thing at a time, and what is made of what differs then."""
+"""The variants of `trainer check`, one changed setting each, and the verdict on each."""
 
 import contextlib
 import io
@@ -29,15 +29,15 @@ _HALF = STEPS // 2
 
 
 class Variant(NamedTuple):
-    """A training that is compared.
+    """A training with one changed setting, to be compared.
 
     Attributes:
-        name: For --only.
-        what: Is changed, in a few words.
-        edits: Of the configuration.
-        where: In this process, on two ranks of a launch, or in a fresh process.
-        same_as: The variant that it must equal bit for bit; "": it is held against the plain loop.
-        resumed: Whether it goes on from a checkpoint that this process leaves.
+        name: Its name for --only.
+        what: The changed setting, in a few words.
+        edits: Changed keys of the configuration.
+        where: Place of training: this process, two ranks of a launch, or a fresh process.
+        same_as: The variant that it must equal bit for bit; "": it is compared with the plain loop.
+        resumed: Whether it resumes from a checkpoint that this process wrote.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Row:
     """A line of the table.
 
     Attributes:
-        name: Of the variant.
-        what: Was changed.
-        verdict: equal; documented: it differs as the documentation says; differs; or not compared.
-        detail: To what bound, what differs first and after which step, or why not.
-        tensor: That differs first, or "".
-        step: After which it differs, or 0.
+        name: Name of the variant.
+        what: The changed setting.
+        verdict: equal; documented (differs as the documentation says); differs; or not compared.
+        detail: The bound; the first difference and its step; or why it wasn't compared.
+        tensor: The first tensor that differs, or "".
+        step: The step after which it differs, or 0.
     """
 
     name: str
@@ -99,12 +99,12 @@ Launch = Callable[[Subject, list[Variant], Path], dict[str, Trained]]
 def check_all(
     subject: Subject, only: Collection[str], launches: dict[str, Launch | str], tell: Callable[[str], object]
 ) -> Iterator[Row]:
-    """Trains and compares, and yields a row for each variant.
+    """Trains and compares all variants, and yields a row for each.
 
     Args:
-        only: Their names; empty: all.
-        launches: For "ranks" and "fresh" what trains such variants; or why none can be.
-        tell: Told what is under way.
+        only: Names of variants to run; empty: all.
+        launches: The launch for "ranks" and for "fresh", or why there is none.
+        tell: Called with the name of each variant as it starts.
     """
     chosen = [variant for variant in VARIANTS if not only or variant.name in only]
     found, references = dict[str, Trained](), dict[str, tuple[list[Snapshot], list[Snapshot]]]()
@@ -160,12 +160,12 @@ def check_all(
 
 
 def of(subject: Subject, edits: Edits) -> Subject:
-    """In float32 where autocast is to lower that."""
+    """Returns the subject for these edits: in float32 where autocast is to lower that."""
     return subject.single() if "precision.mode" in edits else subject
 
 
 def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[Snapshot]:
-    """The plain loop, with the samples that the plan names."""
+    """Trains by the plain loop, with the samples that the plan gives."""
     recipe, task = changed(subject.recipe, edits), of(subject, edits).task
     torch.set_num_threads(int(recipe.parallel.threads))
     plan, order = make_plan(recipe, task), []
@@ -179,7 +179,7 @@ def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[
 
 
 def tried(train: Callable[[], list[Snapshot]]) -> Trained:
-    """What it gives, or in a line why it doesn't."""
+    """Returns the result of a training, or its error as one line."""
     try:
         with (
             torch.random.fork_rng(devices=[]),
@@ -199,7 +199,7 @@ def _line(error: Exception) -> str:
 def _launched(
     subject: Subject, variants: list[Variant], launch: Launch | str, folder: Path
 ) -> dict[str, Trained]:
-    """Trains variants in processes of their own; what can't be trained there says why."""
+    """Trains variants in other processes; one that can't be trained there gets its error instead."""
     if isinstance(launch, str):
         return {variant.name: launch for variant in variants}
     found, able = dict[str, Trained](), []
@@ -253,7 +253,7 @@ def _against_plain(
 
 
 def why(subject: Subject) -> str:
-    """Why several micro-batches in a step give something else than one, in plain PyTorch too."""
+    """Explains why several micro-batches per step give another result than one, in plain PyTorch too."""
     model = subject.task.model().train()
     if any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
         return "BatchNorm sees one micro-batch at a time"

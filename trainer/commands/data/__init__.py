@@ -18,7 +18,7 @@ _SHOWN = 20
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `data`, and what is below it, to the commands."""
+    """Adds `data` and its subcommands to the commands."""
     data = commands.add_parser("data", help="pack, index, verify and describe data sets", allow_abbrev=False)
     kinds = data.add_subparsers(required=True, metavar="WHAT")
 
@@ -106,7 +106,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _parts(source: Path) -> list[tuple[str, Path]]:
-    """Splits of a data set with their paths, or the path itself under an empty name."""
+    """Lists the splits of a data set with their paths, or the path itself under an empty name."""
     found = []
     for split in _SPLITS:
         names = (split, f"{split}.parquet", f"{split}.csv")
@@ -186,7 +186,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _unreadable(records: Any, samples: Any) -> str:
-    """How many samples of a pack are stored as they were, and why the first is."""
+    """Says how many samples of a pack are stored undecoded, and why the first is."""
     from trainer.data.corrupt import Corrupt
     from trainer.data.formats.decode import whole
 

@@ -1,8 +1,8 @@
-"""`trainer doctor`: what is wrong with the box, said before it hurts.
+"""`trainer doctor`: finds faults of the machine, container and configuration before a run meets them.
 
-It never imports torch, which may be what is broken. `doctor` reads the box as `facts`, and asks the checks:
-`gpu`, `software`, `resources`, `storage`, `network`. `needs` is what a recipe asks of the box,
-`show` tells what was found.
+It never imports torch, which may be what is broken. `doctor` reads the machine into `facts` and runs the
+checks: `gpu`, `software`, `resources`, `storage`, `network`. `needs` computes what a recipe requires; `show`
+prints the findings.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`trainer doctor`: reads the box, asks every check, says what is wrong and how to mend it."""
+"""Runs `trainer doctor`: reads the machine, runs every check, prints each fault with its remedy."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ CHECKS: tuple[tuple[str, Callable[[MachineFacts], CheckResult]], ...] = (
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Prints what was found; returns the exit code: 1 if anything is bad.
+    """Prints the findings; returns the exit code: 1 if any is bad.
 
     Raises:
-        BadInputError: If the recipe, a setting or the folder isn't one.
+        BadInputError: If the recipe, a setting or the folder is wrong.
     """
     began = time.monotonic()
     if options.set and options.recipe is None:
         raise BadInputError(f"--set {options.set[0]}: name a recipe, as in trainer doctor digits --set …")
     recipe = None
-    if options.recipe is not None:  # pydantic takes as long as all the rest
+    if options.recipe is not None:  # importing pydantic takes as long as all the rest
         from trainer.commands.doctor.needs import read_for_needs
 
         recipe = read_for_needs(options.recipe, options.set)
@@ -63,12 +63,12 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def judge(box: MachineFacts) -> dict[str, CheckResult]:
-    """What each check finds, by its id; a check that fails has found that it can't be made here."""
+    """Runs each check and returns the results by id; a check that raises is reported as unavailable."""
     found = {}
     for name, check in CHECKS:
         try:
             found[name] = check(box)
-        except Exception as error:  # no check is worth the others
+        except Exception as error:  # a failed check must not hide the others
             found[name] = unavailable(f"it can't be checked here ({type(error).__name__}: {error})")
     return found
 
@@ -81,15 +81,15 @@ def read_box(
     environ: Mapping[str, str] | None = None,
     nvml: Any = None,
 ) -> MachineFacts:
-    """Looks at everything; takes about a second.
+    """Reads all facts; takes about a second.
 
     Args:
-        name: Of the recipe, if one was given.
-        recipe: What it says; None without one.
-        out: The run folder, or that of all runs.
+        name: Name of the recipe, if one was given.
+        recipe: The recipe; None without one.
+        out: The run folder, or the folder of all runs.
         root: Folder that stands for "/".
-        environ: By default this process's.
-        nvml: A module in place of pynvml.
+        environ: Environment variables; by default this process's.
+        nvml: The pynvml module, or a stand-in.
     """
     environ = os.environ if environ is None else environ
     limits = read_limits(root)

@@ -1,7 +1,7 @@
-"""What the doctor read of the box, as values, and what a check makes of them.
+"""Facts that the doctor reads, and results of its checks.
 
-Reading and judging are apart: the modules by subject hold a reader, which looks at the box, and checks, which
-are pure functions of a `MachineFacts`.
+Each module by subject has a reader, which looks at the machine, and checks, which are pure functions of
+`MachineFacts`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Place = Literal["container", "kubernetes", "slurm", "host"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
-        status: ok, warn (it trains, but), bad (it won't, or wrongly), not available (with the reason).
-        finding: What there is, in one line.
+        status: ok, warn (training works, degraded), bad (it fails or computes wrongly), not available.
+        finding: The observed state, in one line; the reason if not available.
         cause: Why that matters; empty if all is well.
-        remedies: The line to write, by place; that of the host also helps where a place has none of its own.
+        remedies: The command or line to write, by place; the host's also serves places without one.
     """
 
     status: Status
@@ -35,38 +35,38 @@ class CheckResult:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
     def remedy(self, place: Place) -> str:
-        """The line for who is at this place."""
+        """Returns the remedy for this place."""
         return self.remedies.get(place) or self.remedies.get("host", "")
 
 
 def fine(finding: str) -> CheckResult:
-    """Nothing wrong."""
+    """Result: ok."""
     return CheckResult("ok", finding)
 
 
 def warn(finding: str, cause: str, **remedies: str) -> CheckResult:
-    """It trains, but."""
+    """Result: training works but is degraded."""
     return CheckResult("warn", finding, cause, remedies)
 
 
 def bad(finding: str, cause: str, **remedies: str) -> CheckResult:
-    """It won't train, or not right."""
+    """Result: training fails, or computes wrongly."""
     return CheckResult("bad", finding, cause, remedies)
 
 
 def unavailable(reason: str) -> CheckResult:
-    """It can't be looked at here, or there is nothing to look at."""
+    """Result: this can't be examined here, or there is nothing to examine."""
     return CheckResult("not available", reason)
 
 
 def some(words: Iterable[str], most: int = 4) -> str:
-    """The first few of a list."""
+    """Joins the first few entries of a list."""
     listed = list(words)
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
 def variable(name: str, value: str) -> dict[str, str]:
-    """The remedy that sets a variable, by place."""
+    """Returns the remedy that sets an environment variable, by place."""
     return {
         "container": f"docker run -e {name}={value} …",
         "kubernetes": f"env: [{{name: {name}, value: '{value}'}}]",
@@ -75,12 +75,12 @@ def variable(name: str, value: str) -> dict[str, str]:
 
 
 def pod_volume(name: str, source: str, path: str) -> str:
-    """The lines of a pod that mount a volume, as one.
+    """Returns the lines of a pod that mount a volume, as one.
 
     Args:
-        name: Of the volume.
-        source: What it is, such as "emptyDir: {}".
-        path: Where it is mounted.
+        name: Name of the volume.
+        source: Its source, such as "emptyDir: {}".
+        path: The mount point.
     """
     mounts = f"containers: [{{volumeMounts: [{{name: {name}, mountPath: {path}}}]}}]"
     return f"spec: {{volumes: [{{name: {name}, {source}}}], {mounts}}}"
@@ -88,79 +88,79 @@ def pod_volume(name: str, source: str, path: str) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that the job may use, as NVML tells."""
+    """A GPU that the job may use, as NVML describes it."""
 
     index: int  # NVML's number
     name: str  # the model
-    architecture: str = ""  # such as sm_90; "" if it doesn't tell
+    architecture: str = ""  # such as sm_90; "" if unknown
     total: int = 0  # bytes of memory
-    used: int = 0  # bytes of it that are taken
+    used: int = 0  # bytes in use
     data_center: bool = True  # whether forward compatibility may work with it
-    lost: str = ""  # why it doesn't answer; "" if it does
+    lost: str = ""  # error if it doesn't answer, else ""
 
 
 @dataclass(frozen=True)
 class Gpus:
     """NVIDIA's driver and GPUs."""
 
-    problem: str = ""  # what NVML said when it was started; "" if it started
-    code: int = 0  # NVML's number of that, 0 if it started
-    driver: str = ""  # the version in use by NVML
-    # the version of the loaded kernel module, which a container without GPUs sees as well; ""
+    problem: str = ""  # error of NVML's start, or ""
+    code: int = 0  # NVML's error code, or 0
+    driver: str = ""  # version of the driver's library
+    # version of the loaded kernel module, visible in a container without GPUs too; or ""
     kernel: str = ""
-    nodes: bool = False  # whether /dev/nvidiactl is there
-    cards: tuple[Card, ...] = ()  # those that the job may use
-    wrong: str = ""  # the first word of CUDA_VISIBLE_DEVICES that names no GPU; ""
+    nodes: bool = False  # whether /dev/nvidiactl exists
+    cards: tuple[Card, ...] = ()  # GPUs that the job may use
+    wrong: str = ""  # first word of CUDA_VISIBLE_DEVICES that names no GPU, or ""
     # versions of libcuda in folders of forward compatibility that the loader searches first
     compat: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class System:
-    """What the kernel grants and does, and to whom."""
+    """Limits and features of the kernel, and the user of the process."""
 
     machine_cpus: int = 1  # CPUs of the machine
-    # share of the quota's periods so far in which it stopped the container; None: no quota
+    # fraction of the quota's periods so far in which the container was throttled; None: no quota
     throttled: float | None = None
-    available: int = 0  # bytes of memory that are free or could be, within the limit
-    oom_kills: int = 0  # processes of this cgroup that were killed for memory so far
+    available: int = 0  # bytes of memory that are free or can be reclaimed, within the limit
+    oom_kills: int = 0  # processes of this cgroup killed so far because memory was full
     overcommit: int = 0  # vm.overcommit_memory
-    commit_left: int = 0  # bytes that may still be promised, where overcommit is 2
+    commit_left: int = 0  # bytes that can still be reserved, where overcommit is 2
     ipc_lock: bool = False  # whether this process may lock memory beyond its limit
-    shm: int | None = None  # size of /dev/shm in bytes; None: it isn't there or can't be written
+    shm: int | None = None  # size of /dev/shm in bytes; None: it is missing or can't be written
     # soft limits by name (nofile, nproc, memlock); infinity is -1
     rlimits: Mapping[str, int] = field(default_factory=dict)
     uid: int = 0  # user number
     user: str = ""  # its name in the password file; "" if it has none
-    home_error: str = ""  # why $HOME can't be written; ""
+    home_error: str = ""  # error of writing to $HOME, or ""
 
 
 @dataclass(frozen=True)
 class Software:
-    """The packages."""
+    """Installed packages."""
 
     # version of each distribution, by canonical name
     installed: Mapping[str, str] = field(default_factory=dict)
-    twice: tuple[str, ...] = ()  # distributions of which there are several versions
-    torch: str = ""  # torch's own version, from its files; "" if it isn't there
+    twice: tuple[str, ...] = ()  # distributions installed in several versions
+    torch: str = ""  # torch's version, from its files; "" without torch
     cuda: str = ""  # the CUDA that torch is built for; "" for none
-    # exact versions that torch says it needs, by canonical name
+    # exact versions that torch requires, by canonical name
     wanted: Mapping[str, str] = field(default_factory=dict)
-    lock: str = ""  # SHA-256 of the lock that this environment was installed from; "" if nobody knows
+    lock: str = ""  # SHA-256 of the lock that this environment was installed from; "" if unknown
     changing: bool = False  # whether an installer was interrupted
     leaked: tuple[str, ...] = ()  # distributions in the user's own site-packages, if Python looks there
     shadowed: tuple[str, ...] = ()  # packages that PYTHONPATH puts before the installed ones, with the folder
     searched: tuple[str, ...] = ()  # CUDA, cuDNN and NCCL libraries in LD_LIBRARY_PATH or LD_PRELOAD
-    uncompiled: str = ""  # what torch.compile lacks of a compiler and Python's headers; "" if nothing
+    uncompiled: str = ""  # compiler or headers that torch.compile lacks; "" if none
 
     def stack(self) -> Stack | None:
-        """The stack that it was made from, or that has its torch."""
+        """Returns the stack that the environment was made from, or one with the same torch."""
         return stack_of(self.lock, self.torch, self.cuda, read_stacks())
 
 
 @dataclass(frozen=True)
 class Network:
-    """What ranks talk through."""
+    """Interfaces and libraries by which ranks communicate."""
 
     interfaces: tuple[str, ...] = ()  # names, without loopback
     infiniband: tuple[str, ...] = ()  # active ports in /sys/class/infiniband
@@ -172,13 +172,13 @@ class Network:
 
 @dataclass(frozen=True)
 class RecipeNeeds:
-    """What of a recipe the box must bear."""
+    """Requirements of a recipe."""
 
     recipe: str = ""  # its name; "" if none was given
     workers: int = 0  # loader workers per rank
-    prefetch: int = 4  # batches that each prepares ahead
-    batch_bytes: int = 0  # of a micro-batch, in uint8
-    loader_bytes: int = 0  # what the loaders of all ranks take of memory, processes included
+    prefetch: int = 4  # batches that a loader worker prepares ahead
+    batch_bytes: int = 0  # bytes of a micro-batch in uint8
+    loader_bytes: int = 0  # memory of all ranks' loaders, processes included
     compiles: bool = False  # whether it uses torch.compile
     ranks: int = 1  # processes on this host
     strategy: str = "ddp"  # parallel.strategy
@@ -186,13 +186,13 @@ class RecipeNeeds:
 
     @property
     def ahead(self) -> int:
-        """Bytes that the workers of all ranks prepare ahead: a plain DataLoader puts them into /dev/shm."""
+        """Bytes that all loader workers prepare ahead: a plain DataLoader puts them into /dev/shm."""
         return self.ranks * self.workers * self.prefetch * self.batch_bytes
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All that was read."""
+    """All facts."""
 
     environ: Mapping[str, str]
     limits: Limits

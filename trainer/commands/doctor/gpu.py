@@ -1,4 +1,4 @@
-"""GPUs: the driver, the cards, and whether the installed stack is made for them."""
+"""GPUs: the driver, the cards, and whether the installed stack supports them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _CONSUMER = {5, 6, 15, 16}
 
 
 def read_gpus(module: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
-    """Asks NVML, and the files that the driver leaves without it.
+    """Reads GPUs from NVML, and from the driver's files without it.
 
     Args:
-        module: In place of pynvml.
+        module: The pynvml module, or a stand-in.
         root: Folder that stands for "/".
-        environ: For CUDA_VISIBLE_DEVICES and LD_LIBRARY_PATH.
+        environ: Environment variables: CUDA_VISIBLE_DEVICES and LD_LIBRARY_PATH.
     """
     kernel = re.search(r"Module.*?\s(\d+\.\d+[.\d]*)", text_of(root / "proc/driver/nvidia/version"))
     seen = Gpus(
@@ -78,7 +78,7 @@ def _card(nvml: Nvml, gpu: Any, place: int) -> Card:
 
 
 def _compat(root: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Versions of libcuda in folders named compat that the dynamic loader looks into before the driver's."""
+    """Returns versions of libcuda in folders named compat that the dynamic loader searches first."""
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if "compat" in folder]
     for file in sorted((root / "etc/ld.so.conf.d").glob("*.conf")):
         folders += [line.strip() for line in text_of(file).splitlines() if "compat" in line]
@@ -98,7 +98,7 @@ def nvml(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         return bad(
             f"NVML: {gpus.problem}",
             "the driver was updated under its loaded kernel module, or a container has another one's library",
-            host="on the host: sudo reboot   (or reload the module nvidia); then start containers anew",
+            host="on the host: sudo reboot   (or reload the module nvidia); then restart the containers",
         )
     if gpus.code == _NO_PERMISSION:
         return bad(
@@ -134,7 +134,7 @@ def nvml(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
 
 
 def visible(box: MachineFacts) -> CheckResult:
-    """Whether CUDA_VISIBLE_DEVICES names GPUs that there are."""
+    """Whether CUDA_VISIBLE_DEVICES names existing GPUs."""
     words = box.environ.get("CUDA_VISIBLE_DEVICES")
     if box.gpus.problem:
         return unavailable("no GPU can be asked for")
@@ -166,7 +166,7 @@ def lost(box: MachineFacts) -> CheckResult:
 
 
 def driver(box: MachineFacts) -> CheckResult:
-    """The driver against the installed stack's floor; names the stack that would fit."""
+    """Compares the driver with the minimum of the installed stack; names the stack that would fit."""
     gpus, stacks = box.gpus, read_stacks()
     if not gpus.driver:
         return unavailable("no driver answers")
@@ -191,7 +191,7 @@ def driver(box: MachineFacts) -> CheckResult:
 
 
 def _best(gpus: Gpus) -> str:
-    """The newest stack for a driver and the GPUs that there are; ""."""
+    """Returns the newest stack for a driver and GPUs; "" if none fits."""
     there = {card.architecture for card in gpus.cards if card.architecture}
     return fitting(gpus.driver, there, read_stacks())
 
@@ -227,7 +227,7 @@ def architecture(box: MachineFacts) -> CheckResult:
 
 
 def compat(box: MachineFacts) -> CheckResult:
-    """The state of forward compatibility (cuda-compat)."""
+    """State of forward compatibility (cuda-compat)."""
     gpus = box.gpus
     if not gpus.driver:
         return unavailable("no driver answers")
@@ -255,7 +255,7 @@ def compat(box: MachineFacts) -> CheckResult:
 
 
 def memory(box: MachineFacts) -> CheckResult:
-    """Whether somebody else fills the GPUs."""
+    """Whether other processes fill the GPUs."""
     cards = [card for card in box.gpus.cards if card.total]
     if not cards:
         return unavailable("no GPU")

@@ -1,4 +1,4 @@
-"""Reads what the kernel grants, and to whom: CPUs, memory, ulimits. From proc(5) and cgroup-v{1,2}.rst."""
+"""Reads what the kernel grants: CPUs, memory, ulimits, user. Sources: proc(5), cgroup-v{1,2}.rst."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _IPC_LOCK = 14  # the number of the capability, linux/capability.h
 
 
 def read_system(root: Path, limits: Limits, environ: Mapping[str, str]) -> System:
-    """Reads it.
+    """Reads the facts of the kernel.
 
     Args:
         root: Folder that stands for "/".
-        limits: What was read below it.
-        environ: For HOME.
+        limits: Limits of the container below `root`.
+        environ: Environment variables: HOME.
     """
     memory = figures_in(text_of(root / "proc/meminfo"))
     available = _room(root, memory.get("MemAvailable", 0))
@@ -48,7 +48,7 @@ def read_system(root: Path, limits: Limits, environ: Mapping[str, str]) -> Syste
 
 
 def _room(root: Path, free: int) -> int:
-    """Bytes that are left below the memory limit, and in the machine."""
+    """Returns the bytes that are free below the memory limit and in the machine."""
     room = read_room(root)
     left = room.limit_bytes - room.others_bytes
     return min(left, free or left)

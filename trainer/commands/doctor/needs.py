@@ -1,4 +1,4 @@
-"""What of a recipe the box must bear."""
+"""Requirements of a recipe, for the checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _USUAL_BATCH = 64
 
 
 def read_for_needs(recipe: str, settings: Sequence[str]) -> Recipe:
-    """Reads a recipe as `trainer train` would; a micro-batch that is chosen later is a usual one here.
+    """Reads a recipe as `trainer train` would; a usual micro-batch size stands in for `auto`.
 
     Raises:
         BadInputError: For the first thing that is wrong.
@@ -27,13 +27,13 @@ def read_for_needs(recipe: str, settings: Sequence[str]) -> Recipe:
 
 
 def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeNeeds:
-    """What a run of it would want here.
+    """Computes the requirements of a run on this machine.
 
     Args:
-        name: Of the recipe.
-        recipe: What it says.
-        limits: Of the container.
-        gpus: Which give the number of ranks.
+        name: Name of the recipe.
+        recipe: The recipe.
+        limits: Limits of the container.
+        gpus: The GPUs: one rank each.
     """
     ranks = max(1, len(gpus.cards)) if recipe.device != "cpu" else 1
     data, compiles = recipe.data, recipe.compile.mode != "none"

@@ -1,4 +1,4 @@
-"""What ranks talk through."""
+"""Interfaces and libraries by which ranks communicate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.host.reading import kind_of
 
 
 def read_network(root: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Network:
-    """Looks at interfaces and InfiniBand; sends nothing.
+    """Reads interfaces and InfiniBand devices; sends nothing.
 
     Args:
         root: Folder that stands for "/".
@@ -46,7 +46,7 @@ def read_network(root: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Networ
 
 
 def verbs_devices(load: Callable[[str], Any]) -> tuple[str, ...] | None:
-    """The devices that libibverbs lists, as NCCL asks it; None where it can't be loaded.
+    """Returns the devices that libibverbs lists, as NCCL sees them; None where it can't be loaded.
 
     NCCL isn't linked against it but opens it by name, and without it goes over TCP, without an error.
     """
@@ -95,13 +95,13 @@ def nccl(box: MachineFacts) -> CheckResult:
 
 
 def _names(word: str, known: tuple[str, ...]) -> bool:
-    """Whether one of NCCL's words means an interface: by its first letters, or with = all of them."""
+    """Whether a word of NCCL_SOCKET_IFNAME or the like matches an interface: by prefix, or with = exactly."""
     name = word.removeprefix("=")
     return any(one == name if word.startswith("=") else one.startswith(name) for one in known)
 
 
 def infiniband(box: MachineFacts) -> CheckResult:
-    """Whether InfiniBand can be used, if it is there."""
+    """Whether InfiniBand can be used, where there is any."""
     network = box.network
     if not network.infiniband:
         return unavailable("no active InfiniBand port")

@@ -1,4 +1,4 @@
-"""CPUs, memory, shared memory, ulimits, the user: what the container is given against what a run wants."""
+"""CPUs, memory, shared memory, ulimits, the user: what the container grants against what a run needs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _ranks(count: int) -> str:
 
 
 def _tasks(box: MachineFacts) -> int:
-    """Processes and threads that the run takes."""
+    """Returns the number of processes and threads that the run starts."""
     return box.needs.ranks * (TASKS_PER_RANK + TASKS_PER_WORKER * box.needs.workers)
 
 
 def quota(box: MachineFacts) -> CheckResult:
-    """The CPU quota against the planned ranks and workers, and whether it bites."""
+    """Compares the CPU quota with the planned ranks and loader workers, and reads whether it throttled."""
     cpus, needs, throttled = box.limits.cpus, box.needs, box.system.throttled
     wanted = max(needs.ranks * (needs.workers + 1), 1)
     remedies = {"host": f"--set data.workers={max(0, math.floor(cpus / needs.ranks) - 1)}"}
@@ -79,7 +79,7 @@ def quota(box: MachineFacts) -> CheckResult:
 
 
 def memory(box: MachineFacts) -> CheckResult:
-    """The memory limit against what the recipe prepares ahead, and whether it killed already."""
+    """Compares the memory limit with the recipe's prefetch; counts earlier kills by the kernel."""
     system, limits, needs = box.system, box.limits, box.needs
     if not limits.memory_bytes:
         return unavailable("the system doesn't tell its memory")
@@ -118,12 +118,12 @@ def _more_memory(source: str, wanted: float) -> dict[str, str]:
 
 
 def overcommit(box: MachineFacts) -> CheckResult:
-    """Whether the kernel refuses memory that is only reserved."""
+    """Whether the kernel refuses memory that is reserved but not used."""
     system = box.system
     if system.overcommit == 2 and system.commit_left < 16 * GIB:
         return warn(
             f"vm.overcommit_memory=2, and {rough_size(max(0, system.commit_left))} may still be reserved",
-            "CUDA reserves as much address space as there is memory, and each worker as much as its rank has",
+            "CUDA reserves as much address space as there is memory; a loader worker, as much as its rank",
             host="on the host: sudo sysctl vm.overcommit_memory=0",
         )
     return fine(f"vm.overcommit_memory={system.overcommit}")
@@ -148,7 +148,7 @@ def memlock(box: MachineFacts) -> CheckResult:
 
 
 def shared(box: MachineFacts) -> CheckResult:
-    """/dev/shm against what the recipe, NCCL and other libraries put there."""
+    """Compares /dev/shm with what the recipe, NCCL and other libraries put there."""
     total, free, needs = box.system.shm, box.limits.shm_bytes, box.needs
     several = len(box.gpus.cards) > 1
     gib = max(1, math.ceil(needs.ahead / GIB))
@@ -172,7 +172,7 @@ def shared(box: MachineFacts) -> CheckResult:
     if needs.ahead > free:
         return warn(
             said,
-            f"a plain DataLoader with the workers of {needs.recipe} would put {rough_size(needs.ahead)} "
+            f"a plain DataLoader with the data.workers of {needs.recipe} would put {rough_size(needs.ahead)} "
             f"there and end with a bus error; {own}",
             **remedies,
         )
@@ -180,7 +180,7 @@ def shared(box: MachineFacts) -> CheckResult:
 
 
 def pids(box: MachineFacts) -> CheckResult:
-    """How many processes and threads the container may have."""
+    """Compares the limit of processes and threads with the run's."""
     most, needs, wanted = box.limits.pids, box.needs, _tasks(box)
     if most is None:
         return fine("processes aren't limited by a cgroup")
@@ -216,13 +216,13 @@ def _ulimit(box: MachineFacts, name: str, letter: str, least: int, cause: str, w
 
 
 def nofile(box: MachineFacts) -> CheckResult:
-    """Open files."""
-    cause = "each rank holds sockets, shards and two pipes for each worker; then 'Too many open files'"
+    """Limit of open files."""
+    cause = "each rank holds sockets, shards and two pipes for each loader worker; then 'Too many open files'"
     return _ulimit(box, "nofile", "n", 1024, cause, "open files")
 
 
 def nproc(box: MachineFacts) -> CheckResult:
-    """Processes of this user."""
+    """Limit of the user's processes."""
     cause = "threads count, and so do all of this user's processes: 'Resource temporarily unavailable'"
     return _ulimit(box, "nproc", "u", max(1024, _tasks(box)), cause, "processes of this user")
 
@@ -250,7 +250,7 @@ def user_home(box: MachineFacts) -> CheckResult:
 
 
 def strategy(box: MachineFacts) -> CheckResult:
-    """How ranks share the model: whether this torch can, and which links the groups of hsdp use."""
+    """Whether this torch supports the recipe's sharding, and which links the groups of hsdp use."""
     needs = box.needs
     if needs.strategy == "ddp":
         return fine(f"ddp: each of {_ranks(needs.ranks)} here holds the whole model")

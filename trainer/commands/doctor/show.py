@@ -1,4 +1,4 @@
-"""What the doctor found, for people: problems first."""
+"""Prints the doctor's findings: problems first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLORS = {"bad": "red", "warn": "yellow"}
 
 
 def show(found: Mapping[str, CheckResult], place: Place, seconds: float) -> None:
-    """Prints what is wrong, with the remedy for this place; then how many checks found nothing."""
+    """Prints each problem with the remedy for this place, then the number of checks that passed."""
     console = Console()
     for name, one in sorted(found.items(), key=lambda item: item[1].status != "bad"):
         if one.status in _COLORS:
@@ -30,7 +30,7 @@ def show(found: Mapping[str, CheckResult], place: Place, seconds: float) -> None
 
 
 def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> Place:
-    """Where this runs: in a job of Slurm, in a pod, in another container, or on the machine itself."""
+    """Returns where this process runs: in a Slurm job, a pod, another container, or on the machine itself."""
     if "SLURM_JOB_ID" in environ:
         return "slurm"
     if "KUBERNETES_SERVICE_HOST" in environ or kind_of(root / "var/run/secrets/kubernetes.io"):
@@ -40,7 +40,7 @@ def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> Place:
 
 
 def summary(found: Mapping[str, CheckResult], seconds: float) -> str:
-    """How many checks found nothing, and which couldn't look."""
+    """Says how many checks passed, and which weren't available."""
     counts = {
         status: [name for name, one in found.items() if one.status == status]
         for status in ("ok", "bad", "warn", "not available")

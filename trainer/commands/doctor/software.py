@@ -1,4 +1,4 @@
-"""Python and the packages: is what runs what was locked, and one of each?"""
+"""Python and its packages: whether the locked ones are installed, and each only once."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def read_software(
     environ: Mapping[str, str] | None = None,
     gpu: bool = False,
 ) -> Software:
-    """Looks at the files of the packages; nothing is imported.
+    """Reads the packages from their files; nothing is imported.
 
     Args:
-        paths: Where Python looks for packages; by default sys.path.
-        prefix: Of the environment; by default sys.prefix.
+        paths: Python's search path; by default sys.path.
+        prefix: Prefix of the environment; by default sys.prefix.
         user_site: The user's own site-packages.
-        environ: By default this process's.
-        gpu: Whether compilers are wanted for a GPU.
+        environ: Environment variables; by default this process's.
+        gpu: Whether compilers for a GPU are needed.
     """
     environ = os.environ if environ is None else environ
     paths = sys.path if paths is None else paths
@@ -93,7 +93,7 @@ def _here() -> str:
 
 
 def _distributions(folder: Path) -> list[tuple[str, str]]:
-    """Canonical name and version of what is installed in a folder, from the names of the folders in it."""
+    """Returns canonical name and version of a folder's packages, from the names of their metadata folders."""
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def _distributions(folder: Path) -> list[tuple[str, str]]:
 
 
 def _wanted(folder: Path) -> dict[str, str]:
-    """The exact versions of CUDA's libraries and Triton that the installed torch asks for."""
+    """Returns the exact versions of CUDA's libraries and Triton that the installed torch requires."""
     for file in folder.glob("torch-*.dist-info/METADATA"):
         exact = re.findall(r"^Requires-Dist: ([\w.-]+)==([\w.]+)", text_of(file), re.MULTILINE)
         return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in exact}
@@ -137,7 +137,7 @@ def _searched(environ: Mapping[str, str]) -> list[str]:
 
 
 def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
-    """Whether the packages are those of the lock."""
+    """Whether the installed packages are the locked ones."""
     software, stacks = box.software, read_stacks()
     release, installed = software.torch.partition("+")[0], software.installed
     dist = installed.get("torch", release)
@@ -187,7 +187,7 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
 
 
 def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
-    """Whether there is one CUDA, cuDNN and NCCL, and those that torch was built for."""
+    """Whether CUDA, cuDNN and NCCL are installed once each, in the versions that torch was built for."""
     software = box.software
     if not software.torch:
         return unavailable("there is no torch")
@@ -241,7 +241,7 @@ def compiler(box: MachineFacts) -> CheckResult:
 
 
 def user_site(box: MachineFacts) -> CheckResult:
-    """Whether packages of the user's own get in."""
+    """Whether the user's own site-packages are on the search path."""
     leaked = box.software.leaked
     if not leaked:
         return fine("no package comes from the user's own site-packages")
@@ -256,7 +256,7 @@ def user_site(box: MachineFacts) -> CheckResult:
 
 
 def path(box: MachineFacts) -> CheckResult:
-    """Whether a folder hides installed packages."""
+    """Whether a folder on the search path hides installed packages."""
     if box.software.shadowed:
         return bad(
             some(box.software.shadowed),

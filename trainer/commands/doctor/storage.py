@@ -1,4 +1,4 @@
-"""Folders that runs write to, caches, and where the data lies."""
+"""Storage: folders that runs write to, caches, and the data."""
 
 from __future__ import annotations
 
@@ -80,22 +80,22 @@ def _room(box: MachineFacts, role: str) -> CheckResult:  # noqa: PLR0911
 
 
 def run_folder(box: MachineFacts) -> CheckResult:
-    """Where the run is written."""
+    """Whether the run folder can be written and has room."""
     return _room(box, "run")
 
 
 def cache_folder(box: MachineFacts) -> CheckResult:
-    """Where caches are written."""
+    """Whether the cache folder can be written and has room."""
     return _room(box, "cache")
 
 
 def tmp_folder(box: MachineFacts) -> CheckResult:
-    """Where temporary files are written."""
+    """Whether the folder for temporary files can be written and has room."""
     return _room(box, "tmp")
 
 
 def caches(box: MachineFacts) -> CheckResult:
-    """Whether every cache can be written, and lies on a disk of this machine."""
+    """Whether every cache can be written, and is on a local disk."""
     known = box.folders["cache"].path  # disk.cache tells of that one
     broken = [
         f"{name}={folder.path}: {folder.error}"
@@ -106,7 +106,7 @@ def caches(box: MachineFacts) -> CheckResult:
     if broken:
         name = broken[0].partition("=")[0]
         remedies = {**remedies, "slurm": "", "host": f"export {name}=/tmp/cache-$(id -u)"}
-        return warn(some(broken, 2), "code is compiled anew in every run, or can't be", **remedies)
+        return warn(some(broken, 2), "code is compiled again in every run, or can't be compiled", **remedies)
     remote = [folder for folder in box.caches.values() if folder.mount.kind in _NETWORK]
     if remote:
         why = "every compilation makes thousands of small files and locks there"
@@ -115,7 +115,7 @@ def caches(box: MachineFacts) -> CheckResult:
 
 
 def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
-    """What the data lies on, and how fast it is read at random."""
+    """File system of the data, and its speed of random reads."""
     data = box.data
     if data.path is None:
         named = box.needs.recipe
@@ -151,7 +151,7 @@ def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if kind in _IN_MEMORY:
         return warn(said, "it lies in memory and counts against the limit", **remedies)
     if 0 < data.reads < _FEW_READS:
-        why = f"a worker that reads one image at a time gets no more than {data.reads:,.0f} per second"
+        why = f"a loader worker that reads one image at a time gets no more than {data.reads:,.0f} per second"
         return warn(said, why, **remedies)
     return fine(said)
 

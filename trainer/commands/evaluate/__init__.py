@@ -1,10 +1,10 @@
-"""`trainer evaluate RUN`: a run's model, measured on its own or on other data; or somebody's weights.
+"""`trainer evaluate RUN`: measures a run's model, or other weights, on its own or on other data.
 
-- `evaluate`: what is asked for, and the ranks that do it
-- `weights`: a recipe's model with the weights of a file
-- `rank`: a rank's part: model, data, metrics
-- `details`: what goes beyond the metrics of training: classes, the confusion matrix, COCO's twelve figures
-- `show`: tables, JSON and the matrix as a picture
+- `evaluate`: checks the request and starts the ranks
+- `weights`: opens a recipe's model with the weights of a file
+- `rank`: the program of a rank: model, data, metrics
+- `details`: metrics beyond those of training: per class, the confusion matrix, COCO's twelve figures
+- `show`: prints tables and JSON, draws the confusion matrix
 """
 
 import argparse
@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
     """Adds `evaluate` to the commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="measure a run's model again, on its own or other data; or somebody's weights (--weights)",
+        help="measure a run's model again, on its own or other data; or weights of a file (--weights)",
         allow_abbrev=False,
     )
     evaluate.add_argument(
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_of(word: str) -> Path:
-    """The run that is named; what is none is said before torch is imported."""
+    """Returns the folder of the named run; a name that is none is refused before torch is imported."""
     from trainer.config.recipe_file import recipe_names
     from trainer.runs.manifest import read_run
 
@@ -84,6 +84,5 @@ def _run_of(word: str) -> Path:
         if word not in recipe_names() and Path(word).suffix not in (".yaml", ".yml", ".py"):
             raise BadInputError(str(error)) from error
         raise BadInputError(
-            f"{word}: is a recipe, which has no weights: give a run folder, or --weights FILE to measure "
-            "somebody's"
+            f"{word}: is a recipe, which has no weights: give a run folder, or --weights FILE"
         ) from error

@@ -1,4 +1,4 @@
-"""What goes beyond the metrics of training: a wrapper around a task, which measures more and keeps it."""
+"""Metrics beyond those of training: a wrapper around a task that computes and keeps them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,12 +18,12 @@ from trainer.tasks.sums import classified
 
 
 class WithDetails:
-    """A task that is measured as it would be, and more of the same answers.
+    """A task that is measured as usual, with further metrics of the same outputs.
 
     Attributes:
-        details: After the evaluation, for JSON: `confusion`, [true class, predicted class, samples] wherever
-            there are samples. A whole matrix of 10,000 classes would have 100 million cells.
-        classes: Their names; empty where there are none.
+        details: Set by the evaluation, for JSON: `confusion` lists [true class, predicted class, samples] for
+            cells that aren't empty (a whole matrix of 10,000 classes would have 100 million).
+        classes: Names of the classes; empty where there are none.
     """
 
     def __init__(self, task: Task) -> None:
@@ -36,7 +36,7 @@ class WithDetails:
         return getattr(self.task, name)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """As the task's."""
+        """Measures as the wrapped task does."""
         return self.task.measure(model, batch)
 
 
@@ -51,7 +51,7 @@ class OfClasses(WithDetails):
         self.classes = tuple(task.describe()["classes"])
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The task's metrics; and rows with the true and the predicted class."""
+        """Adds the true and the predicted class of each sample to the task's metrics."""
         logits = model(*self.task.inputs(batch))
         rows = {"label": batch.fields[LABEL].to(torch.int64), "predicted": logits.argmax(1)}
         return {**classified(logits, batch.fields[LABEL], batch), **rows}
@@ -69,7 +69,7 @@ class OfBoxes(WithDetails):
     task: Detection
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """The task's metrics, and the twelve."""
+        """Returns the task's metrics, and keeps COCO's twelve figures."""
         metrics = self.task.summarize(rows)
         arrays = {name: np.asarray(tensor) for name, tensor in rows.items()}
         arrays["true_count"] = arrays["true_count"][:, 0]
@@ -78,7 +78,7 @@ class OfBoxes(WithDetails):
 
 
 def with_details(task: Task) -> WithDetails:
-    """The wrapper for a task; for one of the user's own, with nothing more."""
+    """Wraps a task; a custom one gets no further metrics."""
     if isinstance(task, (Classification, Audio)):
         return OfClasses(task)
     return OfBoxes(task) if isinstance(task, Detection) else WithDetails(task)

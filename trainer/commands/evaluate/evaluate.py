@@ -1,4 +1,4 @@
-"""What `trainer evaluate` was asked for, and the ranks that do it."""
+"""Checks the request of `trainer evaluate` and starts its ranks."""
 
 import argparse
 import json
@@ -24,16 +24,16 @@ _GRACE_SECONDS = 5.0
 
 
 def evaluate_run(options: argparse.Namespace) -> int:
-    """Measures with as many ranks as asked for, and prints.
+    """Measures with as many ranks as requested, and prints the result.
 
     The metrics are those that training measures, to the last bit on the same device with the same threads,
     whatever the number of ranks.
 
     Args:
-        options: As the command line has them.
+        options: Options of the command line.
 
     Returns:
-        Exit code: 0, or that of the ranks.
+    Exit code: 0, or the ranks' exit code.
 
     Raises:
         BadInputError: If there is no such run, checkpoint or data, or the data has other classes.
@@ -65,7 +65,7 @@ def evaluate_run(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks are told: of a run, which of its weights; or a recipe and somebody's weights."""
+    """Makes the request for the ranks: a run and which of its weights, or a recipe and a file of weights."""
     word = options.what
     request = {"what": word, "file": options.weights, "settings": list(options.set), "on": options.on}
     if options.weights is not None:

@@ -1,4 +1,4 @@
-"""A rank of `trainer evaluate`, `trainer.commands.evaluate.rank FOLDER-OF-THE-LAUNCH`: measures its share."""
+"""Program of a rank of `trainer evaluate`: `python -m trainer.commands.evaluate.rank LAUNCH_FOLDER`."""
 
 import json
 import sys
@@ -13,10 +13,10 @@ _TIMEOUT_SECONDS = 1800.0
 
 
 def measure(opened: Any, world: Any) -> dict[str, Any]:
-    """Measures a model with all ranks; the same on each of them.
+    """Measures a model with all ranks, and returns the same result on each.
 
     Args:
-        opened: From `asked`; its model is moved to this rank's device.
+        opened: Result of `asked`; its model is moved to this rank's device.
         world: The ranks, a `trainer.distributed.parallel.World`.
     """
     import torch
@@ -63,7 +63,7 @@ def measure(opened: Any, world: Any) -> dict[str, Any]:
 
 
 def asked(request: dict[str, Any], trust: bool) -> Any:
-    """Opens what a request names: a run, or a recipe and somebody's weights."""
+    """Opens what a request names: a run, or a recipe and a file of weights."""
     if request["file"] is not None:
         from trainer.commands.evaluate.weights import open_weights
 
@@ -75,7 +75,7 @@ def asked(request: dict[str, Any], trust: bool) -> Any:
 
 
 def main(request: dict[str, Any]) -> int:
-    """Does a rank's part; the first leaves the result in a file."""
+    """Measures as a rank; the first rank writes the result to a file."""
     import os
 
     from trainer.distributed.parallel import joined_world

@@ -1,4 +1,4 @@
-"""What `trainer evaluate` found, for people, for programs, and as a picture."""
+"""Result of `trainer evaluate` as a table, as JSON, and as a picture."""
 
 import json
 import math
@@ -17,14 +17,14 @@ _CELL, _LETTER, _MOST_LETTERS = 18, 6, 20  # pixels of the picture; letters of a
 
 
 def as_json(told: dict[str, Any]) -> str:
-    """All of it; what isn't finite is null, as in the rows of a run."""
+    """Formats the whole result as JSON; values that aren't finite are null, as in a run's metrics."""
     metrics = {name: value if math.isfinite(value) else None for name, value in told["metrics"].items()}
     more = {"per_class": per_class(told["confusion"], told["classes"])} if "confusion" in told else {}
     return json.dumps({**told, "metrics": metrics, **more}, indent=1)
 
 
 def lines(told: dict[str, Any]) -> Iterator[str]:
-    """Metrics, and what there is beyond them."""
+    """Yields the lines of the table: metrics, then the details."""
     of = "" if told["set"] == MAIN_SET else f" of {told['set']}"
     yield f"{told['run']}: {told['weights']} on {told['samples']:,} samples{of}"
     yield "  " + "  ".join(f"{name} {value:.4f}" for name, value in told["metrics"].items())
@@ -55,11 +55,11 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
 
 
 def per_class(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> list[dict[str, Any]]:
-    """Precision, recall, F1 and the most frequent mistake of each class; None where nothing can be divided.
+    """Returns precision, recall, F1 and the most frequent mistake of each class; None where a divisor is 0.
 
     Args:
         confusion: [true class, predicted class, samples] of each cell of the matrix that isn't empty.
-        classes: Their names.
+        classes: Names of the classes.
     """
     predicted = Counter[int]()
     cells: defaultdict[int, dict[int, int]] = defaultdict(dict)
@@ -87,7 +87,7 @@ def per_class(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> lis
 
 
 def chart(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> str:
-    """The confusion matrix as an SVG: a row for each true class, darker the larger the share of its row."""
+    """Draws the confusion matrix as SVG: a row for each true class, darker for larger fractions of it."""
     matrix = [[0] * len(classes) for _ in classes]
     for true, taken_for, count in confusion:
         matrix[true][taken_for] = count

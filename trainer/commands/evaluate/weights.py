@@ -1,4 +1,4 @@
-"""Somebody's weights, measured on a recipe's evaluation data: `trainer evaluate --weights FILE RECIPE`."""
+"""Measures the weights of a file on a recipe's evaluation data: `trainer evaluate --weights FILE RECIPE`."""
 
 import json
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from trainer.train.model_of_run import NOT_NOW, with_set
 
 
 class OpenedWeights(NamedTuple):
-    """As `OpenedRun`, of a recipe that nobody trained here.
+    """A recipe with weights of a file, with the fields that `OpenedRun` has.
 
     Attributes:
-        folder: What stands for the run: the recipe, as it was typed.
+        folder: The recipe's name as typed, in place of a run folder.
         recipe: The configuration.
-        task: Of the recipe, with its data.
-        model: On the CPU, in evaluation mode; nothing in it asks for gradients.
+        task: The recipe's task, with its data.
+        model: The model on the CPU, in evaluation mode, without gradients.
         weights: The file, and how many of its tensors were taken.
-        threads: For each rank.
+        threads: Compute threads of each rank.
     """
 
     folder: str
@@ -41,14 +41,14 @@ class OpenedWeights(NamedTuple):
 
 
 def open_weights(name: str, file: str, settings: Sequence[str], on: str, trust: bool) -> OpenedWeights:
-    """Opens a recipe's data and model, and puts all of a file's weights into that.
+    """Opens a recipe's data and model, and loads all weights of a file into it.
 
     Args:
         name: The recipe.
-        file: As model.pretrained takes it: a safetensors file, hub:… or torchvision:….
+        file: A source as in model.pretrained: a safetensors file, hub:… or torchvision:….
         settings: KEY=VALUE, of any key.
         on: The evaluation set.
-        trust: Whether a stranger's code may run, see `trainer.runs.trust`.
+        trust: Whether foreign code may run, see `trainer.runs.trust`.
 
     Raises:
         BadInputError: If the recipe, its data or the weights aren't there, or they are another model's.

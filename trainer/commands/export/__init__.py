@@ -1,7 +1,7 @@
-"""`trainer export RUN`: a run's model for use elsewhere, in another format.
+"""`trainer export RUN`: writes a run's model in another format.
 
-- `export`: writes it, in one move, with what its user must know
-- `check`: whether the file computes what the model does; `reload` is the fresh process that says it
+- `export`: writes it, whole or not at all, with a description of its inputs
+- `check`: compares the file's outputs with the model's; `reload` is the fresh process that computes them
 """
 
 import argparse

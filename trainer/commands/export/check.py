@@ -1,4 +1,4 @@
-"""Whether an exported file computes what the trained model does: in a fresh process, on real samples."""
+"""Compares the outputs of an exported file with the trained model's: in a fresh process, on real samples."""
 
 import os
 import subprocess
@@ -19,13 +19,13 @@ _SECONDS = 900
 
 
 class NotTheSame(Exception):  # noqa: N818  (the outcome of a check)
-    """The file isn't what was asked for; the text says how."""
+    """Raised where the exported file isn't what was requested; the text says how."""
 
 
 def in_fresh_process(
     file: Path, batches: Sequence[Outputs], run: Sequence[str] = ()
 ) -> list[list[torch.Tensor]]:
-    """What a file computes, read by a process of its own.
+    """Returns the outputs that a file computes in a process of its own.
 
     Args:
         file: The exported file.

@@ -1,4 +1,4 @@
-"""`trainer export RUN`: writes a run's model in another format, and proves that it computes the same."""
+"""`trainer export RUN`: writes a run's model in another format, and checks that it computes the same."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ _EXAMPLES = 3  # samples that are traced with; any number but one, which torch t
 
 
 def write_safetensors(model: nn.Module, _: Tensors, folder: Path) -> Path:
-    """The weights alone, under the names that the trainer's model has."""
+    """Writes the weights alone, under the names of the trainer's model."""
     file = folder / "model.safetensors"
     save_weights(model, file)
     return file
@@ -68,13 +68,13 @@ WRITERS: dict[str, Callable[[nn.Module, Tensors, Path], Path]] = {
 
 
 class _Subject(NamedTuple):
-    """What is exported, and what it is compared with.
+    """The model to export, with inputs and expected outputs for the check.
 
     Attributes:
-        model: What is written.
-        fold: Its BatchNorms.
-        inputs: What it takes, of each batch to check.
-        wanted: What the trained model gives for these.
+        model: The model to write.
+        fold: The folded BatchNorms.
+        inputs: Inputs of each batch of the check.
+        wanted: Outputs of the trained model for these.
     """
 
     model: nn.Module
@@ -85,7 +85,7 @@ class _Subject(NamedTuple):
 
 @unwound()
 def export(options: argparse.Namespace) -> int:
-    """Does what `trainer export` was asked for; returns the exit code: 1 if the file isn't what it should be.
+    """Runs `trainer export`; returns the exit code: 1 if the file computes something else.
 
     Raises:
         BadInputError: If the run can't be opened, the target is taken, or what the format needs isn't here.
@@ -120,7 +120,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _export_streamed(target: Path, options: argparse.Namespace) -> int:
-    """Writes the weights with the memory of one tensor: no model is built, so none is computed with."""
+    """Writes the weights tensor by tensor: no model is built, so outputs aren't compared."""
     run, source, tensors = stored_weights(options.folder, options.set, options.trust)
     beside = _beside(target)
     try:
@@ -178,7 +178,7 @@ def _check_request(options: argparse.Namespace) -> None:
 
 
 def _target(options: argparse.Namespace) -> Path:
-    """The folder to write, which is free, or an export that may be replaced."""
+    """Returns the folder to write, which must be free or an export that may be replaced."""
     default: Path = options.folder / "export" / f"{options.to}-{options.dtype}"
     if options.out is None:
         for folder in (default.parent, default):
@@ -197,7 +197,7 @@ def _target(options: argparse.Namespace) -> Path:
 
 
 def _others(target: Path) -> list[str]:
-    """What lies in a folder that isn't of an export of ours."""
+    """Lists files in a folder that don't belong to an export."""
     try:
         about = strict_json.parse(read_inside(target / _ABOUT, strict_json.LARGEST))
         ours = {_ABOUT, *about["sha256"]}
@@ -207,7 +207,7 @@ def _others(target: Path) -> list[str]:
 
 
 def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
-    """The model as it will be written, real samples, and what the trained model gives for them."""
+    """Returns the model as it will be written, real samples, and the trained model's outputs for them."""
     dataset = run.task.evaluation_data
     batches = list[Batch]()
     samples = some_samples(dataset, sum(BATCHES))
@@ -281,7 +281,7 @@ def _write(
 def about(
     file: Path, error: float, subject: _Subject, run: OpenedRun, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """What somebody who uses the file must know, as JSON."""
+    """Returns the description of the file for its users, as JSON."""
     inputs, outputs = subject.inputs[-1], subject.wanted[-1]
     files = [path for path in sorted(file.parent.iterdir()) if path.name != _ABOUT]
     return {
@@ -323,7 +323,7 @@ def _described(names: Sequence[str], tensors: Tensors) -> list[dict[str, Any]]:
 
 
 def _publish(beside: Path, target: Path) -> None:
-    """Gives a finished folder its name; an older export goes first."""
+    """Gives a finished folder its name; an older export is removed first."""
     if target.exists():
         gone = beside.with_name(f"{beside.name}.gone")
         target.rename(gone)

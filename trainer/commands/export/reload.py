@@ -1,4 +1,4 @@
-"""Reads an exported file in a process that knows nothing of the run, and says what it computes.
+"""Computes the outputs of an exported file in a process that knows nothing of the run.
 
     python -m trainer.commands.export.reload FILE INPUTS OUTPUTS [RUN [KEY=VALUE …]]
 
@@ -22,7 +22,7 @@ _Outputs = list[Any]
 
 
 def slot(batch: int, place: int) -> str:
-    """Name of a tensor: of which batch, and which of its inputs or outputs."""
+    """Returns the name of an input or output of a batch."""
     return f"{batch:04d}.{place:04d}"
 
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _by_onnxruntime(file: Path, inputs: Path, outputs: Path) -> None:
-    """Without torch, as where it will be used."""
+    """Computes by onnxruntime, without torch, as users of the file do."""
     from safetensors.numpy import load_file, save_file
 
     from trainer.models.export.onnx import onnx_session
@@ -63,11 +63,11 @@ def _by_torch(file: Path, inputs: Path, outputs: Path, run: Sequence[str]) -> No
 
 
 def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
-    """A file of one of torch's formats as something to call.
+    """Loads a file of one of torch's formats as a callable.
 
     Args:
         file: The file.
-        run: For weights alone: the run folder, and settings for `open_run`.
+        run: The run folder and settings for `open_run`; needed for weights alone.
     """
     import torch
 

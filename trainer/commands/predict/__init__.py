@@ -1,7 +1,7 @@
-"""`trainer predict RUN FILES…`: what a run's model says of files, or of its evaluation data: for people.
+"""`trainer predict RUN FILES…`: shows a run's predictions for files, or for its evaluation data.
 
-- `predict`: which kind of files it is, by the run's task
-- `images`, `sounds`: classes, told by `classes`; `boxes`: what is found in images; `text`: goes on with it
+- `predict`: chooses one of these by the run's task
+- `images`, `sounds`: classes, printed by `classes`; `boxes`: detections in images; `text`: completions
 - `grid`: pictures side by side
 """
 
@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_text(predict: argparse.ArgumentParser) -> None:
-    """What a language model is asked for."""
+    """Adds the options of language models."""
     predict.add_argument("--prompt", metavar="TEXT", help="text to go on with (default: a new document)")
     predict.add_argument("--tokens", type=int, default=200, metavar="N", help="to add (default: 200)")
     predict.add_argument(

@@ -1,4 +1,4 @@
-"""Boxes that a detector finds in images: of files, or of the evaluation data beside the true ones."""
+"""Detections in images: in files, or in the evaluation data beside the true boxes."""
 
 import argparse
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ class ModelInput(NamedTuple):
     """An image as the model sees it.
 
     Attributes:
-        name: Of the file or the sample.
+        name: Name of the file or the sample.
         pixels: uint8 (size, size, channels).
-        factor: Its pixels for one of the file.
+        factor: Scale from the file's pixels to these.
         truth: The true boxes and labels, where they are known.
     """
 
@@ -44,7 +44,7 @@ class ModelInput(NamedTuple):
 
 
 def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints what the model finds, and draws it; returns the exit code."""
+    """Prints and draws the detections; returns the exit code."""
     check_picture(options.out)
     if options.files:
         there = read_each(options.files, lambda path: _as_evaluated(path, run))
@@ -74,7 +74,7 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
 
 
 def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
-    """An image file as evaluation would see it: at its aspect, at the top left of a square.
+    """Reads an image file as evaluation would: with its aspect ratio, at the top left of a square.
 
     Raises:
         Corrupt: If it can't be read or isn't an image.
@@ -123,7 +123,7 @@ def _found(run: OpenedRun, seen: Sequence[ModelInput], score: float) -> list[Det
 
 
 def _mistaken(one: ModelInput, found: Detections) -> bool:
-    """Whether other things are found than there are, wherever they lie."""
+    """Whether the detected labels differ from the true ones, whatever the boxes."""
     return one.truth is not None and sorted(one.truth[1]) != sorted(found.labels.tolist())
 
 
@@ -141,7 +141,7 @@ def _best(one: ModelInput, found: Detections, classes: Sequence[str], top: int) 
 
 
 def drawn(one: ModelInput, found: Detections, classes: Sequence[str]) -> _Pixels:
-    """The picture with what is found and what is there: uint8 (side, side, 3)."""
+    """Draws detections and true boxes into the picture: uint8 (side, side, 3)."""
     from PIL import Image, ImageDraw, ImageFont
 
     pixels = one.pixels

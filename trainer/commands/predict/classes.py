@@ -29,13 +29,13 @@ _WIDTH = 160  # of a table that goes to a file or a pipe
 
 
 class Guess(NamedTuple):
-    """What the model says of one thing.
+    """Prediction for one sample.
 
     Attributes:
-        name: Of the file or the sample.
-        classes: The likeliest first.
-        probabilities: Of these.
-        truth: The right class, where it is known.
+        name: Name of the file or the sample.
+        classes: Classes, the likeliest first.
+        probabilities: Probabilities of these classes.
+        truth: The true class, where it is known.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Guess(NamedTuple):
 
     @property
     def mistaken(self) -> bool:
-        """Whether the right class is known and another."""
+        """Whether the true class is known and isn't the first."""
         return self.truth is not None and self.truth != self.classes[0]
 
 
 def probabilities(run: OpenedRun, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Probabilities of every class, float32 (n, classes), in float32 on the GPU if there is one.
+    """Computes the probabilities of every class, float32 (n, classes), on the GPU if there is one.
 
     Args:
-        run: Whose model returns logits.
-        fields: As its data set gives them, (n, ...) each, on the CPU.
+        run: A run whose model returns logits.
+        fields: Fields of its data set, (n, ...) each, on the CPU.
     """
     device = torch.device(device_kind(run.recipe))
     model = run.model.to(device)
@@ -75,14 +75,14 @@ def guesses(
     top: int,
     truth: Sequence[int] | None = None,
 ) -> list[Guess]:
-    """The likeliest classes of each thing.
+    """Returns the likeliest classes of each sample.
 
     Args:
-        names: Of the things.
+        names: Names of the samples.
         found: Probabilities (n, classes).
         classes: Names of the classes.
-        top: How many to name, at most.
-        truth: The right classes, where they are known.
+        top: Number of classes to name, at most.
+        truth: The true classes, where they are known.
     """
     values, order = found.topk(min(top, len(classes)), dim=1)
     right = [None] * len(names) if truth is None else [classes[number] for number in truth]
@@ -95,10 +95,10 @@ def guesses(
 def of_evaluation(
     run: OpenedRun, options: argparse.Namespace
 ) -> tuple[Mapping[str, torch.Tensor], list[int], list[Guess]]:
-    """Prints what the model takes evaluation samples for, those first of which it is wrong and sure.
+    """Prints predictions for evaluation samples, confident mistakes first.
 
     Returns:
-        The fields of all samples that were looked at, which of these are shown, and what is said of them.
+    The fields of all samples examined, the indices of those shown, and their predictions.
     """
     dataset, classes = run.task.evaluation_data, run.task.describe()["classes"]
     samples = spread(len(dataset), max(_LOOKED_AT, options.samples))
@@ -116,7 +116,7 @@ def of_evaluation(
 
 
 def read_each(paths: Sequence[Path], read: Callable[[Path], Item]) -> list[tuple[str, Item]]:
-    """Files that can be read, by name; of each other there is a line on standard error."""
+    """Reads files and returns their contents by name; prints an error line for each that can't be read."""
     there = list[tuple[str, Item]]()
     for path in paths:
         try:
@@ -129,14 +129,14 @@ def read_each(paths: Sequence[Path], read: Callable[[Path], Item]) -> list[tuple
 
 
 def code_for(there: Sequence[object], paths: Sequence[Path]) -> int:
-    """The exit code where some of the files, or all, or none could be read."""
+    """Returns the exit code: 0 if all files could be read, 1 if some, 2 if none."""
     if not there:
         return EXIT_BAD_INPUT
     return EXIT_FAILED if len(there) < len(paths) else EXIT_DONE
 
 
 def show_table(what: str, found: Sequence[Guess]) -> None:
-    """Prints a row for each thing: its class, how sure, the right one if it is known, and the runners-up."""
+    """Prints a row for each sample: its class, probability, true class if known, and the runners-up."""
     known = any(guess.truth is not None for guess in found)
     table = Table(box=None, header_style="dim", pad_edge=False)
     for title in (what, "class", "probability", *(["truth"] if known else []), "then"):

@@ -1,4 +1,4 @@
-"""Pictures side by side with captions, as one image file."""
+"""Draws pictures side by side with captions, as one image file."""
 
 import math
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ Caption = tuple[str, str, bool]
 
 
 def check_picture(out: Path | None) -> None:
-    """Finds a name that no picture can be written to before anything is computed.
+    """Refuses a name that no picture can be written to, before anything is computed.
 
     Raises:
-        BadInputError: If it is one.
+        BadInputError: If the name has no suffix of an image format, or its folder doesn't exist.
     """
     if out is None:
         return
@@ -40,13 +40,13 @@ def check_picture(out: Path | None) -> None:
 def write_grid(
     out: Path, images: Sequence[npt.NDArray[np.uint8]], captions: Sequence[Caption], side: int = SIDE
 ) -> None:
-    """Writes them and says where.
+    """Writes the pictures as one file and prints its name.
 
     Args:
         out: The file; its suffix says the format.
         images: uint8 (height, width, 1 or 3), of any sizes.
         captions: For each two lines, and whether something is wrong.
-        side: Of a picture, in pixels.
+        side: Width and height of a picture, in pixels.
 
     Raises:
         BadInputError: If it can't be written.
@@ -62,7 +62,7 @@ def write_grid(
 
 
 def grid(images: Sequence[npt.NDArray[np.uint8]], captions: Sequence[Caption], side: int = SIDE) -> Any:
-    """The picture, as PIL has it; see `write_grid`."""
+    """Returns the picture as a PIL image; see `write_grid`."""
     from PIL import Image, ImageDraw, ImageFont
 
     columns = max(1, math.ceil(math.sqrt(len(images) * 1.3)))
@@ -82,7 +82,7 @@ def grid(images: Sequence[npt.NDArray[np.uint8]], captions: Sequence[Caption], s
 
 
 def fitted(picture: Any, side: int) -> Any:
-    """As large as there is room; few pixels stay squares."""
+    """Scales a picture to fill the room; few pixels stay squares."""
     from PIL import Image
 
     factor = side / max(picture.size)

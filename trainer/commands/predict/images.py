@@ -1,4 +1,4 @@
-"""Images to classes: of files, or of the evaluation data with the mistakes first."""
+"""Classes of images: of files, or of the evaluation data with the mistakes first."""
 
 import argparse
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _Pixels = npt.NDArray[np.uint8]
 
 
 def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints what the model takes images for, and draws them; returns the exit code."""
+    """Prints predictions for images, and draws them; returns the exit code."""
     check_picture(options.out)
     if not options.files:
         fields, shown, found = of_evaluation(run, options)
@@ -51,7 +51,7 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
 
 
 def content(path: Path) -> bytearray:
-    """What is in a file.
+    """Reads the content of a file.
 
     Raises:
         Corrupt: If it can't be read.
@@ -63,13 +63,13 @@ def content(path: Path) -> bytearray:
 
 
 def reading_of_run(run: OpenedRun) -> Reading:
-    """How pixels are taken where the run evaluates."""
+    """Returns how the run's evaluation scales and crops images."""
     records = getattr(run.task.evaluation_data, "records", None)
     return getattr(records, "reading", None) or reading_of(run.recipe.data)
 
 
 def as_evaluated(path: Path, run: OpenedRun) -> _Pixels:
-    """An image file as evaluation would see it: uint8 (height, width, channels).
+    """Reads an image file as evaluation would: uint8 (height, width, channels).
 
     Raises:
         Corrupt: If it can't be read or isn't an image.
@@ -90,7 +90,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> _Pixels:
 
 
 def _as_digit(image: torch.Tensor, height: int, width: int) -> _Pixels:
-    """The means of as many fields, in steps of 15 from 0 (ground) to 240 (ink), as the digits have them."""
+    """Converts an image to the digits' form: block means in steps of 15 from 0 (background) to 240 (ink)."""
     from PIL import Image
 
     picture = Image.fromarray(image[0].permute(1, 2, 0).contiguous().numpy()).convert("L")
@@ -105,7 +105,7 @@ def _as_digit(image: torch.Tensor, height: int, width: int) -> _Pixels:
 
 
 def whole(height: int, width: int) -> Box:
-    """All of an image."""
+    """Returns the box of a whole image."""
     return Box(0, 0, height, width)
 
 

@@ -1,4 +1,4 @@
-"""`trainer predict RUN FILES…`: what a run's model says; the kind of files is the task's."""
+"""`trainer predict RUN FILES…`: shows predictions; the task decides what kind of files it reads."""
 
 import argparse
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from trainer.train.model_of_run import OpenedRun, open_run
 
 
 def predict(options: argparse.Namespace) -> int:
-    """Does what `trainer predict` was asked for.
+    """Runs `trainer predict`.
 
-    A task in a file of one's own may have a method `predict(model, options)`, with the model in evaluation
-    mode and the options of the command line, that prints and returns the exit code.
+    A custom task may have a method `predict(model, options)`, which gets the model in evaluation mode and the
+    options of the command line, prints, and returns the exit code.
 
     Returns:
         0, 1 if some of the files couldn't be read, 2 if none could.

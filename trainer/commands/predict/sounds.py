@@ -1,4 +1,4 @@
-"""Recordings to classes: of files, or of the evaluation data with the mistakes first."""
+"""Classes of recordings: of files, or of the evaluation data with the mistakes first."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ from trainer.train.model_of_run import OpenedRun, read_samples
 
 
 def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints what the model takes recordings for; returns the exit code."""
+    """Prints predictions for recordings; returns the exit code."""
     if options.out is not None:
         raise BadInputError("--out: there is nothing to draw of recordings; leave it out")
     if not options.files:
@@ -38,7 +38,7 @@ def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
 
 
 def _as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
-    """The center of a recording, as evaluation would hear it: int16 (samples,).
+    """Reads the center of a recording as evaluation would: int16 (samples,).
 
     Raises:
         BadInputError: If it can't be read, isn't a recording, or has another sample rate.

@@ -1,4 +1,4 @@
-"""Text that a language model goes on with."""
+"""Completions by a language model."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from trainer.train.model_of_run import OpenedRun
 
 
 def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints the prompt and what the model adds, up to the end of a document; returns the exit code."""
+    """Prints the prompt and the model's completion, up to the end of a document; returns the exit code."""
     if options.files or options.out is not None:
         raise BadInputError("a language model takes --prompt TEXT; leave out files and --out")
     if options.tokens < 1 or not 0 <= options.temperature < 1000:
@@ -87,7 +87,7 @@ def _tokens(text: str, said: Mapping[str, Any], encoder: Encoder | None) -> list
     if encoder is not None and encoder.tokenizer is not None:
         return list(encoder.tokenizer.encode(text, add_special_tokens=False).ids)
     if said["tokenizer"] == "bytes":
-        return list(os.fsencode(text))  # whatever bytes the terminal gave
+        return list(os.fsencode(text))  # the terminal's bytes, whatever their encoding
     return encode(text, str(said["tokenizer"]), str(said["characters"])) if text else []
 
 
@@ -98,7 +98,7 @@ def _text(tokens: Sequence[int], said: Mapping[str, Any], encoder: Encoder | Non
 
 
 def _first(said: Mapping[str, Any]) -> int:
-    """What a text begins after: the end of another, or where there are no documents, of a line."""
+    """Returns the token before a text: end of document, or where there are no documents, end of line."""
     end = said["end_of_document"]
     if isinstance(end, int):
         return end
@@ -106,5 +106,5 @@ def _first(said: Mapping[str, Any]) -> int:
 
 
 def _harmless(text: str) -> str:
-    # Nothing that a model makes up is to move the terminal's cursor.
+    # A model's output must not contain control sequences for the terminal.
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

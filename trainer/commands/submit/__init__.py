@@ -1,9 +1,9 @@
-"""`trainer submit RECIPE`: a job for an engine or a cluster.
+"""`trainer submit RECIPE`: a job for a container engine or a cluster.
 
-- `launching`: from the options to jobs, each a `spec`, checked before anything is submitted (`partition`)
-- `docker`, `slurm`, `kubernetes`, `kubeflow`: the file for each (`container`, `pods`)
-- `site_file`, `environment`, `patch`: what a site says: defaults, where secrets come from, words in manifests
-- `submit`: gives it to the engine or the cluster; `sweep`: several runs; `carried`: files that go along
+- `launching`: turns the options into jobs, each a `spec`, checked before anything is submitted (`partition`)
+- `docker`, `slurm`, `kubernetes`, `kubeflow`: render the job's file (`container`, `pods`)
+- `site_file`, `environment`, `patch`: settings of a site: defaults, sources of secrets, patches of manifests
+- `submit`: calls the engine or the cluster; `sweep`: several runs; `carried`: files to mount
 """
 
 import argparse
@@ -16,7 +16,7 @@ CONTAINERS = ("pyxis", "apptainer", "venv")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `launch` to the commands."""
+    """Adds `submit` to the commands."""
     launch = commands.add_parser(
         "submit",
         help="run a recipe on an engine or a cluster, or print the file for it; exit code 1: not submitted",
@@ -109,9 +109,9 @@ def add_parser(commands: Any) -> None:
         help="Kubernetes, Kubeflow: merged into the manifests (docs/clusters.md); repeatable",
     )
     launch.told = {
-        "--from": "a job begins its run anew, or goes on with the run of its --name; for the weights of "
+        "--from": "a job begins a new run, or resumes the run of its --name; for the weights of "
         "another run give --set model.pretrained=runs/RUN/model.safetensors (--env-from is about variables)",
-        "--resume": "a job goes on by itself with the run of its --name",
+        "--resume": "a job resumes the run of its --name by itself",
         "--out": "--name says the run folder, below --runs",
     }
     launch.set_defaults(run=_run)

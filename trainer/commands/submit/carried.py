@@ -1,4 +1,4 @@
-"""What a configuration names on this machine, and how the job's containers come to see it."""
+"""Mounts for the local paths that a configuration names."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ PATHS = ("data.path", "data.cache", "model.pretrained", "task", "checkpoint.fold
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
-    """The keys that name a path outside of what every container has, with that path."""
+    """Returns the keys that name a path outside of every container, with that path."""
     unread = spec.recipe.startswith(INSIDE) and spec.recipe_text is None
     values = override({} if unread else read_recipe(spec.recipe), spec.all_settings())
     found = {key: _value(values, key) for key in PATHS}
@@ -38,10 +38,10 @@ def _is_there(spec: JobSpec, key: str, path: str) -> bool:
 
 
 def carried(spec: JobSpec, place: Place) -> JobSpec:
-    """The job with mounts for what its configuration names here, and with the paths that they have there.
+    """Returns the job with mounts for its local paths, and with the paths inside the containers.
 
     Raises:
-        BadInputError: For what can't be mounted.
+        BadInputError: If a path can't be mounted.
     """
     for key, path in local_paths(spec).items():
         here = Path(path).absolute()
@@ -82,7 +82,7 @@ def carried(spec: JobSpec, place: Place) -> JobSpec:
 
 
 def _seen(spec: JobSpec, here: Path) -> str:
-    """The path that something has in a folder that is mounted anyway, or an empty string."""
+    """Returns the path of a file in a folder that is mounted anyway, or ""."""
     for folder, where in (
         (spec.runs, container.RUNS),
         (spec.data, container.DATA),

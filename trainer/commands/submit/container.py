@@ -1,4 +1,4 @@
-"""What all places with containers share: what runs in one, where folders are mounted, what is set."""
+"""Parts that all places with containers have in common: command, mounts, environment variables."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -30,10 +30,10 @@ _REFERENCE = re.compile(
 
 
 class Plain(yaml.SafeDumper):
-    """Safe YAML for people: no `*id001` for a value that stands at two places, texts with their lines."""
+    """YAML dumper for people: no `*id001` for repeated values, multi-line texts as blocks."""
 
     def ignore_aliases(self, _data: Any) -> bool:
-        """Never."""
+        """Returns False: aliases are never written."""
         return True
 
 
@@ -45,12 +45,12 @@ Plain.add_representer(str, _text)
 
 
 def to_yaml(*documents: dict[str, Any]) -> str:
-    """YAML of one or several documents."""
+    """Formats one or several documents as YAML."""
     return yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=110, allow_unicode=True)
 
 
 def check_image(spec: JobSpec) -> str:
-    """The image's reference.
+    """Returns the image's reference.
 
     Raises:
         BadInputError: If there is none.
@@ -69,10 +69,10 @@ def check_image(spec: JobSpec) -> str:
 
 
 def fixed_user(spec: JobSpec) -> str:
-    """UID and GID of the container.
+    """Returns UID and GID of the container.
 
     Raises:
-        BadInputError: If nobody gives it one.
+        BadInputError: For --user none, which only Kubernetes supports.
     """
     if spec.user == NO_USER:
         raise BadInputError(f"--user {NO_USER}: only Kubernetes gives a container a user; leave --user out")
@@ -80,30 +80,30 @@ def fixed_user(spec: JobSpec) -> str:
 
 
 def scratch(spec: JobSpec) -> list[str]:
-    """Folders that the container writes to, and that end with it."""
+    """Returns the folders that the container writes to and that are lost with it."""
     return [*SCRATCH.values(), *([] if spec.cache else [CACHE])]
 
 
 def recipe_file(spec: JobSpec) -> str:
-    """Where the container finds the recipe that came along, or an empty string."""
+    """Returns the path of a local recipe inside the container, or ""."""
     return f"{RECIPE}/{PurePosixPath(spec.recipe).name}" if spec.recipe_text is not None else ""
 
 
 def files(spec: JobSpec) -> list[tuple[Path, str]]:
-    """Files of the hosts that came along, and where the container finds each."""
+    """Returns local files to mount, and the path of each inside the container."""
     there = recipe_file(spec)
     recipe = [(Path(spec.recipe).absolute(), there)] if there else []
     return recipe + [(Path(file), f"{RECIPE}/{name}") for name, file in spec.files.items()]
 
 
 def words(spec: JobSpec) -> list[str]:
-    """What runs in each node's container, behind the image's entrypoint."""
+    """Returns the command of each node's container, after the image's entrypoint."""
     there = recipe_file(spec)
     return (spec.model_copy(update={"recipe": there}) if there else spec).command
 
 
 def timed(spec: JobSpec) -> list[str]:
-    """`words`, ended after the time limit: for engines, which have none.
+    """Wraps `words` in a time limit, for engines, which have none.
 
     Coreutils' timeout passes SIGTERM and SIGUSR1 on, and says with which code the launcher ended (75, after a
     checkpoint). It sends USR1 because it would die of a USR1 that isn't its own.
@@ -113,7 +113,7 @@ def timed(spec: JobSpec) -> list[str]:
 
 
 def variables(spec: JobSpec) -> dict[str, str]:
-    """What is set in every container, whatever node it is."""
+    """Returns the environment variables of every container, the same on all nodes."""
     digest = spec.image.partition("@")[2]
     return {
         **({IMAGE_DIGEST: digest} if digest else {}),
@@ -124,5 +124,5 @@ def variables(spec: JobSpec) -> dict[str, str]:
 
 
 def doubled(text: str) -> str:
-    """A text in which a file of Kubernetes puts no variables for its dollars."""
+    """Doubles the dollars of a text, so that Kubernetes expands no variables in it."""
     return text.replace("$", "$$")

@@ -11,7 +11,7 @@ from trainer.host.engine import run_words
 
 
 def run_line(spec: JobSpec, site: Site) -> list[str]:
-    """The words of the command line.
+    """Returns the words of the command line.
 
     Raises:
         BadInputError: For several nodes, a claim instead of a folder, or a file of variables it can't use.
@@ -34,10 +34,10 @@ def run_line(spec: JobSpec, site: Site) -> list[str]:
 
 
 def render(spec: JobSpec, site: Site) -> str:
-    """The command line, an option a line.
+    """Formats the command line, an option per line.
 
     Raises:
-        BadInputError: As of `run_line`.
+        BadInputError: As `run_line`.
     """
     text = ""
     for word in run_line(spec, site):
@@ -47,7 +47,7 @@ def render(spec: JobSpec, site: Site) -> str:
 
 
 def _mounts(spec: JobSpec) -> list[tuple[Path, str, bool]]:
-    """Folders and files of this machine, where the container sees them, and whether it may write there."""
+    """Returns local folders and files, their paths inside the container, and whether they are writable."""
     found = [(folder_of("docker", "runs", spec.runs), container.RUNS, True)]
     if spec.data:
         found.append((folder_of("docker", "data", spec.data), container.DATA, False))

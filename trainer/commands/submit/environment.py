@@ -1,4 +1,4 @@
-"""Variables of a job that may be secrets: they stand in no rendered file, only where they come from does."""
+"""Environment variables of a job that may be secrets: rendered files name their source, never their value."""
 
 import re
 from pathlib import Path
@@ -33,10 +33,10 @@ def refuse_secret(name: str, value: str, place: Place, option: str = "") -> None
 
 
 def from_secrets(site: Site) -> list[str]:
-    """The names of the secrets whose keys pods have as variables.
+    """Returns the names of the secrets whose keys become variables of the pods.
 
     Raises:
-        BadInputError: For anything else.
+        BadInputError: If a source is no secret.
     """
     found = []
     for word in site.env_from:
@@ -51,7 +51,7 @@ def from_secrets(site: Site) -> list[str]:
 
 
 def from_files(site: Site) -> dict[Path, list[str]]:
-    """The files that hold variables, with the names in each.
+    """Returns the files that hold variables, with the names in each.
 
     Raises:
         BadInputError: If one can't be read, others may read it, or a line isn't read alike everywhere.

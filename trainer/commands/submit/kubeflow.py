@@ -10,7 +10,7 @@ _PORT = 29500
 
 
 def render(spec: JobSpec, site: Site) -> str:
-    """The objects, one YAML document each.
+    """Formats the objects, one YAML document each.
 
     Raises:
         BadInputError: For a folder of this machine, root, no image, a patch that matches nothing, or what
@@ -20,7 +20,7 @@ def render(spec: JobSpec, site: Site) -> str:
 
 
 def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:
-    """A runtime of the job's own, because a TrainJob alone can't say most of what a pod needs.
+    """Makes a TrainJob and a runtime of its own, because a TrainJob alone lacks most fields of a pod.
 
     The plugin sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in the
     container `node` of the replicated job that has the label.

@@ -10,7 +10,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def render(spec: JobSpec, site: Site) -> str:
-    """The objects, one YAML document each.
+    """Formats the objects, one YAML document each.
 
     Raises:
         BadInputError: For a folder of this machine, root, no image, or a patch that matches nothing.
@@ -45,7 +45,7 @@ def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
 
 
 def _job_set(spec: JobSpec, site: Site) -> list[pods.Document]:
-    """After a checkpoint each node goes on as in a Job."""
+    """Makes a JobSet; after a checkpoint each node resumes as in a Job."""
     # JobSet names pods <set>-<replicated job>-<job's index>-<pod's index>, in a domain of the set's name.
     template = _pod(spec, f"{spec.name}-node-0-0.{spec.name}")
     return [

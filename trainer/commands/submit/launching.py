@@ -1,4 +1,4 @@
-"""From the options of `trainer submit` to jobs that are checked before anything is submitted."""
+"""Turns the options of `trainer submit` into jobs, checked before anything is submitted."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ _RECIPE_FILES = (".yaml", ".yml", ".py")
 
 
 def launch_job(options: argparse.Namespace) -> int:
-    """Runs `trainer submit`; 1 if what submits it refused."""
+    """Runs `trainer submit`; returns 1 if the engine or cluster refused the job."""
     place = cast(Place, options.place)
     with_defaults(options, place)
     given = {name: value for name, value in vars(options).items() if value is not None}
@@ -72,10 +72,10 @@ def launch_job(options: argparse.Namespace) -> int:
 
 
 def job_fields(options: argparse.Namespace, place: Place) -> dict[str, Any]:
-    """The fields of the specification that the options give.
+    """Returns the fields of the job that the options set.
 
     Raises:
-        BadInputError: If --nnodes or --env is none.
+        BadInputError: If --nnodes or --env is malformed.
     """
     least, _, most = options.nnodes.rpartition(":")
     if not most.isdecimal() or (least and not least.isdecimal()):
@@ -93,7 +93,7 @@ def job_fields(options: argparse.Namespace, place: Place) -> dict[str, Any]:
 
 
 def _environment(options: argparse.Namespace, place: Place) -> dict[str, str]:
-    """The variables of a job, none of them secret."""
+    """Returns the environment variables of a job; none may be a secret."""
     found = dict(map(_variable, options.env))
     for name, value in found.items():
         environment.refuse_secret(name, value, place)
@@ -105,7 +105,7 @@ def _environment(options: argparse.Namespace, place: Place) -> dict[str, str]:
 
 
 def _check_place(place: Place, site: Site) -> None:
-    """Refuses what a place has no word for.
+    """Refuses options that a place doesn't support.
 
     Raises:
         BadInputError: For the first such option.
@@ -137,7 +137,7 @@ def _variable(word: str) -> tuple[str, str]:
 
 
 def _text(recipe: str) -> str | None:
-    """What a recipe holds that is a file here; None: it is a name, or a path inside the container."""
+    """Reads a local recipe file; None if it is a name, or a path inside the container."""
     path = Path(recipe)
     if path.suffix not in _RECIPE_FILES or (recipe.startswith(INSIDE) and not path.exists()):
         return None
@@ -146,7 +146,7 @@ def _text(recipe: str) -> str | None:
 
 
 def _model(model: type[Any], fields: dict[str, Any]) -> Any:
-    """A specification of fields, or one line that names the option.
+    """Makes a model of fields, or raises one line that names the option.
 
     Raises:
         BadInputError: For the first field that is wrong.
@@ -167,7 +167,7 @@ def _model(model: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _check_recipe(spec: JobSpec) -> None:
-    """Finds a wrong key now, and not when the job's turn has come.
+    """Checks the recipe now instead of when the job starts.
 
     Raises:
         BadInputError: If the recipe or a setting is wrong.

@@ -1,4 +1,4 @@
-"""What a Slurm partition has, so that a job that can't run there is refused before it waits in a queue."""
+"""Checks a job against its Slurm partition before it waits in a queue."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ _OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay
 
 
 class Node(NamedTuple):
-    """A node as sinfo(1) tells: its partition, CPUs, memory in MiB, GPUs; the time limit in minutes."""
+    """A node as sinfo(1) lists it: partition, CPUs, memory in MiB, GPUs; the time limit in minutes."""
 
     partition: str
     cpus: int
@@ -25,7 +25,7 @@ class Node(NamedTuple):
 
 
 def check_partition(spec: JobSpec, site: Site) -> None:
-    """Refuses what the partition doesn't have; where there is no sinfo, nothing.
+    """Refuses a job that the partition can't run; without sinfo, checks nothing.
 
     Raises:
         BadInputError: If the job asks for more.
@@ -42,12 +42,12 @@ def check_partition(spec: JobSpec, site: Site) -> None:
 
 
 def unseen_folders(spec: JobSpec, site: Site, other: Mapping[str, str]) -> list[str]:
-    """A line for each folder or file of the job on a disk of this machine, which compute nodes may not see.
+    """Returns a line for each folder or file of the job on a local disk, which compute nodes may not see.
 
     Args:
         spec: The job.
-        site: Where it runs.
-        other: Further paths, by what names them.
+        site: The cluster's settings.
+        other: Further paths, by the option that names them.
     """
     folders = {"--runs": spec.runs, "--data": spec.data, "--cache": spec.cache}
     if site.container == "venv":
@@ -67,7 +67,7 @@ def unseen_folders(spec: JobSpec, site: Site, other: Mapping[str, str]) -> list[
 
 
 def parsed(text: str) -> list[tuple[Node, bool]]:
-    """Each node, and whether its partition is the default, from sinfo's lines; other lines are left out."""
+    """Parses sinfo's lines: each node, and whether its partition is the default; other lines are skipped."""
     found = []
     for line in text.splitlines():
         words = line.strip().split("|")
@@ -81,7 +81,7 @@ def parsed(text: str) -> list[tuple[Node, bool]]:
 
 
 def _limit(text: str) -> int | None:
-    """Minutes of a limit as sinfo prints it: `2-00:00:00`, `1:00:00`, `30:00` (minutes and seconds)."""
+    """Parses a time limit of sinfo to minutes: `2-00:00:00`, `1:00:00`, `30:00` (minutes and seconds)."""
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text)
     if found is None:  # infinite
         return None
@@ -90,10 +90,10 @@ def _limit(text: str) -> int | None:
 
 
 def fits(spec: JobSpec, site: Site, there: list[tuple[Node, bool]]) -> None:
-    """Compares a job with the nodes that there are.
+    """Compares a job with the nodes of a partition.
 
     Raises:
-        BadInputError: For the first thing that they don't have.
+        BadInputError: For the first resource that they lack.
     """
     if not there:
         return

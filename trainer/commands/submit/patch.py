@@ -1,4 +1,4 @@
-"""A site's own words in the manifests of a job: what options say, then the files of --patch, merged in.
+"""Patches of a site for a job's manifests: options, then the files of --patch, merged in.
 
 The merge is Kubernetes' strategic one: mappings by key, lists by the key in `_KEYS`, all else replaced.
 """
@@ -34,7 +34,7 @@ _QUEUED = ("Job", "JobSet", "TrainJob")
 
 
 def with_site(documents: Sequence[Document], site: Site) -> list[Document]:
-    """The objects of a job with what the site says of them.
+    """Returns the objects of a job with the site's patches.
 
     Raises:
         BadInputError: For a patch that can't be read, matches nothing, or holds a secret.
@@ -105,7 +105,7 @@ def _refuse_secrets(value: Any, where: str) -> None:
 
 
 def _patched(documents: list[Document], patch: Document, where: str) -> list[Document]:
-    """The documents with one patch in those that it means."""
+    """Returns the documents, the matching ones patched."""
     kind, named = patch["kind"], {"apiVersion", "kind"}
     change = {key: value for key, value in patch.items() if key not in named}
     metadata = change.get("metadata")
@@ -139,7 +139,7 @@ def _patched(documents: list[Document], patch: Document, where: str) -> list[Doc
 
 
 def _check_containers(documents: Sequence[Document], change: Document, where: str) -> None:
-    """An unknown container without an image is a slip of the name, and no pod of it would start."""
+    """Refuses a new container without an image: its name is a typo, and its pod wouldn't start."""
     spec = change.get("spec")
     given = spec.get("containers") if isinstance(spec, dict) else None
     for one in given if isinstance(given, list) else []:
@@ -152,7 +152,7 @@ def _check_containers(documents: Sequence[Document], change: Document, where: st
 
 
 def _containers(documents: Sequence[Document]) -> list[str]:
-    """The names of the pods' containers."""
+    """Returns the names of the pods' containers."""
     found: list[str] = []
 
     def look(template: Document) -> Document:
@@ -165,7 +165,7 @@ def _containers(documents: Sequence[Document]) -> list[str]:
 
 
 def _in_pods(value: Any, change: Callable[[Document], Document]) -> Any:
-    """A document with another template in the place of each pod's."""
+    """Returns a document with each pod template replaced by `change` of it."""
     if isinstance(value, dict):
         if isinstance(value.get("spec"), dict) and "containers" in value["spec"]:
             return change(value)
@@ -174,7 +174,7 @@ def _in_pods(value: Any, change: Callable[[Document], Document]) -> Any:
 
 
 def _merged(before: Any, change: Any, where: str, key: str = "") -> Any:
-    """A value with a change merged in; null takes a key away."""
+    """Returns a value with a change merged in; null removes a key."""
     if isinstance(before, dict) and isinstance(change, dict):
         found = dict(before)
         for name, value in change.items():
@@ -194,7 +194,7 @@ def _merged(before: Any, change: Any, where: str, key: str = "") -> Any:
 
 
 def _merged_list(before: list[Any], change: list[Any], where: str, keys: Sequence[str]) -> list[Any]:
-    """Entries with the same key are merged, others added behind."""
+    """Merges lists: entries with the same key are merged, others appended."""
     key = next((key for key in keys if all(_has_key(one, key) for one in [*before, *change])), None)
     if key is None:
         raise BadInputError(f"{where}: each entry needs its {' or '.join(keys)}, which tells it from others")
@@ -213,14 +213,14 @@ def _kind(value: Any) -> str:
 
 
 def _without_null(value: Any) -> Any:
-    """What is new has nothing that null could take away."""
+    """Removes nulls from a new value, where there is nothing to remove."""
     if isinstance(value, dict):
         return {key: _without_null(inside) for key, inside in value.items() if inside is not None}
     return value
 
 
 def _with_pods_resources(documents: Sequence[Document], document: Document) -> Document:
-    """A TrainJob puts its own resources in the place of its runtime's, so they must be the same."""
+    """Copies the runtime's resources to the TrainJob, which otherwise overrides them."""
     if document["kind"] != "TrainJob":
         return document
     found: list[Document] = []

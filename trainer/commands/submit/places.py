@@ -8,11 +8,11 @@ from trainer.commands.submit.spec import JobSpec, Place, Site
 
 
 class How(NamedTuple):
-    """How a place is given a job.
+    """Rendering and submission of a job at one place.
 
     Attributes:
-        tool: The program that takes it.
-        ending: Of the file's name.
+        tool: The program that submits it.
+        ending: Suffix of the file's name.
         render: The text of the file; raises BadInputError if the place can't run such a job.
     """
 

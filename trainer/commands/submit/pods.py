@@ -1,4 +1,4 @@
-"""What Kubernetes and Kubeflow share: a node's pod, and the objects beside a job."""
+"""Parts that Kubernetes and Kubeflow have in common: a node's pod, and the objects beside a job."""
 
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -17,12 +17,12 @@ _HIGHEST_ID = 2**31 - 1
 
 
 def labels(spec: JobSpec) -> dict[str, str]:
-    """By these the job's pods know each other."""
+    """Labels that the job's pods have in common."""
     return {"app.kubernetes.io/name": "trainer", "app.kubernetes.io/instance": spec.name}
 
 
 def metadata(spec: JobSpec, site: Site) -> Document:
-    """Name, namespace and labels of an object of the job."""
+    """Returns name, namespace and labels of an object of the job."""
     return {"name": spec.name, "namespace": site.namespace, "labels": labels(spec)}
 
 
@@ -32,13 +32,13 @@ def pod(
     environment: Sequence[Document] = (),
     ports: Sequence[Document] = (),
 ) -> Document:
-    """The template of a node's pod.
+    """Returns the template of a node's pod.
 
     Args:
         spec: The job.
-        name: Of the container.
-        environment: By which the launcher finds its peers.
-        ports: Of the container.
+        name: Name of the container.
+        environment: Variables by which the launcher finds its peers.
+        ports: Ports of the container.
 
     Raises:
         BadInputError: For root, or a folder of this machine.
@@ -98,7 +98,7 @@ def pod(
 
 
 def _user(spec: JobSpec) -> Document:
-    """UID, GID and the volumes' group; nothing where the namespace gives them, as OpenShift's do.
+    """Returns UID, GID and the volumes' group; nothing where the namespace sets them, as OpenShift's do.
 
     Raises:
         BadInputError: For root, or a number that no pod may have.
@@ -114,7 +114,7 @@ def _user(spec: JobSpec) -> Document:
 
 
 def resources(spec: JobSpec) -> Document:
-    """Requests that are the limits, so that no other pod's hunger ends this one."""
+    """Returns requests that equal the limits, so that the pod isn't evicted for others' use."""
     wanted = {"cpu": str(spec.cpus_per_node), "memory": f"{spec.memory_gib}Gi"}
     if spec.gpus_per_node:
         wanted["nvidia.com/gpu"] = str(spec.gpus_per_node)
@@ -122,7 +122,7 @@ def resources(spec: JobSpec) -> Document:
 
 
 def job_spec(spec: JobSpec, template: Document, retries: int) -> Document:
-    """The spec of an Indexed Job with a pod for each node."""
+    """Returns the spec of an Indexed Job with a pod for each node."""
     name = template["spec"]["containers"][0]["name"]
 
     def on_code(action: str, code: int) -> Document:
@@ -150,12 +150,12 @@ def job_spec(spec: JobSpec, template: Document, retries: int) -> Document:
 
 
 def job_set(spec: JobSpec, template: Document, **metadata: Any) -> Document:
-    """The spec of a JobSet, in which all nodes start again together when one failed.
+    """Returns the spec of a JobSet, in which all nodes restart together when one fails.
 
     Args:
         spec: The job.
-        template: Of a node's pod.
-        **metadata: Of the Job in it.
+        template: Template of a node's pod.
+        **metadata: Metadata of the Job in it.
     """
     job = {**({"metadata": metadata} if metadata else {}), "spec": job_spec(spec, template, retries=0)}
     bad_input = {"name": "badInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -167,12 +167,12 @@ def job_set(spec: JobSpec, template: Document, **metadata: Any) -> Document:
 
 
 def ports(spec: JobSpec) -> list[Document]:
-    """The one of node 0 that has a number; gloo and NCCL take what the system gives."""
+    """Returns the fixed port of node 0; gloo and NCCL take any that the system gives."""
     return [{"name": "store", "containerPort": spec.port}]
 
 
 def beside(spec: JobSpec, site: Site) -> list[Document]:
-    """What a job needs besides itself: the recipe's text; a wall around a rendezvous without passwords."""
+    """Returns the objects beside a job: the recipe's text; a NetworkPolicy for the rendezvous."""
     documents = []
     if spec.recipe_text is not None:
         documents.append(
@@ -201,7 +201,7 @@ def beside(spec: JobSpec, site: Site) -> list[Document]:
 
 
 def _volumes(spec: JobSpec) -> tuple[list[Document], list[Document]]:
-    """Volumes, and where they are mounted."""
+    """Returns volumes and their mounts."""
     volumes: list[Document] = []
     mounts: list[Document] = []
 

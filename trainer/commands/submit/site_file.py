@@ -1,4 +1,4 @@
-"""The site file: defaults of `trainer submit` by place, for whoever submits from this machine."""
+"""The site file: defaults of `trainer submit` by place, for all jobs submitted from this machine."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ from trainer.host.files import read_bounded
 
 
 def _absolute(where: str) -> str:
-    """A path as it is from every folder; a claim stays one."""
+    """Makes a path absolute; a claim stays as it is."""
     kind, colon, path = (
         where.partition(":") if where.startswith(("file:", "pvc:", "secret:")) else ("", "", where)
     )
@@ -33,7 +33,7 @@ _Where = Annotated[str, AfterValidator(_absolute)]
 
 
 class _Place(Section):
-    """What every place may have a default of."""
+    """Defaults that every place may have."""
 
     image: str | None = Field(None, description="reference of the image")
     gpus_per_node: int | None = Field(None, description="a rank each")
@@ -85,9 +85,9 @@ class SiteFile(Section):
 
 
 def with_defaults(options: argparse.Namespace, place: Place) -> None:
-    """Puts the site's words where the command line has none, and says which on stderr.
+    """Fills in the site's defaults where the command line has none, and prints which on stderr.
 
-    Of lists (patches, options of sbatch, variables) the command line's come behind the file's.
+    For lists (patches, options of sbatch, variables), the command line's entries follow the file's.
 
     Raises:
         BadInputError: If the file can't be read, or a key or value in it is wrong.
@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def _default_path() -> Path | None:
-    """Where it lies; a relative XDG_CONFIG_HOME is ignored, as its specification says."""
+    """Returns the default path; a relative XDG_CONFIG_HOME is ignored, as its specification says."""
     folder = os.environ.get("XDG_CONFIG_HOME", "")
     home = os.environ.get("HOME", "")
     if not folder.startswith("/"):

@@ -56,7 +56,7 @@ _MORE_PORTS = 999  # the highest that job numbers add to the port
 
 
 def render(spec: JobSpec, site: Site) -> str:
-    """The script of one job.
+    """Renders the script of one job.
 
     Raises:
         BadInputError: If the job can't run there.
@@ -65,12 +65,12 @@ def render(spec: JobSpec, site: Site) -> str:
 
 
 def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
-    """The script of an array, a task for each job; they differ in recipe, settings and name only.
+    """Renders the script of an array, a task per job; jobs may differ only in recipe, settings and name.
 
     Args:
         specs: The jobs.
-        site: Where they run.
-        name: Of the whole array, and of its logs.
+        site: The cluster's settings.
+        name: Name of the array and of its logs.
 
     Raises:
         BadInputError: If the jobs differ otherwise, or can't run there.
@@ -152,7 +152,7 @@ _AFTERWARDS = [
     '    state=$(scontrol show job --oneliner "$job" |',
     "        sed -n 's/.* JobState=\\([A-Z]*\\).*/\\1/p')",
     '    if [ "$state" = RUNNING ]; then',
-    '        echo "requeued, number $((${SLURM_RESTART_COUNT:-0} + 1)): it goes on from its checkpoint" >&2',
+    '        echo "requeued, number $((${SLURM_RESTART_COUNT:-0} + 1)): it resumes from its checkpoint" >&2',
     '        scontrol requeue "$job" && sleep 60',
     "    fi",
     "fi",
@@ -198,7 +198,7 @@ def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> l
 
 
 def _given(site: Site) -> list[str]:
-    """The options of --sbatch-arg; of one that is there twice the last is meant."""
+    """Returns the options of --sbatch-arg; the last of duplicates wins."""
     found = {}
     for word in site.sbatch_arg:
         name, equals, value = word.lstrip("-").partition("=")
@@ -225,7 +225,7 @@ def _command(spec: JobSpec, site: Site, runs: Path) -> list[str]:
 
 
 def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
-    """The srun: a task on each node."""
+    """Returns the lines of srun: a task on each node."""
     # All launchers end within a second and with one code, which srun would hide if it killed the slower.
     # A node that leaves an elastic job is no reason to end the others at all.
     # sbatch's own --no-kill doesn't hold for its steps.
@@ -282,7 +282,7 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
 
 
 def _enroot(image: str) -> str:
-    """A reference as enroot writes it: the registry's host is set off by `#`, and a digest needs no tag."""
+    """Formats a reference as enroot does: `#` after the registry's host, and no tag beside a digest."""
     image = re.sub(r":[^:/@]+@", "@", image)
     host, slash, rest = image.partition("/")
     if image.startswith(("/", "./")) or image.endswith(".sqsh"):

@@ -1,4 +1,4 @@
-"""What a job is, whatever runs it: a recipe, its resources, its time, and where its data and runs lie."""
+"""A job, whatever runs it: recipe, resources, time limit, data and run folders."""
 
 import hashlib
 import json
@@ -48,10 +48,10 @@ Place = Literal["docker", "slurm", "kubernetes", "kubeflow"]
 
 
 def minutes_of(text: str) -> int:
-    """Minutes of a time limit as Slurm writes it: `D-HH:MM`, `HH:MM`, `HH:MM:SS`; or of plain minutes.
+    """Parses a time limit of Slurm to minutes: `D-HH:MM`, `HH:MM`, `HH:MM:SS`, or plain minutes.
 
     Raises:
-        ValueError: If it is none of these, or no time at all.
+        ValueError: If it is none of these, or zero.
     """
     if text.isdecimal():
         minutes = int(text)
@@ -68,7 +68,7 @@ def minutes_of(text: str) -> int:
 
 
 def _as(pattern: re.Pattern[str], words: str) -> AfterValidator:
-    """Makes sure that a value looks so, in words that people read."""
+    """Returns a validator for a pattern; `words` describe it in the error."""
 
     def check(value: str | None) -> str | None:
         if value is not None and not pattern.fullmatch(value):
@@ -95,30 +95,30 @@ def _minutes(value: object) -> object:
 
 
 class JobSpec(BaseModel):
-    """One job. Every place's file is rendered from this and from nothing else.
+    """One job. Every place's file is rendered from this alone.
 
     Attributes:
         recipe: Name of a recipe, or a path inside the image or the mounted folders.
-        settings: What `--set` gives.
-        name: Of the job, and of its run folder under `runs`: the same name goes on with the same run.
+        settings: Settings of `--set`.
+        name: Name of the job and of its run folder under `runs`: the same name resumes the same run.
         image: Reference of the image; with a digest it is the same tomorrow.
         nnodes: Hosts, or pods.
-        min_nnodes: With fewer than `nnodes`, down to so many, it goes on (elastic); None: never.
-        gpus_per_node: A rank each; 0: ranks on CPUs.
-        nproc_per_node: Where there are no GPUs.
+        min_nnodes: Minimum of nodes with which an elastic job continues; None: not elastic.
+        gpus_per_node: GPUs, a rank each; 0: ranks on CPUs.
+        nproc_per_node: Ranks per node without GPUs.
         cpus_per_node: CPU cores.
-        memory_gib: Of a node, in GiB; /dev/shm is counted in it.
+        memory_gib: Memory of a node in GiB, /dev/shm included.
         shm_gib: Upper limit of /dev/shm, in GiB.
         minutes: Time limit of one attempt.
-        grace_seconds: For the ranks, from the signal to the end, checkpoint included.
+        grace_seconds: Time for ranks from the signal to their exit, checkpoint included.
         data: Folder on the hosts, or `pvc:CLAIM`; mounted at /data, read-only.
         runs: Folder on the hosts, or `pvc:CLAIM`; mounted at /workspace/runs.
         cache: Folder on the hosts, or `pvc:CLAIM`; mounted at /cache. None: gone with the container.
-        port: Of the launchers' rendezvous on node 0; the ranks' own is the next one.
+        port: Port of the launchers' rendezvous on node 0; the ranks' is the next one.
         user: UID and GID, as `1000:1000`; `none`: those that Kubernetes gives the pods of a namespace.
-        environment: Further variables.
-        recipe_text: What a recipe that is a file here holds: containers get it as a file of their own.
-        files: Further files of the hosts that containers see as /recipe/NAME, by that name.
+        environment: Further environment variables.
+        recipe_text: Content of a local recipe file, mounted into the containers.
+        files: Further local files, mounted as /recipe/NAME, by that name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -176,37 +176,38 @@ class JobSpec(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Of each node."""
+        """Ranks per node."""
         return self.gpus_per_node or self.nproc_per_node
 
     @property
     def stop_seconds(self) -> int:
-        """From the signal until what is left may be killed."""
+        """Seconds from the signal until remaining processes may be killed."""
         return self.grace_seconds + _LAUNCHER_SECONDS
 
     @property
     def nnodes_text(self) -> str:
-        """For the variable NNODES: `2`, or `1:2` for a job that goes on with fewer."""
+        """Value of the variable NNODES: `2`, or `1:2` for an elastic job."""
         return str(self.nnodes) if self.min_nnodes is None else f"{self.min_nnodes}:{self.nnodes}"
 
     def all_settings(self, data: str = "/data") -> list[str]:
-        """What `--set` gives on each node, where the data lies there included."""
+        """Returns the settings of `--set` on each node, with the path of the data."""
         given = any(one.startswith("data.path=") for one in self.settings)
         return [*self.settings, *([] if self.data is None or given else [f"data.path={data}"])]
 
     @property
     def command(self) -> list[str]:
-        """What runs in the container of each node; see `command_with`."""
+        """Returns the command of each node's container; see `command_with`."""
         return self.command_with("runs", "/data")
 
     def command_with(self, runs: str, data: str) -> list[str]:
-        """What runs on each node; of the others it hears by NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
+        """Returns the command of each node; it finds the others by NNODES, NODE_RANK, MASTER_ADDR,
+        MASTER_PORT.
 
         (Or by what Slurm or Kubeflow set themselves, see `trainer.launch.nodes.discover`.)
 
         Args:
-            runs: Where the runs lie there.
-            data: Where the data lies there, if there is any.
+            runs: Folder of the runs on a node.
+            data: Folder of the data on a node, if there is any.
         """
         ranks = (
             ["--gpus", str(self.gpus_per_node)]
@@ -221,20 +222,20 @@ class JobSpec(BaseModel):
 
 
 class Site(BaseModel):
-    """What is peculiar to one cluster, and changes nothing of the job.
+    """Settings of one cluster, none of which changes the job.
 
     Attributes:
-        partition: Of Slurm.
-        account: Of Slurm.
-        qos: Of Slurm.
-        container: How a Slurm job enters the image; venv: it doesn't, and trains in an environment.
+        partition: Slurm partition.
+        account: Slurm account.
+        qos: Slurm quality of service.
+        container: How a Slurm job enters the image; venv: it trains in an environment instead.
         venv: That environment, on a file system that every node has.
-        namespace: Of Kubernetes.
+        namespace: Kubernetes namespace.
         jobset: A JobSet instead of an Indexed Job with a Service.
         sbatch_arg: Further options of sbatch, as `constraint=h100`.
         queue: A LocalQueue of Kueue, which decides when the job's pods are made.
-        service_account: That the pods have.
-        env_from: Where variables come from that stand in no file: `secret:NAME`, or `file:PATH`.
+        service_account: Service account of the pods.
+        env_from: Sources of variables that no rendered file holds: `secret:NAME`, or `file:PATH`.
         rdma: `host`: the devices of Slurm's nodes; `RESOURCE=N`: what a device plugin of Kubernetes has.
         patch: Files that are merged into the manifests.
     """
@@ -260,7 +261,7 @@ class Site(BaseModel):
 
 
 def claim_of(place: str, what: str, where: str) -> str:
-    """The claim of `pvc:CLAIM`.
+    """Returns the claim of `pvc:CLAIM`.
 
     Raises:
         BadInputError: If it is a folder, or no name of a claim.
@@ -276,7 +277,7 @@ def claim_of(place: str, what: str, where: str) -> str:
 
 
 def folder_of(place: str, what: str, where: str) -> Path:
-    """The absolute folder on the hosts.
+    """Returns the absolute folder on the hosts.
 
     Raises:
         BadInputError: If it is a claim.
@@ -287,12 +288,12 @@ def folder_of(place: str, what: str, where: str) -> Path:
 
 
 def pinned(image: str) -> bool:
-    """Whether a reference names bytes, and not what a tag means today."""
+    """Whether a reference has a digest, not only a tag."""
     return bool(re.search(r"@sha256:[0-9a-f]{64}$", image)) or image.endswith((".sqsh", ".sif"))
 
 
 def _default_name(recipe: str, settings: tuple[str, ...]) -> str:
-    """A name that the same request gets again: a second submission goes on with the first one's run."""
+    """Returns a default name, the same for the same request: a second submission resumes the first's run."""
     stem = (
         re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).lstrip("-0123456789")[:32].strip("-") or "job"
     )

@@ -1,4 +1,4 @@
-"""Hands a rendered job to what runs it."""
+"""Submits a rendered job."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from trainer.host.gpus import host_gpus
 
 
 def check_here(place: Place, spec: JobSpec) -> None:
-    """What can be known on this machine before it is asked for.
+    """Checks on this machine what can be known before the job is submitted.
 
     Raises:
         BadInputError: If a folder isn't there, or GPUs are too few.
@@ -33,7 +33,7 @@ def check_here(place: Place, spec: JobSpec) -> None:
 
 
 def submit(place: Place, spec: JobSpec, site: Site, text: str) -> int:
-    """Writes the file down, gives it to the engine or cluster, and says how to follow and stop the job.
+    """Writes the job's file, submits it, and prints how to follow and stop the job.
 
     Raises:
         BadInputError: If the tool for it isn't on PATH.
@@ -66,7 +66,7 @@ def submit(place: Place, spec: JobSpec, site: Site, text: str) -> int:
 
 
 def job_folder(spec: JobSpec) -> Path:
-    """Where the files of jobs are kept: beside the run folders, because one must be empty at first."""
+    """Returns the folder of jobs' files: beside the run folders, which must be empty at first."""
     runs = Path("runs" if spec.runs.startswith("pvc:") else spec.runs)
     try:
         (runs / ".jobs").mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def job_folder(spec: JobSpec) -> Path:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes it for the owner's eyes: variables may be secrets.
+    """Writes a file that only its owner can read: variables may be secrets.
 
     Raises:
         BadInputError: If it can't be written; then there is no file.
@@ -100,7 +100,7 @@ def _submits(place: Place, spec: JobSpec, site: Site, file: Path) -> list[str]:
 def _afterwards(
     place: Place, spec: JobSpec, site: Site, file: Path, text: str, said: str
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """The commands that follow the log, and that stop the job with a checkpoint."""
+    """Returns the commands that follow the log, and that stop the job with a checkpoint."""
     if place == "docker":
         return ["docker", "logs", "--follow", spec.name], ["docker", "stop", spec.name]
     if place == "slurm":

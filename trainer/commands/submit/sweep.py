@@ -1,4 +1,4 @@
-"""Several runs of one recipe, in one image, that are to be compared."""
+"""Several runs of one recipe in one image, to be compared."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ _MOST = 1000
 
 
 def jobs(path: Path, spec: JobSpec) -> list[dict[str, Any]]:
-    """The fields of each run's specification.
+    """Returns the fields of each run's job.
 
     Args:
         path: A YAML file: `grid: {optim.lr: [0.1, 0.3], seed: [0, 1]}`, every combination; or
@@ -41,7 +41,7 @@ def jobs(path: Path, spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def points(path: Path) -> list[dict[str, Any]]:
-    """What each run of a sweep sets.
+    """Returns the settings of each run of a sweep.
 
     Raises:
         BadInputError: If the file is no sweep.
@@ -80,12 +80,12 @@ def _listed(path: Path, runs: Any) -> Iterator[dict[str, Any]]:
 
 
 def folder(spec: JobSpec) -> str:
-    """A run's folder as it is seen from here, or where its claim is mounted."""
+    """Returns a run's folder as seen from this machine, or its path in the claim."""
     return f"runs/{spec.name}" if spec.runs.startswith("pvc:") else str(Path(spec.runs) / spec.name)
 
 
 def write_list(common: JobSpec, runs: list[JobSpec]) -> Path:
-    """Writes down what was submitted, for who compares the runs; returns where."""
+    """Writes the list of submitted runs, for their comparison; returns its path."""
     path = job_folder(common) / f"{common.name}-sweep.json"
     listed = [{"name": run.name, "folder": folder(run), "settings": run.settings} for run in runs]
     values = {"recipe": common.recipe, "image": common.image, "runs": listed}

@@ -1,4 +1,4 @@
-"""`trainer tune RECIPE`: the largest micro-batch that fits, and the fastest loading, in tuned.yaml."""
+"""`trainer tune RECIPE`: writes the largest micro-batch that fits and the fastest loading to tuned.yaml."""
 
 import argparse
 import os
@@ -37,10 +37,10 @@ from trainer.version import __version__
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Does what `trainer tune` was asked for.
+    """Runs `trainer tune`.
 
     Returns:
-        0 done, or the recipe's micro-batch fits (--check); 1 it doesn't, or a signal came.
+    0 if it is done, or the recipe's micro-batch fits (--check); 1 if it doesn't, or a signal came.
 
     Raises:
         BadInputError: If nothing fits, or the request is wrong.
@@ -60,7 +60,7 @@ def tune(options: argparse.Namespace) -> int:
         if options.check:
             if auto:
                 raise BadInputError(
-                    f"--check: {KEY}=auto is chosen anew at each start, so there is nothing to check; give "
+                    f"--check: {KEY}=auto is chosen at each start, so there is nothing to check; give "
                     f"--set {KEY}=N, or --tuned tuned.yaml"
                 )
             return _check(job)
@@ -72,7 +72,7 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _check(job: Job) -> int:
-    """Whether the recipe's own micro-batch fits."""
+    """Checks whether the recipe's own micro-batch fits; returns the exit code."""
     size = job.recipe.data.micro_batch_size
     check_request(job.recipe, make_task(job.recipe), job.ranks)
     with SignalReceiver() as receiver:
@@ -137,7 +137,7 @@ def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
 
 
 def _choose_loading(job: Job, seconds: float) -> tuple[dict[str, int], list[str]]:
-    """Workers and prefetch, where there is a choice; and what was measured, a line for each setting."""
+    """Returns workers and prefetch where there is a choice, and a line for each measured setting."""
     settings = settings_to_try(job.recipe, make_task(job.recipe), read_limits(), job.ranks)
     if not settings:
         return {}, []

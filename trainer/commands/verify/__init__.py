@@ -1,8 +1,8 @@
 """`trainer verify RUN`: trains a run again, elsewhere, and compares the bits.
 
-- `verify`: the whole run; `anomaly`: up to an anomaly: does it come again?
-- `replay`: trains it, in a folder of its own, as it was trained
-- `verdict`: says what is the same, and what differs first
+- `verify`: the whole run; `anomaly`: the run up to an anomaly
+- `replay`: trains the run again in another folder
+- `verdict`: reports identity, or the first difference
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`trainer verify RUN --anomaly N`: trains up to an anomaly again, elsewhere: does it come again?"""
+"""`trainer verify RUN --anomaly N`: trains a run again up to an anomaly, and reports whether it recurs."""
 
 import argparse
 import tempfile
@@ -19,7 +19,7 @@ _COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samp
 
 
 def verify_anomaly(options: argparse.Namespace) -> int:
-    """Does what was asked for; returns the exit code: 0 if it came again with the same bits, else 1."""
+    """Runs `trainer verify --anomaly`; returns the exit code: 0 if it recurred with the same bits, else 1."""
     run = read_recorded(options.folder, rows_needed=False)
     anomalies = read_anomalies(run.path)
     if not 1 <= options.anomaly <= len(anomalies):

@@ -1,4 +1,4 @@
-"""What a run folder says in two ways, or lacks of what it should hold."""
+"""Contradictions within a run folder, and records that it lacks."""
 
 import os
 from collections import Counter
@@ -22,7 +22,7 @@ from trainer.train.provenance import file_hash
 
 
 def contradictions(run: Recorded) -> list[str]:
-    """What a run folder lacks of what it should hold, or says in two ways; as lines."""
+    """Returns contradictions and missing records of a run folder, as lines."""
     said = [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run), *_of_checkpoints(run)]
     # What the above does not see: memory, layers, verdicts.
     more = altered_rows(run.path, run.manifest.as_facts())
@@ -83,7 +83,7 @@ def _of_checkpoints(run: Recorded) -> Iterator[str]:
 
 
 def _of_trace(run: Recorded) -> Iterator[str]:
-    """What a replay doesn't show of checksums.jsonl: it has each row once, and of the run's steps only."""
+    """Checks what a replay can't: that checksums.jsonl has each record once, and only steps of the run."""
     if run.unreadable:
         yield f"{run.unreadable} lines of checksums.jsonl can't be read"
     for (kind, step), times in Counter((row.kind, row.step) for row in run.rows).items():
@@ -95,7 +95,7 @@ def _of_trace(run: Recorded) -> Iterator[str]:
 
 
 def _of_metrics(run: Recorded) -> Iterator[str]:
-    """Rows say what those of checksums.jsonl do, which a replay proves."""
+    """Compares metrics with checksums.jsonl, which a replay proves."""
     kept = kept_attempts(run.manifest)
     if not any(attempt.jsonl for attempt in kept):
         return
@@ -138,7 +138,7 @@ def _rows_that_differ(
 
 
 def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
-    """The last evaluation's metrics stand in the last row and in the manifest, too."""
+    """Compares the last evaluation's metrics with the last record and the manifest."""
     if run.manifest.status != "finished":
         return
     there = said if isinstance(said, Mapping) else {}
@@ -148,13 +148,13 @@ def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
 
 
 def _last_evaluation(run: Recorded) -> Mapping[str, str]:
-    """Its metrics, as text; none if it wasn't checksums."""
+    """Returns the metrics of the last evaluation, as text; none if it is missing from checksums.jsonl."""
     last = ("eval", run.manifest.steps)
     return next((row.metrics for row in run.rows if (row.kind, row.step) == last), {})
 
 
 def _add_metrics(rows: dict[tuple[str, int], dict[str, Any]], kind: str, file: Path) -> int:
-    """Adds a file's rows by kind and step, numbers as text; returns how many lines are no such rows."""
+    """Adds a file's records by kind and step, numbers as text; returns the number of malformed lines."""
     bad = 0
     for row in rows_as_text(file):
         try:

@@ -1,4 +1,4 @@
-"""What a run recorded of itself, and who trained which of its steps."""
+"""Records of a run, and the attempt that trained each step."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from trainer.runs.manifest import Attempt, Manifest, RunFolder, read_run
 
 @dataclass(frozen=True)
 class Recorded(RunFolder):
-    """A run folder with what was recorded of each row.
+    """A run folder with its checksum records.
 
     Attributes:
-        rows: Of checksums.jsonl.
-        unreadable: Lines of it that can't be read.
+        rows: Records of checksums.jsonl.
+        unreadable: Number of lines that can't be read.
     """
 
     rows: list[ChecksumRow]
@@ -29,9 +29,9 @@ class Recorded(RunFolder):
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps that were trained in the same way: up to `until`, with a row of metrics each `every`.
+    """Steps trained in the same way: up to `until`, with a metrics record every `every` steps.
 
-    The settings are those of its configuration that were changed after it, as they were before.
+    `settings` undo the changes that later attempts made to the configuration.
     """
 
     until: int
@@ -42,10 +42,10 @@ class Segment:
 
 
 def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
-    """Reads what a run recorded; with rows of metrics, if they are needed.
+    """Reads the records of a run.
 
     Raises:
-        BadInputError: If it is no run, or recorded nothing that could be compared.
+        BadInputError: If it is no run, or has no records to compare.
     """
     run = read_run(folder)
     try:
@@ -63,10 +63,10 @@ def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
 
 
 def last_step(run: Recorded, steps: int | None) -> int:
-    """The last step to replay: that of the last row there should be, within the steps that were asked for.
+    """Returns the last step to replay: that of the last expected record within the requested steps.
 
     Raises:
-        BadInputError: If there is no row within them, or fewer steps.
+        BadInputError: If there is no record within them, or fewer steps.
     """
     rows = sorted(row.step for row in run.rows)
     if steps is None:
@@ -82,7 +82,7 @@ def last_step(run: Recorded, steps: int | None) -> int:
 
 
 def _last_row_due(run: Recorded) -> int:
-    """The step of the last row that must have been written, by how far the run is known to have come."""
+    """Returns the step of the last record that must exist, given how far the run is known to have come."""
     if run.manifest.weights or run.manifest.status == "finished":
         return run.manifest.steps
     if run.manifest.status == "diverged":
@@ -99,7 +99,7 @@ def _last_row_due(run: Recorded) -> int:
 
 
 def kept_attempts(manifest: Manifest) -> list[Attempt]:
-    """Attempts without those of which nothing is left; what these changed counts as changed by the next."""
+    """Returns the attempts of which steps are left; changes of dropped ones count as changes of the next."""
     kept = list[Attempt]()
     for attempt in manifest.attempts:
         lost = [change for earlier in kept if earlier.step >= attempt.step for change in earlier.changed]
@@ -109,20 +109,20 @@ def kept_attempts(manifest: Manifest) -> list[Attempt]:
 
 
 def had_checksums(run: Recorded, step: int) -> bool:
-    """Whether rows of that step should be in checksums.jsonl: log.fingerprints may change on the way."""
+    """Whether checksums.jsonl should have records of that step: log.fingerprints may change on resume."""
     return trained_by(kept_attempts(run.manifest), step).checksums
 
 
 def trained_by(kept: Sequence[Attempt], step: int) -> Attempt:
-    """The attempt whose step that was, of those that are kept."""
+    """Returns the attempt that trained a step, among those kept."""
     return next((one for one in reversed(kept) if one.step < step), kept[0])
 
 
 def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Segment]:
-    """Who trained which steps: a run that was gone on with on other ranks is replayed on the same ones.
+    """Splits the run into segments: one resumed on other ranks is replayed on the same ones.
 
     Raises:
-        BadInputError: If something was changed on the way that isn't known any more, such as its data.
+        BadInputError: If an attempt changed something that can't be restored, such as its data.
     """
     kept = kept_attempts(run.manifest)
     ends = [*(attempt.step for attempt in kept[1:]), until]
@@ -143,7 +143,7 @@ def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Segment]:
 
 
 def _before(run: Recorded, step: int, change: str) -> dict[str, str]:
-    """The setting that undoes a change: "key: before, now after", see `trainer.runs.differences`."""
+    """Returns the setting that undoes a change "key: before, now after", see `trainer.runs.differences`."""
     name, _, values = change.partition(": ")
     try:
         value, _ = json.JSONDecoder().raw_decode(values)

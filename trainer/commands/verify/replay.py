@@ -1,4 +1,4 @@
-"""A run trained again in another folder, with its configuration, on as many ranks as it had."""
+"""Trains a run again in another folder, with its configuration, on as many ranks as it had."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ _ELSEWHERE += ["model.pretrained", "task"]
 
 
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
-    """Makes the folder of a replay, which leaves out the steps that the run was rolled back for."""
+    """Makes the folder of a replay, with the steps to skip that the run was rolled back for."""
     folder.mkdir()
     if not oddity(run.path / KEPT, folder=True) and (run.path / KEPT).exists():  # what it began from
         copy_folder(run.path / KEPT, folder / KEPT)
@@ -47,7 +47,7 @@ def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
 
 
 def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[str, Any]:
-    """The configuration of the replay: that of the run, on the same kind of device, and nothing besides it.
+    """Returns the configuration of the replay: the run's, without sinks, hooks and checkpoints.
 
     Raises:
         BadInputError: If a setting would change what is computed, a value was redacted, or the data is gone
@@ -105,7 +105,7 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
 def replay(
     config: Mapping[str, Any], parts: Sequence[Segment], steps: int, folder: Path, gpus: str | None
 ) -> int:
-    """Trains it in a folder, with the real launcher; returns 0, or the exit code of what failed."""
+    """Trains in a folder, with the real launcher; returns 0, or the exit code of the failure."""
     recipe = folder.with_name("replay.yaml")
     recipe.write_text(yaml.safe_dump(dict(config)))
     cuda = config["device"] == "cuda"
@@ -135,7 +135,7 @@ def replay(
 
 
 def ranks_wanted(options: argparse.Namespace) -> int | None:
-    """How many ranks were asked for; None where the run says it."""
+    """Returns the requested number of ranks; None for the run's."""
     if options.nproc_per_node is not None:
         return int(options.nproc_per_node)
     if options.gpus is None:
@@ -145,7 +145,7 @@ def ranks_wanted(options: argparse.Namespace) -> int | None:
 
 @contextmanager
 def _progress() -> Iterator[int]:
-    """A file descriptor for what the replay prints, of which only its progress is shown."""
+    """Opens a file descriptor for the replay's output, of which only the progress is shown."""
     reading, writing = os.pipe()
 
     def pass_on() -> None:

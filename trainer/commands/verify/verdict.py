@@ -1,4 +1,4 @@
-"""What to say of a run and its replay: identical, or what differs first, and what of their environments."""
+"""Verdict on a run and its replay: identical, or the first difference and those of the environments."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from trainer.train.provenance import file_hash
 
 _SHOWN = 3
 _LINES = 5
-# Of a manifest, what can change the bits that come out; in this order a difference is told.
+# Fields of a manifest that can change the bits, in the order in which differences are reported.
 _ENVIRONMENT = (
     *("versions.torch", "versions.cuda", "versions.cudnn", "versions.nccl"),
     *("device.name", "device.gpus", "device.cpu_capability", "device.cpu", "threads", "world_size"),
@@ -27,7 +27,7 @@ _ENVIRONMENT = (
 
 
 def differing_weights(run: Recorded, folder: Path) -> list[str]:
-    """What of the final weights differs from the replay's, as lines; nothing where the run has none."""
+    """Returns differences of the final weights, as lines; none if the run has no final weights."""
     lines = []
     for name, digest in run.manifest.weights.items():
         ours, theirs = run.path / name, folder / name
@@ -60,9 +60,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs of the environment of two manifests, as "name: before, now after".
+    """Returns differences of two manifests' environments, as "name: before, now after".
 
-    What matters most comes first. A field that the older one lacks is no difference.
+    The most important come first. A field that the older manifest lacks is no difference.
     """
     lines = []
     for name in _ENVIRONMENT:
@@ -76,7 +76,7 @@ def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def identical(
     run: Recorded, rows: Sequence[ChecksumRow], until: int, parts: Sequence[Segment], here: Sequence[str]
 ) -> str:
-    """What to say of a run that was replayed to the bit."""
+    """Formats the verdict on a run that was replayed bit for bit."""
     metrics = sum(len(row.metrics) for row in rows)
     tensors = sum(len(row.tensors) for row in rows)
     files = [*run.manifest.weights] if until == run.manifest.steps else []
@@ -99,7 +99,7 @@ def different(
     here: Sequence[str],
     odd: Sequence[str] = (),
 ) -> str:
-    """What to say of a run that was not, or (`odd`) that contradicts itself."""
+    """Formats the verdict on a run that differs, or (`odd`) contradicts itself."""
     lines = [f"{run.path}: differs", *(f"  {line}" for line in odd[:_LINES])]
     if len(odd) > _LINES:
         lines.append(f"  and {len(odd) - _LINES} more of that kind")

@@ -19,7 +19,7 @@ from trainer.train.anomaly import first_stop, read_anomalies, rolled_back
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Does what `trainer verify` was asked for; returns the exit code: 0 identical, 1 not."""
+    """Runs `trainer verify`; returns the exit code: 0 if identical, 1 if not."""
     run = read_recorded(options.folder)
     anomalies = read_anomalies(run.path)
     odd = contradictions(run)
@@ -53,10 +53,10 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
-    """A run without the rows that came after the step for which it was stopped: a replay stops there, too.
+    """Returns a run without the records after the step for which it was stopped, as a replay stops there.
 
     Raises:
-        BadInputError: If there are no others.
+        BadInputError: If no records are left.
     """
     stop = first_stop(anomalies)
     if stop is None:

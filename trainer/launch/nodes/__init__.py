@@ -1,4 +1,4 @@
-"""Several nodes: which they are, and how their launchers meet in the run folder."""
+"""Several nodes: finding them, and the rendezvous of their launchers in the run folder."""
 
 # What launchers have in the run folder: a file of each, by which they see each other.
 FOLDER = "nodes"

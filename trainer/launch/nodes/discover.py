@@ -1,4 +1,4 @@
-"""Which nodes a job has, and which of them this is: from flags, plain variables, Kubeflow's, or Slurm's.
+"""Finds the nodes of a job and this node's number: from flags, plain variables, Kubeflow's, or Slurm's.
 
 Pure functions of the environment, apart from training. Sources (read 2026-11): torchrun's `PET_` variables,
 which Kubeflow's operators set (torch.distributed.argparse_util); the output environment of srun(1) and
@@ -23,13 +23,13 @@ class Nodes(NamedTuple):
     """The nodes of a job.
 
     Attributes:
-        least: So many are enough to begin or to go on with.
-        most: So many there are when all are there.
-        number: Which one this is, from 0; node 0 decides for all.
+        least: Minimum number of nodes to begin or to continue with.
+        most: Number of nodes when all are there.
+        number: This node's number, from 0; node 0 decides for all.
         host: Name or address of node 0.
-        port: Where the ranks' store is, on node 0.
-        names: Of the nodes, as far as they are known beforehand.
-        source: Who says so.
+        port: Port of the ranks' store on node 0.
+        names: Names of the nodes, as far as they are known beforehand.
+        source: Source of these values: flags, variables, Kubeflow or Slurm.
     """
 
     least: int
@@ -42,11 +42,11 @@ class Nodes(NamedTuple):
 
     @property
     def elastic(self) -> bool:
-        """Whether the job goes on with fewer."""
+        """Whether the job continues with fewer nodes."""
         return self.least < self.most
 
     def name(self, number: int) -> str:
-        """`node 2 (n3)`, or without the name where it isn't known."""
+        """Returns `node 2 (n3)`, or `node 2` if its name is unknown."""
         return f"node {number}" + (f" ({self.names[number]})" if number < len(self.names) else "")
 
 
@@ -57,17 +57,17 @@ def find_nodes(
     master_addr: str | None,
     master_port: int | None,
 ) -> Nodes | None:
-    """What this launcher is part of; None for a single node.
+    """Finds the nodes of this launcher's job; None for a single node.
 
     Args:
         environ: The process's environment.
-        nnodes: As --nnodes: `4`, or `2:4` for at least 2 and at most 4.
-        node_rank: As --node-rank.
-        master_addr: As --master-addr.
-        master_port: As --master-port.
+        nnodes: Value of --nnodes: `4`, or `2:4` for at least 2 and at most 4.
+        node_rank: Value of --node-rank.
+        master_addr: Value of --master-addr.
+        master_port: Value of --master-port.
 
     Raises:
-        BadInputError: If something is missing, or says something impossible.
+        BadInputError: If a value is missing or impossible.
     """
     told = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _plain(environ)
     if nnodes is not None:
@@ -95,9 +95,10 @@ def find_nodes(
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would tell a rank, where srun started a task for each of them; else nothing.
+    """Returns the variables that torchrun would set for a rank, where srun started a task for each rank; else
+    {}.
 
-    With one task on each node a task is a launcher.
+    With one task on each node, the task is a launcher.
     """
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
     if tasks <= max(1, nodes) or any(name in environ for name in _RANK):
@@ -114,26 +115,27 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of the ranks that torchrun or Slurm started. (Ours don't ask.)"""
+    """Whether this process is a rank that torchrun or Slurm started. (Ranks of our launcher don't ask.)"""
     ranked = all(name in environ for name in _RANK) and not started_by_rank(environ)
     return ranked and not is_launcher_task(environ)
 
 
 def mark_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a rank adds to its environment, by which a process that it starts knows itself for none.
+    """Returns the variables that mark a rank's environment, so that its children know that they aren't the
+    rank.
 
-    It holds the launch's variables, so that a torchrun that a rank starts has ranks of its own.
+    The mark holds the launch's variables, so that ranks of a torchrun that a rank starts are ranks again.
     """
     return {RANK_MARK: " ".join(environ.get(name, "-") for name in (*_RANK, *_LAUNCH))}
 
 
 def started_by_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process has its rank's variables from the rank that started it: it is none itself."""
+    """Whether this process inherited its rank's variables from a rank that started it, and so is no rank."""
     return mark_of_rank(environ).items() <= environ.items()
 
 
 def is_launcher_task(environ: Mapping[str, str]) -> bool:
-    """Whether this is a Slurm node's only task, which starts the ranks though enroot's hook calls it one."""
+    """Whether this is a Slurm node's only task: the launcher, although enroot's hook marks it as a rank."""
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
     return (
         0 < tasks == nodes
@@ -144,7 +146,7 @@ def is_launcher_task(environ: Mapping[str, str]) -> bool:
 
 
 def job_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a cluster calls this job, for the manifest; empty where none started it."""
+    """Returns the cluster's identifiers of this job, for the manifest; empty without a cluster."""
     names = {
         "slurm_job": "SLURM_JOB_ID",
         "slurm_restarts": "SLURM_RESTART_COUNT",
@@ -157,10 +159,10 @@ def job_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand(nodelist: str) -> list[str]:
-    """The names that Slurm's `n[1-3,07],m4` means: n1 n2 n3 n07 m4.
+    """Expands a Slurm node list: `n[1-3,07],m4` is n1 n2 n3 n07 m4.
 
     Raises:
-        ValueError: If it isn't such a list.
+        ValueError: If it is malformed.
     """
     names = []
     for part in re.findall(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*(?=,|$)", nodelist):
@@ -185,7 +187,7 @@ def _expand_one(part: str) -> list[str]:
 
 
 def _plain(environ: Mapping[str, str]) -> dict[str, str]:
-    """NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: what our own jobs set, and many scripts do."""
+    """Reads NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, which our own jobs and many scripts set."""
     names = {"nodes": "NNODES", "number": "NODE_RANK", "master": "MASTER_ADDR", "port": "MASTER_PORT"}
     told = {key: environ[name] for key, name in names.items() if environ.get(name)}
     return told | ({"source": "NNODES"} if "nodes" in told else {})
@@ -206,7 +208,7 @@ def _kubeflow(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """A step with one task on each of several nodes."""
+    """Reads Slurm's variables of a step with one task on each of several nodes."""
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     if nodes < 2 or _number(environ, "SLURM_STEP_NUM_TASKS") != nodes or "SLURM_STEP_ID" not in environ:
         return {}
@@ -238,7 +240,7 @@ def _count(text: str, source: str) -> tuple[int, int]:
 
 
 def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
-    """Host and port of node 0."""
+    """Returns host and port of node 0."""
     bracketed = re.fullmatch(r"\[(.+)\]", address)  # as an IPv6 address can be written
     host = bracketed[1] if bracketed else address
     # One colon is a host with a port, more are an IPv6 address.

@@ -1,4 +1,4 @@
-"""The other nodes' side of the rendezvous: they look for node 0's file, and do what it says."""
+"""The rendezvous on every node but node 0: finds node 0's file and follows it."""
 
 import platform
 import socket
@@ -25,14 +25,14 @@ from trainer.launch.nodes.rendezvous import (
 
 @dataclass
 class Follower(Rendezvous):
-    """The side of every node but node 0."""
+    """The rendezvous on every node but node 0."""
 
     _leader: str = ""
     _number: int = 0  # of the round
     _began: float = 0.0
 
     def gather(self) -> Round | Outcome:
-        """As `Rendezvous`."""
+        """See `Rendezvous`."""
         self.stop = self.over = False
         began = time.monotonic()
         notice = began + FIRST_NOTICE_SECONDS
@@ -57,7 +57,7 @@ class Follower(Rendezvous):
             time.sleep(POLL_SECONDS)
 
     def turn(self) -> None:
-        """As `Rendezvous`."""
+        """See `Rendezvous`."""
         said = self._heard()
         self.stop = self.stop or (said is not None and said.stop == self._number)
         self.over = (
@@ -65,7 +65,7 @@ class Follower(Rendezvous):
         )
 
     def conclude(self, records: Sequence[ExitRecord], leaving: bool) -> Outcome:
-        """As `Rendezvous`."""
+        """See `Rendezvous`."""
         self._tell(ended=self._number, records=counted(records, self._began), leaving=leaving)
         while (said := self._heard()) is not None and not self.presence.blind:
             if said.end is not None:
@@ -75,7 +75,7 @@ class Follower(Rendezvous):
             time.sleep(POLL_SECONDS)
         code = job_code(records)
         why = self.presence.blind or (
-            f"nothing was heard of it for {presence.SILENT_SECONDS:g} s, or it was started anew"
+            f"nothing was heard of it for {presence.SILENT_SECONDS:g} s, or it was restarted"
         )
         line = f"trainer: {self.nodes.name(0)} is gone: {why}\n"
         again = self.nodes.elastic and not leaving
@@ -86,12 +86,12 @@ class Follower(Rendezvous):
         return Outcome(again, code if code == EXIT_BAD_INPUT else EXIT_REQUEUE, line)
 
     def _heard(self) -> Said | None:
-        """What node 0 says, unless it is gone."""
+        """Returns node 0's message, unless it is gone."""
         file = self.presence.seen.get(f"0-{self._leader}")
         return file.said if file and file.beats else None
 
     def _follow(self) -> str:
-        """Goes by a node 0 that lives, if there is one; what is in the way, or nothing."""
+        """Joins a live node 0, if there is one; returns the obstacle, or ""."""
         if self._heard() is not None:
             self._check_written()
             return ""
@@ -113,7 +113,7 @@ class Follower(Rendezvous):
         return ""
 
     def _joined(self, said: Said) -> Round | None:
-        """The round that node 0 has begun, if it is a new one and this node is in it."""
+        """Returns the round that node 0 has begun, if it is new and this node is in it."""
         place = next((at for at, (id_, _) in enumerate(said.members) if id_ == self.presence.id), None)
         if place is None or said.round <= max(self._number, said.verdict):
             return None

@@ -1,4 +1,4 @@
-"""Node 0's side of the rendezvous: it sees all, and decides."""
+"""The rendezvous on node 0, which reads all files and decides."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ _FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0
 
 @dataclass
 class Leader(Rendezvous):
-    """Node 0's side.
+    """The rendezvous on node 0.
 
     Attributes:
-        suits: Whether the batch can be shared out to so many ranks.
+        suits: Whether the batch can be divided among that many ranks.
     """
 
     suits: Callable[[int], bool] = lambda _: True
@@ -44,7 +44,7 @@ class Leader(Rendezvous):
     _unlike: str = ""
 
     def gather(self) -> Round | Outcome:
-        """As `Rendezvous`."""
+        """See `Rendezvous`."""
         self.stop = self.over = False
         began = changed = time.monotonic()
         notice = began + FIRST_NOTICE_SECONDS
@@ -73,7 +73,7 @@ class Leader(Rendezvous):
             time.sleep(POLL_SECONDS)
 
     def turn(self) -> None:
-        """As `Rendezvous`."""
+        """See `Rendezvous`."""
         self._hear()
         if not self.over and (self._lost or _failed(self._known())):
             self._call_over()
@@ -82,7 +82,7 @@ class Leader(Rendezvous):
             self._tell(stop=self._said.round)
 
     def conclude(self, records: Sequence[ExitRecord], leaving: bool) -> Outcome:
-        """As `Rendezvous`."""
+        """See `Rendezvous`."""
         if _failed(records):
             self._call_over()
         while missing := [n for n in self._playing if n not in self._lost and not self._ended(n)]:
@@ -110,10 +110,10 @@ class Leader(Rendezvous):
         return self._end(outcome)
 
     def _check_alone(self) -> None:
-        """Sees to it that no other launcher is node 0 of this run folder, before this one says that it is.
+        """Checks that no other launcher is node 0 of this run folder, before this one declares itself node 0.
 
         Raises:
-            BadInputError: If one is, or the folder can't be written.
+            BadInputError: If there is another, or the folder can't be written.
         """
         while not (self.presence.looks or self.asked()):
             time.sleep(POLL_SECONDS)
@@ -133,7 +133,7 @@ class Leader(Rendezvous):
             self._tell(leader=self.presence.id)
 
     def _players(self) -> dict[int, Seen]:
-        """The nodes for the next round: as many as can share out the batch; the others stay and wait."""
+        """Returns the nodes of the next round: as many as the batch can be divided among; the others wait."""
         playing = dict(sorted(self._there.items()))
         while playing and not self.suits(self.ranks + sum(node.said.ranks for node in playing.values())):
             playing.popitem()
@@ -152,7 +152,7 @@ class Leader(Rendezvous):
         return self._round
 
     def _hear(self) -> None:
-        """Takes leave of who is gone, and takes in who has come."""
+        """Removes nodes that are gone, and admits new ones."""
         files = {
             one.id: one
             for one in self.presence.seen.values()
@@ -176,7 +176,7 @@ class Leader(Rendezvous):
                     self._came.append(one.node)
 
     def _part_with(self, number: int, why: str) -> None:
-        """Takes leave of a node; people are told once, whenever that is."""
+        """Removes a node; logged once: now, or with the round's outcome."""
         node = self._there.pop(number)
         line = f"node {number} ({node.said.name}) is gone: {why}"
         if self._playing.get(number) is node and not self._ended(number):
@@ -185,7 +185,7 @@ class Leader(Rendezvous):
             self.say(f"noticed that {line}")
 
     def _problem(self, one: Seen, before: Seen | None) -> str:
-        """Why a launcher can't be part of the job, if so."""
+        """Returns why a launcher can't be part of the job, or ""."""
         name = one.said.name
         # A beat that came after the other's first is none that was still on its way.
         if before and one.age - before.silent > 3 * presence.BEAT_SECONDS:
@@ -205,7 +205,7 @@ class Leader(Rendezvous):
         return ""
 
     def _ended(self, number: int) -> Seen | None:
-        """A node's file, once its ranks have ended."""
+        """Returns a node's file, once its ranks have ended."""
         file = self.presence.seen.get(f"{number}-{self._playing[number].id}")
         return file if file and file.said.ended == self._said.round else None
 
@@ -238,11 +238,11 @@ def _failed(records: Sequence[ExitRecord]) -> bool:
 
 
 def _gone(file: Seen | None, anew: bool) -> str:
-    """Why a node is gone, if it is; sooner where it was started anew."""
+    """Returns why a node is gone, or ""; one that was restarted is declared gone sooner."""
     if file is None:
         return "its launcher ended"
     if anew and file.silent >= presence.ALIVE_SECONDS:
-        return "its launcher was started anew"
+        return "its launcher was restarted"
     if file.silent >= presence.SILENT_SECONDS:
         return f"nothing was heard of it for {presence.SILENT_SECONDS:g} s: was its launcher or host killed?"
     return ""

@@ -1,10 +1,10 @@
-"""Which launchers are there, by a file of each in the run folder: RUN/nodes/NODE-ID, ID new with each start.
+"""Presence of the launchers: a file of each in the run folder, RUN/nodes/NODE-ID, with a new ID per start.
 
-A launcher replaces its file when what it says changes, and sets the file's time every second: any change
-shows that it lives. Clocks of hosts differ, so no time is read, and silence is counted by the reader, in
-looks that succeeded: a file server that hangs makes nobody look dead. One daemon thread does all that
-touches files, so that signals and the grace don't wait for such a server. Who can write to the folder may
-train there, so files aren't signed; what isn't a launcher's file is passed over.
+A launcher replaces its file when its message changes, and touches the file every second: any change shows
+that it is alive. Hosts' clocks differ, so file times are never compared with a clock; the reader counts
+silence in successful reads, so that nobody seems dead while a file server hangs. One daemon thread does all
+file access, so that signals and the grace period don't wait for such a server. Anyone who can write to the
+folder may train there, so files aren't signed; other files are ignored.
 """
 
 import errno
@@ -42,24 +42,24 @@ _Word = Annotated[str, BeforeValidator(lambda said: " ".join(plain(said, 100).sp
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Said:
-    """What a launcher says.
+    """Message of a launcher.
 
     Attributes:
-        name: Of its host.
-        ranks: That it starts.
-        same: What must be the same on every node, by name.
-        leader: The ID of the node 0 that it goes by.
-        address: Of its host, as seen from there.
-        ended: The round whose ranks have ended here, 0 before the first;
-        records: how they ended, with times since the round's begin;
-        leaving: and whether this launcher was asked to stop.
-        round: Of node 0: which one it has begun;
-        members: the ID and the number of ranks of each node in it, in order;
-        stop: the round whose ranks are to stop with a checkpoint;
-        over: the round that is lost, whose ranks need no longer wait;
-        verdict: the round whose end is known, with another to follow; `text` says why.
-        end: The exit code of all launchers, once no round follows; `text` says why.
-        refused: IDs of launchers that can't be part of it, and why.
+        name: Name of its host.
+        ranks: Number of ranks that it starts.
+        same: Values that must be the same on every node, by name.
+        leader: ID of the node 0 that it follows.
+        address: Address of its host, as seen from node 0.
+        ended: Last round whose ranks have ended on this node; 0 before the first.
+        records: Exit records of that round, with times since its start.
+        leaving: Whether this launcher was asked to stop.
+        round: On node 0, the current round.
+        members: On node 0, ID and number of ranks of each node in it, in order.
+        stop: On node 0, the round whose ranks must stop with a checkpoint.
+        over: On node 0, the round that is lost, whose ranks need no longer wait.
+        verdict: On node 0, the round that has ended with another to follow; `text` says why.
+        end: On node 0, the exit code of all launchers once no round follows; `text` says why.
+        refused: On node 0, IDs of launchers that can't be part of the job, and why.
     """
 
     name: _Word
@@ -87,10 +87,10 @@ class Seen(NamedTuple):
     """Another launcher's file.
 
     Attributes:
-        node: Its number, by its name.
-        id: Of its start.
-        said: What it says.
-        sign: Of the file; it changes with each beat.
+        node: Number of its node, from its name.
+        id: ID of the launcher's start.
+        said: Its message.
+        sign: File metadata that change with each beat.
         age: Seconds since it was first seen.
         silent: Seconds since it last changed.
     """
@@ -104,22 +104,22 @@ class Seen(NamedTuple):
 
     @property
     def beats(self) -> bool:
-        """Whether it changed while this launcher looked, and not too long ago: a file alone may be left."""
+        """Whether it has changed lately, after it was first seen: a killed launcher leaves its file."""
         return self.silent < min(self.age, SILENT_SECONDS)
 
 
 class Presence:
-    """This launcher's file, and what it sees of the others'.
+    """This launcher's file, and the others' as it reads them.
 
     Attributes:
-        id: Of this start.
-        seen: The others, by name; replaced as a whole.
-        looks: How often the folder was looked at.
-        unwritten: Why this launcher's file couldn't be written last; else empty.
+        id: ID of this start.
+        seen: The others' files, by name; replaced as a whole.
+        looks: Number of successful reads of the folder.
+        unwritten: Error of the last write of this launcher's file, or "".
     """
 
     def __init__(self, folder: Path, node: int) -> None:
-        """Looks from now on; the run folder needn't be there yet."""
+        """Starts the thread; the run folder needn't exist yet."""
         self.folder, self.node, self.id = folder, node, secrets.token_hex(8)
         self.seen: dict[str, Seen] = {}
         self.looks, self.unwritten, self._keep = 0, "", True
@@ -132,22 +132,22 @@ class Presence:
 
     @property
     def blind(self) -> str:
-        """What is wrong where the folder couldn't be looked at for so long that others may be gone."""
+        """Returns the error if the folder couldn't be read for so long that others may be gone, else ""."""
         seconds = time.monotonic() - self._looked
         return f"{self.folder} can't be read since {seconds:.0f} s" if seconds > SILENT_SECONDS else ""
 
     @property
     def stands(self) -> bool:
-        """Whether this launcher's file is there."""
+        """Whether this launcher's file exists."""
         return self._written is not None
 
     def say(self, said: Said) -> None:
-        """Replaces what this launcher says; its thread writes it."""
+        """Replaces this launcher's message; the thread writes it."""
         self._said = said
         self._wake.set()
 
     def close(self, keep: bool) -> None:
-        """Writes what is left to say, and removes the file unless it is to be kept; waits some seconds."""
+        """Writes a pending message, and removes the file unless `keep`; waits some seconds."""
         self._keep = keep
         self._closing.set()
         self._wake.set()
@@ -167,7 +167,7 @@ class Presence:
         return self.folder / f"{self.node}-{self.id}"
 
     def turn(self) -> None:
-        """Writes and looks, once."""
+        """Writes and reads once."""
         try:
             self._write()
             self.unwritten = ""
@@ -212,10 +212,10 @@ class Presence:
 
 
 def _seen(path: Path, node: int, id_: str, before: Seen | None, since: float) -> Seen | None:
-    """What is seen of a file now; None if it is none of a launcher's.
+    """Returns a file's current state; None if it is no launcher's.
 
     Raises:
-        OSError: If the file server doesn't answer as it should.
+        OSError: If the file server fails.
     """
     waited = before and before._replace(age=before.age + since, silent=before.silent + since)
     try:

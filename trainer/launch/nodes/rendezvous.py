@@ -1,9 +1,9 @@
-"""How launchers of several nodes come together, and what a round's end means.
+"""Rendezvous of the launchers of several nodes, and the outcome of a round.
 
-torchrun's own rendezvous (c10d) numbers nodes as well, but it can't say who is missing, lets every node end
-with a code of its own, and counts a node that leaves as a failure. So the launchers meet first, by files in
-the run folder that all have (`presence`), and torchrun then joins exactly the nodes that are there, by its
-static rendezvous. Node 0 decides; the others do what its file says.
+torchrun's own rendezvous (c10d) numbers nodes as well, but it doesn't report which one is missing, lets every
+node exit with another code, and counts a node that leaves as a failure. So the launchers meet first, by files
+in the shared run folder (`presence`), and torchrun's static rendezvous then joins exactly those nodes. Node 0
+decides; the others follow its file.
 """
 
 import platform
@@ -34,13 +34,13 @@ _NEVER, _TRACEBACK = 1e9, 1 << 16
 
 
 class Round(NamedTuple):
-    """A world of ranks over the nodes that are there, until one of them leaves or comes, or all end.
+    """A round: one process group over the nodes that are there, until a node leaves or joins, or all end.
 
     Attributes:
-        number: From 1.
-        place: Which of the nodes in it this is, from 0: torchrun's --node-rank.
-        sizes: Ranks of each.
-        address: Of this node, as the others see it.
+        number: Number of the round, from 1.
+        place: Index of this node in the round, from 0: torchrun's --node-rank.
+        sizes: Number of ranks of each node.
+        address: Address of this node, as the others see it.
     """
 
     number: int
@@ -50,23 +50,23 @@ class Round(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """The global numbers of this node's ranks."""
+        """Global ranks of this node."""
         first = sum(self.sizes[: self.place])
         return range(first, first + self.sizes[self.place])
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """World size."""
         return sum(self.sizes)
 
 
 class Outcome(NamedTuple):
-    """What a round's end means.
+    """Outcome of a round.
 
     Attributes:
-        again: Whether another round follows; then the rest says why.
+        again: Whether another round follows; `text` then says why.
         code: The exit code of every launcher.
-        text: For people: the cause, with a traceback where there is one.
+        text: The cause for the user, with a traceback where there is one.
     """
 
     again: bool
@@ -79,15 +79,15 @@ class Rendezvous:
     """One launcher's side of the rendezvous: `leader.Leader` on node 0, `follower.Follower` on the others.
 
     Attributes:
-        nodes: Of the job, and which of them this is.
-        ranks: That this node starts.
-        same: What must be the same on every node, by name.
+        nodes: Nodes of the job, and this node's number.
+        ranks: Number of ranks that this node starts.
+        same: Values that must be the same on every node, by name.
         folder: The run folder.
-        seconds: How long the nodes may take to come together.
-        asked: Whether this launcher was asked to stop.
-        say: Tells people what it waits for.
-        stop: Whether the ranks are to stop with a checkpoint: a node has come.
-        over: Whether the round is lost, and its ranks need no longer wait: a node is gone, or a rank failed.
+        seconds: Timeout of the rendezvous.
+        asked: Returns whether this launcher was asked to stop.
+        say: Prints what it waits for.
+        stop: Whether the ranks must stop with a checkpoint, because a node has joined.
+        over: Whether the round is lost, because a node is gone or a rank failed: its ranks need not wait.
     """
 
     nodes: Nodes
@@ -101,7 +101,7 @@ class Rendezvous:
     over: bool = False
 
     def __post_init__(self) -> None:
-        """Begins to look."""
+        """Starts to write and read files."""
         self.presence = Presence(self.folder / FOLDER, self.nodes.number)
         self._said = Said(platform.node(), self.ranks, dict(self.same))
 
@@ -109,16 +109,16 @@ class Rendezvous:
         """Waits for the nodes of the next round; an outcome if there will be none.
 
         Raises:
-            BadInputError: If this node can't be part of it.
+            BadInputError: If this node can't be part of the job.
         """
         raise NotImplementedError
 
     def turn(self) -> None:
-        """Hears what the others say; called some times a second while ranks are running."""
+        """Reads the other nodes' messages; called a few times per second while ranks are running."""
         raise NotImplementedError
 
     def conclude(self, records: Sequence[ExitRecord], leaving: bool) -> Outcome:
-        """Tells how this node's ranks ended, and whether it was asked to leave; waits for what that means."""
+        """Publishes this node's exit records and whether it was asked to stop; waits for the outcome."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -126,18 +126,18 @@ class Rendezvous:
         self.presence.close(keep=self.nodes.number == 0)
 
     def _tell(self, **said: Any) -> None:
-        """Changes what this launcher says."""
+        """Changes fields of this launcher's message."""
         self._said = replace(self._said, **said)
         self.presence.say(self._said)
 
     def _check_written(self) -> None:
-        """Refuses a folder in which this launcher's file can't be made."""
+        """Refuses a folder in which this launcher's file can't be created."""
         if self.presence.unwritten and not self.presence.stands:
             raise BadInputError(f"--out {self.folder}: {self.presence.unwritten}")
 
 
 def counted(records: Sequence[ExitRecord], began: float) -> tuple[ExitRecord, ...]:
-    """Exit records for another node: its clock is another one, so times count from the round's begin."""
+    """Converts exit records for other nodes: hosts' clocks differ, so times count from the round's start."""
     return tuple(
         replace(record, time=min(record.time - began, _NEVER), traceback=record.traceback[-_TRACEBACK:])
         for record in records
@@ -153,15 +153,15 @@ def outcome_of(
     elastic: bool,
     host: bool,
 ) -> Outcome:
-    """What a round's end means; a pure function of what is known of all nodes.
+    """Decides the outcome of a round; a pure function of all nodes' records.
 
     Args:
-        records: Of the ranks of the nodes that answered.
-        world: Ranks in the round.
-        lost: A line for each node that is gone without a word.
-        left: The nodes that were asked to stop, or that came and made the others stop.
-        elastic: Whether the job goes on with other nodes.
-        host: Whether node 0, where they meet, is among those that leave.
+        records: Exit records of the nodes that answered.
+        world: World size of the round.
+        lost: A line for each node that vanished.
+        left: Nodes that were asked to stop, or that joined and made the others stop.
+        elastic: Whether the job continues with other nodes.
+        host: Whether node 0 is among those that leave.
     """
     code = job_code(records) if records else EXIT_REQUEUE
     text = exit_message(records, world)

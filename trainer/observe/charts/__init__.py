@@ -1,6 +1,6 @@
-"""Curves as inline SVG, for the report and for what measures: no script, no library, no torch.
+"""Curves as inline SVG, for the report and for benchmarks: no script, no library, no torch.
 
 - `lines`: a chart, with its curves, marks and labels
-- `axis`: where a value lies, and what is written beside it
-- `thin`: any number of rows as few points, with the least and the largest of what they stand for
+- `axis`: positions of values, and labels of an axis
+- `thin`: reduces any number of records to few points, with minimum and maximum
 """

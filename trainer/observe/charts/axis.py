@@ -1,4 +1,4 @@
-"""Axes: where a value lies between the ends of one, and what is written beside it."""
+"""Axes: positions of values between the ends, and labels."""
 
 import math
 from typing import Literal, NamedTuple
@@ -24,10 +24,10 @@ class Axis(NamedTuple):
         low: The value at its start, in the unit of the data.
         high: The value at its end.
         log: Whether it is logarithmic.
-        ticks: Values and what is written there.
-        unit: What the written numbers mean, such as "GiB"; may be empty.
-        factor: What a written 1 stands for.
-        letter: What follows each written number, such as "k".
+        ticks: Values and their labels.
+        unit: Unit of the labels, such as "GiB"; may be empty.
+        factor: Value that a label of 1 stands for.
+        letter: Suffix of each label, such as "k".
     """
 
     low: float
@@ -39,7 +39,7 @@ class Axis(NamedTuple):
     letter: str = ""
 
     def text(self, value: float) -> str:
-        """A value in the unit of the axis."""
+        """Formats a value in the unit of the axis."""
         return number(value / self.factor, 4 if abs(value / self.factor) < 10 else 3) + self.letter * (
             value != 0
         )
@@ -58,16 +58,16 @@ class Axis(NamedTuple):
 def make_axis(
     low: float, high: float, kind: Kind = "number", unit: str = "", zero: bool = False, may_log: bool = False
 ) -> Axis:
-    """An axis around a range, with round ticks.
+    """Makes an axis for a range, with round ticks.
 
     Args:
         low: The least value.
         high: The largest.
-        kind: How values are written: shares of one as percent, bytes and "si" with the prefix at the unit,
-            counts with k and M beside the figures.
-        unit: What follows a prefix, such as "samples/s".
+        kind: Format of values: fractions as percent, bytes and "si" with a prefix of the unit, counts with k
+            and M beside the numbers.
+        unit: Unit after the prefix, such as "samples/s".
         zero: Whether it starts at 0.
-        may_log: Whether it may be logarithmic: it is if the values span much.
+        may_log: Whether it may be logarithmic: it is for a wide range.
     """
     low, high = (0.0 if abs(value) < _LEAST else value for value in (low, high))
     if kind == "share" and 1 < high <= _ABOUT_ALL:
@@ -118,7 +118,7 @@ def _unit(kind: Kind, largest: float) -> tuple[float, str]:
 
 
 def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, not less."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(max(rough, 1e-250)))
     return next((m * power for m in (1, 2, 5) if m * power >= rough * (1 - 1e-9)), 10 * power)
 
@@ -143,7 +143,7 @@ def _power(step: int, exponent: int) -> str:
 
 
 def step_axis(last: int) -> Axis:
-    """An axis over the steps of a run, from 0 to the last one exactly."""
+    """Makes an axis over the steps of a run, from 0 to exactly the last one."""
     high = float(max(last, 1))
     factor = next(f for f in (1e9, 1e6, 1e3, 1.0) if high >= 10 * f or f == 1.0)
     letter = {1e9: "G", 1e6: "M", 1e3: "k", 1.0: ""}[factor]

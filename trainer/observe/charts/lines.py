@@ -27,8 +27,8 @@ class Line(NamedTuple):
     """A curve.
 
     Attributes:
-        name: What it shows, or of which run.
-        points: Steps and figures; a figure of 0 rows is a gap.
+        name: Name of the figure, or of the run.
+        points: Steps and figures; a figure of 0 records is a gap.
         look: Number of its color; -1: gray and dashed, for limits.
     """
 
@@ -38,12 +38,12 @@ class Line(NamedTuple):
 
     @property
     def drawn(self) -> list[tuple[int, Cell]]:
-        """Without the gaps."""
+        """Returns the points without the gaps."""
         return [(step, cell) for step, cell in self.points if cell.rows]
 
 
 class Mark(NamedTuple):
-    """A step at which something happened: a short label, what it was, and whether that was bad."""
+    """A mark at a step: a short label, a description, and whether it is bad."""
 
     step: int
     label: str
@@ -52,13 +52,13 @@ class Mark(NamedTuple):
 
 
 def line(name: str, points: Sequence[Point], figure: str, look: int = 0) -> Line:
-    """A curve of one figure of the rows."""
+    """Makes a curve of one figure of the records."""
     found = thinned([point for point in points if figure in point.cells], _POINTS)
     return Line(name, [(point.step, point.cells[figure]) for point in found], look)
 
 
 def written(value: float, kind: Kind, unit: str) -> str:
-    """A value as it is written beside a curve."""
+    """Formats a value for the label of a curve."""
     texts: dict[str, Callable[[], str]] = {
         "share": lambda: share(value),
         "bytes": lambda: size(value) + unit,
@@ -79,18 +79,18 @@ def line_chart(
     marks: Sequence[Mark] = (),
     keyed: bool = True,
 ) -> Markup:
-    """A figure with curves over the steps of a run; nothing if there is nothing to draw.
+    """Draws a chart with curves over the steps of a run; nothing if there is nothing to draw.
 
     Args:
-        title: What is shown.
+        title: Title of the chart.
         lines: The curves.
         last: The last step of the axis.
         kind: See `trainer.observe.charts.axis.make_axis`, as for the next three.
-        unit: What is measured; the label of the axis.
+        unit: Unit; the label of the axis.
         zero: Whether the axis starts at 0.
         may_log: Whether it may be logarithmic.
         marks: Steps to mark.
-        keyed: Whether the names of several curves are told with it.
+        keyed: Whether the chart has a legend for several curves.
     """
     lines = [one for one in lines if one.drawn]
     if not any(one.look >= 0 for one in lines):
@@ -129,7 +129,7 @@ def _told(one: Line, kind: Kind, unit: str) -> str:
 
 
 def figure_of(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> Markup:
-    """A plot with its title, a note, a key (HTML), and what to tell those who don't see it."""
+    """Builds a plot with its title, a note, a legend (HTML), and a description for screen readers."""
     noted, wide_ = f"<span>{note}</span>" * bool(note), ' class="wide"' * wide
     return Markup(
         f"<figure{wide_}><figcaption><b>{escaped(title)}</b>{noted}{key}</figcaption>"
@@ -144,12 +144,12 @@ def _key(lines: Sequence[Line]) -> str:
 
 
 def _look(one: Line) -> str:
-    """Seven colors; from the eighth curve on they come again, dashed."""
+    """Returns the style of a curve: seven colors; from the eighth curve on they repeat, dashed."""
     return "limit" if one.look < 0 else f"c{one.look % 7}" + " dashed" * (one.look >= 7)
 
 
 def axes(up: Axis, along: Axis, across: str = "step") -> str:
-    """Lines and figures beside a plot, and what they mean; `across` is what lies along the bottom."""
+    """Draws grid lines, labels and titles of the axes; `across` is the title of the horizontal one."""
     parts = []
     for value, text in up.ticks:
         y = percent(1 - up.at(value))
@@ -168,15 +168,15 @@ def axes(up: Axis, along: Axis, across: str = "step") -> str:
 
 
 def percent(part: float) -> str:
-    """A place in a plot, from 0 to 1, as SVG takes it."""
+    """Formats a position in a plot, from 0 to 1, for SVG."""
     return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
 
 
 def curve(one: Line, up: Axis, along: Axis, hides: int = 0) -> str:
-    """Means as a line, with the range around it where rows were joined; a single point is a dot.
+    """Draws means as a line, with the range around it where records were joined; a single point is a dot.
 
     Args:
-        hides: How many curves lie at the same place, which gaps in this one let through.
+        hides: Number of identical curves below, which are visible through this one's gaps.
     """
 
     def place(step: int, value: float) -> tuple[int, int]:
@@ -205,7 +205,7 @@ def curve(one: Line, up: Axis, along: Axis, hides: int = 0) -> str:
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:
-    """Steps from point to point: half as long as their places."""
+    """Makes an SVG path from point to point, with relative moves: half as long as absolute ones."""
     (x, y), *rest = points
     parts = [f"M{x},{y}"]
     if rest:

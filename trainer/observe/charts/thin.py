@@ -1,4 +1,4 @@
-"""Rows of a run in bounded memory: neighbors are joined, and the least and the largest of them are kept."""
+"""Reduces the records of a run to bounded memory: neighbors are joined, with their minimum and maximum."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -8,13 +8,13 @@ _LARGEST = 1e200
 
 
 class Cell(NamedTuple):
-    """One figure over neighboring records.
+    """A figure, merged over neighboring records.
 
     Attributes:
-        low: The least of it.
-        high: The largest.
+        low: Its minimum.
+        high: Its maximum.
         total: Its sum.
-        rows: In how many of them it stood. 0: only null stood there, which was not a finite number once.
+        rows: Number of records that have it. 0: they have null, for a value that wasn't finite.
     """
 
     low: float
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Neighboring rows: the step of the last one, how many there are, and their figures."""
+    """Neighboring records: the step of the last one, their number, and their figures."""
 
     step: int
     rows: int
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 class ThinnedRows:
-    """Takes rows one by one and remembers at most so many points of them."""
+    """Collects records one by one and keeps a bounded number of points."""
 
     def __init__(self, most: int, wanted: Callable[[str], bool]) -> None:
         """Starts empty."""
@@ -48,7 +48,7 @@ class ThinnedRows:
         self._stride = 1
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """Takes a row; what isn't a number in it is no figure."""
+        """Adds a record; values that aren't numbers are ignored."""
         self._block.append((step, row))
         if len(self._block) < self._stride:
             return
@@ -76,7 +76,7 @@ class ThinnedRows:
         self._block = []
 
     def points(self) -> list[Point]:
-        """All of them, in the order of their steps; at most twice as many as asked for."""
+        """Returns all points, in the order of their steps; at most twice the requested number."""
         if self._block:
             self._flush()
         return sorted(self._points, key=lambda point: point.step)
@@ -93,7 +93,7 @@ def _cell(values: Iterable[Any]) -> Cell | None:
 
 
 def thinned(points: list[Point], most: int) -> list[Point]:
-    """At most so many points, of the same rows; the last one stays as it is."""
+    """Joins points until there are at most so many; the last one stays as it is."""
     points, last = points[:-1], points[-1:]
     while len(points) >= most:
         points = _halved(points)

@@ -1,5 +1,6 @@
-"""What a run did as one static HTML file: read without JavaScript or a network, in the light and in the dark.
+"""The report of a run: one static HTML file without JavaScript or network requests, in a light and a dark
+theme.
 
 `write` writes the `page`, for `trainer report` and at the end of a training; `read` reads a run folder; the
-other files are the page's parts. It imports no torch: a report is written where nothing can be trained.
+other files are its sections. It imports no torch: a report can be written where nothing can be trained.
 """

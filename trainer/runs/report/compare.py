@@ -1,4 +1,4 @@
-"""The parts of the page about several runs, side by side."""
+"""Sections of a report about several runs, side by side."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ _CHARTS: tuple[tuple[str, str, Scale, str, bool], ...] = (
 
 
 def run_names(runs: Sequence[RecordedRun]) -> list[str]:
-    """A name for each run that no other has, as text."""
+    """Returns a unique name for each run, as text."""
     names = [plain(run.name, 40) for run in runs]
     paths = [plain(f"{run.folder.resolve().parent.name}/{run.name}", 60) for run in runs]
     names = [path if names.count(name) > 1 else name for name, path in zip(names, paths, strict=True)]
@@ -55,7 +55,7 @@ def run_names(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def key_figure_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
-    """A table with a row for each run, sorted by the column that is chosen; the best of a column is bold."""
+    """Builds a table with a row for each run, sorted by the selected column; the best of a column is bold."""
     heads, columns, orders = ["Status"], [[status(run)[0] for run in runs]], list[list[int]]()
     orders.append(_order([float(text != columns[0][0]) for text in columns[0]]))
     for kind in figures_of_runs(runs):
@@ -72,7 +72,7 @@ def key_figure_table(runs: Sequence[RecordedRun], names: Sequence[str]) -> Marku
 
 
 def _order(values: Sequence[float]) -> list[int]:
-    """The place of each value among all."""
+    """Returns the rank of each value in sorted order."""
     places = sorted(range(len(values)), key=values.__getitem__)
     return [places.index(n) for n in range(len(values))]
 
@@ -87,7 +87,7 @@ def _heading(name: str, figures: Sequence[Figure | None]) -> str:
 
 
 def _best(figures: Sequence[Figure | None], better: int) -> str | None:
-    """The text of the best figure; None if nobody can tell."""
+    """Returns the text of the best figure; None if they can't be compared."""
     found = [figure for figure in figures if figure]
     if not better or len({figure.text for figure in found}) < 2:
         return None
@@ -103,7 +103,7 @@ def _cell(figure: Figure | None, best: str | None) -> Markup | str:
 
 
 def differing(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
-    """Keys of the configuration and facts of the manifest that aren't the same in all."""
+    """Builds the table of configuration keys and manifest facts that differ between runs."""
     facts = [_facts(run.manifest) for run in runs]
     keys = list(dict.fromkeys(key for one in facts for key in one))
     rows = []
@@ -128,7 +128,7 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def curves_of_runs(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
-    """The same figure of all runs in one chart."""
+    """Draws the same figure of all runs in one chart."""
     last = max(end_step(run) for run in runs)
     each = max(40, _POINTS // len(runs))
     train = [thinned(run.train, each) for run in runs]
@@ -158,7 +158,7 @@ def curves_of_runs(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
 
 
 def times(runs: Sequence[RecordedRun], names: Sequence[str]) -> Markup:
-    """Where the wall time of each went."""
+    """Draws the wall time of each run by phase."""
     timed = {name: parts for name, run in zip(names, runs, strict=True) if (parts := totals(run))}
     bars = [(name, phase_bar(parts, name, labeled=False)) for name, parts in timed.items()]
     used = [phase for phase in PHASES_EXPLAINED if any(phase in dict(parts) for parts in timed.values())]

@@ -1,4 +1,4 @@
-"""Figures of a whole run, each as a number and as text; None where the run doesn't say."""
+"""Figures of a whole run, each as a number and as text; None where the run doesn't have it."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,9 +20,9 @@ class Figure(NamedTuple):
     """A figure of a run.
 
     Attributes:
-        value: To compare.
-        text: As people read it.
-        note: What to say below it.
+        value: The number, for comparisons.
+        text: The number as it is displayed.
+        note: A note to display below it.
     """
 
     value: float
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
 
 
 class KeyFigure(NamedTuple):
-    """A figure that runs have: its name, how to find it, and which is better: 1 more, -1 less, 0 neither."""
+    """A kind of figure: its name, the function that finds it, and 1 if more is better, -1 if less, else 0."""
 
     name: str
     of: Callable[[RecordedRun], Figure | None]
@@ -39,12 +39,12 @@ class KeyFigure(NamedTuple):
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of JSON is a figure that can be shown."""
+    """Whether a JSON value is a number that can be displayed."""
     return type(value) in (int, float) and -1e200 < value < 1e200
 
 
 def over_rows(points: Iterable[Point], name: str) -> Cell | None:
-    """A figure over all rows, as one."""
+    """Merges a figure over all records."""
     cells = [cell for point in points if (cell := point.cells.get(name)) and cell.rows]
     if not cells:
         return None
@@ -53,7 +53,7 @@ def over_rows(points: Iterable[Point], name: str) -> Cell | None:
 
 
 def end_step(run: RecordedRun) -> int:
-    """The last step of which a row tells, or an end; at least 1."""
+    """Returns the last step of the records or of the end; at least 1."""
     ends = [points[-1].step for points in (run.train, run.evaluation) if points]
     if not ends and is_number(run.manifest.get("steps")):
         ends = [int(run.manifest["steps"])]
@@ -61,27 +61,27 @@ def end_step(run: RecordedRun) -> int:
 
 
 def metrics(run: RecordedRun) -> list[str]:
-    """Names of what the evaluations measured, but the loss."""
+    """Returns the names of the evaluations' metrics other than the loss."""
     names = dict.fromkeys(name for point in run.evaluation for name, cell in point.cells.items() if cell.rows)
     return [name for name in names if name != "loss" and "/" not in name]
 
 
 def sets(run: RecordedRun) -> list[str]:
-    """Names of the evaluation sets besides the main one."""
+    """Returns the names of further evaluation sets."""
     parts = (name.split("/") for point in run.evaluation for name in point.cells)
     return list(dict.fromkeys(part[1] for part in parts if len(part) == _SET_PARTS and part[0] == "eval"))
 
 
 def more_is_better(metric: str) -> bool:
-    """By its name: losses and errors are better the less they are."""
+    """Whether a larger value is better, by the metric's name: not for losses and errors."""
     return not any(word in metric.lower() for word in _WORSE)
 
 
 def totals(run: RecordedRun) -> list[tuple[str, float]]:
-    """Seconds by phase, in the order of `PHASES_EXPLAINED`; [] without timings.
+    """Returns the seconds of each phase, in the order of `PHASES_EXPLAINED`; [] without timings.
 
-    Of the row at the end, which knows what came after the last row of metrics; after restarts it doesn't know
-    what came before, and the sum of all rows is taken.
+    They come from the end record, which includes the time after the last metrics record. It covers one
+    attempt only: after restarts, the sum over all records is taken.
     """
     found = {phase: run.end.get(f"time/{phase}") for phase in PHASES_EXPLAINED}
     if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
@@ -95,7 +95,7 @@ def totals(run: RecordedRun) -> list[tuple[str, float]]:
 
 
 def attempts(run: RecordedRun) -> int:
-    """How often it was started."""
+    """Returns the number of attempts."""
     listed = run.manifest.get("attempts")
     return max(1, len(listed)) if isinstance(listed, list) else 1
 
@@ -120,7 +120,7 @@ def _wall(run: RecordedRun) -> Figure | None:
 
 
 def _rate(name: str, unit: str) -> Callable[[RecordedRun], Figure | None]:
-    """Of the whole run, or, where it didn't come to its end, the mean of its rows."""
+    """Makes a figure of a rate: that of the whole run, or, if it didn't finish, the mean of its records."""
 
     def of(run: RecordedRun) -> Figure | None:
         cell, value = over_rows(run.train, name), run.end.get(name)
@@ -144,7 +144,7 @@ def _mean(
 
 
 def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
-    """The largest value of the first of these figures that there is; with what it is."""
+    """Makes a figure of the largest value: of the first of these names that the records have."""
 
     def of(run: RecordedRun) -> Figure | None:
         for name, note in notes.items():
@@ -161,7 +161,7 @@ def _loss(run: RecordedRun) -> Figure | None:
 
 
 def metric_scale(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
-    """How a metric is written, in tiles as in charts, and its unit: accuracies from 0 to 1 as percent."""
+    """Returns the scale and unit of a metric, for figures and charts: accuracies from 0 to 1 as percent."""
     percent = metric.startswith(("accuracy", "top")) and all(
         -_ROUNDING <= cell.low <= cell.high <= 1 + _ROUNDING for cell in cells
     )
@@ -169,7 +169,7 @@ def metric_scale(metric: str, cells: Iterable[Cell]) -> tuple[Scale, str]:
 
 
 def metric_figure(metric: str, scale: Scale = "number") -> Callable[[RecordedRun], Figure | None]:
-    """The last value of a metric, with the best one below it."""
+    """Makes a figure of the last value of a metric, with the best one below it."""
 
     def text(value: float) -> str:
         return f"{number(100 * value)}\u00a0%" if scale == "share" else number(value)
@@ -203,7 +203,7 @@ def _share_of(phases: Iterable[str]) -> Callable[[RecordedRun], Figure | None]:
 
 
 def energy(run: RecordedRun) -> Figure | None:
-    """Joules of the run."""
+    """Returns the energy of the run in joules."""
     joules = run.end.get("energy/joules") if attempts(run) == 1 else None
     if not is_number(joules):
         cell = over_rows(run.train, "energy/joules")
@@ -254,7 +254,7 @@ KEY_FIGURES = (
 
 
 def figures_of_runs(runs: Sequence[RecordedRun]) -> list[KeyFigure]:
-    """Figures of these runs: their metrics first."""
+    """Returns the figures of these runs: their metrics first."""
     names = list(dict.fromkeys(name for run in runs for name in metrics(run)))[:6]
     own = []
     for name in names:
@@ -264,5 +264,5 @@ def figures_of_runs(runs: Sequence[RecordedRun]) -> list[KeyFigure]:
 
 
 def status(run: RecordedRun) -> tuple[str, str]:
-    """How the run stands, and why."""
+    """Returns the status of the run, and its reason."""
     return plain(run.manifest.get("status") or "unknown", 40), plain(run.manifest.get("reason") or "", 600)

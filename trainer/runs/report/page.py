@@ -1,4 +1,4 @@
-"""The page: one file with its style, nothing from elsewhere, nothing that runs."""
+"""The page: one file that includes its style, without external resources or scripts."""
 
 import time
 from collections.abc import Sequence

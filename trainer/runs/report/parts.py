@@ -1,4 +1,4 @@
-"""The templates that pages are made of, and how they show values. They escape all that isn't `Markup`."""
+"""Templates of pages, and their filters for values. They escape all values that aren't `Markup`."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ _ITEMS = 20
 
 
 def short_hash(value: Any) -> Markup | str:
-    """The start of a hash; all of it for those who hover."""
+    """Shortens a hash; the whole is its tooltip."""
     if not isinstance(value, str) or not value:
         return "unknown"
     start, _, end = value.rpartition(":")
@@ -22,17 +22,17 @@ def short_hash(value: Any) -> Markup | str:
 
 
 def moment(value: Any) -> str:
-    """A time of the manifest."""
+    """Formats a time of the manifest."""
     return plain(value, 40).replace("T", " ") if isinstance(value, str) else DASH
 
 
 def items(value: Any) -> list[Any]:
-    """What a list of the manifest holds; nothing of what is none."""
+    """Returns a list of the manifest; [] if the value is none."""
     return value if isinstance(value, list) else []
 
 
 def pairs(value: Any) -> list[tuple[str, Any]]:
-    """The first keys of a section of the manifest, with their values; nothing of what is none."""
+    """Returns the first keys of a section of the manifest, with their values; [] for anything else."""
     return list(value.items())[:_ITEMS] if isinstance(value, dict) else []
 
 
@@ -55,6 +55,6 @@ templates.globals["replaced"] = REPLACED
 
 
 def html(macro: str, *values: object, **named: object) -> Markup:
-    """What a macro gives, by its file and name, such as "parts.section"."""
+    """Renders a macro, by its file and name, such as "parts.section"."""
     file, _, name = macro.partition(".")
     return Markup(getattr(templates.get_template(f"{file}.html").module, name)(*values, **named).strip())

@@ -1,4 +1,4 @@
-"""Charts of where the time went: one bar over all, and a stack over the run."""
+"""Charts of the wall time by phase: one bar for the run, and stacks over its steps."""
 
 from collections.abc import Sequence
 
@@ -10,28 +10,28 @@ from trainer.observe.charts.thin import Point, thinned
 from trainer.observe.text import count, escaped, share
 
 _BARS = 120
-_FEW = 48  # up to so many bars stand apart
+_FEW = 48  # up to so many bars have gaps between them
 
-# Of the time, in the order in which it is stacked: what a GPU is bought for first.
+# Phases in stacking order, the useful ones first.
 PHASES_EXPLAINED = {
     "forward": "the model's forward pass",
     "backward": "its gradients",
     "update": "the optimizer's step, with clipping and loss scaling",
-    "communication": "gradients between ranks, as far as computing doesn't hide it",
+    "communication": "gradients between ranks, where not hidden by computation",
     "copy": "batches on their way to the device",
     "data": "waiting for the next batch",
     "host": "Python between the others",
     "evaluation": "evaluating the model",
-    "checkpoint": "training stood still for a checkpoint",
-    "logging": "metrics read and written",
+    "checkpoint": "training paused for a checkpoint",
+    "logging": "reading and writing metrics",
     "start": "until the first step: late imports, loader workers, a rollback",
     "end": "after the last step",
-    "unexplained": "what no timer covers",
+    "unexplained": "time that no timer covers",
 }
 
 
 def phase_chart(points: Sequence[Point], last: int) -> Markup:
-    """Shares of the wall by phase, over the steps of a run; nothing if no row has timings."""
+    """Draws fractions of the wall time by phase, over the steps of a run; nothing without timings."""
     rows = thinned([point for point in points if "time/wall" in point.cells], _BARS)
     rows = [row for row in rows if row.cells["time/wall"].total > 0]
     if not rows:
@@ -69,11 +69,11 @@ def phase_chart(points: Sequence[Point], last: int) -> Markup:
 
 
 def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> Markup:
-    """One bar over all: seconds by phase, in the order of `PHASES_EXPLAINED`.
+    """Draws one bar: seconds by phase, in the order of `PHASES_EXPLAINED`.
 
     Args:
-        what: What it is, for those who don't see it.
-        labeled: Whether large parts are named above it.
+        what: Its description for screen readers.
+        labeled: Whether large parts have labels above the bar.
     """
     every = sum(seconds for _, seconds in totals)
     left, parts = 0.0, list[str]()

@@ -1,4 +1,4 @@
-"""A run folder as plain data. Torn, odd and missing parts are left out; nothing here is trusted."""
+"""Reads a run folder as plain data. Torn, malformed and missing parts are left out; nothing is trusted."""
 
 import re
 from collections import Counter, deque
@@ -50,12 +50,12 @@ class SavedCheckpoint(NamedTuple):
 
 @dataclass
 class FirstAndLast:
-    """The first and the last of a list that may be long, and how many there are in it.
+    """The first and the last entries of a list that may be long, and its length.
 
     Attributes:
-        first: The first ones.
-        last: The last ones.
-        count: Of all.
+        first: The first entries.
+        last: The last entries.
+        count: Number of all entries.
     """
 
     first: list[dict[str, Any]] = field(default_factory=list)
@@ -63,18 +63,18 @@ class FirstAndLast:
     count: int = 0
 
     def add(self, item: dict[str, Any]) -> None:
-        """Takes one more."""
+        """Appends an entry."""
         self.count += 1
         (self.first if len(self.first) < _TEXTS else self.last).append(item)
 
     def all(self) -> list[dict[str, Any]]:
-        """Those that are kept, in their order."""
+        """Returns the kept entries, in order."""
         return [*self.first, *self.last]
 
 
 @dataclass
 class Slow:
-    """How often a rank was the slow one in a phase, and what that cost, as shares of the wall."""
+    """A rank that was the slowest in a phase: how often, and its cost as fractions of the wall time."""
 
     rows: int = 0
     total: float = 0.0
@@ -84,28 +84,28 @@ class Slow:
 
 @dataclass
 class RecordedRun:
-    """What a run folder says.
+    """Content of a run folder.
 
     Attributes:
         folder: The folder.
-        name: What tells it from others.
+        name: Name of the folder.
         manifest: The manifest, without secrets.
-        train: Rows of kind "train", thinned.
-        evaluation: Rows of kind "eval", thinned.
-        epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
-        epoch_end: The same at its end.
-        hook: Rows of kind "hook", thinned.
-        pictures: Of those, by name: the step and the path of the last one, from the run folder on.
-        freed: The same after an evaluation, where the allocator gave memory back.
-        end: The last row of kind "end", or {}.
-        verdicts: Rows of kind "verdict" but the last word.
+        train: Records of kind "train", thinned.
+        evaluation: Records of kind "eval", thinned.
+        epoch_start: Records of kind "memory" at the start of an epoch, thinned.
+        epoch_end: Records of kind "memory" at the end of an epoch, thinned.
+        hook: Records of kind "hook", thinned.
+        pictures: Pictures of hooks, by name: step of the last one, and its path in the run folder.
+        freed: Records of kind "memory" after evaluations that released memory, thinned.
+        end: The last record of kind "end", or {}.
+        verdicts: Records of kind "verdict" except the final one.
         verdict: The last word, or None.
-        slow: By rank and phase.
-        throttled: Rows by reason for which the GPU was throttled.
-        anomalies: Of anomalies.jsonl.
-        checkpoints: Newest first.
-        rows: Lines of metrics.jsonl, and of the files beside it, that were rows.
-        unreadable: Those that weren't.
+        slow: Slow ranks, by rank and phase.
+        throttled: Number of records by reason of the GPU's throttling.
+        anomalies: Lines of anomalies.jsonl.
+        checkpoints: Checkpoints, newest first.
+        rows: Number of valid lines of metrics.jsonl and the files beside it.
+        unreadable: Number of malformed lines.
     """
 
     folder: Path
@@ -133,7 +133,7 @@ def read_recorded(folder: Path) -> RecordedRun:
     """Reads a run folder, in one pass and in bounded memory.
 
     Raises:
-        BadInputError: If there is no manifest in it that can be read.
+        BadInputError: If it has no readable manifest.
     """
     manifest = redact(read_facts(folder))
     if is_abandoned(folder, manifest):
@@ -196,7 +196,7 @@ def _is_picture(value: object) -> bool:
 
 
 def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
-    """Counts what is told in words."""
+    """Counts slow ranks and reasons of throttling, which are text."""
     rank, excess = row.get("slow_rank"), row.get("slow_excess")
     if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
         slow = run.slow.setdefault((rank, str(row.get("slow_phase"))[:80]), Slow())
@@ -210,7 +210,7 @@ def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
 
 
 def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
-    """Whether a figure is kept: a known one, or one of the first few that a task adds, or that begin so."""
+    """Returns a filter of figures: the known ones, and the first few of a task or with this prefix."""
     others, further = 0, set[str]()
 
     def wanted(name: str) -> bool:
@@ -232,7 +232,7 @@ def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A line as a JSON object; None for anything else. Quicker than strict_json, for many rows."""
+    """Parses a line as a JSON object; None for anything else. Faster than strict_json, for many records."""
     try:
         value = strict_json.parse_quickly(line)
     except ValueError:
@@ -241,8 +241,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; a last one that was cut off doesn't count, no file has none, and one that can't be
-    read is one that isn't a row."""
+    """Yields the lines of a file, except a torn last one; a malformed line if the file can't be read."""
     try:
         for line in lines_inside(path):
             if line.endswith(b"\n"):
@@ -254,7 +253,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
+    """Lists folders named as checkpoints. They aren't verified, see `trainer checkpoints`."""
     found = list[tuple[int, int, float, Path]]()
     try:
         for path in checkpoints_of(folder).iterdir():
@@ -271,7 +270,7 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
 
 
 def _best_step(newest: Path) -> int | None:
-    """The step of the best evaluation so far, as the newest checkpoint says."""
+    """Returns the step of the best evaluation so far, as the newest checkpoint has it."""
     try:
         best = strict_json.parse(read_inside(newest / "state.json", strict_json.LARGEST))["state"]["best"][1]
     except (OSError, ValueError, KeyError, TypeError, IndexError):

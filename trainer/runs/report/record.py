@@ -1,4 +1,4 @@
-"""The parts of the page that say what a run was and what was found. Each takes the run and gives HTML."""
+"""Sections of the page: what was run, and findings. Each function takes the run and returns HTML."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _GOOD = {"finished", "running", "stopped"}
 
 
 def verdict(run: RecordedRun) -> tuple[Markup | str, str]:
-    """What to say of the run in a sentence, and whether it is "good", "bad" or "open"."""
+    """Returns a summary of the run in a sentence, and whether it is "good", "bad" or "open"."""
     how, why = status(run)
     if how not in _GOOD:
         return (f"The run {how}: {why}" if why else f"The run {how}."), "bad"
@@ -35,7 +35,7 @@ def verdict(run: RecordedRun) -> tuple[Markup | str, str]:
 
 
 def _told(row: dict[str, Any]) -> tuple[str, str]:
-    """Cause and sentence of a verdict, as text; the cause isn't said twice."""
+    """Returns cause and sentence of a verdict, as text; a cause that begins the sentence isn't repeated."""
     cause, text = plain(row.get("cause") or "", 40), plain(row.get("text") or "No verdict.", 600)
     return cause, text.removeprefix(f"{cause}: ")
 
@@ -48,7 +48,7 @@ def _sentence(row: dict[str, Any]) -> Markup | str:
 
 
 def key_figures(run: RecordedRun) -> list[tuple[str, str, str]]:
-    """The figures to look at first: name, figure, and what to say below it."""
+    """Returns the key figures: name, figure, and the note below it."""
     cells = [("Status", status(run)[0], _progress(run))]
     for kind in figures_of_runs([run]):
         if figure := kind.of(run):
@@ -64,14 +64,14 @@ def _progress(run: RecordedRun) -> str:
 
 
 def what(run: RecordedRun) -> Markup:
-    """What was run: enough to run it again."""
+    """Builds the section of what was run: enough to run it again."""
     device = dict(pairs(run.manifest.get("device")))
     devices = (gpus_of(device), device.get("cpu") or device.get("name"))
     return html("record.what", defaultdict(lambda: None, run.manifest), devices)
 
 
 def model(run: RecordedRun) -> Markup:
-    """The model by its parts, as the start of the run showed it."""
+    """Builds the table of the model's parts, as at the start of the run."""
     told = run.manifest.get("model")
     told = told if isinstance(told, dict) else {}
     total = [told["total"]] if isinstance(told.get("total"), dict) else []
@@ -90,13 +90,13 @@ def model(run: RecordedRun) -> Markup:
 
 
 def gpus_of(device: dict[str, Any]) -> str:
-    """The GPUs of a manifest's device, as text; nothing if there are none."""
+    """Formats the GPUs of a manifest's device; empty if there are none."""
     gpus = [str(gpu) for gpu in items(device.get("gpus"))]
     return ", ".join(f"{gpus.count(gpu)} \u00d7 {gpu}" for gpu in list(dict.fromkeys(gpus))[:4])
 
 
 def findings(run: RecordedRun) -> Markup:
-    """Verdicts during the run, anomalies, ranks that were slow."""
+    """Builds the section of verdicts during the run, anomalies, and slow ranks."""
     anomalies = [
         [
             *(_figure(one, name) for name in ("number", "step")),
@@ -126,7 +126,7 @@ def findings(run: RecordedRun) -> Markup:
 
 
 def _causes(told: Sequence[tuple[str, str, dict[str, Any]]]) -> list[list[str]]:
-    """Of many verdicts, how often there was which, the most frequent first."""
+    """Groups many verdicts by cause, the most frequent first."""
     found = dict[str, list[tuple[Any, str]]]()
     for cause, text, row in told:
         found.setdefault(cause, []).append((row.get("share"), text))
@@ -151,14 +151,14 @@ def _share(value: Any) -> str:
 
 
 def cost(run: RecordedRun) -> Markup:
-    """Joules and money."""
+    """Builds the section of energy and money."""
     found = {"energy": energy(run), "money": money(run), "per thousand samples": money_per_thousand(run)}
     rows = [[name, figure.text, figure.note] for name, figure in found.items() if figure]
     return html("record.cost", rows, found["energy"])
 
 
 def configuration(run: RecordedRun) -> Markup:
-    """Every key that the run reads."""
+    """Builds the table of all configuration keys."""
     config = run.manifest.get("config")
     config = config if isinstance(config, dict) else {}
     every = flat(config)

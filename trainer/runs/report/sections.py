@@ -1,4 +1,4 @@
-"""The parts of the page about what a run did. Each is a function of the run and gives HTML, or nothing."""
+"""Sections of the page: charts of the run. Each function takes the run and returns HTML, or nothing."""
 
 from base64 import b64encode
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ _MEMORY: tuple[_Chart, ...] = (
             "there is": "limit:gpu/memory_total_bytes",
         },
     ),
-    ("Host memory of rank 0 and its workers", "bytes", " resident", {"": "memory/rss_bytes"}),
+    ("Host memory of rank 0 and its loader workers", "bytes", " resident", {"": "memory/rss_bytes"}),
     ("Allocations tried again", "count", "retries", {"": "memory/retries"}),
 )
 _MACHINE: tuple[_Chart, ...] = (
@@ -78,7 +78,7 @@ _RARE = {"memory/retries", "gpu/throttled", "cpu/throttled", "cpu/starved"}
 
 
 def marks_of(run: RecordedRun) -> list[Mark]:
-    """Anomalies and restarts, for the axes."""
+    """Returns anomalies and restarts as marks on the axes."""
     marks = list[Mark]()
     for number_, anomaly in enumerate(run.anomalies.all()[:_MARKS], 1):
         step = anomaly.get("step")
@@ -94,7 +94,7 @@ def marks_of(run: RecordedRun) -> list[Mark]:
 
 
 def charts_of(run: RecordedRun, charts: Iterable[_Chart]) -> list[Markup]:
-    """Those of the charts for which the run has figures."""
+    """Draws those charts for which the run has figures."""
     drawn = []
     for title, kind, unit, curves_ in charts:
         lines = list[Line]()
@@ -109,7 +109,7 @@ def charts_of(run: RecordedRun, charts: Iterable[_Chart]) -> list[Markup]:
 
 
 def curves(run: RecordedRun) -> Markup:
-    """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
+    """Draws loss, metrics, learning rate, gradient norm, and further figures of the task."""
     last, marks = end_step(run), marks_of(run)
 
     def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> Markup:
@@ -119,7 +119,7 @@ def curves(run: RecordedRun) -> Markup:
     others = list(enumerate(sets(run), 2))
 
     def evaluated(main: str, name: str) -> list[Line]:
-        """A metric's curves, one for each evaluation set."""
+        """Returns a metric's curves, one for each evaluation set."""
         more = (line(f"{one}", run.evaluation, f"eval/{one}/{name}", look) for look, one in others)
         return [line(main, run.evaluation, name, 1), *more]
 
@@ -149,7 +149,7 @@ def curves(run: RecordedRun) -> Markup:
 
 
 def of_hooks(run: RecordedRun) -> Markup:
-    """Figures and pictures that hooks returned."""
+    """Shows figures and pictures that hooks returned."""
     last = end_step(run)
     charts = list[Markup]()
     for name in dict.fromkeys(name for point in run.hook for name in point.cells):
@@ -171,12 +171,12 @@ def of_hooks(run: RecordedRun) -> Markup:
 
 
 def title_of(name: str) -> str:
-    """A figure's name as a title."""
+    """Makes a title of a figure's name."""
     return name.replace("_", " ").capitalize()
 
 
 def time(run: RecordedRun) -> Markup:
-    """Where the wall time went."""
+    """Draws the wall time by phase."""
     timed = totals(run)
     if not timed:
         return Markup()
@@ -190,13 +190,13 @@ def time(run: RecordedRun) -> Markup:
 
 
 def throughput(run: RecordedRun) -> Markup:
-    """Samples, tokens and arithmetic per second."""
+    """Draws samples, tokens and FLOPs per second."""
     counted, mfu = (over_rows(run.train, name) for name in ("flops_per_s", "mfu"))
     return html("sections.throughput", charts_of(run, _THROUGHPUT), counted, mfu)
 
 
 def memory_charts(run: RecordedRun) -> Markup:
-    """Of the device and of the host, over the run and by epoch."""
+    """Draws memory of the device and of the host, over the run and by epoch."""
     charts = charts_of(run, _MEMORY)
     if not any(charts):
         charts = charts_of(run, [("Memory of rank 0", "bytes", "", {"": "memory_bytes"})])
@@ -204,7 +204,7 @@ def memory_charts(run: RecordedRun) -> Markup:
 
 
 def _by_epoch(run: RecordedRun) -> Markup:
-    """What was held at the start and at the end of epochs: the first, some between, the last."""
+    """Builds a table of memory at the start and end of epochs: the first, some between, the last."""
     ends = {point.step: point.cells for point in run.epoch_end}
     starts = run.epoch_start
     every = max(1, -(-len(starts) // 6))
@@ -241,6 +241,6 @@ def _why_more(run: RecordedRun) -> Markup:
 
 
 def machine(run: RecordedRun) -> Markup:
-    """CPU, loader, disk, network and GPU."""
+    """Draws CPU, loader, disk, network and GPU figures."""
     slowed = html("sections.slowed", run.throttled.most_common(5))
     return html("sections.charts", "Machine", charts_of(run, _MACHINE), ["The host of rank 0."], slowed)

@@ -1,4 +1,4 @@
-"""Writes the page: when it is asked for, and at the end of a training."""
+"""Writes the page: for `trainer report`, and at the end of a training."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _QUICK = 256 << 20
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Writes the report of a run, or of several side by side, in one move.
+    """Writes the report of a run, or of several side by side; the file is replaced atomically.
 
     Raises:
         BadInputError: If a folder holds no run, there are too many, or the file can't be written.
@@ -39,7 +39,7 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
 
 
 def leave_report(folder: Path) -> None:
-    """Writes RUN/report.html at the end of a training; what goes wrong is told, not raised."""
+    """Writes RUN/report.html at the end of a training; an error is printed, not raised."""
     try:
         if (rows := folder / "metrics.jsonl").exists() and rows.stat().st_size > _QUICK:
             raise BadInputError(f"{rows.name} is large: trainer report {folder} takes its time")
@@ -49,7 +49,7 @@ def leave_report(folder: Path) -> None:
 
 
 def report_failure(folder: Path, code: int) -> int:
-    """Leaves the report of a run whose ranks ended by this code, if that is a failure, and says where."""
+    """Writes the report of a run whose ranks failed, and prints its path; returns the exit code."""
     if code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_BAD_INPUT) and (folder / MANIFEST).is_file():
         leave_report(folder)
         there = folder / NAME if (folder / NAME).exists() else folder
@@ -59,7 +59,7 @@ def report_failure(folder: Path, code: int) -> int:
 
 @contextmanager
 def failure_reported(folder: Path) -> Iterator[None]:
-    """The same for a rank without a launcher, whose failure is an exception."""
+    """Writes the report where the body raises: for a rank without a launcher."""
     try:
         yield
     except BadInputError:
