@@ -14,7 +14,7 @@ from trainer.config.recipe import Recipe
 from trainer.data.sampling.mix_order import mixed
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
-from trainer.train.run import make_plan, make_task
+from trainer.train.components.task import make_plan, make_task
 
 
 @pytest.mark.parametrize(

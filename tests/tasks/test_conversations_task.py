@@ -19,7 +19,7 @@ from trainer.data.formats.documents import IGNORED, SEGMENT, TARGETS
 from trainer.data.formats.turns import counted, turns
 from trainer.errors import BadInputError
 from trainer.tasks.language import Language
-from trainer.train.run import left_out_of, make_task
+from trainer.train.components.task import left_out_of, make_task
 from trainer.train.step import train_step
 
 SGD = {"name": "sgd", "momentum": 0, "lr": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0}

@@ -20,9 +20,9 @@ from trainer.data.formats.documents import TARGETS
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models import head_loss
-from trainer.train.build import build
+from trainer.train.components.run import build
+from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import read_samples
-from trainer.train.run import check_request, make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
 

@@ -255,7 +255,7 @@ def _verify_tokens(file: Path) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import provisional
-    from trainer.train.trust import check_recipe
+    from trainer.runs.trust import check_recipe
 
     if options.samples < 1:
         raise BadInputError(f"--samples {options.samples}: give a number from 1 on")

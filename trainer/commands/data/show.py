@@ -13,8 +13,8 @@ from trainer.data.formats.documents import IGNORED
 from trainer.data.formats.text import decode
 from trainer.errors import BadInputError
 from trainer.tasks.language import Language
+from trainer.train.components.task import left_out_of, make_plan, make_task
 from trainer.train.model_of_run import read_samples
-from trainer.train.run import left_out_of, make_plan, make_task
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _MARKS = "⟦", "⟧"

@@ -15,7 +15,7 @@ from trainer.errors import BadInputError
 from trainer.host.files import read_inside, write_file
 from trainer.models.hf_files import CONFIG, TEXT_FILES, find_model, read_config
 from trainer.models.hub import FILE
-from trainer.train.checkpoint_place import checkpoints_of
+from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.train.model_of_run import OpenedRun
 
 FORMATS = ("transformers", "peft")

@@ -1,4 +1,4 @@
-"""`trainer tune RECIPE`: finds micro-batch, workers and prefetch for this machine (`trainer.train.start.tune`)."""
+"""`trainer tune RECIPE`: finds micro-batch, workers and prefetch for this machine (`train.start.tune`)."""
 
 import argparse
 from pathlib import Path
