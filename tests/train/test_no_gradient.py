@@ -12,6 +12,7 @@ from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.models.precision import scale_of
+from trainer.train import outputs
 from trainer.train.components.run import build
 from trainer.train.step import take_metrics, train_step
 
@@ -101,3 +102,16 @@ def test_two_ranks_do_as_one(ranks: Ranks, sections: dict[str, Any]) -> None:
         both = {**sections, "parallel": {"threads": 1, **parallel}}
         for seen in ranks.run(2, trained, True, False, both):
             assert_still(seen, clips=False)
+
+
+def test_a_gradient_of_zero_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As torch 2.11 computed it of a compiled function that changed what it returned in place."""
+    watch = outputs._watch_for_no_gradient()
+    watch({"kind": "train", "step": 5, "loss": 0.0, "grad_norm": 0.0})  # no token counted
+    watch({"kind": "train", "step": 10, "loss": 2.0, "grad_norm": 0.1})
+    watch({"kind": "train", "step": 15, "loss": 2.0})  # not measured
+    assert not capsys.readouterr().err
+    for step in (20, 25):
+        watch({"kind": "train", "step": step, "loss": 2.0, "grad_norm": 0.0})
+    said = capsys.readouterr().err
+    assert said.count("nothing is learned") == 1 and "step 20 is 0 although its loss is 2" in said

@@ -111,7 +111,9 @@ class _HeadLoss(torch.autograd.Function):
             counts = target != IGNORED
             total = logits.logsumexp(1)
             picked = logits.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
-            loss += torch.where(counts, total - picked, 0.0).sum()
+            # Not in place: where a function returns what it changed, torch 2.11 compiles a backward pass that
+            # gives no gradient (https://github.com/pytorch/pytorch/issues/180642).
+            loss = loss + torch.where(counts, total - picked, 0.0).sum()
             if not any(wanted):
                 continue
             right = (words == target[:, None]).to(torch.uint8)

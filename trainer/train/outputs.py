@@ -24,7 +24,7 @@ from trainer.observe.console import ProgressBar, warn
 from trainer.observe.diagnosis import Facts
 from trainer.observe.flops import peak_flops
 from trainer.observe.leak import Growth, Trends
-from trainer.observe.log import MetricLogger, Sink, Sources
+from trainer.observe.log import MetricLogger, Row, Sink, Sources
 from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_source
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
@@ -166,7 +166,7 @@ def open_outputs(
     sinks.append(progress_bar)
     if run.nonfinite is not None:
         sinks.append(run.nonfinite.name_first)
-    sinks += load_sinks(run.recipe.log, config)
+    sinks += [_watch_for_no_gradient(), *load_sinks(run.recipe.log, config)]
     sinks += stack.enter_context(
         tracked(folder, run.recipe, run.state.step, manifest, progress_bar.say, len(left_out))
     )
@@ -196,6 +196,24 @@ def open_outputs(
         advisor=advisor,
         profile=profile,
     )
+
+
+def _watch_for_no_gradient() -> Sink:
+    """Makes a sink that warns once of a step whose gradient is 0 although its loss isn't."""
+    told = False
+
+    def watch(row: Row) -> None:
+        nonlocal told
+        if told or row["kind"] != "train" or row.get("grad_norm") != 0 or not row.get("loss"):
+            return
+        told = True
+        warn(
+            f"the gradient of step {row['step']} is 0 although its loss is {row['loss']:.4g}: nothing is "
+            "learned from it; look for detach() and no_grad() between the parameters and the loss, and try "
+            "compile.mode=none if the model is compiled"
+        )
+
+    return watch
 
 
 @contextlib.contextmanager
