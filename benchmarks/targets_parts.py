@@ -58,7 +58,7 @@ def synchronizations() -> dict[str, Any]:
                 train_step(run, batches, step)
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{one.filename}:{one.lineno}" for one in seen if "synchronizing" in str(one.message)]
+    waits = [f"{one.filename}:{one.lineno}" for one in seen if "called a synchronizing" in str(one.message)]
     return {"waits": len(waits), "where": waits[:5], "steps": _STEPS, "measured": cuda}
 
 
