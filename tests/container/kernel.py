@@ -2,15 +2,17 @@
 
 KERNEL = """
 import asyncio, json, sys, uuid
-from tornado.httpclient import AsyncHTTPClient
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
 async def main(token, code):
     base = "127.0.0.1:8888/api/kernels"
-    post = {"method": "POST", "body": "{}", "request_timeout": 600}
+    patience = {"connect_timeout": 600, "request_timeout": 600}
+    post = {"method": "POST", "body": "{}", **patience}
     made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", **post)
     kernel = json.loads(made.body)["id"]
-    socket = await websocket_connect(f"ws://{base}/{kernel}/channels?token={token}")
+    channels = f"ws://{base}/{kernel}/channels?token={token}"
+    socket = await websocket_connect(HTTPRequest(channels, **patience))
     header = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "version": "5.3"}
     header |= {"username": "", "session": ""}
     content = {"code": code, "silent": False, "store_history": False, "allow_stdin": False}
@@ -30,15 +32,17 @@ asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 600))
 
 TERMINAL = """
 import asyncio, json, sys
-from tornado.httpclient import AsyncHTTPClient
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
 async def main(token, line):
     base = "127.0.0.1:8888/api/terminals"
-    post = {"method": "POST", "body": "{}", "request_timeout": 600}
+    patience = {"connect_timeout": 600, "request_timeout": 600}
+    post = {"method": "POST", "body": "{}", **patience}
     made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", **post)
     name = json.loads(made.body)["name"]
-    socket = await websocket_connect(f"ws://127.0.0.1:8888/terminals/websocket/{name}?token={token}")
+    there = f"ws://127.0.0.1:8888/terminals/websocket/{name}?token={token}"
+    socket = await websocket_connect(HTTPRequest(there, **patience))
     # Printed in two parts, so that the echo of what is typed isn't taken for it.
     await socket.write_message(json.dumps(["stdin", line + '; printf "%s%s\\\\n" the- end\\r']))
     said = ""

@@ -29,6 +29,8 @@ if "RANK" in os.environ:
     loop.train_step = held
 """
 
+_SECONDS = 900.0  # each start imports torch six times
+
 
 class Job:
     """An Indexed Job of several pods on one bridge network; its claim `runs` is a folder of this host.
@@ -110,7 +112,7 @@ class Job:
 
     def until(self, index: int, words: str) -> None:
         """Waits until the newest pod of an index says something."""
-        wait_for(lambda: words in self.log(index), f"{words!r}")
+        wait_for(lambda: words in self.log(index), f"{words!r}", _SECONDS)
 
     def message(self, index: int) -> str:
         """The termination message of the newest pod of an index."""
@@ -146,7 +148,7 @@ class Job:
     def until_held(self, step: int) -> None:
         """Waits until all ranks stand still there."""
         ranks = range(len(self._names))
-        wait_for(lambda: all(self.is_held(step, rank) for rank in ranks), f"step {step}: {self.log(0)}")
+        wait_for(lambda: all(self.is_held(step, rank) for rank in ranks), f"step {step}", _SECONDS)
 
     def go_on(self, step: int) -> None:
         """Lets them go on."""
