@@ -126,3 +126,19 @@ def test_the_words_of_others_lead_to_a_command(
     with pytest.raises(SystemExit):
         main([typed])
     assert f"that is 'trainer {meant}' here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sign", ["\x1b[31m", "\n9 fake", "\x9b2J", "\u202e", "\x1b]0;title\x07"])
+def test_names_that_steer_a_terminal_are_shown_on_their_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sign: str
+) -> None:
+    good = made(tmp_path / "runs", f"a{sign}b", 1, recipe=f"mine{sign}".encode("utf-8", "replace").decode())
+    made(tmp_path / "runs", f"c{sign}d", 1).joinpath("manifest.json").write_text("no JSON")
+    rows, told = listed(capsys, str(tmp_path / "runs"))
+    assert len(rows) == 2 and told.count("\n") == 1
+    assert main(["checkpoints", str(good)]) == 0
+    assert main(["checkpoints", f"{good}-not-there"]) == 2
+    shown = capsys.readouterr()
+    text = "".join([*rows, told, shown.out, shown.err])
+    assert all(each.isprintable() or each == "\n" for each in text)
+    assert (shown.out + shown.err).count("\n") == 2

@@ -1,10 +1,13 @@
 """Promise: files of others that are made to hang or to fill the memory end in one line, soon."""
 
+import contextlib
+import gc
 import io
 import json
 import os
 import struct
 import tarfile
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,7 @@ from pyarrow import parquet
 
 from trainer import cli
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats import audio, decode, files
+from trainer.data.formats import audio, decode, files, tar_members
 from trainer.data.formats.arrow import ArrowImages, split_text
 from trainer.data.formats.encoders import read_tokenizer
 from trainer.data.formats.labels import labels_in
@@ -25,6 +28,7 @@ from trainer.data.formats.sharded import ShardFolder
 from trainer.data.formats.tables import in_table
 from trainer.data.formats.tar_shards import index_shards
 from trainer.data.formats.tokenize import tokenize
+from trainer.data.left_out import LeftOut
 from trainer.errors import BadInputError
 
 _END = bytes(1024)
@@ -79,6 +83,28 @@ def test_an_image_of_gigabytes_is_no_image(tmp_path: Path) -> None:
         index_shards(tmp_path)
 
 
+def test_a_tar_of_many_odd_members_is_added_up_while_it_is_read(tmp_path: Path) -> None:
+    kinds = {"suffix": tarfile.REGTYPE, "pipe": tarfile.FIFOTYPE, "device": tarfile.CHRTYPE}
+    with (tmp_path / "s.tar").open("wb") as file:
+        for number in range(3000):
+            kind = list(kinds)[number % 3]
+            file.write(header(f"{number}.{kind}{number}", 0, kinds[kind]))
+        file.write(_END)
+    left_out: list[LeftOut] = []
+    kept = []
+    with contextlib.ExitStack() as reading:
+        reading.enter_context(pytest.MonkeyPatch.context()).setattr(tar_members, "_TALLIED", 100)
+        for member in tar_members.members(tmp_path / "s.tar", left_out):
+            kept.append(weakref.ref(member))
+            assert len(left_out) <= 101
+    del member
+    gc.collect()
+    assert len(kept) == 1000 and not any(one() for one in kept)
+    with pytest.raises(BadInputError, match="no sample with an image") as refused:
+        index_shards(tmp_path)
+    assert len(str(refused.value)) < 1500 and "other kinds" in str(refused.value)
+
+
 def test_a_pipe_is_no_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "s.tar")
     assert cli.main(["data", "index", str(tmp_path)]) == 2
@@ -120,6 +146,22 @@ def test_a_png_of_too_many_pixels_is_told_by_its_header(size: int) -> None:
     png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
     with pytest.raises(Corrupt, match="too many"):
         decode.whole(bytearray(png))
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "JPEG2000", "AVIF"])
+def test_a_picture_of_few_bytes_is_not_decoded_to_gigabytes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The formats that take more than 15 bytes for each pixel while they are decoded."""
+    if kind not in decode.formats():
+        pytest.skip(f"PIL is built without {kind}")
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(file, kind)
+    data = bytearray(file.getvalue())
+    assert decode.whole(data).shape == (1, 3, 30, 40)
+    monkeypatch.setattr(decode, "_MOST_BYTES", 15 * 40 * 30)
+    with pytest.raises(Corrupt, match=f"40 x 30 pixels are too many: more than .* of {kind} aren't read"):
+        decode.whole(data)
 
 
 def test_a_tag_before_gigabytes_is_not_taken_off_in_memory(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.sizes import MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.latest import run_path
-from trainer.observe.text import age
+from trainer.observe.text import age, without_controls
 
 if TYPE_CHECKING:
     from trainer.checkpoint.store import Entry
@@ -65,7 +65,8 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         raise BadInputError(f"{run}: can't be read ({error.strerror})") from error
     good = next((entry for entry in entries if entry.problem is None), None)
     speed = sum(entry.size for entry in entries) / seconds / 1e6
-    print(_json(entries, good, speed) if as_json else "\n".join(_lines(run, entries, good, speed)))
+    lines = (without_controls(line.replace("\n", "\\n")) for line in _lines(run, entries, good, speed))
+    print(_json(entries, good, speed) if as_json else "\n".join(lines))
     return EXIT_FAILED if any(entry.problem for entry in entries) else EXIT_DONE
 
 

@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps({"runs": [one._asdict() for one in found], "unreadable": unreadable}, indent=1))
         return EXIT_DONE
     for reason in odd.values():
-        warn(reason)
+        warn(" ".join(reason.split()))
     if not found:
         print(f"{options.folder}: no run lies there")
         return EXIT_DONE

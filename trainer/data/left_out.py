@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import BaseModel, ConfigDict, Field
 
 _SHOWN = 12  # reasons, on a line
+_REASONS = 256  # that are told apart: a suffix of each file's own is none
 _ENDINGS = {"{s}": ("", "s"), "{es}": ("", "es"), "{y}": ("y", "ies")}
 
 
@@ -48,9 +49,10 @@ def tally(found: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
     """Adds up what has the same reason; the first name of each, in the order of first appearance."""
     sums = dict[str, LeftOut]()
     for one in found:
-        before = sums.get(one.reason)
+        reason = one.reason if one.reason in sums or len(sums) < _REASONS else "file{s} of other kinds"
+        before = sums.get(reason)
         count = one.count + (before.count if before else 0)
-        sums[one.reason] = (before or one).model_copy(update={"count": count})
+        sums[reason] = (before or one).model_copy(update={"reason": reason, "count": count})
     return tuple(sums.values())
 
 

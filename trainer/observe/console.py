@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
-from trainer.observe.text import duration, seconds_left
+from trainer.observe.text import duration, seconds_left, without_controls
 from trainer.observe.wording import Start, set_start, start, worded
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def tell_as(told: Told, rank: int) -> None:
 
 def as_line(text: str, level: Level) -> str:
     """Returns the line to write for a text, without secrets: the text, or a JSON object."""
-    text = worded(redact_text(text))
+    text = without_controls(worded(redact_text(text)))
     if not _Log.as_json:
         return text
     now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")

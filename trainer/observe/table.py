@@ -17,7 +17,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[
     for number, name in enumerate(names):
         made.add_column(name, justify="left" if number in left else "right", no_wrap=True)
     for row in rows:
-        made.add_row(*map(plain, row))
+        made.add_row(*(" ".join(plain(cell).splitlines()) for cell in row))
     text = io.StringIO()
     Console(file=text, width=_WIDTH, highlight=False, markup=False).print(made)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -17,6 +17,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 _PREFIXES = (
     (1e24, "Y"),
@@ -42,6 +43,11 @@ def plain(value: Any, most: int = 300) -> str:
     )
     text = _INVISIBLE.sub("\ufffd", text)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def without_controls(text: str) -> str:
+    """A text that leaves a terminal as it is, whoever named what is in it; lines and tabs stay."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def seconds_left(steps: int, step: int, first: int, seconds: float) -> float:

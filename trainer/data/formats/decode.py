@@ -34,6 +34,10 @@ from trainer.data.formats.signatures import DAMAGED, what_it_is
 
 # What PIL takes for a decompression bomb; above half of it, it warns.
 LARGEST_IMAGE = 2 * 89_478_485
+# Bytes that decoding takes at most: the image and its copies, 15 a pixel of the largest. Measured in
+# docs/results/attacks.md: some formats take more for each pixel, so they may have fewer.
+_MOST_BYTES, _COPIES = 15 * LARGEST_IMAGE, 15
+_COPIES_OF = {"WEBP": 24, "JPEG2000": 28, "AVIF": 20}
 
 _RESIZE = torch.ops.aten._upsample_bilinear2d_aa
 _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
@@ -235,6 +239,7 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Readi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=formats()) as file:
+                _check_room(file)
                 image = _of_rows(_pixels(file, reading.bits))
                 turn = orientation_of(file) if reading.upright else UPRIGHT
     except (MemoryError, Corrupt):
@@ -247,6 +252,17 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Readi
         raise Corrupt(f"not a readable image ({_reason(data, error)})") from error
     height, width = image.shape[2:]
     return _Decoded(image, stored_box(choose(*turned_size(turn, height, width)), turn, height, width), turn)
+
+
+def _check_room(file: Any) -> None:
+    """A few bytes may be gigabytes of pixels.
+
+    Raises:
+        Corrupt: If decoding takes more than is given to it.
+    """
+    pixels, most = file.width * file.height, _MOST_BYTES // _COPIES_OF.get(file.format, _COPIES)
+    if pixels > most:
+        raise Corrupt(_too_large(f"{file.width:,} x {file.height:,} pixels are", most, f" of {file.format}"))
 
 
 def _of_rows(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -304,8 +320,8 @@ def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     return pixels
 
 
-def _too_large(what: str) -> str:
-    return f"{what} too many: more than {LARGEST_IMAGE:,} aren't read; make it smaller, or cut it into tiles"
+def _too_large(what: str, most: int = LARGEST_IMAGE, of: str = "") -> str:
+    return f"{what} too many: more than {most:,}{of} aren't read; make it smaller, or cut it into tiles"
 
 
 def _reason(data: bytearray, error: Exception) -> str:

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from trainer.data.formats.files import readable
 from trainer.data.formats.signatures import what_it_is
-from trainer.data.left_out import LeftOut, one
+from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
 
 _BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
 _MAGIC, _MAGIC_AT = b"ustar", 257
 _MEND = "make the shard again"
 _LONGEST_NAME, _LARGEST_HEADER = 4096, 1 << 20
+_TALLIED = 1000  # members that are left out, before they are added up
 _MORE_HEADERS = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
@@ -45,6 +46,7 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
     try:
         with _opened(file) as tar:
             for member in tar:
+                tar.members.clear()  # it keeps all, a kilobyte each
                 name = readable(os.fsencode(member.name))
                 if len(member.name) > _LONGEST_NAME:
                     raise BadInputError(
@@ -60,6 +62,8 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
                     )
                 if reason := _left_out(member):
                     left_out.append(one(reason, f"{file.name}: '{name}'"))
+                    if len(left_out) > _TALLIED:
+                        left_out[:] = tally(left_out)
                 elif member.isfile():
                     yield member
             end = tar.offset

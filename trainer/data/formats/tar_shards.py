@@ -28,6 +28,7 @@ from trainer.host import strict_json
 
 _CHUNK = 1 << 20
 _LARGEST_LABEL = 1 << 20
+_TALLIED = 1000  # members that are left out, before they are added up
 _PACKED = "compressed shard{s}"
 _LABELS = ("cls", "json")
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".lzma", ".z")
@@ -118,6 +119,8 @@ def _samples(file: Path, chosen: str, left_out: list[LeftOut]) -> Iterator[_Samp
     try:
         for group in _groups(file, left_out):
             yield from _sample(file, descriptor, group, chosen, left_out)
+            if len(left_out) > _TALLIED:
+                left_out[:] = tally(left_out)
     finally:
         os.close(descriptor)
 
@@ -128,16 +131,16 @@ def _groups(file: Path, left_out: list[LeftOut]) -> Iterator[_Group]:
     Raises:
         BadInputError: If a name is there twice, or the members of a sample lie apart.
     """
-    group, key, done = _Group(), "", set[str]()
+    group, key, done = _Group(), "", set[int]()  # hashes, which are smaller
     for member in members(file, left_out):
         folder, _, base = member.name.rpartition("/")
         stem, _, suffix = base.partition(".")
         suffix = suffix.lower()
         if (mine := f"{posixpath.normpath(folder)}/{stem}") != key:
             yield group
-            done.add(key)
+            done.add(hash(key))
             group, key = _Group(), mine
-        if suffix in group or (key in done and (suffix in _LABELS or f".{suffix}" in IMAGES)):
+        if suffix in group or (hash(key) in done and (suffix in _LABELS or f".{suffix}" in IMAGES)):
             name = readable(os.fsencode(member.name))
             if suffix in group:
                 other = readable(os.fsencode(group[suffix].name))
