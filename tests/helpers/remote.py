@@ -1,4 +1,4 @@
-"""Common parts of the tests of remote data: servers that count requests and fail on demand; a small pack."""
+"""Common parts of the tests of remote data: servers that count requests and fail on demand, a small pack."""
 
 import hashlib
 import io

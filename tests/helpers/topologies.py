@@ -27,7 +27,7 @@ _MOST_CHANGES = 4
 
 
 def kinds() -> list[dict[str, Any]]:
-    """Yields kinds like `chaos.kinds`, with steps that four ranks can divide."""
+    """Returns kinds like `chaos.kinds`, with steps that four ranks can divide."""
     return [
         {**kind, "gradient_accumulation_steps": 4 << number % 2} for number, kind in enumerate(chaos.kinds())
     ]

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def metrics(self) -> Path:
-        """Its metrics records."""
+        """The file of its metrics records."""
         return self.folder / "metrics.jsonl"
 
     def over(self) -> bool:
