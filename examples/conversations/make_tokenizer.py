@@ -19,7 +19,7 @@ tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 tokenizer.decoder = decoders.ByteLevel()
 trainer = BpeTrainer(
     vocab_size=600,
-    special_tokens=["<|im_start|>", "<|im_end|>"],
+    special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
 )
 tokenizer.train(["conversations.jsonl"], trainer)

@@ -129,7 +129,7 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
     rows += [{"text": "the cat sat " * 99}, {"messages": [ASK, {"role": "assistant", "content": END}]}]
     found = tokenized(Split((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", 99)
     assert [str(one) for one in found.left_out] == [
-        "1 empty line (a.jsonl: line 2)",
+        "1 empty row (a.jsonl: line 2)",
         "1 row of empty text (a.jsonl: line 3)",
         "1 row with an empty completion (a.jsonl: line 4)",
         "1 conversation without an assistant turn to learn from (a.jsonl: line 5)",

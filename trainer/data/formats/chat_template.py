@@ -44,9 +44,10 @@ def compiled(folder: Path, sources: Mapping[str, str]) -> tuple[dict[str, "Templ
 
 def _environment() -> Any:
     from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
     class Generation(Extension):

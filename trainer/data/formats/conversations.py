@@ -268,7 +268,7 @@ def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> 
         SkippedError: If there is nothing to learn from in it.
     """
     if not row:
-        raise SkippedError("empty line{s}")
+        raise SkippedError("empty row{s}")
     if _NO_TEXT.search(json.dumps(row, ensure_ascii=False, default=lambda _: "")):
         raise RowError(
             "holds half of a surrogate pair, or a character that Unicode reserves (U+FDD0 to U+FDEF)"

@@ -4,6 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from trainer.data.formats.chat import Chat, ChatError, Encoded, Message
 from trainer.data.formats.chat_template import Spans
 from trainer.rng import Ints
@@ -22,7 +25,7 @@ class Counted(NamedTuple):
     """
 
     ids: Ints
-    counts: "Ints"
+    counts: npt.NDArray[np.bool_]
     straddling: int
     unended: int
 

@@ -57,7 +57,8 @@ class MixDraws:
         found = np.empty_like(nth)
         for one, size in enumerate(self.sizes):
             here = part == one
-            found[here] = permuted(key(seed, Purpose.BLOCK, one), *np.divmod(nth[here], size), size)
+            epochs, places = np.divmod(nth[here], size)
+            found[here] = permuted(key(seed, Purpose.BLOCK, one), epochs, places, size)
         samples: Ints = (np.cumsum(sizes) - sizes)[part] + found
         return samples
 
