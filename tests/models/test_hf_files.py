@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from huggingface_hub import constants
 
-from tests.helpers.hf_models import PLACES, WORDS, folder_of, made
+from tests.helpers.hf_models import NEEDS, PLACES, WORDS, folder_of, made
 from tests.models.test_pretrained import NEW, OLD, Hub
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
@@ -18,6 +18,8 @@ from trainer.models.hf import hf_model
 from trainer.models.hf_files import files_hash, find_model, hf_vocabulary, weight_files
 from trainer.models.hub import FILE
 from trainer.models.weights import load_initial
+
+pytestmark = NEEDS
 
 
 def change(folder: Path, **keys: Any) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
-from tests.helpers.hf_models import folder_of, made
+from tests.helpers.hf_models import NEEDS, folder_of, made
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_sharding import Gathered
@@ -27,6 +27,8 @@ from trainer.train.model_of_run import read_samples
 from trainer.train.run import check_request, make_task
 from trainer.train.state import Run
 from trainer.train.step import train_step
+
+pytestmark = NEEDS
 
 WORDS = {"vocab_size": 256}
 
