@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.forked import attempt
-from tests.helpers.hf_models import folder_of
+from tests.helpers.hf_models import NEEDS, folder_of
 from tests.train.test_hf import WORDS, recipe_of
 from trainer.cli import main
 from trainer.commands.export import check, reload
+
+pytestmark = NEEDS
 
 
 def trained(folder: Path, family: str, **model: Any) -> Path:

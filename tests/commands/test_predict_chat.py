@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.hf_models import folder_of
+from tests.helpers.hf_models import NEEDS, folder_of
 from trainer.commands.predict.text import show_text
 from trainer.errors import BadInputError
+
+pytestmark = NEEDS
 
 END, TURN = 250, 251
 

@@ -1,13 +1,20 @@
 """Tiny random language models of each family that `model.name=hf/…` takes, in folders of transformers."""
 
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 WORDS, PLACES = 67, 48
+NEEDS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None
+    or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6),
+    reason="needs transformers, and torch 2.6 for it",
+)
 
 _LLAMA = {"num_key_value_heads": 2, "intermediate_size": 40, "tie_word_embeddings": False}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}

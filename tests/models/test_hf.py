@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.helpers.hf_models import FAMILIES, PLACES, WORDS, Exactly64, folder_of, lengths, made
+from tests.helpers.hf_models import FAMILIES, NEEDS, PLACES, WORDS, Exactly64, folder_of, lengths, made
 from trainer.models.hf import HfLanguage, hf_model
 from trainer.models.weights import load_initial
+
+pytestmark = NEEDS
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> HfLanguage:

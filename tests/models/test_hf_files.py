@@ -1,20 +1,25 @@
 """Promise: of a model's files nothing is run, nothing leads elsewhere; what can't be trained is one line."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from huggingface_hub import constants
 
-from tests.helpers.hf_models import PLACES, WORDS, folder_of, made
+from tests.helpers.hf_models import NEEDS, PLACES, WORDS, folder_of, made
+from tests.models.test_pretrained import NEW, OLD, Hub
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.models.hf import hf_model
-from trainer.models.hf_files import files_hash, hf_vocabulary, weight_files
+from trainer.models.hf_files import files_hash, find_model, hf_vocabulary, weight_files
+from trainer.models.hub import FILE
 from trainer.models.weights import load_initial
+
+pytestmark = NEEDS
 
 
 def change(folder: Path, **keys: Any) -> None:
@@ -89,6 +94,13 @@ def test_what_is_no_model_to_train_is_one_line(fault: str, tmp_path: Path) -> No
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture
+def server() -> Iterator[Hub]:
+    hub = Hub()
+    yield hub
+    hub.close()
+
+
 def test_shards_are_one_model(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
     before = files_hash(folder)
@@ -148,6 +160,39 @@ def test_text_of_more_tokens_than_it_knows_is_refused(tmp_path: Path) -> None:
 def test_keys_that_do_not_go_with_it_are_refused(keys: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         Recipe.model_validate({"task": "language", "epochs": 1, "model": {"name": "hf/x"}, **keys})
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_repository_is_fetched_once_and_its_commit_kept(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Hub
+) -> None:
+    folder = folder_of("llama", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    weights: bytes | None = (folder / "model.safetensors").read_bytes()
+    if sharded:
+        to_shards(folder)
+        weights = None
+    server.others = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != FILE}
+    server.files, server.commits = {("org/name", OLD): weights, ("org/name", NEW): weights}, {"main": OLD}
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    found = find_model("hf/org/name@main")
+    assert (found.exact, found.revision) == (f"hf/org/name@{OLD}", OLD)
+    assert {file.name for file in found.folder.iterdir()} == {file.name for file in folder.iterdir()}
+    model = hf_model(found.exact, PLACES)
+    load_initial(model, found.folder, None)
+    theirs = made("llama").state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+    server.commits["main"] = NEW
+    server.asked.clear()
+    assert find_model(found.exact).folder == found.folder
+    assert not server.asked  # neither what is there nor what isn't
+    server.files = {("org/name", NEW): None}
+    del server.others["config.json"]
+    with pytest.raises(BadInputError, match=r"org/name holds no config\.json there"):
+        find_model("hf/org/name@main")
 
 
 def test_no_such_folder_says_what_to_give() -> None:

@@ -42,13 +42,15 @@ class Hub:
     """A server that speaks the hub's protocol for one file of each repository.
 
     Attributes:
-        files: By repository and revision.
+        files: Weights by repository and revision.
+        others: Other files by name, the same in each repository.
         commits: What branches are.
         asked: How often what was asked for, by method and path.
     """
 
     def __init__(self) -> None:
         self.files: dict[tuple[str, str], bytes | None] = {}
+        self.others: dict[str, bytes] = {}
         self.commits: dict[str, str] = {}
         self.asked = Counter[str]()
         self.status = 0
@@ -74,7 +76,8 @@ class Hub:
         repository, _, rest = request.path.strip("/").partition("/resolve/")
         revision, _, name = rest.rpartition("/")
         commit = self.commits.get(revision, revision)
-        content = self.files.get((repository, commit))
+        content = self.files.get((repository, commit)) if name == "model.safetensors" else None
+        content = self.others.get(name, content)
         headers, status = {"X-Repo-Commit": commit}, 200
         if self.status:
             status, headers = self.status, {}
@@ -82,7 +85,7 @@ class Hub:
             status, headers = 404, {"X-Error-Code": "RepoNotFound"}
         elif (repository, commit) not in self.files:
             status, headers = 404, {"X-Error-Code": "RevisionNotFound"}
-        elif content is None or name != "model.safetensors":
+        elif content is None:
             status, headers = 404, {**headers, "X-Error-Code": "EntryNotFound"}
         else:
             headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'

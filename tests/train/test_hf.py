@@ -1,5 +1,6 @@
 """Promise: a model of transformers learns here what a plain loop over single documents learns of it."""
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from benchmarks.sft import plain_losses
 from tests.helpers.forked import attempt
-from tests.helpers.hf_models import folder_of, made
+from tests.helpers.hf_models import NEEDS, folder_of, made
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_sharding import Gathered
@@ -25,6 +27,8 @@ from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import read_samples
 from trainer.train.state import Run
 from trainer.train.step import train_step
+
+pytestmark = NEEDS
 
 WORDS = {"vocab_size": 256}
 
@@ -159,6 +163,18 @@ def test_two_ranks_that_share_it_learn_alike(ranks: Ranks, tmp_path: Path) -> No
     (alone,) = rank_step(World(0, 1, 0, torch.device("cpu"), None), recipe)
     (together,) = ranks.run(2, rank_step, sharded)[0]
     assert close(together, alone)
+
+
+def test_some_steps_of_lora_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model", **WORDS)
+    optim = {"lr": 0.01, "schedule": "constant", "weight_decay": 0.0}
+    lora = {"lora": {"rank": 2, "targets": ["all-linear"]}}
+    recipe = recipe_of(folder, model=lora, epochs=4, optim=optim, log={"every": 1, "to": ["jsonl"]})
+    assert attempt(tmp_path / "run", recipe).code == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ours = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert ours == pytest.approx(list(plain_losses(recipe)), rel=1e-5)
+    assert len(ours) == 4 and ours[3] < ours[0]
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "lora"])

@@ -193,7 +193,8 @@ def _library(name: str) -> Any:
         import transformers
     except ImportError as error:
         raise BadInputError(
-            f"model.name={name} needs the package transformers: pip install 'reproducible-trainer[language]'"
+            f"model.name={name} needs the package transformers ({first_line(error)[:200]}): "
+            "pip install 'reproducible-trainer[language]'"
         ) from error
     transformers.logging.set_verbosity_error()
     # No function for masks is registered beside it: then the library makes none.

@@ -171,7 +171,7 @@ def _check_request(options: argparse.Namespace) -> None:
             "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "
             "be checked; use fp32, and convert it where it will run"
         )
-    if options.to in ("safetensors", *hf.FORMATS) and options.with_normalization:
+    if options.to in ("safetensors", *hf.LIBRARIES) and options.with_normalization:
         raise BadInputError(f"--with-normalization: {options.to} holds weights only; use another format")
     if options.to == "onnx" and (missing := missing_packages("onnx", "onnxscript", "onnxruntime")):
         raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
@@ -223,7 +223,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
         wanted = [leaves(reference(*values)) for values in inputs]
     only_weights = options.to in (
         "safetensors",
-        *hf.FORMATS,
+        *hf.LIBRARIES,
     )  # with the names of the trainer's model, so all of them
     fold = Folded(run.model, (), 0) if only_weights else fold_batchnorm(run.model, model_inputs[1])
     model = fold.model
@@ -255,7 +255,7 @@ def _write(
     say(f"export: writing {name} ({options.dtype})")
     try:
         with torch.no_grad():
-            if name in hf.FORMATS:
+            if name in hf.LIBRARIES:
                 file = hf.write_for_library(name, run, subject.model, folder)
             else:
                 file = WRITERS[name](subject.model, example, folder)
@@ -299,7 +299,7 @@ def about(
         "config_hash": run.manifest.config_hash,
         "weights": run.weights,
         "folded": list(subject.fold.names),
-        "versions": {"torch": torch.__version__, **(hf.versions() if options.to in hf.FORMATS else {})},
+        "versions": {"torch": torch.__version__, **(hf.versions() if options.to in hf.LIBRARIES else {})},
         **({"base": run.manifest.pretrained.model_dump()} if run.manifest.pretrained else {}),
         "sha256": {path.name: file_hash(path) for path in files},
         "checked": {

@@ -18,7 +18,7 @@ from trainer.models.hub import FILE
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.train.model_of_run import OpenedRun
 
-FORMATS = ("transformers", "peft")
+LIBRARIES = ("transformers", "peft")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _LARGEST = 256 << 20  # of a tokenizer's files
 
@@ -27,7 +27,7 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
     """Writes a model, or what LoRA learned beside it, with configuration, tokenizer and chat template.
 
     Args:
-        to: Of `FORMATS`.
+        to: Of `LIBRARIES`.
         model: With LoRA merged, in the type of number that is to be written.
         folder: To write into.
 
@@ -59,7 +59,7 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
 def versions() -> dict[str, str]:
     """Versions of the libraries that an export is checked with."""
     found = {}
-    for library in FORMATS:
+    for library in LIBRARIES:
         try:
             found[library] = metadata.version(library)
         except metadata.PackageNotFoundError:
