@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -104,7 +104,10 @@ def plain_losses(recipe: Recipe) -> Iterator[float]:
     for name in [one.removesuffix(".lora_a") for one in learned if one.endswith(".lora_a")]:
         around, _, last = name.rpartition(".")
         made = PlainLora(
-            model.get_submodule(name), learned[f"{name}.lora_a"], learned[f"{name}.lora_b"], scale
+            cast(nn.Linear, model.get_submodule(name)),
+            learned[f"{name}.lora_a"],
+            learned[f"{name}.lora_b"],
+            scale,
         )
         setattr(model.get_submodule(around), last, made)
     parameters = [one for one in model.parameters() if one.requires_grad]

@@ -23,7 +23,7 @@ def trained(folder: Path, family: str, **model: Any) -> Path:
     base = folder_of(family, folder / "base", **WORDS)
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    short = {"log": {"every": 1, "to": ["jsonl"]}, "optim": {"lr": 0.05}, "epochs": 4}
+    short: dict[str, Any] = {"log": {"every": 1, "to": ["jsonl"]}, "optim": {"lr": 0.05}, "epochs": 4}
     done = attempt(folder / "run", recipe_of(base, model=model, **short))
     assert done.code == 0, done.said
     return folder / "run"

@@ -59,7 +59,14 @@ def answered(model: Says, chat: Chat, folder: Path | None = None, **options: Any
     recipe = SimpleNamespace(model=SimpleNamespace(name=name), device="cpu")
     task = SimpleNamespace(chat=chat, describe=dict)
     run: Any = SimpleNamespace(model=model, recipe=recipe, task=task)
-    given = {"files": [], "out": None, "tokens": 40, "temperature": 0.0, "seed": 0, "tokenizer": None}
+    given: dict[str, Any] = {
+        "files": [],
+        "out": None,
+        "tokens": 40,
+        "temperature": 0.0,
+        "seed": 0,
+        "tokenizer": None,
+    }
     return show_text(run, argparse.Namespace(**{**given, "prompt": "why?", **options}))
 
 

@@ -241,7 +241,12 @@ def test_the_cache_is_by_content_and_a_damaged_one_is_made_anew(
 ) -> None:
     made = list[int]()
     real = module._made
-    monkeypatch.setattr(module, "_made", lambda *args: made.append(1) or real(*args))
+
+    def counted(*arguments: Any) -> Any:
+        made.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "_made", counted)
     file = lines(tmp_path / "a.jsonl", TALK, {"text": "Hello", "id": 1})
     first = tokenized(Split((file,)), chat, "completions", 99)
 
@@ -249,7 +254,8 @@ def test_the_cache_is_by_content_and_a_damaged_one_is_made_anew(
         made.clear()
         found = tokenized(Split((file,)), chat, learn, length)
         if not made:
-            assert all(np.array_equal(a, b) for a, b in zip(first.text, found.text, strict=True))
+            pairs: Any = zip(first.text, found.text, strict=True)
+            assert all(np.array_equal(a, b) for a, b in pairs)
             assert (first.left_out, first.notes) == (found.left_out, found.notes)
         return len(made)
 

@@ -63,7 +63,8 @@ def made(family: str, **changed: Any) -> Any:
     )
     torch.manual_seed(5)
     # "eager" is the library's own formula, soft caps included.
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    opens: Any = transformers.AutoModelForCausalLM
+    model = opens.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases too: what is one or zero hides faults
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.05))

@@ -196,7 +196,7 @@ def _library(name: str) -> Any:
             f"model.name={name} needs the package transformers ({first_line(error)[:200]}): "
             "pip install 'reproducible-trainer[language]'"
         ) from error
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # No function for masks is registered beside it: then the library makes none.
     transformers.AttentionInterface.register(_ATTENTION, _attend)
     return transformers
@@ -240,7 +240,7 @@ def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
 
 def _head_of(causal: Any) -> str:
     head = causal.get_output_embeddings()
-    return next(name for name, module in causal.named_children() if module is head)
+    return str(next(name for name, module in causal.named_children() if module is head))
 
 
 def _windows(config: Any) -> tuple[int, ...]:

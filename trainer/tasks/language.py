@@ -73,9 +73,9 @@ class Language:
         elif self.chat is not None:
             paths = [path] if data.mix is None else [at_home(Path(one), "data.mix") for one in data.mix]
             sets = [splits_of(one, data.eval_split, data.input_column) for one in paths]
-            learned = [self._conversations(one) for one, _ in sets]
-            self._about, self._told = learned[0][1], tuple(line for one in learned for line in one[2])
-            self.train_data = joined([one[0] for one in learned], labeled=data.mix is not None)
+            read = [self._conversations(one) for one, _ in sets]
+            self._about, self._told = read[0][1], tuple(line for one in read for line in one[2])
+            self.train_data = joined([one[0] for one in read], labeled=data.mix is not None)
             self.evaluation_data = joined([self._conversations(held)[0] for _, held in sets])
         else:
             learned, held = _texts(data, path, config, seed)

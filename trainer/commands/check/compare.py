@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trainer.commands.check.plain import Snapshot
+from trainer.data.sampling.mix_order import MixDraws
 from trainer.data.sampling.plan import Plan
 
 _ULPS = 256  # of a tensor's largest value: sums of other order in the few steps that are compared
@@ -138,6 +139,8 @@ def odd_order(plan: Plan) -> str:
     """
     steps = -(-plan.samples // plan.global_batch_size)
     epoch, sample, weight = plan.read(np.arange(steps * plan.micro_batches))
+    if isinstance(plan.draws, MixDraws):
+        return ""  # sets are drawn by weight: none of them comes once in an epoch
     if plan.draws is not None:
         never = plan.draws.by_class[np.repeat(plan.draws.chances == 0, plan.draws.counts)]
         return "a sample of a class of weight 0 is drawn" if np.isin(sample, never).any() else ""

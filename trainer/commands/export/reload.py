@@ -99,7 +99,7 @@ def _by_library(folder: Path) -> Callable[..., Any]:
 
     from trainer.models.packed import documents
 
-    transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     opens = transformers.AutoModelForCausalLM.from_pretrained
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
@@ -122,7 +122,7 @@ def _by_library(folder: Path) -> Callable[..., Any]:
 
 def _with_adapter(model: Any, folder: Path, about: Any) -> Any:
     if importlib.util.find_spec("peft") is not None:
-        from peft import PeftModel
+        from peft import PeftModel  # type: ignore[import-not-found, unused-ignore]
 
         return PeftModel.from_pretrained(model, folder).eval()
     from safetensors.torch import load_file

@@ -46,7 +46,7 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
     try:
         with _opened(file) as tar:
             for member in tar:
-                tar.members.clear()  # it keeps all, a kilobyte each
+                tar.members.clear()  # type: ignore[attr-defined]  # it keeps all, a kilobyte each
                 name = readable(os.fsencode(member.name))
                 if len(member.name) > _LONGEST_NAME:
                     raise BadInputError(
