@@ -31,7 +31,7 @@ from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows
 from trainer.runs.folder import MANIFEST
 from trainer.runs.report.page import page
-from trainer.runs.report.read import read_recorded
+from trainer.runs.report.read import read_recorded_run
 
 SAMPLES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 SHARDS = (1, 2, 4, 8, 16, 32, 64)
@@ -290,7 +290,7 @@ def write_rows(folder: Path, steps: int) -> None:
 
 def report(folder: Path, _: int) -> None:
     """Does what `trainer report` does, without writing the page."""
-    page([read_recorded(folder)])
+    page([read_recorded_run(folder)])
 
 
 def resume(folder: Path, steps: int) -> None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from trainer.config.suggest import nearest  # noqa: E402
 from trainer.errors import BadInputError  # noqa: E402
 from trainer.host.gpus import Gpu, parse_gpus  # noqa: E402
-from trainer.host.stacks import Stack, fitting, numbers, read_stacks  # noqa: E402
+from trainer.host.stacks import Stack, numbers, read_stacks, stack_fitting  # noqa: E402
 
 
 def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -112,7 +112,7 @@ def check_driver(stack: Stack, driver: str, architectures: Sequence[str]) -> Non
     """Checks a driver against a stack's floor; names the newest stack that would fit."""
     if not driver or numbers(driver) >= numbers(stack.floor):
         return
-    best = fitting(driver, architectures, read_stacks())
+    best = stack_fitting(driver, architectures, read_stacks())
     remedy = f"STACK={best} fits it" if best else "no stack fits it"
     raise BadInputError(
         f"driver {driver} is too old for {stack.name}, which needs {stack.floor}: {remedy}; or update the "

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from trainer.commands.submit import container, kubernetes, slurm
-from trainer.commands.submit.places import PLACES
-from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.commands.submit.places import JOB_PLACES
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 
 _HEAD = """\
 # Rendered by scripts/render_examples.py; `trainer submit … --dry-run` renders your own.
@@ -37,7 +37,7 @@ COMMON: dict[str, Any] = {
     "cache": "pvc:cache",
 }
 GPUS: dict[str, Any] = {"gpus_per_node": 8, "cpus_per_node": 96, "memory_gib": 512, "shm_gib": 16}
-EXAMPLES: dict[str, tuple[Place, JobSpec, Site]] = {
+EXAMPLES: dict[str, tuple[JobPlace, JobSpec, Site]] = {
     "job.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nnodes=2), Site()),
     "jobset.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nnodes=2), Site(jobset=True)),
     "trainjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nnodes=2), Site()),
@@ -68,7 +68,7 @@ def slurm_files() -> dict[str, str]:
 def files() -> dict[str, str]:
     """Returns the expected files of scripts/kubernetes: relative names and texts."""
     found = {
-        name: _headed(PLACES[place].render(spec, site)) for name, (place, spec, site) in EXAMPLES.items()
+        name: _headed(JOB_PLACES[place].render(spec, site)) for name, (place, spec, site) in EXAMPLES.items()
     }
     base = list(yaml.safe_load_all(kubernetes.render(BASE, Site())))
     found["kustomize/base/job.yaml"] = _headed(container.to_yaml(*base))

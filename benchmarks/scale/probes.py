@@ -93,7 +93,7 @@ def of_buckets(recipe: Recipe) -> Found:
 def of_checkpoint(run: Path) -> Found:
     """Copy, write and read of the run's newest checkpoint, by the functions that do it in a run."""
     try:
-        found, _ = store.newest_good(run / checkpoint.FOLDER)
+        found, _ = store.newest_good(run / checkpoint.CHECKPOINTS)
         if found is None:
             raise BadInputError(f"{run}: has no checkpoint; train it with --set checkpoint.every=… first")
         bytes_ = sum(path.stat().st_size for path in found.path.iterdir())

@@ -428,7 +428,7 @@ def test_figures_of_a_run_and_of_this_machine(
     shutil.copytree(digits_run, run)
     rows = [{"kind": "train", "step": 10 * n, **PHASES} for n in range(1, 6)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    checkpoint.store.write(run / checkpoint.FOLDER, 7, {"model": {"weight": torch.ones(1000)}}, {})
+    checkpoint.store.write(run / checkpoint.CHECKPOINTS, 7, {"model": {"weight": torch.ones(1000)}}, {})
     comm = tmp_path / "comm.json"
     comm.write_text(json.dumps({"alpha_s": 0.002, "bytes_per_s": 6e8, "ranks": 2}))
     # It trains in a process of its own: see the test below.
@@ -445,7 +445,7 @@ def test_figures_of_a_run_and_of_this_machine(
     )
     assert sum(figures.bucket_bytes) == 4 * parameters
     assert 0 < figures.bucket_ready_share[-1] <= 1
-    files = (run / checkpoint.FOLDER / "step-00000007").iterdir()
+    files = (run / checkpoint.CHECKPOINTS / "step-00000007").iterdir()
     assert figures.checkpoint_bytes == sum(one.stat().st_size for one in files)
     assert not dist.is_initialized()
 

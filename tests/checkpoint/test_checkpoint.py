@@ -24,7 +24,7 @@ from tests.helpers.faulty_disk import Disk, Killed
 from tests.helpers.marked import FILES, Tensors, flip, hidden, mark_of, marked, resum, save
 from tests.helpers.waiting import until
 from trainer.checkpoint import tensor_file
-from trainer.checkpoint.folder import read, verify
+from trainer.checkpoint.folder import read, verify_checkpoint
 from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
 from trainer.cli import main
 from trainer.commands import checkpoints as show
@@ -374,5 +374,5 @@ def test_the_command_without_a_good_one(tmp_path: Path, capsys: pytest.CaptureFi
 def test_verifying_tells_how_far_it_is(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     counts: list[int] = []
-    verify(path, counts.append)
+    verify_checkpoint(path, counts.append)
     assert sum(counts) == sum((path / name).stat().st_size for name in FILES if name != "SHA256SUMS")

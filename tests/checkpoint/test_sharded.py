@@ -21,7 +21,7 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import rewrite
 from tests.helpers.world import Ranks
-from trainer.checkpoint import FOLDER, store
+from trainer.checkpoint import CHECKPOINTS, store
 from trainer.checkpoint.folder import Damaged, Stored, read
 from trainer.checkpoint.store import listing
 from trainer.cli import main
@@ -175,18 +175,18 @@ def test_another_number_of_ranks_goes_on(
 
 
 def test_each_rank_writes_its_rows(uncut: Path) -> None:
-    folder = uncut / FOLDER / "step-00000010"
+    folder = uncut / CHECKPOINTS / "step-00000010"
     parts = [
         safetensors.torch.load_file(folder / f"model_0000{rank}_of_00002.safetensors") for rank in range(2)
     ]
     sizes = [sum(one.numel() for one in part.values()) for part in parts]
     whole = sum(one.numel() for one in weights_of(uncut).values())
     assert sum(sizes) == whole and max(sizes) < 0.7 * whole
-    assert not list((uncut / FOLDER).glob(".*")), "what is hidden is half a checkpoint"
+    assert not list((uncut / CHECKPOINTS).glob(".*")), "what is hidden is half a checkpoint"
 
 
 def test_checkpoints_open_and_verify(uncut: Path) -> None:
-    entries = listing(uncut / FOLDER, verify=True)
+    entries = listing(uncut / CHECKPOINTS, verify=True)
     assert [entry.problem for entry in entries] == [None, None]
     opened = open_run(uncut, checkpoint="last")
     for name, tensor in weights_of(uncut, "ema").items():
@@ -224,7 +224,7 @@ def test_it_is_verified_on_as_many_ranks(
 
 
 def damaged_shard(folder: Path, how: str) -> str:
-    file = max((folder / FOLDER).iterdir()) / "optimizer_00001_of_00002.safetensors"
+    file = max((folder / CHECKPOINTS).iterdir()) / "optimizer_00001_of_00002.safetensors"
     if how == "missing":
         file.unlink()
         return f"{file.parent.name}: {file.name} is missing"
@@ -243,7 +243,7 @@ def test_a_damaged_shard_is_named(ranks: Ranks, cut: Path, tmp_path: Path, how: 
     """And each rank finds the one before."""
     folder = shutil.copytree(cut, tmp_path / "run")
     line = damaged_shard(folder, how)
-    assert line.partition(": ")[2] in str(listing(folder / FOLDER, verify=True)[0].problem)
+    assert line.partition(": ")[2] in str(listing(folder / CHECKPOINTS, verify=True)[0].problem)
     for step, skipped in ranks.run(2, found_by, folder):
         assert step == 5 and skipped[0].startswith(line)
 
@@ -292,7 +292,7 @@ def read_bytes(world: World, folder: Path) -> tuple[int, list[int], int]:
 
 @pytest.mark.parametrize("size", [2, 4], ids=["as many ranks", "others"])
 def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path, size: int) -> None:
-    folder = uncut / FOLDER / "step-00000010"
+    folder = uncut / CHECKPOINTS / "step-00000010"
     written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     answers = ranks.run(size, read_bytes, uncut)
     assert sum(hashed for hashed, _, _ in answers) == written, "together, and each file once"
@@ -359,7 +359,7 @@ def test_a_part_that_cannot_be_written_is_told_and_leaves_nothing(ranks: Ranks, 
     (code, said), _ = ranks.run(2, failing_part, folder)
     assert code == 0
     assert "the checkpoint of step 5 wasn't written (rank 1: No space left on device)" in said
-    assert sorted(path.name for path in (folder / FOLDER).iterdir()) == ["step-00000010"]
+    assert sorted(path.name for path in (folder / CHECKPOINTS).iterdir()) == ["step-00000010"]
 
 
 def test_a_new_run_begins_from_it(uncut: Path, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_new_run_begins_from_it(uncut: Path, tmp_path: Path) -> None:
     "shards", [{}, {"ranks": 0, "shapes": {}}, {"ranks": 2, "shapes": {"model": {"a": []}}}, 3]
 )
 def test_what_says_nothing_sane_of_its_shards_is_damaged(tmp_path: Path, shards: Any) -> None:
-    path = store.write(tmp_path / FOLDER, 1, {"model": {"a": torch.zeros(2)}}, {})
+    path = store.write(tmp_path / CHECKPOINTS, 1, {"model": {"a": torch.zeros(2)}}, {})
 
     def change(folder: Path) -> None:
         about = json.loads((folder / "state.json").read_text())

@@ -18,17 +18,17 @@ from stack_table import TABLE, table
 from tests.helpers.doctor_box import ABSENT, DISK, PROVOKED, folder, healthy
 from trainer.cli import main
 from trainer.commands.doctor import doctor as examine
-from trainer.commands.doctor.doctor import CHECKS, judge
-from trainer.commands.doctor.facts import CheckResult, Gpus, Place, Software, fine
+from trainer.commands.doctor.doctor import CHECKS, judge_facts
+from trainer.commands.doctor.facts import CheckResult, Environment, Gpus, Software, fine
 from trainer.commands.doctor.needs import make_needs, read_for_needs
 from trainer.commands.doctor.show import show, surroundings
 from trainer.host.disks import Data
-from trainer.host.stacks import fitting, read_stacks, unsupported
+from trainer.host.stacks import read_stacks, stack_fitting, unsupported
 from trainer.train import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDS = [name for name, _ in CHECKS]
-PLACES = set(get_args(Place))
+PLACES = set(get_args(Environment))
 
 
 def all_of(found: CheckResult) -> str:
@@ -54,25 +54,25 @@ def test_ids_are_stable() -> None:
 
 @pytest.mark.parametrize("name", IDS)
 def test_each_check_is_quiet_on_a_healthy_box(name: str) -> None:
-    assert judge(healthy())[name].status == "ok", judge(healthy())[name]
+    assert judge_facts(healthy())[name].status == "ok", judge_facts(healthy())[name]
 
 
 @pytest.mark.parametrize(
     ("name", "status", "changes", "says"), PROVOKED, ids=[f"{one[0]}-{n}" for n, one in enumerate(PROVOKED)]
 )
 def test_each_check_is_provoked(name: str, status: str, changes: dict[str, Any], says: str) -> None:
-    found = judge(healthy(**changes))[name]
+    found = judge_facts(healthy(**changes))[name]
     assert found.status == status, found
     assert says in all_of(found), found
     assert found.cause
     assert set(found.remedies) <= PLACES
-    assert all(found.remedy(place) for place in get_args(Place)), "a place without a remedy"
+    assert all(found.remedy(place) for place in get_args(Environment)), "a place without a remedy"
     assert "\n" not in all_of(found).replace("\n", "", len(found.remedies) + 1)
 
 
 @pytest.mark.parametrize(("name", "changes"), ABSENT, ids=[f"{one[0]}-{n}" for n, one in enumerate(ABSENT)])
 def test_what_is_not_available_says_why(name: str, changes: dict[str, Any]) -> None:
-    found = judge(healthy(**changes))[name]
+    found = judge_facts(healthy(**changes))[name]
     assert (found.status, found.cause, found.remedies) == ("not available", "", {}), found
     assert len(found.finding) > 5
 
@@ -87,7 +87,7 @@ def test_what_is_not_available_says_why(name: str, changes: dict[str, Any]) -> N
 )
 def test_a_sharded_recipe_that_goes(needs: dict[str, Any], says: str) -> None:
     box = healthy(**{f"needs__{name}": value for name, value in needs.items()})
-    found = judge(box)["parallel.strategy"]
+    found = judge_facts(box)["parallel.strategy"]
     assert found.status == "ok" and says in found.finding
 
 
@@ -107,16 +107,16 @@ def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest
         raise ValueError("what?")
 
     monkeypatch.setattr(examine, "CHECKS", (("a.b", broken), ("c.d", lambda _: fine("well"))))
-    found = judge(healthy())
+    found = judge_facts(healthy())
     assert found["a.b"].status == "not available"
     assert "ValueError: what?" in found["a.b"].finding
     assert found["c.d"].status == "ok"
 
 
-def provoked_lines(place: Place) -> list[str]:
+def provoked_lines(place: Environment) -> list[str]:
     lines = set[str]()
     for name, _, changes, _ in PROVOKED:
-        line = judge(healthy(**changes))[name].remedies.get(place, "")
+        line = judge_facts(healthy(**changes))[name].remedies.get(place, "")
         lines.add(line.partition("   (")[0])  # what follows is said to people
     return sorted(filter(None, lines))
 
@@ -166,60 +166,62 @@ def test_the_table_of_stacks_is_that_of_the_checkout() -> None:
     ],
 )
 def test_the_stack_that_fits(driver: str, architecture: str, name: str | None) -> None:
-    assert fitting(driver, [architecture], read_stacks()) == (name or "")
+    assert stack_fitting(driver, [architecture], read_stacks()) == (name or "")
 
 
 def test_minor_version_compatibility_is_told() -> None:
-    found = judge(healthy(gpus__driver="535.10"))["gpu.driver"]
+    found = judge_facts(healthy(gpus__driver="535.10"))["gpu.driver"]
     assert found.status == "ok"
     assert "without JIT of PTX" in found.finding
 
 
 def test_forward_compatibility_that_works_is_told() -> None:
-    found = judge(healthy(gpus__compat=("580.65",)))["gpu.compat"]
+    found = judge_facts(healthy(gpus__compat=("580.65",)))["gpu.compat"]
     assert (found.status, found.finding) == ("ok", "forward compatibility: libcuda 580.65 on driver 570.86")
 
 
 def test_a_torch_without_a_stack_is_judged_by_its_cuda() -> None:
     own = Software(torch="2.4.0", cuda="12.1")
-    assert judge(healthy(software=own, gpus__driver="470.1"))["gpu.driver"].status == "bad"
-    assert judge(healthy(software=own))["gpu.driver"].status == "ok"
+    assert judge_facts(healthy(software=own, gpus__driver="470.1"))["gpu.driver"].status == "bad"
+    assert judge_facts(healthy(software=own))["gpu.driver"].status == "ok"
 
 
 def test_a_stack_without_its_lock_is_told() -> None:
-    own = judge(healthy(software__lock="", software__installed__pyyaml="5.0"))["software.lock"]
+    own = judge_facts(healthy(software__lock="", software__installed__pyyaml="5.0"))["software.lock"]
     assert (own.status, own.finding[-29:]) == ("ok", "(installed not from its lock)")
-    assert "make venv" in judge(healthy(software__lock="an older one"))["software.lock"].finding
-    assert judge(healthy())["software.lock"].finding == "the packages are those of torch2.9-cu128's lock"
+    assert "make venv" in judge_facts(healthy(software__lock="an older one"))["software.lock"].finding
+    assert (
+        judge_facts(healthy())["software.lock"].finding == "the packages are those of torch2.9-cu128's lock"
+    )
 
 
 def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
     box = healthy(gpus=Gpus("NVML Shared Library Not Found", 12), software__cuda="")
-    found = judge(box)
+    found = judge_facts(box)
     assert found["software.cuda"].status == "ok"
     assert {name for name, one in found.items() if one.status in ("warn", "bad")} <= {"software.lock"}
 
 
 def test_no_line_asks_for_more_than_the_machine_has() -> None:
     box = healthy(limits__cpus=4.0, system__machine_cpus=4)
-    assert set(judge(box)["cpu.quota"].remedies) == {"host"}
+    assert set(judge_facts(box)["cpu.quota"].remedies) == {"host"}
 
 
 def test_data_behind_a_url_is_fine() -> None:
-    assert judge(healthy(data=Data("s3://bucket/pets")))["data.path"].status == "ok"
+    assert judge_facts(healthy(data=Data("s3://bucket/pets")))["data.path"].status == "ok"
 
 
 def test_interfaces_by_their_first_letters() -> None:
     for words, status in (("eth", "ok"), ("=eth", "bad"), ("=eth0", "ok"), ("^lxc", "ok"), ("en,ib", "ok")):
         box = healthy(environ={"NCCL_SOCKET_IFNAME": words})
-        assert judge(box)["net.nccl"].status == status, words
+        assert judge_facts(box)["net.nccl"].status == status, words
 
 
 # What people see
 
 
-def shown(capsys: pytest.CaptureFixture[str], place: Place = "host", **changes: Any) -> list[str]:
-    show(judge(healthy(**changes)), place, 1.25)
+def shown(capsys: pytest.CaptureFixture[str], place: Environment = "host", **changes: Any) -> list[str]:
+    show(judge_facts(healthy(**changes)), place, 1.25)
     return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
 
 
@@ -242,7 +244,7 @@ def test_a_remedy_is_one_line_also_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
-    whole = judge(healthy(data__error="gone"))["data.path"]
+    whole = judge_facts(healthy(data__error="gone"))["data.path"]
     assert f"      {whole.remedies['kubernetes']}" in shown(capsys, "kubernetes", data__error="gone")
 
 
@@ -253,11 +255,11 @@ def test_lines_for_where_one_is(tmp_path: Path) -> None:
     assert surroundings({"SLURM_JOB_ID": "7"}, tmp_path) == "slurm"
     assert surroundings({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == "kubernetes"
     found = CheckResult("bad", "x", "y", {"container": "d", "host": "h"})
-    assert [found.remedy(place) for place in get_args(Place)] == ["d", "h", "h", "h"]
+    assert [found.remedy(place) for place in get_args(Environment)] == ["d", "h", "h", "h"]
 
 
 def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = judge(healthy(data=Data("/data/x?token=hunter2secret", "No such file", DISK)))
+    found = judge_facts(healthy(data=Data("/data/x?token=hunter2secret", "No such file", DISK)))
     show(found, "container", 1.0)
     assert "hunter2secret" not in capsys.readouterr().out
     assert "hunter2secret" not in json.dumps([examine._for_machines(*one, "host") for one in found.items()])
@@ -315,7 +317,9 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert [row["id"] for row in rows] == IDS
     assert all(set(row) == {"id", "status", "finding", "cause", "remedy"} for row in rows)
     (bad,) = [row for row in rows if row["status"] == "bad"]
-    assert bad["remedy"] == judge(healthy(limits__pids=50))["pids.limit"].remedy(surroundings(os.environ))
+    assert bad["remedy"] == judge_facts(healthy(limits__pids=50))["pids.limit"].remedy(
+        surroundings(os.environ)
+    )
 
 
 @pytest.mark.parametrize(("changes", "code"), [({}, 0), ({"data__reads": 80.0}, 0), ({"limits__pids": 1}, 1)])
@@ -385,7 +389,7 @@ def test_a_folder_of_the_box_is_what_is_planted() -> None:
 
 def test_two_packages_of_one_import_are_told() -> None:
     both = {"trainer": "0.0.36", "reproducible-trainer": "0.1.0"}
-    found = judge(healthy(software__installed=both))["software.lock"]
+    found = judge_facts(healthy(software__installed=both))["software.lock"]
     assert (found.status, "imported as trainer" in str(found)) == ("bad", True)
 
 
@@ -398,7 +402,7 @@ def test_a_stack_past_its_support_is_told_by_doctor_and_run(monkeypatch: pytest.
     old = {name: replace(one, supported_until="2020-01-01") for name, one in read_stacks().items()}
     monkeypatch.setattr("trainer.commands.doctor.facts.read_stacks", lambda: old)
     monkeypatch.setattr("trainer.train.provenance.read_stacks", lambda: old)
-    found = judge(healthy())["software.lock"]
+    found = judge_facts(healthy())["software.lock"]
     assert (found.status, "had fixes until 2020-01-01" in found.finding) == ("warn", True)
     (said,) = provenance._support(stack.lock)
     assert said == found.finding

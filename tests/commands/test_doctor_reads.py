@@ -18,7 +18,7 @@ from tests.helpers.doctor_box import GIB, MIB, healthy
 from tests.helpers.nobody import IN_ROOT_ONLY, as_nobody
 from tests.helpers.planted import write
 from trainer.commands.doctor import network
-from trainer.commands.doctor.doctor import judge, read_box
+from trainer.commands.doctor.doctor import judge_facts, read_box
 from trainer.commands.doctor.facts import Gpus, Network, System
 from trainer.commands.doctor.gpu import read_gpus
 from trainer.commands.doctor.kernel import read_system
@@ -186,7 +186,7 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
 
 
 def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
-    found = judge(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
+    found = judge_facts(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
     assert len(found) >= 25
     assert found["gpu.lost"].status == found["gpu.driver"].status == "not available"
     assert not any("can't be checked" in one.finding for one in found.values())
@@ -297,16 +297,16 @@ def test_infiniband(tmp_path: Path) -> None:
             "dev/infiniband/uverbs0": "",
         },
     )
-    found = network.read_network(root, no_library)
+    found = network.read_interfaces(root, no_library)
     assert (found.infiniband, found.verbs, found.peer_memory) == (("mlx5_0:1",), True, False)
     assert found.listed is None
     assert network.infiniband(healthy(network=found)).status == "warn"
-    found = network.read_network(root, lambda name: Verbs(name, b"mlx5_0", b"mlx5_1"))
+    found = network.read_interfaces(root, lambda name: Verbs(name, b"mlx5_0", b"mlx5_1"))
     assert found.listed == ("mlx5_0", "mlx5_1")
-    assert network.read_network(root, Verbs).listed == ()
+    assert network.read_interfaces(root, Verbs).listed == ()
     assert found.interfaces == ("eth0",)
     (root / "sys/module/nvidia_peermem").mkdir(parents=True)
-    assert network.read_network(root).peer_memory
+    assert network.read_interfaces(root).peer_memory
 
 
 # A libibverbs.so.1 with one device, as far as the doctor calls it.

@@ -16,7 +16,7 @@ from tests.helpers import job_files
 from trainer.cli import main
 from trainer.commands.submit import CONTAINERS, PLACES, add_parser, carried, places, submit
 from trainer.commands.submit.launching import job_fields
-from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 from trainer.config.recipe import Recipe
 from trainer.config.section import describe
 
@@ -481,7 +481,7 @@ def _options() -> argparse.Namespace:
 
 
 def test_choices_are_those_of_the_specification() -> None:
-    assert get_args(Place) == PLACES == tuple(places.PLACES)
+    assert get_args(JobPlace) == PLACES == tuple(places.JOB_PLACES)
     assert set(get_args(Site.model_fields["container"].annotation)) == set(CONTAINERS)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.commands.submit import partition, slurm
-from trainer.commands.submit.partition import Node, fits, parsed
+from trainer.commands.submit.partition import Node, check_nodes, parsed
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
 
@@ -48,10 +48,10 @@ def test_what_sinfo_prints_is_read() -> None:
 def test_a_job_fits_or_is_told_why_not(asked: dict[str, object], partition: str | None, words: str) -> None:
     spec, site = JobSpec.model_validate({"recipe": "digits", **asked}), Site(partition=partition)
     if not words:
-        fits(spec, site, parsed(TEXT))
+        check_nodes(spec, site, parsed(TEXT))
         return
     with pytest.raises(BadInputError) as raised:
-        fits(spec, site, parsed(TEXT))
+        check_nodes(spec, site, parsed(TEXT))
     assert words in str(raised.value)
 
 
@@ -66,7 +66,7 @@ def test_a_folder_that_compute_nodes_may_not_see_is_named(monkeypatch: pytest.Mo
 
 
 def test_where_nothing_is_known_nothing_is_refused() -> None:
-    fits(JobSpec(recipe="digits", nnodes=99), Site(partition="x"), [])
+    check_nodes(JobSpec(recipe="digits", nnodes=99), Site(partition="x"), [])
 
 
 def test_a_signal_must_not_be_due_before_there_is_progress() -> None:

@@ -19,9 +19,9 @@ from tests.helpers.job_files import PLACES, job
 from trainer.cli import main
 from trainer.commands.submit import patch as patches, slurm
 from trainer.commands.submit.patch import with_site
-from trainer.commands.submit.places import PLACES as HOW
+from trainer.commands.submit.places import JOB_PLACES as HOW
 from trainer.commands.submit.site_file import SiteFile
-from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 from trainer.errors import BadInputError
 
 # The schemas of Kubernetes build parsers for seconds, once in a process.
@@ -299,7 +299,9 @@ SECRETS = [
 
 
 @pytest.mark.parametrize(("word", "place"), [*itertools.product(SECRETS, HOW)])
-def test_a_secret_is_never_written_down(word: str, place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_is_never_written_down(
+    word: str, place: JobPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = CLUSTER if place in ("kubernetes", "kubeflow") else ENGINE
     line = refused(["digits", "--on", place, *where, "--env", word, "--dry-run"], capsys)
     name, _, value = word.partition("=")

@@ -121,7 +121,7 @@ def test_what_is_said_and_hashed(capfd: pytest.CaptureFixture[str]) -> None:
     text = f"password={SECRET}"
     ProgressBar(1).say(text)
     warn(text)
-    launch.say(f"{text}\n")
+    launch.say_on_stderr(f"{text}\n")
     Worker().write_exit_record(exit_record.ExitRecord(0, 1, line=text))
     Worker().write_exit_record(exit_record.ExitRecord(0, 1, traceback=f"Error: {text}\n"))
     told = capfd.readouterr()

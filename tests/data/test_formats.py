@@ -13,7 +13,7 @@ import torch
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config import data as config_data
 from trainer.config.data import DataConfig
-from trainer.config.formats import FORMATS, Format, described, read_by
+from trainer.config.formats import FORMATS, Format, described_formats, formats_of
 from trainer.data.formats.files import Files, in_folder
 from trainer.train.components.task import make_task
 from trainer.train.step import train_step
@@ -49,8 +49,8 @@ def test_a_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytest.Mo
             for number in range(4):
                 image = np.full((20, 24, 3), 40 * number + 9 * (label == "dog"), np.uint8)
                 np.save(tmp_path / split / label / f"{number}.npy", image)
-    assert read_by("classification")[-1] == "npy"
-    assert "npy (images by numpy)" in described()
+    assert formats_of("classification")[-1] == "npy"
+    assert "npy (images by numpy)" in described_formats()
     recipe = make_recipe(data={"image_size": 16, "global_batch_size": 4, "micro_batch_size": 2})
     data = recipe.data.model_copy(update={"name": "npy", "path": tmp_path})
     sums = []

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.helpers import preloaded
-from trainer.distributed.flight_recorder import dump, parse, shortened
+from trainer.distributed.flight_recorder import dump_recorder, parse_dumps, shortened
 
 # As torch 2.5 to 2.14 write it; see "The contents of a Flight Recorder file" in PyTorch's tutorial.
 ENTRY: dict[str, Any] = {
@@ -53,22 +53,22 @@ def done(count: int) -> list[dict[str, Any]]:
 
 
 def test_ranks_that_are_together_and_idle_say_nothing() -> None:
-    assert parse({rank: dumped(done(5)) for rank in range(3)}) is None
-    assert parse({rank: dumped([]) for rank in range(3)}) is None
-    assert parse({0: None, 1: None}) is None
-    assert parse({}) is None
+    assert parse_dumps({rank: dumped(done(5)) for rank in range(3)}) is None
+    assert parse_dumps({rank: dumped([]) for rank in range(3)}) is None
+    assert parse_dumps({0: None, 1: None}) is None
+    assert parse_dumps({}) is None
 
 
 def test_who_did_not_enter_is_named() -> None:
     waits = dumped([*done(6), entry(7, "scheduled", input_sizes=[[25, 2]]), entry(8, "scheduled")])
-    verdict = parse({0: waits, 1: waits, 2: dumped(done(6))})
+    verdict = parse_dumps({0: waits, 1: waits, 2: dumped(done(6))})
     assert verdict == "collective 7, all_reduce of 25 x 2 Float: ranks 0 and 1 entered it, rank 2 did not"
 
 
 def test_who_never_entered_any_is_named() -> None:
     other = dumped([entry(1, "scheduled", process_group=["7", "undefined"])])
     waits = dumped([entry(1, "scheduled")], ranks="[0, 1]")
-    assert parse({0: waits, 1: other.replace("[0, 2]", "[1, 2]").replace("[0, 1, 2]", "[0, 1]")}) == (
+    assert parse_dumps({0: waits, 1: other.replace("[0, 2]", "[1, 2]").replace("[0, 1, 2]", "[0, 1]")}) == (
         "collective 1, all_reduce of 3 x 4 Float: rank 0 entered it, rank 1 did not; "
         "collective 1 of the group of ranks 1 and 2, all_reduce of 3 x 4 Float: rank 1 is in it; "
         "of rank 2 nothing is known"
@@ -78,14 +78,14 @@ def test_who_never_entered_any_is_named() -> None:
 def test_another_operation_or_size_is_named() -> None:
     same = dumped([*done(2), entry(3, "scheduled")])
     larger = dumped([*done(2), entry(3, "scheduled", input_sizes=[[3, 5]])])
-    assert parse({0: same, 1: same, 2: larger}) == (
+    assert parse_dumps({0: same, 1: same, 2: larger}) == (
         "collective 3 differs: all_reduce of 3 x 4 Float on ranks 0 and 1, all_reduce of 3 x 5 Float on "
         "rank 2"
     )
     other = dumped([*done(2), entry(3, "scheduled", profiling_name="nccl:broadcast")])
-    assert "broadcast of 3 x 4 Float on rank 1" in str(parse({0: same, 1: other, 2: same}))
+    assert "broadcast of 3 x 4 Float on rank 1" in str(parse_dumps({0: same, 1: other, 2: same}))
     half = dumped([*done(2), entry(3, "scheduled", input_dtypes=["BFloat16"])])
-    assert "all_reduce of 3 x 4 BFloat16 on rank 1" in str(parse({0: same, 1: half, 2: same}))
+    assert "all_reduce of 3 x 4 BFloat16 on rank 1" in str(parse_dumps({0: same, 1: half, 2: same}))
 
 
 def test_how_far_the_devices_are() -> None:
@@ -94,13 +94,13 @@ def test_how_far_the_devices_are() -> None:
         for state in ("completed", "started", "scheduled")
     }
     head = "collective 3, all_reduce of 3 x 4 Float: "
-    assert parse({0: told["completed"], 1: told["started"], 2: told["started"]}) == (
+    assert parse_dumps({0: told["completed"], 1: told["started"], 2: told["started"]}) == (
         f"{head}done on rank 0, not on ranks 1 and 2"
     )
-    assert parse({0: told["started"], 1: told["scheduled"], 2: told["started"]}) == (
+    assert parse_dumps({0: told["started"], 1: told["scheduled"], 2: told["started"]}) == (
         f"{head}it runs on ranks 0 and 2, the device of rank 1 has not come to it"
     )
-    assert parse(dict.fromkeys(range(3), told["scheduled"])) == (
+    assert parse_dumps(dict.fromkeys(range(3), told["scheduled"])) == (
         f"{head}ranks 0, 1 and 2 are in it, and none is through"
     )
 
@@ -108,7 +108,7 @@ def test_how_far_the_devices_are() -> None:
 def test_a_rank_that_says_nothing_is_not_blamed() -> None:
     waits = dumped([*done(6), entry(7, "scheduled")])
     for silent in (None, "", "{", "[]", '{"entries": [{}]}', '{"entries": 3}'):
-        verdict = parse({0: waits, 1: waits, 2: silent})
+        verdict = parse_dumps({0: waits, 1: waits, 2: silent})
         assert verdict is not None
         assert verdict.endswith("ranks 0 and 1 are in it, and none is through; of rank 2 nothing is known")
 
@@ -116,7 +116,7 @@ def test_a_rank_that_says_nothing_is_not_blamed() -> None:
 def test_each_group_is_looked_at_by_itself() -> None:
     sub: dict[str, Any] = {"process_group": ["7", "undefined"], "pg_id": 1}
     waits = dumped([*done(4), entry(1, **sub), entry(2, "scheduled", **sub)])
-    verdict = parse({0: waits, 1: dumped(done(4)), 2: dumped([*done(4), entry(1, **sub)])})
+    verdict = parse_dumps({0: waits, 1: dumped(done(4)), 2: dumped([*done(4), entry(1, **sub)])})
     assert verdict == (
         "collective 2 of the group of ranks 0 and 2, all_reduce of 3 x 4 Float: rank 0 entered it, "
         "rank 2 did not"
@@ -125,12 +125,12 @@ def test_each_group_is_looked_at_by_itself() -> None:
 
 def test_messages_between_two_ranks_are_no_collectives() -> None:
     send = entry(6, "scheduled", profiling_name="nccl:send 0->1", is_p2p=True)
-    assert parse({0: dumped([*done(5), send]), 1: dumped(done(5)), 2: dumped(done(5))}) is None
+    assert parse_dumps({0: dumped([*done(5), send]), 1: dumped(done(5)), 2: dumped(done(5))}) is None
 
 
 def test_a_ring_that_lost_the_first() -> None:
     late = dumped([entry(number, "scheduled") for number in range(901, 904)])
-    assert parse({0: late, 1: late, 2: dumped([*done(899), entry(900)])}) == (
+    assert parse_dumps({0: late, 1: late, 2: dumped([*done(899), entry(900)])}) == (
         "collective 901, all_reduce of 3 x 4 Float: ranks 0 and 1 entered it, rank 2 did not"
     )
 
@@ -141,11 +141,11 @@ def test_the_watchdog_knows_what_gloo_does_not() -> None:
     status = {"0": {"last_completed_collective": "2", "last_enqueued_collective": "3"}}
     whole = {"entries": entries, "pg_status": status, "pg_config": {"": {"ranks": "[]"}}}
     waits, lacks = json.dumps(whole), json.dumps({**whole, "entries": entries[:2]})
-    assert parse({0: waits, 1: lacks}) == (
+    assert parse_dumps({0: waits, 1: lacks}) == (
         "collective 3, all_reduce of 3 x 4 Float: rank 0 entered it, rank 1 did not"
     )
     finished = {**whole, "pg_status": {"0": {"last_completed_collective": "3"}}}
-    assert parse({0: waits, 1: json.dumps(finished)}) == (
+    assert parse_dumps({0: waits, 1: json.dumps(finished)}) == (
         "collective 3, all_reduce of 3 x 4 Float: done on rank 1, not on rank 0"
     )
 
@@ -157,7 +157,7 @@ def test_a_rank_held_up_before_the_next_is_named_though_its_count_lags() -> None
     whole = {"entries": entries, "pg_config": {"": {"ranks": "[]"}}}
     waits = json.dumps({**whole, "pg_status": {"0": {"last_completed_collective": "2"}}})
     lags = {"entries": entries[:2], "pg_status": {"0": {"last_completed_collective": "1"}}}
-    assert parse({0: waits, 1: json.dumps({**whole, **lags})}) == (
+    assert parse_dumps({0: waits, 1: json.dumps({**whole, **lags})}) == (
         "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1; "
         "collective 3, all_reduce of 7 Float: rank 0 entered it, rank 1 did not"
     )
@@ -165,21 +165,21 @@ def test_a_rank_held_up_before_the_next_is_named_though_its_count_lags() -> None
     more = [entry(number, "scheduled", profiling_name="gloo:all_reduce") for number in range(1, 8)]
     waits = json.dumps({**whole, "entries": more, "pg_status": {"0": {"last_completed_collective": "6"}}})
     lags = {"entries": more[:6], "pg_status": {"0": {"last_completed_collective": "1"}}}
-    assert parse({0: waits, 1: json.dumps({**whole, **lags})}) == (
+    assert parse_dumps({0: waits, 1: json.dumps({**whole, **lags})}) == (
         "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1; "
         "collective 7, all_reduce of 3 x 4 Float: rank 0 entered it, rank 1 did not"
     )
     # On every rank.
     both = {**whole, "pg_status": {"0": {"last_completed_collective": "1"}}}
     dumps = {rank: json.dumps({**both, "entries": kept}) for rank, kept in enumerate((entries, entries[:2]))}
-    assert parse(dumps) == (
+    assert parse_dumps(dumps) == (
         "collective 2, all_reduce of 3 x 4 Float: ranks 0 and 1 are in it, and none is through; "
         "collective 3, all_reduce of 7 Float: rank 0 entered it, rank 1 did not"
     )
     # Nobody has come to the next one.
     counted = {"entries": entries[:2], "pg_status": {"0": {"last_completed_collective": "1"}}}
     through = {**counted, "pg_status": {"0": {"last_completed_collective": "2"}}}
-    assert parse({0: json.dumps({**whole, **through}), 1: json.dumps({**whole, **counted})}) == (
+    assert parse_dumps({0: json.dumps({**whole, **through}), 1: json.dumps({**whole, **counted})}) == (
         "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1"
     )
 
@@ -196,7 +196,7 @@ def test_a_shortened_dump_says_the_same(ranks: list[tuple[int, list[str]]]) -> N
         later = [entry(count + 1 + n, state) for n, state in enumerate(ordered)]
         texts[rank] = dumped([*done(count), *later], ranks=str(list(range(len(ranks)))))
     short = {rank: shortened(text) for rank, text in texts.items()}
-    whole, said = str(parse(texts)), str(parse(short))
+    whole, said = str(parse_dumps(texts)), str(parse_dumps(short))
     # What was done on some rank for longer isn't named any more; its number is, and who isn't there.
     assert re.findall(r"collective (\d+)", whole) == re.findall(r"collective (\d+)", said)
     assert whole.partition(" entered it")[1:] == said.partition(" entered it")[1:]
@@ -205,7 +205,7 @@ def test_a_shortened_dump_says_the_same(ranks: list[tuple[int, list[str]]]) -> N
 
 def test_no_recorder_no_dump() -> None:
     assert not torch.cuda.is_initialized()
-    assert dump() is None or "entries" in str(dump())
+    assert dump_recorder() is None or "entries" in str(dump_recorder())
 
 
 _HANG = """

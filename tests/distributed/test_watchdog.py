@@ -23,7 +23,7 @@ from tests.helpers.waiting import SECONDS
 from trainer.checkpoint import store
 from trainer.config.training import ParallelConfig
 from trainer.distributed.parallel import World
-from trainer.distributed.watchdog import HangVerdict, RankStatus, Watchdog, judge
+from trainer.distributed.watchdog import HangVerdict, RankStatus, Watchdog, judge_ranks
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch import exit_record
 from trainer.launch.worker import Worker, leave_now
@@ -173,7 +173,7 @@ def test_each_phase_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("phase", phases.PHASES)
 def test_each_phase_comes_with_what_to_check(phase: str) -> None:
-    verdict = judge([RankStatus(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
+    verdict = judge_ranks([RankStatus(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
     assert verdict is not None
     assert f"hangs in {phase}, step 3; check the " in verdict.line.replace("check whether", "check the")
 
@@ -413,7 +413,7 @@ def _seen(count: int, idle: float = 40.0, silence: float = 1.0, phase: str = "co
 
 def _judged(*states: RankStatus) -> str:
     numbered = [replace(state, rank=number) for number, state in enumerate(states)]
-    verdict = judge(numbered, 30.0, 6.0)
+    verdict = judge_ranks(numbered, 30.0, 6.0)
     return verdict.line.partition("; check")[0] if verdict else ""
 
 
@@ -457,7 +457,7 @@ def test_ranks_that_are_done_or_failed() -> None:
     assert _judged(done, _seen(120, phase="checkpoint")).startswith(
         "no progress for 30 s: rank 1 hangs in check"
     )
-    verdict = judge([failed, _seen(120)], 30.0, 6.0)
+    verdict = judge_ranks([failed, _seen(120)], 30.0, 6.0)
     assert verdict is not None
     assert (verdict.code, verdict.line) == (EXIT_FAILED, "rank 0 failed, and the others wait in vain")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 
 GIB = {"g": 1, "Gi": 1}
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -263,7 +263,7 @@ FIELDS: dict[str, Any] = {
 }
 ENGINE = {"runs": "/srv/runs", "data": "/srv/data", "cache": "/srv/cache"}
 Read = Callable[[str], dict[str, Any]]
-PLACES: dict[str, tuple[Place, Site, Read]] = {
+PLACES: dict[str, tuple[JobPlace, Site, Read]] = {
     "docker": ("docker", Site(), read_docker),
     "job": ("kubernetes", Site(), read_kubernetes),
     "jobset": ("kubernetes", Site(jobset=True), read_kubernetes),

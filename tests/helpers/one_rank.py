@@ -147,4 +147,4 @@ def recorded(device: torch.device) -> str | None:
         dist.all_reduce(total, group=world.group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return flight_recorder.dump()
+        return flight_recorder.dump_recorder()

@@ -25,7 +25,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.launch.rounds import launch_with_others
 from trainer.cli import main
 leader._FIRST_SETTLE_SECONDS, leader._SETTLE_SECONDS = 600.0, 0.1
-presence.SILENT_SECONDS, presence.ALIVE_SECONDS, presence.POLL_SECONDS = 6.0, 3.0, 0.1
+presence.SILENT_SECONDS, presence.ALIVE_SECONDS, presence.PRESENCE_POLL_SECONDS = 6.0, 3.0, 0.1
 nodes, folder, out, seconds, *what = sys.argv[1:]
 from trainer.errors import BadInputError
 try:

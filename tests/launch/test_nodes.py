@@ -67,7 +67,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     # Who is to be in a round is there before node 0 begins to count: see `_met`.
     monkeypatch.setattr(leader, "_SETTLE_SECONDS", 0.02)
     monkeypatch.setattr(leader, "_FIRST_SETTLE_SECONDS", 0.02)
-    monkeypatch.setattr(presence, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr(presence, "PRESENCE_POLL_SECONDS", 0.005)
     monkeypatch.setattr(presence, "BEAT_SECONDS", 0.01)
     one = Cluster(tmp_path)
     request.addfinalizer(one.close)

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.observe.checksums import (
     ChecksumRow,
-    Difference,
+    FirstDifference,
     checksums_to,
     fingerprints_of,
     first_difference,
@@ -245,21 +245,21 @@ RUN = [row(2), row(4), row(4, "eval"), row(6)]
     [
         (RUN, None),
         (RUN[::-1], None),
-        ([*RUN, row(8)], Difference(8, 6, [("row of train metrics", "missing", "there")], [], 0)),
-        ([row(2), row(4, a="0", b="1"), *RUN[2:]], Difference(4, 2, [], ["b"], 2)),
-        ([row(2, loss="1.6"), *RUN[1:]], Difference(2, 0, [("loss", "1.5", "1.6")], [], 2)),
+        ([*RUN, row(8)], FirstDifference(8, 6, [("row of train metrics", "missing", "there")], [], 0)),
+        ([row(2), row(4, a="0", b="1"), *RUN[2:]], FirstDifference(4, 2, [], ["b"], 2)),
+        ([row(2, loss="1.6"), *RUN[1:]], FirstDifference(2, 0, [("loss", "1.5", "1.6")], [], 2)),
         (
             [row(2), row(4), row(4, "eval", "2"), row(6, b="7", a="1")],
-            Difference(4, 2, [("loss", "1.5", "2")], [], 2),
+            FirstDifference(4, 2, [("loss", "1.5", "2")], [], 2),
         ),
         (
             [row(2), row(4, a="9", b="0"), row(4, "eval", "2"), row(6)],
-            Difference(4, 2, [("loss", "1.5", "2")], ["a"], 2),
+            FirstDifference(4, 2, [("loss", "1.5", "2")], ["a"], 2),
         ),
-        (RUN[:3], Difference(6, 4, [("row of train metrics", "there", "missing")], [], 0)),
-        ([*RUN[:3], row(6, a="0")], Difference(6, 4, [], ["b"], 2)),
-        ([*RUN[:3], row(6, a="0", b="0", c="0")], Difference(6, 4, [], ["c"], 3)),
+        (RUN[:3], FirstDifference(6, 4, [("row of train metrics", "there", "missing")], [], 0)),
+        ([*RUN[:3], row(6, a="0")], FirstDifference(6, 4, [], ["b"], 2)),
+        ([*RUN[:3], row(6, a="0", b="0", c="0")], FirstDifference(6, 4, [], ["c"], 3)),
     ],
 )
-def test_the_first_difference_is_found(again: list[ChecksumRow], found: Difference | None) -> None:
+def test_the_first_difference_is_found(again: list[ChecksumRow], found: FirstDifference | None) -> None:
     assert first_difference(RUN, again) == found

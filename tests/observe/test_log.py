@@ -27,7 +27,7 @@ from trainer.optim.schedules import schedule
 from trainer.runs.manifest import Manifest
 from trainer.train import loop
 from trainer.train.loop import train
-from trainer.train.recording import open_folder
+from trainer.train.recording import open_recording
 
 
 def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
@@ -232,7 +232,7 @@ def test_a_table_whose_names_hold_commas_is_read_as_it_was_written(tmp_path: Pat
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
     recipe, manifest = make_recipe(log={"to": list(sinks)}), Manifest.model_validate(least_manifest())
-    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), manifest) as (opened, _):
+    with open_recording(tmp_path, build_alone(recipe, TokenTask(40)), manifest) as (opened, _):
         for sink in opened:
             sink({"kind": "train", "step": 1, "loss": 0.5})
     made = {"jsonl": "metrics.jsonl", "csv": "train.csv", "tensorboard": "tensorboard"}
@@ -250,7 +250,7 @@ def test_a_row_is_written_at_once_however_many_figures_it_has(
     row |= {f"figure_{number}": (number + 1) / 3 for number in range(50)}
     opened: list[str] = []
     original = os.fdopen
-    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), manifest) as ([sink], _):
+    with open_recording(tmp_path, build_alone(recipe, TokenTask(40)), manifest) as ([sink], _):
         sink(row)
 
         def open_counted(number: int, mode: str = "r", **named: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.helpers.clock import Clock
 from trainer.cli import make_parser
-from trainer.commands.train import typed
+from trainer.commands.train import options_of
 from trainer.config.recipe_file import load_recipe
 from trainer.observe import phases, profile as profile_module
 from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
@@ -291,5 +291,5 @@ def test_the_flag_reaches_the_ranks(
     words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
     options: argparse.Namespace = make_parser().parse_args([*words, *([flag] if flag else [])])
     assert options.profile == kind
-    assert starting.start(typed(options), load_recipe("digits", ["device=cpu"]), auto=False) == 0
+    assert starting.start(options_of(options), load_recipe("digits", ["device=cpu"]), auto=False) == 0
     assert from_json(passed[0]).profile == kind

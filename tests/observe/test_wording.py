@@ -11,7 +11,7 @@ import trainer
 from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.observe.console import Told, tell_as, told_here
-from trainer.observe.wording import Start, set_start, started_by, worded
+from trainer.observe.wording import StartWord, set_start, started_by, worded
 
 ROOMS = (
     "config",
@@ -86,7 +86,7 @@ def test_from_python_none_speaks_of_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("how", ["--name", "--resume", ""])
-def test_each_names_what_was_typed(how: Start) -> None:
+def test_each_names_what_was_typed(how: StartWord) -> None:
     with started_by(how):
         for text in ALL:
             here = worded(text)
@@ -119,7 +119,7 @@ def test_each_names_what_was_typed(how: Start) -> None:
         ("--out", "runs/a: is full; give another --out", "runs/a: is full; give another --out"),
     ],
 )
-def test_words(how: Start, line: str, here: str) -> None:
+def test_words(how: StartWord, line: str, here: str) -> None:
     with started_by(how):
         assert worded(line) == here
     with pytest.raises(BadInputError) as error, started_by(how):

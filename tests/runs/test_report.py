@@ -28,7 +28,7 @@ from trainer.runs.differences import flat
 from trainer.runs.manifest import FORMAT
 from trainer.runs.report import figures, page as page_of, write
 from trainer.runs.report.phases import PHASES_EXPLAINED
-from trainer.runs.report.read import read_recorded
+from trainer.runs.report.read import read_recorded_run
 from trainer.runs.report.write import leave_report, write_report
 
 _VOID = {"meta", "link", "br", "input"}
@@ -124,13 +124,13 @@ def test_the_model_is_shown_by_its_parts(tmp_path: Path) -> None:
         "total": total,
         "memory": "weights",
     }
-    text = _Parsed(page_of.page([read_recorded(write_run(tmp_path / "run", 4, model=model))])).text
+    text = _Parsed(page_of.page([read_recorded_run(write_run(tmp_path / "run", 4, model=model))])).text
     assert "layer1 3 x Bottleneck 215,808 215,808 1.03 T 2.5 MiB" in text
     assert "all ResNet 215,808 215,808 – –" in text  # noqa: RUF001
     assert "Memory of each rank: weights; activations come on top." in text
     odds: list[Any] = ["x", {"rows": 5, "total": []}, {"rows": [{}]}, {}]
     for odd in odds:
-        _Parsed(page_of.page([read_recorded(write_run(tmp_path / "odd", 4, model=odd))]))
+        _Parsed(page_of.page([read_recorded_run(write_run(tmp_path / "odd", 4, model=odd))]))
 
 
 def test_the_page_takes_nothing_from_elsewhere_and_runs_nothing(run: Path) -> None:
@@ -151,7 +151,7 @@ def test_every_chart_has_labels_and_tells_what_it_shows(run: Path) -> None:
 
 
 def test_the_time_of_a_run_is_split_into_its_phases(run: Path) -> None:
-    timed = dict(figures.totals(read_recorded(run)))
+    timed = dict(figures.totals(read_recorded_run(run)))
     assert list(timed) == [phase for phase in PHASES_EXPLAINED if phase in timed]
     assert len(timed) == len(PHASES_EXPLAINED)
     wall = sum(row["time/wall"] for row in read_rows(run, ("train",)))
@@ -166,7 +166,7 @@ def test_the_end_of_a_run_knows_its_times_best(tmp_path: Path) -> None:
     with (folder / "summary.jsonl").open("a") as file:
         end = {"kind": "end", "step": 100, "time/wall": 99.0, "time/forward": 60.0, "time/evaluation": 39.0}
         file.write(json.dumps(end) + "\n")
-    assert figures.totals(read_recorded(folder)) == [("forward", 60.0), ("evaluation", 39.0)]
+    assert figures.totals(read_recorded_run(folder)) == [("forward", 60.0), ("evaluation", 39.0)]
 
 
 _HOSTILE = (
@@ -288,12 +288,15 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     alone(folder)
     rows = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(b"\xff\n" + rows + b'{"kind": "train"}\n{"cut')
-    run = read_recorded(folder)
+    run = read_recorded_run(folder)
     assert (run.unreadable, run.rows) == (2, len(rows.splitlines()))
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "manifest.json").write_text("{}")
     (tmp_path / "odd" / "metrics.jsonl").write_bytes(_ODD["odd steps"] or b"")
-    assert (read_recorded(tmp_path / "odd").unreadable, read_recorded(tmp_path / "odd").rows) == (5, 0)
+    assert (read_recorded_run(tmp_path / "odd").unreadable, read_recorded_run(tmp_path / "odd").rows) == (
+        5,
+        0,
+    )
     assert "2 lines that can\u2019t be read were left out" in _report(folder)[1].text
 
 
@@ -304,7 +307,7 @@ def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
         file.writelines(
             f'{{"kind": "train", "step": {n}, "loss": {loss}}}\n' for n, loss in enumerate(losses, 1)
         )
-    found = read_recorded(tmp_path)
+    found = read_recorded_run(tmp_path)
     assert len(found.train) <= 801
     assert max(point.cells["loss"].high for point in found.train) == max(losses)
     drawn = line("loss", found.train, "loss")

@@ -18,7 +18,7 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.plugged import patiently
 from tests.helpers.rows import read_rows
 from trainer.runs.tracking.process import _Sent
-from trainer.runs.tracking.to_kubeflow import ToKubeflow, status_of
+from trainer.runs.tracking.to_kubeflow import ToKubeflow, trainer_status
 from trainer.runs.tracking.tracker import trackers_here
 
 ABOUT = {"step": 10, "steps": 110}
@@ -51,7 +51,7 @@ def controller(certificate: Path | None = None) -> Iterator[tuple[str, list[tupl
 
 
 def test_what_the_controller_is_told() -> None:
-    assert status_of(45, 100, 119.2, {"train/loss": 0.234567891, "eval/accuracy": 1.0}, 0.0, False) == {
+    assert trainer_status(45, 100, 119.2, {"train/loss": 0.234567891, "eval/accuracy": 1.0}, 0.0, False) == {
         "trainerStatus": {
             "progressPercentage": 45,
             "estimatedRemainingSeconds": 120,
@@ -62,9 +62,9 @@ def test_what_the_controller_is_told() -> None:
             "lastUpdatedTime": "1970-01-01T00:00:00Z",
         }
     }
-    begun = status_of(0, 100, None, {}, 0.0, False)["trainerStatus"]
+    begun = trainer_status(0, 100, None, {}, 0.0, False)["trainerStatus"]
     assert (begun["progressPercentage"], "estimatedRemainingSeconds" in begun) == (0, False)
-    early = status_of(45, 100, 9.0, {}, 0.0, True)["trainerStatus"]  # out of patience
+    early = trainer_status(45, 100, 9.0, {}, 0.0, True)["trainerStatus"]  # out of patience
     assert (early["progressPercentage"], early["estimatedRemainingSeconds"]) == (100, 0)
 
 

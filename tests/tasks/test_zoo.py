@@ -11,7 +11,7 @@ from tests.helpers.world import Ranks
 from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
 from trainer.commands.check.plain import Snapshot
-from trainer.commands.check.training import open_subject, train_some
+from trainer.commands.check.training import open_subject, train_steps
 from trainer.commands.check.variants import VARIANTS, train_plainly
 from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import World
@@ -47,7 +47,7 @@ _DDP = {**next(one.edits for one in VARIANTS if one.name == "ranks-ddp")}
 
 def _trained(world: World, path: str) -> list[Snapshot]:
     with torch.random.fork_rng(devices=[]):
-        return train_some(open_subject(path, load_recipe(path, [])), _DDP, world)
+        return train_steps(open_subject(path, load_recipe(path, [])), _DDP, world)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from trainer.train.anomaly import (
     AnomalyLog,
     Finding,
     anomalies_before,
-    judge,
+    judge_step,
     left_out,
     median_and_deviation,
     read_anomalies,
@@ -392,22 +392,22 @@ CONFIG = AnomalyConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0,
 def test_a_leap_is_judged_by_what_was_before() -> None:
     history: list[float] = []
     for step in range(30):
-        assert judge(CONFIG, step, 1.0 + 0.1 * (step % 2), 1.0, history) is None
+        assert judge_step(CONFIG, step, 1.0 + 0.1 * (step % 2), 1.0, history) is None
     assert len(history) == 10
     kept = list(history)
-    found = judge(CONFIG, 30, 1.5, 1.0, history)
+    found = judge_step(CONFIG, 30, 1.5, 1.0, history)
     assert found is not None and (found.kind, found.policy, found.median) == ("spike", "rollback", 1.05)
     assert history == kept, "a leap is no part of what the next is measured by"
-    assert judge(CONFIG, 31, 1.4, 1.0, history) is None, "1.05 + 5 x 1.4826 x 0.05 is 1.42"
-    assert judge(CONFIG, 32, -9.0, 1.0, history) is None, "a loss that falls is no leap"
+    assert judge_step(CONFIG, 31, 1.4, 1.0, history) is None, "1.05 + 5 x 1.4826 x 0.05 is 1.42"
+    assert judge_step(CONFIG, 32, -9.0, 1.0, history) is None, "a loss that falls is no leap"
     median = median_and_deviation(history)
-    assert all(judge(CONFIG, 33 + step, 0.0, 0.0, history) is None for step in range(9))
+    assert all(judge_step(CONFIG, 33 + step, 0.0, 0.0, history) is None for step in range(9))
     assert median_and_deviation(history) == median, "a step without valid items is nothing to compare with"
 
 
 def test_there_is_no_leap_without_a_history() -> None:
     history: list[float] = []
-    assert all(judge(CONFIG, step, 10.0**step, 1.0, history) is None for step in range(10))
+    assert all(judge_step(CONFIG, step, 10.0**step, 1.0, history) is None for step in range(10))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -415,7 +415,7 @@ def test_there_is_no_leap_without_a_history() -> None:
 def test_what_is_not_finite_goes_before_a_leap(bad: float, which: int) -> None:
     history = [1.0] * 10
     loss, norm = (bad, 1.0) if which == 0 else (1.0, bad)
-    found = judge(CONFIG, 3, loss, norm, history)
+    found = judge_step(CONFIG, 3, loss, norm, history)
     assert found is not None and (found.kind, found.policy) == ("nonfinite", "stop")
     assert history == [1.0] * 10
 

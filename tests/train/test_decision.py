@@ -65,8 +65,10 @@ def test_each_check_runs_where_the_list_says(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], here: set[Any]
 ) -> None:
     ran: list[str] = []
-    named = [(place, lambda _, name=check.__name__: ran.append(name)) for place, check in start_checks.CHECKS]
-    monkeypatch.setattr(start_checks, "CHECKS", named)
+    named = [
+        (place, lambda _, name=check.__name__: ran.append(name)) for place, check in start_checks.START_CHECKS
+    ]
+    monkeypatch.setattr(start_checks, "START_CHECKS", named)
     assert places(variables) == here
     check_start(Start(RECIPE, TASK, Path("run"), New()), here)
     once, host = ["_own_check", "_schedule", "_outside", "_loss", "_settings", "_mac"], ["_files"]

@@ -19,7 +19,7 @@ from tests.helpers import preloaded
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config.data import Last
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
@@ -150,7 +150,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> set[int]:
-    return {int(path.name.rpartition("-")[2]) for path in (folder / FOLDER).glob("step-*")}
+    return {int(path.name.rpartition("-")[2]) for path in (folder / CHECKPOINTS).glob("step-*")}
 
 
 @pytest.fixture(scope="module")

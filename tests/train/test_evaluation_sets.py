@@ -17,10 +17,10 @@ from PIL import Image
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, replace
 from tests.helpers.rows import read_rows
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.cli import main
 from trainer.commands.evaluate import rank as ranks_part
-from trainer.commands.evaluate.show import lines
+from trainer.commands.evaluate.show import evaluation_lines
 from trainer.config.data import DataConfig
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
@@ -138,7 +138,7 @@ def test_each_set_has_the_numbers_of_its_own_pictures(
         assert main_part["metrics"] == {n: row[f"eval/{name}/{n}"] for n in ("loss", "accuracy")}
         told = on(capsys, run, "--on", name)
         assert (told["set"], told["samples"], told["metrics"]) == (name, samples, main_part["metrics"])
-        assert f"on {samples} samples of {name}" in next(iter(lines(told)))
+        assert f"on {samples} samples of {name}" in next(iter(evaluation_lines(told)))
     elsewhere = tmp_path / "moved"
     (data / "far").rename(elsewhere)
     try:
@@ -231,9 +231,9 @@ def test_one_set_decides(data: Path, tmp_path: Path, decides: str, best: int, en
     chosen = recipe(data, decides=decides, patience=2 if decides == "test" else 0)
     done = attempt(tmp_path / "run", chosen, before=scored(FAR_IS_BEST_AT_6))
     assert done.code == 0, done.said
-    state = json.loads((tmp_path / "run" / FOLDER / f"step-{ends:08d}" / "state.json").read_text())
+    state = json.loads((tmp_path / "run" / CHECKPOINTS / f"step-{ends:08d}" / "state.json").read_text())
     assert state["state"]["best"][1] == best
-    assert (tmp_path / "run" / FOLDER / f"step-{best:08d}").exists()
+    assert (tmp_path / "run" / CHECKPOINTS / f"step-{best:08d}").exists()
     if decides == "test":
         assert f"no evaluation since step {best} was better on test (2 in a row" in done.said
     assert ("(decides)" in done.said) == (decides != "data")

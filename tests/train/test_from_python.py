@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from tests.helpers import preloaded
 from trainer import fit
 from trainer.cli import make_parser
-from trainer.commands.train import typed
+from trainer.commands.train import options_of
 from trainer.config.recipe_file import provisional
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.latest import MANIFEST
@@ -625,13 +625,13 @@ def without_launcher(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         monkeypatch.setenv(name, value)
     settings = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
     options = make_parser().parse_args(["train", *settings, *words])
-    return train_without_launcher(typed(options))
+    return train_without_launcher(options_of(options))
 
 
 def by_launcher(_: pytest.MonkeyPatch, *words: str) -> int:
     settings = [f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items()]
     options = make_parser().parse_args(["train", *settings, *words])
-    return start(typed(options), *provisional(options.recipe, options.set, options.values))
+    return start(options_of(options), *provisional(options.recipe, options.set, options.values))
 
 
 def from_python(_: pytest.MonkeyPatch, task: str, *words: str) -> int:

@@ -16,7 +16,7 @@ from trainer.config.training import HooksConfig
 from trainer.errors import BadInputError
 from trainer.observe.rows import pictures_of
 from trainer.runs.report.page import page
-from trainer.runs.report.read import read_recorded
+from trainer.runs.report.read import read_recorded_run
 from trainer.runs.tracking.to_mlflow import ToMlflow
 from trainer.train.hook_rows import HookRows
 from trainer.train.hooks import checkpoint_hook, hook_sink
@@ -80,7 +80,7 @@ def test_tensorboard_and_the_report_show_them(run: Path) -> None:
     assert {"hook/twice", "hook/a/b", "hook/seen", "hook/confusion <b>/1", "hook/gray"} <= tags
     picture = next(value for value in values if value.tag == "hook/confusion <b>/1").tensor.string_val
     assert picture[:2] == [b"6", b"4"] and picture[2].startswith(b"\x89PNG")
-    html = page([read_recorded(run)])
+    html = page([read_recorded_run(run)])
     assert html.count('src="data:image/png;base64,') == 2 and "confusion &lt;b&gt;/1" in html
     assert "<b>Twice</b>" in html and "confusion <b>" not in html
 
@@ -102,7 +102,7 @@ def test_a_stranger_s_pictures_lead_nowhere(run: Path, tmp_path: Path) -> None:
     ]
     row = {"kind": "hook", "step": 2, **{f"<p{n}>": place for n, place in enumerate(places)}}
     (folder / "hooks.jsonl").write_text(json.dumps(row) + "\n")
-    assert "data:image/png" not in page([read_recorded(folder)])
+    assert "data:image/png" not in page([read_recorded_run(folder)])
 
 
 def test_a_tensor_elsewhere_is_not_waited_for(tmp_path: Path) -> None:

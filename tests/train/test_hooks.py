@@ -18,7 +18,7 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer import fit
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.folder import folder_name
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
@@ -204,7 +204,9 @@ def test_no_checkpoint_goes_untold(own: Path, tmp_path: Path) -> None:
 def test_the_last_checkpoint_of_a_run_that_is_stopped(own: Path, tmp_path: Path, how: dict[str, int]) -> None:
     done = attempt(tmp_path / "run", with_hooks(own, "Watch"), **how)  # type: ignore[arg-type]
     assert done.code == 75, done.said
-    newest = max(int(path.name.rpartition("-")[2]) for path in (tmp_path / "run" / FOLDER).glob("step-*"))
+    newest = max(
+        int(path.name.rpartition("-")[2]) for path in (tmp_path / "run" / CHECKPOINTS).glob("step-*")
+    )
     steps = [event[2] for event in told(own, "checkpoint")]
     assert steps == [*range(5, newest, 5), newest]
 

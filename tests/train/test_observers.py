@@ -23,7 +23,7 @@ from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.observe.flops import Count
 from trainer.observe.phases import PHASE_TIMER
-from trainer.observe.profile import Kind, Profile
+from trainer.observe.profile import Profile, ProfileKind
 from trainer.train import loop
 from trainer.train.components.operations import blank_batch, count_operations
 from trainer.train.components.task import make_task
@@ -64,7 +64,7 @@ def little_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 2)
 
 
-def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -> tuple[Any, Any]:
+def trained(recipe: Recipe, task: Any, folder: Path, kind: ProfileKind | None = None) -> tuple[Any, Any]:
     """Two steps of a run, with all that observes them or (no kind of profile) nothing.
 
     Returns:
@@ -114,7 +114,7 @@ RECIPES = [pytest.param(name, "torch", marks=[pytest.mark.slow] * (name in LARGE
 
 
 @pytest.mark.parametrize(("name", "kind"), [("digits", "nvtx"), *RECIPES])
-def test_no_observer_changes_a_bit(name: str, kind: Kind, tmp_path: Path) -> None:
+def test_no_observer_changes_a_bit(name: str, kind: ProfileKind, tmp_path: Path) -> None:
     words = ["parallel.threads=1", "data.workers=0", "compile.mode=none", *SMALLEST[name]]
     recipe = Recipe.model_validate(override(read_recipe(name), words))
     task = make_task(recipe)
@@ -131,7 +131,7 @@ def test_no_observer_changes_a_bit(name: str, kind: Kind, tmp_path: Path) -> Non
 def test_a_models_own_compiled_code_runs_as_often(way: str, tmp_path: Path) -> None:
     recipe = make_recipe(epochs=1, data={"global_batch_size": 8, "micro_batch_size": 4, "workers": 0})
     seen: list[Any] = []
-    kinds: tuple[Kind | None, ...] = (None, "torch")
+    kinds: tuple[ProfileKind | None, ...] = (None, "torch")
     for kind in kinds:
         torch._dynamo.reset()
         task = CompiledTask(way)

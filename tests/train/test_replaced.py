@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.image_folders import encoded, picture
 from tests.helpers.world import Ranks
 from trainer import fit
-from trainer.commands.evaluate.show import lines
+from trainer.commands.evaluate.show import evaluation_lines
 from trainer.config.data import DataConfig
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.left_out import one
@@ -70,7 +70,7 @@ def test_nothing_is_said_of_nothing() -> None:
 def test_evaluate_tells_it() -> None:
     told = {"run": "r", "weights": "w", "set": "", "samples": 3, "metrics": {"loss": 1.0}}
     more = {"left_out": [one(".heic", "a/1.heic").model_dump()], "replaced": 2}
-    assert list(lines({**told, **more}))[2:] == [
+    assert list(evaluation_lines({**told, **more}))[2:] == [
         "  left out: 1 .heic (a/1.heic)",
         "  replaced: 2 samples, which can't be decoded",
     ]

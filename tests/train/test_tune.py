@@ -41,8 +41,8 @@ from trainer.train.start.tune.search import (
     MOST_PROBES,
     Probe,
     ProbeFailed,
+    micro_batch_sizes,
     search,
-    sizes_of,
 )
 from trainer.train.start.tune.trial import probe_recipe
 from trainer.train.step import train_step
@@ -157,7 +157,7 @@ def test_what_would_take_too_long_is_left_out_and_said() -> None:
 
 def test_sizes_keep_the_global_batch() -> None:
     def sizes(ranks: int = 1, **sections: Any) -> list[int]:
-        return sizes_of(small(**sections), ranks)
+        return micro_batch_sizes(small(**sections), ranks)
 
     assert sizes(data={"global_batch_size": 60}) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
     assert sizes(3, data={"global_batch_size": 60}) == [1, 2, 4, 5, 10, 20]
@@ -178,7 +178,7 @@ def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: 
         order = plan.read(np.arange(plan.steps * plan.micro_batches))
         return order.sample.reshape(plan.steps, -1).tolist()
 
-    first, *others = (steps(size) for size in sizes_of(recipe, ranks))
+    first, *others = (steps(size) for size in micro_batch_sizes(recipe, ranks))
     assert all(other == first for other in others)
 
 
@@ -198,7 +198,7 @@ def test_every_size_has_the_same_loss_curve() -> None:
             losses.append(float(run.state.loss))
         return losses
 
-    sizes = sizes_of(small(data={"global_batch_size": 16}), 1)
+    sizes = micro_batch_sizes(small(data={"global_batch_size": 16}), 1)
     curves = [curve(size) for size in sizes]
     assert len(curves) == 5
     for other in curves[1:]:
@@ -476,7 +476,7 @@ def test_no_larger_size_is_tried_when_the_time_is_up(monkeypatch: pytest.MonkeyP
     assert found.chosen is not None
     assert 1 < found.chosen.micro_batch_size < 256
     assert found.untried == [
-        size for size in sizes_of(job().recipe, 1) if size > found.chosen.micro_batch_size
+        size for size in micro_batch_sizes(job().recipe, 1) if size > found.chosen.micro_batch_size
     ]
     assert choose(job(), lambda _: None).untried == []
 

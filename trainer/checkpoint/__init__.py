@@ -5,4 +5,4 @@ Staged, streamed as safetensors with a manifest of hashes, listed, and the newes
 is whole or absent, whatever is killed when; a damaged one is named and left out.
 """
 
-FOLDER = "checkpoints"  # of a run folder
+CHECKPOINTS = "checkpoints"  # of a run folder

@@ -108,7 +108,7 @@ class Stored:
             before += held
             if first < last and each:
                 with _opened(self.path, name) as (file, _):
-                    into = tensor_file.memory(data)[filled : filled + (last - first) * each]
+                    into = tensor_file.bytes_view(data)[filled : filled + (last - first) * each]
                     files.read_into(file, place + first * each, into)
                     filled += len(into)
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
@@ -383,7 +383,7 @@ def _opened(path: Path, name: str) -> Iterator[tuple[int, int]]:
         yield opened
 
 
-def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
+def verify_checkpoint(path: Path, advance: Callable[[int], object] = quietly) -> None:
     """Does everything that `read` does but keep the tensors; needs little memory.
 
     Args:
@@ -504,7 +504,7 @@ def _read_tensors(
         head = files.read_at(file, 0, start)
         slots = tensor_file.parse_header(head[8:], size - start)
         data = torch.empty(size if keep else 0, dtype=torch.uint8)
-        into = tensor_file.memory(data) if keep else None
+        into = tensor_file.bytes_view(data) if keep else None
         _same(files.read_hashed(file, size, into, advance), sums[name])
         if into is not None and into[:start] != head:
             raise ValueError("changed while it was read")
@@ -519,7 +519,7 @@ def _same(digest: str, wanted: str) -> None:
 def problem(path: Path, advance: Callable[[int], object] = quietly) -> str | None:
     """Returns why a checkpoint can't be trusted, or at least not now, or None."""
     try:
-        verify(path, advance)
+        verify_checkpoint(path, advance)
     except (Damaged, Unreadable) as damage:
         return str(damage)
     return None

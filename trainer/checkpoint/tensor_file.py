@@ -79,10 +79,10 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return memory(plain.reshape(-1).view(torch.uint8))
+    return bytes_view(plain.reshape(-1).view(torch.uint8))
 
 
-def memory(data: torch.Tensor) -> memoryview:
+def bytes_view(data: torch.Tensor) -> memoryview:
     """The memory of a uint8 vector on the CPU."""
     view: memoryview = data.numpy().data
     return view

@@ -14,7 +14,7 @@ from trainer.errors import BadInputError
 from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
-from trainer.observe.wording import Start, started_by
+from trainer.observe.wording import StartWord, started_by
 from trainer.runs.trust_flag import add_trust
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
         return _train(options)
 
 
-def _start(options: argparse.Namespace) -> Start:
+def _start(options: argparse.Namespace) -> StartWord:
     """Returns the flag that named the run folder."""
     if options.name is not None:
         return "--name"
@@ -234,7 +234,7 @@ def _train(options: argparse.Namespace) -> int:
             options.set = with_tuned(options.tuned, options.set)
             from trainer.train.start.resolve import train_without_launcher
 
-            worker.code = train_without_launcher(typed(options))
+            worker.code = train_without_launcher(options_of(options))
         return worker.exit_code
     from trainer.launch.signals import end_on_signal
     from trainer.runs.checkpoint_place import has_checkpoint
@@ -249,10 +249,10 @@ def _train(options: argparse.Namespace) -> int:
 
     if fresh:
         compute_alone()
-    return start(typed(options), *given)
+    return start(options_of(options), *given)
 
 
-def typed(options: argparse.Namespace) -> "TrainOptions":
+def options_of(options: argparse.Namespace) -> "TrainOptions":
     """Returns the options that `start` needs."""
     from trainer.train.options import TrainOptions
 

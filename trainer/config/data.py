@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from trainer.config.formats import FORMATS, described
+from trainer.config.formats import FORMATS, described_formats
 from trainer.config.section import Section
 from trainer.config.sizes import parse_size
 from trainer.errors import BadInputError
@@ -63,7 +63,7 @@ def _as_path(value: Any) -> Any:
 class DataConfig(LoaderConfig):
     """Data to train on, and batch sizes."""
 
-    name: Kind = Field("digits", description=described())
+    name: Kind = Field("digits", description=described_formats())
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
         None,
         description="path of the data: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",

@@ -83,12 +83,12 @@ FORMATS = {
 }
 
 
-def read_by(task: str) -> tuple[str, ...]:
+def formats_of(task: str) -> tuple[str, ...]:
     """Names of the formats that a task reads, its default first."""
     return tuple(name for name, one in FORMATS.items() if task in one.tasks)
 
 
-def described() -> str:
+def described_formats() -> str:
     """Lists all formats in one sentence, for the configuration page."""
     places = {"nowhere": "without data.path", "path": "at data.path", "path or URL": "at data.path or a URL"}
     groups = {

@@ -53,7 +53,7 @@ def opens(name: str, task: str) -> str | None:
     return MODELS[found].opens if found in names else None
 
 
-def described() -> str:
+def described_models() -> str:
     """Lists all models, for the configuration page."""
     words = (
         f"{name} ({', '.join([*one.tasks, one.about] if one.about else one.tasks)})"
@@ -62,6 +62,6 @@ def described() -> str:
     return ", ".join(words)
 
 
-def read_by(key: str) -> str:
+def models_reading(key: str) -> str:
     """Names of the models that read a key, for the configuration page."""
     return ", ".join(name for name, one in MODELS.items() if key in one.reads)

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config.data import DataConfig, EvaluationSetConfig
-from trainer.config.formats import read_by
+from trainer.config.formats import formats_of
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
 from trainer.config.models import HF, models_of
 from trainer.config.optimizers import OPTIMIZERS
@@ -100,7 +100,7 @@ class Recipe(Section):
                 f"task={self.task}: no such task{nearest(self.task, list(TASKS))} (there are: "
                 f"{', '.join(TASKS)}, or a .py file, which `trainer new FILE.py` begins)"
             )
-        task, formats = (CUSTOM, ("own",)) if own else (TASKS[self.task], read_by(self.task))
+        task, formats = (CUSTOM, ("own",)) if own else (TASKS[self.task], formats_of(self.task))
         if "name" not in self.data.model_fields_set:
             self.data.name = formats[0]
         if self.data.name not in formats:
@@ -150,7 +150,7 @@ class Recipe(Section):
                     "on; leave them out"
                 )
             try:
-                data, names = one.on(self.data), read_by(self.task)
+                data, names = one.on(self.data), formats_of(self.task)
             except ValueError as error:
                 raise ValueError(of_set(name, str(error))) from None
             if data.name not in names:

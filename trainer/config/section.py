@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainer.config.redact import redact, redact_text
-from trainer.config.suggest import MEANT, alike, nearest
+from trainer.config.suggest import MEANT, nearest, slip_of
 from trainer.config.yaml_text import in_yaml
 from trainer.errors import BadInputError
 
@@ -122,7 +122,7 @@ def _nearest_key(dotted: str, known: list[str], is_section: bool = False, shown_
     if meant := everywhere.get(tail) or MEANT.get(tail):
         return f"; did you mean '{meant}'?"
     for names in (beside, everywhere):
-        if found := alike(tail, names):
+        if found := slip_of(tail, names):
             return f"; did you mean '{names[found]}'?"
     return f"; {shown_by}"
 

@@ -48,7 +48,7 @@ SINKS = {
         "trainer.runs.tracking.to_kubeflow:ToKubeflow", tracker=True, variable="KUBEFLOW_TRAINER_SERVER_URL"
     ),
 }
-FILES = tuple(name for name, one in SINKS.items() if not one.tracker)
+FILE_SINKS = tuple(name for name, one in SINKS.items() if not one.tracker)
 TRACKERS = tuple(name for name, one in SINKS.items() if one.tracker and not one.variable)
 
 
@@ -57,8 +57,8 @@ def plugged_sinks() -> dict[str, EntryPoint]:
     return {one.name: one for one in entry_points(group=GROUP)}
 
 
-def described() -> str:
+def described_sinks() -> str:
     """Lists all sinks, for the configuration page."""
     words = {name: f"{name} ({one.about})" if one.about else name for name, one in SINKS.items()}
-    in_folder, to_trackers = (", ".join(words[name] for name in names) for names in (FILES, TRACKERS))
+    in_folder, to_trackers = (", ".join(words[name] for name in names) for names in (FILE_SINKS, TRACKERS))
     return f"in the run folder {in_folder}; to trackers {to_trackers}"

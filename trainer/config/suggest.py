@@ -35,7 +35,7 @@ MEANT = {
 }
 
 
-def alike(name: str, known: Iterable[str]) -> str:
+def slip_of(name: str, known: Iterable[str]) -> str:
     """The name that one is a slip of, or the only one that it begins (`warmup`), or an empty string."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=_CUTOFF)
@@ -45,5 +45,5 @@ def alike(name: str, known: Iterable[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" or an empty string."""
-    found = alike(name, known)
+    found = slip_of(name, known)
     return f"; did you mean '{found}'?" if found else ""

@@ -359,8 +359,8 @@ class LogConfig(Section):
     every: int = Field(50, ge=1, description="steps between two metrics records")
     to: tuple[str, ...] = Field(
         ("jsonl", "tensorboard"),
-        description=f"sinks of metrics records, in addition to the console: {sinks.described()}; also a name "
-        "that an installed package brings, or a function of one's own, module:NAME or file.py:NAME",
+        description=f"sinks of metrics records, in addition to the console: {sinks.described_sinks()}; also "
+        "a name that an installed package brings, or a function of one's own, module:NAME or file.py:NAME",
     )
     metrics_port: int = Field(
         0,
@@ -391,7 +391,7 @@ class LogConfig(Section):
     @field_validator("to")
     @classmethod
     def _is_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        ours = (*sinks.FILES, *sinks.TRACKERS)
+        ours = (*sinks.FILE_SINKS, *sinks.TRACKERS)
         for one in value:
             if (
                 one not in ours

@@ -20,7 +20,7 @@ _LONG_STEP_SECONDS = 0.1
 _MOST_STEPS = 10_000
 
 
-class Decision(NamedTuple):
+class StopDecision(NamedTuple):
     """Decision of all ranks for the end of the current step.
 
     Attributes:
@@ -32,7 +32,7 @@ class Decision(NamedTuple):
     save: bool
 
 
-NOTHING = Decision(0, False)
+NOTHING = StopDecision(0, False)
 
 
 class StopConsensus:
@@ -51,14 +51,14 @@ class StopConsensus:
         self._wish = torch.zeros(3, dtype=torch.float64)
         self._under_way: dist.Work | None = None
 
-    def after(self, step: int, signal: int, save: bool) -> Decision:
+    def after(self, step: int, signal: int, save: bool) -> StopDecision:
         """Returns the decision after a step.
 
         Returns:
             The same on every rank.
         """
         if self._group is None:
-            return Decision(signal, save) if signal or save else NOTHING
+            return StopDecision(signal, save) if signal or save else NOTHING
         if self._under_way is not None:
             return self._read(step)
         if step < self._ask_at:
@@ -73,7 +73,7 @@ class StopConsensus:
 
     _long_steps = False
 
-    def _read(self, step: int) -> Decision:
+    def _read(self, step: int) -> StopDecision:
         assert self._under_way is not None
         before = communicating()
         self._under_way.wait()
@@ -82,4 +82,4 @@ class StopConsensus:
         signal, save, per_step = self._wish.tolist()
         self._long_steps = per_step > _LONG_STEP_SECONDS
         self._ask_at = step + min(_MOST_STEPS, max(1, round(_SECONDS_BETWEEN / max(per_step, 1e-9))))
-        return Decision(int(signal), save > 0)
+        return StopDecision(int(signal), save > 0)

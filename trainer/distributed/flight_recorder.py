@@ -40,8 +40,8 @@ class _Kept(NamedTuple):
     completed: int
 
 
-def dump() -> str | None:
-    """Dumps this process's flight recorder, cut down to what `parse` reads: some hundred bytes.
+def dump_recorder() -> str | None:
+    """Dumps this process's flight recorder, cut down to what `parse_dumps` reads: some hundred bytes.
 
     Call it in a thread that nothing waits for: it asks CUDA about events, and a driver that hangs may not
     answer.
@@ -81,7 +81,7 @@ def shortened(text: str) -> str | None:
     return json.dumps({"entries": kept, **{key: whole.get(key) for key in ("pg_config", "pg_status")}})
 
 
-def parse(dumps: Mapping[int, str | None]) -> str | None:
+def parse_dumps(dumps: Mapping[int, str | None]) -> str | None:
     """Names the collective at which the ranks are not together.
 
     It is, in each process group, the one after the last that all of them completed: some did not enter it, or

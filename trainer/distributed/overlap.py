@@ -40,7 +40,7 @@ def _of_one_storage(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return done + open_ones
 
 
-def shared(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Names of the tensors that share memory with another one."""
     return {name for group in sharing(tensors) for name in group}
 
@@ -85,6 +85,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return last - first == tensor.nbytes
 
 
-def names_of(groups: Iterable[list[str]]) -> str:
+def first_names(groups: Iterable[list[str]]) -> str:
     """Returns the first two names of the first group, in quotes."""
     return " and ".join(f"'{name}'" for name in next(iter(groups))[:2])

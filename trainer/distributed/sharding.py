@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist, nn
 
 from trainer.config.training import ParallelConfig
-from trainer.distributed.overlap import names_of, sharing
+from trainer.distributed.overlap import first_names, sharing
 from trainer.distributed.parallel import World, hold_gloo, silenced
 from trainer.errors import BadInputError
 from trainer.observe.phases import communicating, enter_phase
@@ -109,8 +109,8 @@ def check_sharding(config: ParallelConfig, model: nn.Module, ranks: int, own_opt
     parameters = dict(model.named_parameters())
     if together := sharing({**parameters, **dict(model.named_buffers())}):
         raise BadInputError(
-            f"{word}: {names_of(together)} share memory, and each rank would have its own rows of both; give "
-            "both modules one Parameter, clone one of them, or use parallel.strategy=ddp"
+            f"{word}: {first_names(together)} share memory, and each rank would have its own rows of both; "
+            "give both modules one Parameter, clone one of them, or use parallel.strategy=ddp"
         )
     if scalars := [name for name, parameter in parameters.items() if not parameter.ndim]:
         raise BadInputError(f"{word}: the parameter '{scalars[0]}' has no rows; give it the shape (1,)")

@@ -21,7 +21,7 @@ from typing import Any
 
 from trainer.config.training import ParallelConfig
 from trainer.distributed.exchange import store_client
-from trainer.distributed.flight_recorder import dump, parse
+from trainer.distributed.flight_recorder import dump_recorder, parse_dumps
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch.worker import leave_now
@@ -96,7 +96,7 @@ class HangVerdict:
     code: int = EXIT_HANG
 
 
-def judge(states: Sequence[RankStatus], limit: float, doubtful: float) -> HangVerdict | None:
+def judge_ranks(states: Sequence[RankStatus], limit: float, doubtful: float) -> HangVerdict | None:
     """Finds the rank that the others wait for.
 
     Args:
@@ -250,17 +250,17 @@ class Watchdog:
     def _verdict(self, limit: float, unanswered: float) -> HangVerdict | None:
         own = self._seen()
         if self._world.size == 1 or PHASE_TIMER.phase == "end":  # then nobody waits for anybody
-            return judge([own], limit, limit)
+            return judge_ranks([own], limit, limit)
         if unanswered >= limit:  # the store is with rank 0, or with torchrun on its host
             first = replace(self._first, silence=limit)
-            return judge([first, own] if own.rank else [own], limit, limit)
+            return judge_ranks([first, own] if own.rank else [own], limit, limit)
         heard = [own if state.rank == own.rank else state for state in self._heard]
-        return judge(heard, limit, 4 * self._interval) if heard else None
+        return judge_ranks(heard, limit, 4 * self._interval) if heard else None
 
     def _with_record(self, verdict: HangVerdict) -> HangVerdict:
         """Adds the collective that some ranks didn't enter, where torch's flight recorders have it."""
         records = {number: self._records.get(number) or None for number in range(self._world.size)}
-        line = parse(records) if any(records.values()) and verdict.code == EXIT_HANG else None
+        line = parse_dumps(records) if any(records.values()) and verdict.code == EXIT_HANG else None
         return replace(verdict, line=f"{verdict.line}; {line}") if line else verdict
 
     def _limit(self) -> float:
@@ -346,7 +346,7 @@ class Watchdog:
             self._recorded, self._records = None, {}
 
     def _record(self) -> None:
-        self._recorded = dump() or ""
+        self._recorded = dump_recorder() or ""
 
     def _seen(self) -> RankStatus:
         phase = self._left or PHASE_TIMER.phase

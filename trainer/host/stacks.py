@@ -75,7 +75,7 @@ def stack_of(lock: str, torch: str, cuda: str, stacks: Mapping[str, Stack]) -> S
     return None
 
 
-def fitting(driver: str, architectures: Iterable[str], stacks: Mapping[str, Stack]) -> str:
+def stack_fitting(driver: str, architectures: Iterable[str], stacks: Mapping[str, Stack]) -> str:
     """Returns the name of the newest stack for a driver and GPUs, or ""."""
     wanted = list(architectures)
     fits = [

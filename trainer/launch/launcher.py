@@ -112,10 +112,10 @@ def launch(
             records = group.run(module, request, local, _alone(), output)
             code = job_code(records)
             text = exit_message(records, local.ranks)
-            say(text, "warning" if code == EXIT_REQUEUE else "error")
+            say_on_stderr(text, "warning" if code == EXIT_REQUEUE else "error")
             if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
-            say(f"trainer: starting again ({attempt} of {max_restarts})\n", "warning")
+            say_on_stderr(f"trainer: starting again ({attempt} of {max_restarts})\n", "warning")
             if request.get("resume") == "never":  # what this launch began is its own
                 request = {**request, "resume": "auto"}
     leave_message(code, text)
@@ -128,7 +128,7 @@ def _alone() -> list[str]:
     return [*options, f"--rdzv-id=trainer-{os.getpid()}", f"--local-addr={HERE}"]
 
 
-def say(text: str, level: Level = "info") -> None:
+def say_on_stderr(text: str, level: Level = "info") -> None:
     """Prints text for the user on stderr, without secrets; ignores errors of the stream."""
     if text:
         tell(text, level)

@@ -17,7 +17,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import write_whole
 from trainer.host.interfaces import gloo_interface
 from trainer.launch.exit_record import ExitRecord
-from trainer.launch.launcher import STATIC, LocalRanks, WorkerGroup, say
+from trainer.launch.launcher import STATIC, LocalRanks, WorkerGroup, say_on_stderr
 from trainer.launch.nodes import EXIT_CODE, LOGS
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.follower import Follower
@@ -89,13 +89,13 @@ def launch_with_others(
                     outcome = rendezvous.conclude(records, leaving=bool(signals.received))
                 if not outcome.again:
                     text = outcome.text if nodes.number == 0 else _brief(outcome, nodes)
-                    say(text, "warning" if outcome.code == EXIT_REQUEUE else "error")
+                    say_on_stderr(text, "warning" if outcome.code == EXIT_REQUEUE else "error")
                     leave_message(outcome.code, text)
                     if nodes.number == 0:
                         with suppress(OSError):  # for a script that sees only the codes of all nodes together
                             write_whole(folder / EXIT_CODE, f"{outcome.code}\n")
                     return outcome.code
-                say(outcome.text, "warning")
+                say_on_stderr(outcome.text, "warning")
         finally:
             rendezvous.close()
 
@@ -113,7 +113,7 @@ def _rendezvous(
         return bool(signals.received)
 
     def tell(text: str) -> None:
-        say(f"trainer: node {nodes.number} ({platform.node()}) {text}\n")
+        say_on_stderr(f"trainer: node {nodes.number} ({platform.node()}) {text}\n")
 
     if nodes.number:
         return Follower(nodes, ranks, same, folder, join_seconds, asked, tell)
@@ -171,7 +171,7 @@ def _in_the_way(host: str, port: int) -> str:
 
 
 def _tell(joined: Round, nodes: Nodes) -> None:
-    say(
+    say_on_stderr(
         f"trainer: node {nodes.number} ({platform.node()}) starts ranks {joined.ranks[0]} to "
         f"{joined.ranks[-1]} of {joined.world}; {len(joined.sizes)} of {nodes.most} nodes are here\n"
     )

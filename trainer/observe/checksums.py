@@ -221,7 +221,7 @@ def rows_as_text(file: Path) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """First difference between two runs.
 
     Attributes:
@@ -239,7 +239,9 @@ class Difference:
     of: int = 0
 
 
-def first_difference(recorded: Iterable[ChecksumRow], replayed: Iterable[ChecksumRow]) -> Difference | None:
+def first_difference(
+    recorded: Iterable[ChecksumRow], replayed: Iterable[ChecksumRow]
+) -> FirstDifference | None:
     """Compares the records of a run and its replay, in both directions; None if all are equal."""
     here, there = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
     rows = sorted({**here, **there})
@@ -256,7 +258,7 @@ def first_difference(recorded: Iterable[ChecksumRow], replayed: Iterable[Checksu
             of = max(of, len(row.tensors), len(again.tensors))
         if metrics or tensors:
             after = max((before for before, _ in rows if before < step), default=0)
-            return Difference(step, after, metrics, tensors, of)
+            return FirstDifference(step, after, metrics, tensors, of)
     return None
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
 from trainer.observe.text import duration, seconds_left, without_controls
-from trainer.observe.wording import Start, set_start, start, worded
+from trainer.observe.wording import StartWord, set_start, start, worded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -75,7 +75,7 @@ class Told(NamedTuple):
     as_json: bool = False
     verbosity: Verbosity = "normal"
     bars: bool = True
-    start: Start = "--out"
+    start: StartWord = "--out"
 
 
 def told_here() -> Told:

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from trainer.host.files import own_folder, written_whole
 from trainer.observe.phases import PHASE_TIMER, Phase
 
-Kind = Literal["torch", "nvtx"]
+ProfileKind = Literal["torch", "nvtx"]
 
 TRACE = Path("profile") / "rank0.pt.trace.json.gz"
 _ROWS = 20
@@ -44,7 +44,7 @@ class Profile:
         model: nn.Module,
         device: torch.device,
         *,
-        kind: Kind = "torch",
+        kind: ProfileKind = "torch",
         skip: int = 5,
         warm_up: int = 2,
         active: int = 5,

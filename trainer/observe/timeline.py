@@ -108,7 +108,7 @@ class DeviceTimeline:
         return Split(seconds, steps, caught_up, first, first_steps)
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """A point in time: the wall's seconds, the host's seconds in each phase until then, and steps done."""
 
     wall: float
@@ -116,13 +116,13 @@ class Reading(NamedTuple):
     step: int
 
 
-def reading(step: int) -> Reading:
+def reading(step: int) -> ClockReading:
     """Now, after so many steps."""
     host = {phase: spent / 1e9 for phase, spent in PHASE_TIMER.read().items()}
-    return Reading(time.perf_counter(), host, step)
+    return ClockReading(time.perf_counter(), host, step)
 
 
-def split_between(start: Reading, end: Reading, device: Split | None = None) -> dict[str, float]:
+def split_between(start: ClockReading, end: ClockReading, device: Split | None = None) -> dict[str, float]:
     """Splits the wall time between two readings by phase.
 
     Args:

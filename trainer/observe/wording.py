@@ -17,25 +17,25 @@ from trainer.errors import BadInputError
 from trainer.host.strict_json import parse_quickly
 
 # How the run folder was named: by this flag, by none, or to `fit`.
-Start = Literal["--out", "--name", "--resume", "", "fit"]
+StartWord = Literal["--out", "--name", "--resume", "", "fit"]
 
 
 class _Here:
-    start: Start = "--out"
+    start: StartWord = "--out"
 
 
-def start() -> Start:
+def start() -> StartWord:
     """Returns how the run of this process was started."""
     return _Here.start
 
 
-def set_start(how: Start) -> None:
+def set_start(how: StartWord) -> None:
     """Sets how a rank's launcher was started."""
     _Here.start = how
 
 
 @contextlib.contextmanager
-def started_by(how: Start) -> Iterator[None]:
+def started_by(how: StartWord) -> Iterator[None]:
     """Context manager in which messages name these flags, also that of a BadInputError that leaves it."""
     before, _Here.start = _Here.start, how
     try:

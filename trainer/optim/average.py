@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config.training import AverageConfig
-from trainer.distributed.overlap import shared
+from trainer.distributed.overlap import sharing_memory
 from trainer.distributed.sharding import weights
 
 
@@ -133,7 +133,7 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 def _parted(named: Mapping[str, nn.Parameter], average: list[torch.Tensor]) -> tuple[_Pairs, _Pairs]:
     """Weights with their averages: those that have their memory alone, and those that share it."""
-    together = shared({name: one.detach() for name, one in named.items()})
+    together = sharing_memory({name: one.detach() for name, one in named.items()})
     pairs = [(name, (one, mean)) for (name, one), mean in zip(named.items(), average, strict=True)]
     return [pair for name, pair in pairs if name not in together], [
         pair for n, pair in pairs if n in together

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.registry import named
 from trainer.config.training import OptimConfig
-from trainer.distributed.overlap import is_dense, shared
+from trainer.distributed.overlap import is_dense, sharing_memory
 from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
@@ -141,7 +141,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
                 f"shape {tuple(parameter.shape)}), which fused optimizers can't update: give it memory of "
                 "its own by .contiguous().clone(), or give the task an optimizer of its own"
             )
-    apart = shared({name: parameter.detach() for name, parameter in trained.items()})
+    apart = sharing_memory({name: parameter.detach() for name, parameter in trained.items()})
     for decayed in (True, False):
         for name, parameter in trained.items():
             if (name not in kept) == decayed:

@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import check_writable, names, oddity, read_inside, write_whole
@@ -33,7 +33,7 @@ def checkpoints_of(run: Path) -> Path:
     Raises:
         BadInputError: If RUN/checkpoints is a link to what isn't there, or isn't this run's.
     """
-    inside = run / FOLDER
+    inside = run / CHECKPOINTS
     if not inside.is_symlink():
         return inside
     place = _real(inside)
@@ -59,7 +59,7 @@ def place_checkpoints(run: Path, wanted: Path | None) -> None:
     Raises:
         BadInputError: If they lie elsewhere, or what is wanted is another run's or can't be written.
     """
-    inside = run / FOLDER
+    inside = run / CHECKPOINTS
     if not inside.is_symlink():
         if wanted is None:
             return
@@ -92,8 +92,8 @@ def mark_checkpoints(run: Path) -> None:
     Raises:
         BadInputError: If it can't be written.
     """
-    place, owner = _real(run / FOLDER), _Owner(str(run.absolute()), _run_id(run))
-    if not (run / FOLDER).is_symlink() or _owner(place) == owner:
+    place, owner = _real(run / CHECKPOINTS), _Owner(str(run.absolute()), _run_id(run))
+    if not (run / CHECKPOINTS).is_symlink() or _owner(place) == owner:
         return
     try:
         write_whole(place / OWNER, json.dumps(owner._asdict(), indent=2) + "\n")
@@ -140,7 +140,7 @@ def _refuse_copy(run: Path, place: Path) -> None:
 
 
 def _link(inside: Path, place: Path) -> None:
-    beside = inside.with_name(f".{FOLDER}-{secrets.token_hex(8)}")
+    beside = inside.with_name(f".{CHECKPOINTS}-{secrets.token_hex(8)}")
     if not inside.is_symlink() and inside.exists():
         inside.rmdir()
     beside.symlink_to(place)

@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.config.section import config_hash
@@ -200,7 +200,7 @@ def claim_folder(folder: Path) -> bool:
 
 def _is_left(path: Path) -> bool:
     name = path.name
-    return name in _LEFTOVERS or is_unfinished(name) or (name == FOLDER and path.is_symlink())
+    return name in _LEFTOVERS or is_unfinished(name) or (name == CHECKPOINTS and path.is_symlink())
 
 
 def check_inside(folder: Path) -> None:
@@ -210,7 +210,7 @@ def check_inside(folder: Path) -> None:
         BadInputError: Naming all that doesn't.
     """
     # Checkpoints may be elsewhere: `place_checkpoints` looks at where a link leads.
-    folders = [*_FOLDERS, *([] if (folder / FOLDER).is_symlink() else [FOLDER])]
+    folders = [*_FOLDERS, *([] if (folder / CHECKPOINTS).is_symlink() else [CHECKPOINTS])]
     odd = [(name, oddity(folder / name, folder=True)) for name in folders]
     files = [*_ADDED_TO, *sorted(path.name for path in folder.glob("*.csv"))]
     odd += [(name, oddity(folder / name, folder=False)) for name in files]

@@ -160,7 +160,7 @@ class AnomalyDetector:
             slot = step % self._ring.size
             if step in self._left_out:
                 continue
-            if one := judge(self._config, step, losses[slot], norms[slot], self._history):
+            if one := judge_step(self._config, step, losses[slot], norms[slot], self._history):
                 self._anomalies += 1
                 if one.policy != "stop" and self._anomalies >= self._config.most:
                     one = replace(one, policy="stop", one_too_many=True)
@@ -170,7 +170,9 @@ class AnomalyDetector:
         return found
 
 
-def judge(config: AnomalyConfig, step: int, loss: float, norm: float, history: list[float]) -> Finding | None:
+def judge_step(
+    config: AnomalyConfig, step: int, loss: float, norm: float, history: list[float]
+) -> Finding | None:
     """Judges a step by its numbers and the losses before it, to which its own is added if it is sound."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         if config.nonfinite == "off":

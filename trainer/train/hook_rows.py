@@ -19,10 +19,10 @@ from trainer.observe.rows import PICTURES, why_no_metric
 
 _CHANNELS = (1, 3, 4)
 _LONGEST_FILE = 200  # bytes of a file's name
-Given = Mapping[str, Any]
+HookResult = Mapping[str, Any]
 
 
-def checked(given: object) -> Given:
+def checked(given: object) -> HookResult:
     """Checks a hook's result: figures and pictures by name; empty for None.
 
     Raises:
@@ -73,7 +73,7 @@ class HookRows:
         self._folder, self._logger = folder, logger
         self._owners = dict[str, str]()
 
-    def add(self, step: int, given: Sequence[tuple[str, Given]]) -> None:
+    def add(self, step: int, given: Sequence[tuple[str, HookResult]]) -> None:
         """Tells a row, once the device has computed what lies there: the host doesn't wait for it.
 
         Args:

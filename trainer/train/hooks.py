@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from trainer.config.beside import Beside, open_folder, run_file
-from trainer.config.sinks import FILES
+from trainer.config.sinks import FILE_SINKS
 from trainer.config.suggest import nearest
 from trainer.config.task_file import source_hash
 from trainer.config.training import HooksConfig, LogConfig, is_place
@@ -23,10 +23,10 @@ from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn
 from trainer.observe.log import Row, Sink
 from trainer.runs.tracking.tracker import plugged, trackers_of
-from trainer.train.hook_rows import Given, HookRows, checked
+from trainer.train.hook_rows import HookResult, HookRows, checked
 
 _FAILURES = (Exception, SystemExit)  # a sys.exit() would look like a run's good end
-METHODS = ("after_step", "after_evaluation", "after_checkpoint")
+HOOK_METHODS = ("after_step", "after_evaluation", "after_checkpoint")
 
 
 class Hook(Protocol):
@@ -68,10 +68,10 @@ def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any
     found += [(getattr(one, "__name__", type(one).__name__), one) for one in brought]
     for name, one in found:
         for method in dir(one):
-            if method.startswith("after_") and method not in METHODS:
-                raise BadInputError(f"hook {name}: nothing calls {method}{nearest(method, METHODS)}")
-        if not any(callable(getattr(one, method, None)) for method in METHODS):
-            raise BadInputError(f"hook {name} has none of the methods {', '.join(METHODS)}")
+            if method.startswith("after_") and method not in HOOK_METHODS:
+                raise BadInputError(f"hook {name}: nothing calls {method}{nearest(method, HOOK_METHODS)}")
+        if not any(callable(getattr(one, method, None)) for method in HOOK_METHODS):
+            raise BadInputError(f"hook {name} has none of the methods {', '.join(HOOK_METHODS)}")
         if inspect.isclass(one) and (wanted := _wants(one)):
             raise BadInputError(
                 f"hook {name} is called without arguments, and wants {wanted}; give defaults, or an object"
@@ -106,7 +106,7 @@ def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
     sinks = []
     trackers = trackers_of(config.to)
     for place in config.to:
-        if place in FILES or place in trackers:
+        if place in FILE_SINKS or place in trackers:
             continue
         function = _at(place, "log.to") if is_place(place) else plugged(place)
         if not callable(function) or inspect.isclass(function):
@@ -127,7 +127,7 @@ def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None =
     add = guarded(rows.add, "hooks", config) if rows is not None else lambda *_: None
 
     def take(row: Row) -> None:
-        given = list[tuple[str, Given]]()
+        given = list[tuple[str, HookResult]]()
         if row["kind"] == "train":
             given = [(name, call(dict(row)) or {}) for name, call in steps]
         elif row["kind"] == "eval":
@@ -147,7 +147,8 @@ def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int,
         for name, call in calls:
             if call(step, folder):
                 warn(
-                    f"{name} returned figures, which no row has; return them from {' or '.join(METHODS[:2])}"
+                    f"{name} returned figures, which no row has; return them from "
+                    f"{' or '.join(HOOK_METHODS[:2])}"
                 )
 
     return tell if calls else None
@@ -183,7 +184,7 @@ def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[tuple
     return [(name, guarded(_of(call), name, config)) for name, call in named if callable(call)]
 
 
-def _of(call: Callable[..., object]) -> Callable[..., Given]:
+def _of(call: Callable[..., object]) -> Callable[..., HookResult]:
     """A call, and what it returned."""
     return lambda *arguments: checked(call(*arguments))
 

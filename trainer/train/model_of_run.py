@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.folder import Damaged, Unreadable, look_up, odd_weights, read, stored_in
 from trainer.checkpoint.store import listing, newest_good
 from trainer.config.recipe import Recipe
@@ -161,7 +161,7 @@ def stored_weights(
                 break
             why = why or f" ({entry.path.name} is damaged: trainer checkpoints {folder} says where)"
     except (OSError, Unreadable) as error:
-        raise BadInputError(f"{folder / FOLDER}: can't be read ({error}); mend that") from error
+        raise BadInputError(f"{folder / CHECKPOINTS}: can't be read ({error}); mend that") from error
     if found is None:
         raise BadInputError(f"{folder}: holds no weights yet, nor a good checkpoint{why}; train it")
     kind = "ema" if recipe.ema.decay and "ema" in found.tensors else "model"
@@ -172,7 +172,7 @@ def stored_weights(
         for parameter, one in model.named_parameters(remove_duplicate=False):
             averaged = first.setdefault(id(one), parameter)
             tensors[parameter] = found.tensors["ema"].get(averaged, tensors[parameter])  # or it is frozen
-    return run, f"{FOLDER}/{found.path.name}/{kind}.safetensors", tensors
+    return run, f"{CHECKPOINTS}/{found.path.name}/{kind}.safetensors", tensors
 
 
 def with_set(recipe: Recipe, on: str) -> Recipe:
@@ -274,7 +274,7 @@ def _checkpointed(
     except Damaged as damage:
         raise BadInputError(f"{path}: {damage}; give another step") from damage
     except (OSError, Unreadable) as error:
-        raise BadInputError(f"{folder / FOLDER}: can't be read ({error}); mend that") from error
+        raise BadInputError(f"{folder / CHECKPOINTS}: can't be read ({error}); mend that") from error
     if found is None:
         why = f" ({skipped[0]})" if skipped else ""
         raise BadInputError(
@@ -282,7 +282,7 @@ def _checkpointed(
             f"--out {folder}"
         )
     kind = "ema" if averaged and "ema" in found.tensors else "model"
-    source = f"{FOLDER}/{found.path.name}/{kind}.safetensors"
+    source = f"{CHECKPOINTS}/{found.path.name}/{kind}.safetensors"
     return found.tensors["model"], found.tensors["ema"] if kind == "ema" else {}, source
 
 

@@ -46,7 +46,7 @@ from trainer.train.components.updates import brings_optimizer
 from trainer.train.hook_rows import HookRows
 from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
 from trainer.train.provenance import make_manifest
-from trainer.train.recording import open_folder, other_ranks_checksums, writable
+from trainer.train.recording import open_recording, other_ranks_checksums, writable
 from trainer.train.request import Request
 from trainer.train.saving import Checkpoints
 from trainer.train.state import Run
@@ -157,7 +157,7 @@ def open_outputs(
         write_anomalies(folder, anomalies)
         if stored is None:
             link_latest(folder)
-    sinks, checksums = stack.enter_context(open_folder(folder, run, manifest))
+    sinks, checksums = stack.enter_context(open_recording(folder, run, manifest))
     mark_checkpoints(folder)
     progress_bar = introduce(manifest, run, folder)
     if run.state.step == 0 and manifest.model is not None:

@@ -15,7 +15,7 @@ from trainer.checkpoint.tensor_file import encode
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.config.registry import named
-from trainer.config.sinks import FILES as FILE_SINKS, SINKS
+from trainer.config.sinks import FILE_SINKS, SINKS
 from trainer.distributed.parallel import differs_over_ranks
 from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
@@ -51,7 +51,9 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_folder(folder: Path, run: Run, manifest: Manifest) -> Iterator[tuple[list[Sink], Checksums | None]]:
+def open_recording(
+    folder: Path, run: Run, manifest: Manifest
+) -> Iterator[tuple[list[Sink], Checksums | None]]:
     """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
 
     Rows of later steps than the run's, from an attempt that was lost, go. An error that ends it

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_words
-from trainer.observe.profile import Kind
+from trainer.observe.profile import ProfileKind
 from trainer.runs.manifest import BegunFrom, Pretrained
 from trainer.train.options import Mode
 
@@ -43,7 +43,7 @@ class Request:
     folder: Path
     resume: Mode = "auto"
     stop_after: int | None = None
-    profile: Kind | None = None
+    profile: ProfileKind | None = None
     command: str = field(default_factory=lambda: typed(sys.argv))
     begun_from: BegunFrom | None = None
     pretrained: Pretrained | None = None

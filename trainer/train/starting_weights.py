@@ -29,7 +29,7 @@ from trainer.checkpoint.folder import (
     read_slots,
     read_state,
     sums_hash,
-    verify,
+    verify_checkpoint,
 )
 from trainer.checkpoint.store import listing
 from trainer.config.models import HF
@@ -70,7 +70,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
     step, path = chosen_checkpoint(source.run, source.which, word)
     path = path.absolute()  # the code of a task, below, may go to another folder
     try:
-        verify(path)
+        verify_checkpoint(path)
         state, digest = read_state(path), sums_hash(path)
         if reason := run.manifest.foreign(state):
             raise BadInputError(f"{word}: {path.name}: {reason}; give RUN@STEP")
@@ -264,7 +264,7 @@ def begins_fresh(folder: Path | None, stored: Manifest | None, mode: Mode) -> bo
 
 def _good(checkpoint: Path, stored: Manifest) -> bool:
     try:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
         return stored.foreign(read_state(checkpoint)) is None
     except Unreadable:  # as above
         return True

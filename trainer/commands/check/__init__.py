@@ -35,6 +35,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.commands.check.check import run
+    from trainer.commands.check.check import run_check
 
-    return run(options)
+    return run_check(options)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from trainer.commands.check.exchange import launched
-from trainer.commands.check.show import Report, about, as_json
+from trainer.commands.check.show import Report, about, report_json
 from trainer.commands.check.training import open_subject
-from trainer.commands.check.variants import NAMES, Launch, check_all, draws
+from trainer.commands.check.variants import NAMES, VariantLaunch, check_all, draws
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.suggest import nearest
@@ -58,7 +58,7 @@ def check(
     return _check(name, recipe, CustomTask(own, name), only)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_check(options: argparse.Namespace) -> int:
     """Runs `trainer check`.
 
     Returns:
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     check_recipe(options.recipe, recipe, words)
     shown = sys.stderr.isatty() and not options.json
     report = _check(options.recipe, recipe, None, options.only, _Progress() if shown else str)
-    print(as_json(report) if options.json else report)
+    print(report_json(report) if options.json else report)
     return EXIT_DONE if report.ok else EXIT_FAILED
 
 
@@ -87,7 +87,7 @@ def _check(
             raise BadInputError(
                 f"--only {one}: no such comparison{nearest(one, NAMES)} (there are: {', '.join(NAMES)})"
             )
-    here: dict[str, Launch | str] = {"ranks": launched(2), "fresh": launched(1)}
+    here: dict[str, VariantLaunch | str] = {"ranks": launched(2), "fresh": launched(1)}
     if task is not None:
         here = dict.fromkeys(here, _ELSEWHERE)
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

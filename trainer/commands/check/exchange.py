@@ -11,7 +11,7 @@ import torch
 
 from trainer.commands.check.plain import Snapshot
 from trainer.commands.check.training import Subject
-from trainer.commands.check.variants import Launch, Trained, Variant
+from trainer.commands.check.variants import Trained, Variant, VariantLaunch
 from trainer.errors import EXIT_BAD_INPUT
 from trainer.host.files import write_whole
 from trainer.launch.launcher import launch
@@ -21,7 +21,7 @@ _RANK = "trainer.commands.check.rank"
 _GRACE_SECONDS = 5.0
 
 
-def launched(ranks: int) -> Launch:
+def launched(ranks: int) -> VariantLaunch:
     """Starts processes that train variants on so many ranks, one after another, with another hash seed."""
 
     def train(subject: Subject, variants: Sequence[Variant], folder: Path) -> dict[str, Trained]:

@@ -55,7 +55,7 @@ def between(end: float, start: float, part: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
 
 
-def make_optimizer(
+def plain_optimizer(
     task: Any, recipe: Recipe, model: nn.Module, updates: int
 ) -> tuple[torch.optim.Optimizer, Any]:
     """Returns the task's own optimizer and scheduler where it has them; else torch's, by the recipe."""
@@ -68,7 +68,7 @@ def make_optimizer(
     elif config.name == "adamw":
         optimizer = torch.optim.AdamW(groups(config, model), config.lr, config.betas, config.eps)
     elif config.name == "muon":
-        optimizer = Muon(groups(config, model), config)
+        optimizer = PlainMuon(groups(config, model), config)
     else:
         raise BadInputError(f"optim.name={config.name}: {_NO_FORMULA}")
     scheduler = task.scheduler(optimizer, updates) if hasattr(task, "scheduler") else None
@@ -115,7 +115,7 @@ def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-class Muon(torch.optim.Optimizer):
+class PlainMuon(torch.optim.Optimizer):
     """Muon: momentum orthogonalized by Newton-Schulz (Jordan et al., 2024), scaled as in Liu et al., 2025."""
 
     def __init__(self, params: list[dict[str, Any]], config: OptimConfig) -> None:

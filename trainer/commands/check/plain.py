@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from trainer.commands.check.formulas import learning_rate, make_optimizer
+from trainer.commands.check.formulas import learning_rate, plain_optimizer
 from trainer.config.recipe import Recipe
 from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
@@ -43,7 +43,7 @@ class _Samples(NamedTuple):
     longest: int
 
 
-def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
+def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     task: Any,
     recipe: Recipe,
     order: Sequence[Sequence[tuple[Ints, Ints]]],
@@ -71,7 +71,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
             for p in trained.values():
                 p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
     off = [part for part in model.modules() if not part.training] if model.training else []
-    optimizer, scheduler = make_optimizer(task, recipe, model, len(order))
+    optimizer, scheduler = plain_optimizer(task, recipe, model, len(order))
     own_rate = scheduler is None and not hasattr(task, "optimizer")
     averaged = trained if recipe.ema.decay else {}
     average = {name: p.detach().clone() for name, p in averaged.items()}
@@ -89,7 +89,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         model.train()
         for part in off:  # what the task's model() has put into evaluation stays so
             part.eval()
-        batches = [read(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
+        batches = [plain_samples(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
         items = max(1, sum(batch.num_items for batch in batches))
         before, after, total = untrained(model), list[Snapshot](), Snapshot()
         for number, batch in enumerate(batches):
@@ -137,7 +137,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         if step + 1 in evaluated:
             kept = {name: p.detach().clone() for name, p in averaged.items()}
             put(model, average)
-            now |= measure(task, model, recipe.data.eval_batch_size, mixed)
+            now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
             put(model, kept)
         seen.append(now)
     return seen
@@ -162,7 +162,7 @@ def losses(task: Any, model: nn.Module, batch: _Samples) -> Snapshot:
     return {"loss": task.loss(model, batch)}
 
 
-def read(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> _Samples:
+def plain_samples(data: Any, epochs: Ints | None, samples: Ints, seed: int, wanted: int) -> _Samples:
     """Reads samples one by one; each gets `wanted` random numbers for the loss, in addition to the data's."""
     count = data.uniforms + wanted
     drawn = uniforms(seed, epochs, samples, count) if count and epochs is not None else None
@@ -208,12 +208,12 @@ def mean(before: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> Snapshot:
+def measure_plainly(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> Snapshot:
     """Computes metrics: sums over the evaluation data divided by its items, and results of `summarize`."""
     data, items, sums, rows = task.evaluation_data, 0, Snapshot(), dict[str, list[torch.Tensor]]()
     model.eval()
     for start in range(0, len(data), size):
-        batch = read(data, None, np.arange(start, min(start + size, len(data))), 0, 0)
+        batch = plain_samples(data, None, np.arange(start, min(start + size, len(data))), 0, 0)
         items += batch.num_items
         with torch.autocast("cpu", mixed) if mixed else nullcontext():
             measured = task.measure(model, batch)

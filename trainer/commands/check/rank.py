@@ -14,7 +14,7 @@ def main(request: dict[str, Any]) -> int:
     os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
 
     from trainer.commands.check.exchange import leave
-    from trainer.commands.check.training import open_subject, train_some
+    from trainer.commands.check.training import open_subject, train_steps
     from trainer.config.recipe import Recipe
     from trainer.config.section import validated
     from trainer.distributed.parallel import joined_world
@@ -26,7 +26,7 @@ def main(request: dict[str, Any]) -> int:
         for variant in request["variants"]:
             stopped = folder if variant["resumed"] else None
             try:
-                found = train_some(subject, variant["edits"], world, stopped)
+                found = train_steps(subject, variant["edits"], world, stopped)
             except Exception as error:
                 refused = isinstance(error, BadInputError)
                 told = f"{'' if refused else f'crash: {type(error).__name__}: '}{error}"

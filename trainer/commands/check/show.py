@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from trainer.commands.check.training import BATCH, STEPS, Subject
-from trainer.commands.check.variants import Row
+from trainer.commands.check.variants import VariantRow
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Report:
 
     name: str
     about: str
-    rows: tuple[Row, ...]
+    rows: tuple[VariantRow, ...]
 
     @property
     def ok(self) -> bool:
@@ -29,7 +29,7 @@ class Report:
 
     def __str__(self) -> str:
         """The table."""
-        return "\n".join(lines(self))
+        return "\n".join(report_lines(self))
 
 
 def about(subject: Subject, draws: bool) -> str:
@@ -43,11 +43,11 @@ def about(subject: Subject, draws: bool) -> str:
     return f"{STEPS} steps of {BATCH} samples, {kind}, on the CPU, one thread; {drawn}"
 
 
-def lines(report: Report) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yields the lines of the table, and its summary."""
     yield f"{report.name}: the trainer against plain PyTorch; {report.about}"
     for row in report.rows:
-        yield line(row)
+        yield row_line(row)
     counts = {
         v: sum(row.verdict == v for row in report.rows)
         for v in ("equal", "documented", "differs", "not compared")
@@ -56,12 +56,12 @@ def lines(report: Report) -> Iterator[str]:
     yield f"  {told}" + ("" if report.ok else "; what each verdict means: docs/check.md")
 
 
-def line(row: Row) -> str:
+def row_line(row: VariantRow) -> str:
     """Formats a row of the table."""
     return f"  {row.name:<16} {row.verdict:<13} {row.what}: {row.detail}"
 
 
-def as_json(report: Report) -> str:
+def report_json(report: Report) -> str:
     """Formats the whole report as JSON."""
     rows: Sequence[dict[str, object]] = [asdict(row) for row in report.rows]
     return json.dumps({"name": report.name, "about": report.about, "ok": report.ok, "rows": rows}, indent=2)

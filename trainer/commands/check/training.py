@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.commands.check import plain
 from trainer.commands.check.plain import Snapshot
@@ -132,7 +132,7 @@ def evaluated(recipe: Recipe, plan: Plan) -> list[int]:
     return steps[1:]
 
 
-def train_some(
+def train_steps(
     subject: Subject,
     edits: Edits,
     world: World,
@@ -165,7 +165,7 @@ def train_some(
         if folder is not None and stop_after is None:
             load_checkpoint(run, newest_checkpoint(folder, "auto", world)[0])
         elif folder is not None:
-            writer = BackgroundWriter(folder / FOLDER, 2, warn)
+            writer = BackgroundWriter(folder / CHECKPOINTS, 2, warn)
             stack.callback(writer.abandon)
         measured = evaluated(recipe, run.plan)
 
@@ -307,7 +307,7 @@ def _not_in_double(task: Any) -> str:
     wide, few = _in_double(task), np.arange(min(_TRIED, len(task.train_data)))
     try:
         model, seen = wide.model().train(), _Narrow()  # type: ignore[no-untyped-call]
-        batch = plain.read(task.train_data, np.zeros_like(few), few, 0, task.uniforms)
+        batch = plain.plain_samples(task.train_data, np.zeros_like(few), few, 0, task.uniforms)
         with torch.random.fork_rng(devices=[]), seen:
             plain.losses(wide, model, batch)["loss"].backward()
     except Exception as error:  # somebody's code

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.commands.check import plain
 from trainer.commands.check.compare import compare, odd_order
 from trainer.commands.check.plain import Snapshot
-from trainer.commands.check.training import STEPS, Edits, Subject, changed, evaluated, train_some
+from trainer.commands.check.training import STEPS, Edits, Subject, changed, evaluated, train_steps
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.train.components.task import check_request, make_plan
@@ -73,7 +73,7 @@ NAMES = ("order", *(variant.name for variant in VARIANTS))
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRow:
     """A line of the table.
 
     Attributes:
@@ -93,12 +93,15 @@ class Row:
     step: int = 0
 
 
-Launch = Callable[[Subject, list[Variant], Path], dict[str, Trained]]
+VariantLaunch = Callable[[Subject, list[Variant], Path], dict[str, Trained]]
 
 
 def check_all(
-    subject: Subject, only: Collection[str], launches: dict[str, Launch | str], tell: Callable[[str], object]
-) -> Iterator[Row]:
+    subject: Subject,
+    only: Collection[str],
+    launches: dict[str, VariantLaunch | str],
+    tell: Callable[[str], object],
+) -> Iterator[VariantRow]:
     """Trains and compares all variants, and yields a row for each.
 
     Args:
@@ -114,7 +117,7 @@ def check_all(
         samples = f"each of {plan.samples:,} samples once an epoch"
         if plan.draws is not None:
             samples = f"{plan.samples:,} draws by class_weights an epoch"
-        yield Row("order", "the order of the samples", "differs" if odd else "equal", odd or samples)
+        yield VariantRow("order", "the order of the samples", "differs" if odd else "equal", odd or samples)
     with tempfile.TemporaryDirectory(prefix="trainer-check-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
 
@@ -122,7 +125,7 @@ def check_all(
             if variant.name not in found:
                 tell(variant.what)
                 found[variant.name] = tried(
-                    lambda: train_some(of(subject, variant.edits), variant.edits, _ALONE)
+                    lambda: train_steps(of(subject, variant.edits), variant.edits, _ALONE)
                 )
             return found[variant.name]
 
@@ -143,7 +146,7 @@ def check_all(
             got = trained(variant)
             if isinstance(got, str):
                 crashed = got.startswith("crash: ")
-                yield Row(variant.name, variant.what, "differs" if crashed else "not compared", got)
+                yield VariantRow(variant.name, variant.what, "differs" if crashed else "not compared", got)
             elif variant.same_as:
                 base = trained(next(one for one in VARIANTS if one.name == variant.same_as))
                 yield _same_bits(variant, got, base)
@@ -154,7 +157,7 @@ def check_all(
                 except BadInputError:
                     raise
                 except Exception as error:  # somebody's code
-                    yield Row(
+                    yield VariantRow(
                         variant.name, variant.what, "not compared", f"the plain loop fails: {_line(error)}"
                     )
 
@@ -175,7 +178,7 @@ def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[
         )
         order.append([(e[w > 0], s[w > 0]) for e, s, w in zip(epoch, sample, weight, strict=True)])
     with torch.random.fork_rng(devices=[]):
-        return plain.train(task, recipe, order, plan.epoch_length, evaluated(recipe, plan), nudged)
+        return plain.reference_steps(task, recipe, order, plan.epoch_length, evaluated(recipe, plan), nudged)
 
 
 def tried(train: Callable[[], list[Snapshot]]) -> Trained:
@@ -197,7 +200,7 @@ def _line(error: Exception) -> str:
 
 
 def _launched(
-    subject: Subject, variants: list[Variant], launch: Launch | str, folder: Path
+    subject: Subject, variants: list[Variant], launch: VariantLaunch | str, folder: Path
 ) -> dict[str, Trained]:
     """Trains variants in other processes; one that can't be trained there gets its error instead."""
     if isinstance(launch, str):
@@ -208,7 +211,7 @@ def _launched(
         try:
             check_request(changed(subject.recipe, variant.edits), subject.narrow, ranks)
             if variant.resumed:
-                stopped = tried(lambda: train_some(subject, {}, _ALONE, folder, stop_after=_HALF))
+                stopped = tried(lambda: train_steps(subject, {}, _ALONE, folder, stop_after=_HALF))
                 if isinstance(stopped, str):
                     raise BadInputError(stopped)
             able.append(variant)
@@ -217,14 +220,16 @@ def _launched(
     return {**found, **(launch(subject, able, folder) if able else {})}
 
 
-def _same_bits(variant: Variant, got: list[Snapshot], base: Trained) -> Row:
+def _same_bits(variant: Variant, got: list[Snapshot], base: Trained) -> VariantRow:
     if isinstance(base, str):
-        return Row(variant.name, variant.what, "not compared", f"{variant.same_as} has no result: {base}")
+        return VariantRow(
+            variant.name, variant.what, "not compared", f"{variant.same_as} has no result: {base}"
+        )
     compared = compare(got, base, begin=_HALF if variant.resumed else 0)
     if (first := compared.first) is not None:
         told = f"not the bits of {variant.same_as}: {first}"
-        return Row(variant.name, variant.what, "differs", told, first.tensor, first.step)
-    return Row(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
+        return VariantRow(variant.name, variant.what, "differs", told, first.tensor, first.step)
+    return VariantRow(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
 
 
 def _against_plain(
@@ -232,14 +237,14 @@ def _against_plain(
     variant: Variant,
     got: list[Snapshot],
     reference: Callable[[Edits], tuple[list[Snapshot], list[Snapshot]]],
-) -> Row:
+) -> VariantRow:
     wanted, nudged = reference(variant.edits)
     moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]
     if "precision.mode" in variant.edits:  # from the second update on, rounding has the say
         wanted = wanted[: 1 + next((step for step, seen in enumerate(wanted) if seen["updates"]), STEPS)]
     compared = compare(got, wanted, nudged, of(subject, variant.edits).eps, moved=moved)
     if (first := compared.first) is not None:
-        return Row(variant.name, variant.what, "differs", str(first), first.tensor, first.step)
+        return VariantRow(variant.name, variant.what, "differs", str(first), first.tensor, first.step)
     recipe = changed(subject.recipe, variant.edits)
     count = recipe.data.global_batch_size // recipe.data.micro_batch_size
     if count > 1:
@@ -248,8 +253,8 @@ def _against_plain(
             told = (
                 f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why(subject)}"
             )
-            return Row(variant.name, variant.what, "documented", told, first.tensor, first.step)
-    return Row(variant.name, variant.what, "equal", str(compared))
+            return VariantRow(variant.name, variant.what, "documented", told, first.tensor, first.step)
+    return VariantRow(variant.name, variant.what, "equal", str(compared))
 
 
 def why(subject: Subject) -> str:
@@ -268,7 +273,9 @@ def draws(subject: Subject) -> bool:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = subject.task.model().train()
-        batch = plain.read(subject.task.train_data, np.zeros_like(few), few, 0, subject.task.uniforms)
+        batch = plain.plain_samples(
+            subject.task.train_data, np.zeros_like(few), few, 0, subject.task.uniforms
+        )
         before: Any = torch.get_rng_state()
         plain.losses(subject.task, model, batch)
         return not torch.equal(before, torch.get_rng_state())

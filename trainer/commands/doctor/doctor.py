@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.doctor import gpu, network, resources, software, storage
-from trainer.commands.doctor.facts import CheckResult, Gpus, MachineFacts, Place, RecipeNeeds, unavailable
+from trainer.commands.doctor.facts import (
+    CheckResult,
+    Environment,
+    Gpus,
+    MachineFacts,
+    RecipeNeeds,
+    unavailable,
+)
 from trainer.commands.doctor.kernel import read_system
 from trainer.commands.doctor.show import show, surroundings
 from trainer.config.redact import redact_text
@@ -28,11 +35,11 @@ _RUNS = Path("runs")  # as in trainer.host.latest
 _NVML_SECONDS = 4.0
 
 CHECKS: tuple[tuple[str, Callable[[MachineFacts], CheckResult]], ...] = (
-    *gpu.CHECKS,
-    *software.CHECKS,
-    *resources.CHECKS,
-    *storage.CHECKS,
-    *network.CHECKS,
+    *gpu.GPU_CHECKS,
+    *software.SOFTWARE_CHECKS,
+    *resources.RESOURCE_CHECKS,
+    *storage.STORAGE_CHECKS,
+    *network.NETWORK_CHECKS,
 )
 
 
@@ -53,7 +60,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.out is not None and kind_of(options.out) and kind_of(options.out) != "folder":
         raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
     box = read_box(options.recipe, recipe, options.out or _RUNS)
-    found = judge(box)
+    found = judge_facts(box)
     place = surroundings(box.environ)
     if options.json:
         print(json.dumps([_for_machines(name, one, place) for name, one in found.items()], indent=2))
@@ -62,7 +69,7 @@ def doctor(options: argparse.Namespace) -> int:
     return EXIT_FAILED if any(one.status == "bad" for one in found.values()) else EXIT_DONE
 
 
-def judge(box: MachineFacts) -> dict[str, CheckResult]:
+def judge_facts(box: MachineFacts) -> dict[str, CheckResult]:
     """Runs each check and returns the results by id; a check that raises is reported as unavailable."""
     found = {}
     for name, check in CHECKS:
@@ -116,11 +123,11 @@ def read_box(
         caches={name: disks.read_folder(path, root, speed=False) for name, path in caches.items()},
         data=disks.read_data(str(recipe.data.path) if recipe and recipe.data.path else None, root),
         software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
-        network=network.read_network(root),
+        network=network.read_interfaces(root),
         needs=needs,
     )
 
 
-def _for_machines(name: str, found: CheckResult, place: Place) -> dict[str, str]:
+def _for_machines(name: str, found: CheckResult, place: Environment) -> dict[str, str]:
     told = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy(place)}
     return {"id": name, "status": found.status, **{key: redact_text(text) for key, text in told.items()}}

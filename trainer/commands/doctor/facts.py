@@ -15,7 +15,7 @@ from trainer.host.limits import Limits
 from trainer.host.stacks import Stack, read_stacks, stack_of
 
 Status = Literal["ok", "warn", "bad", "not available"]
-Place = Literal["container", "kubernetes", "slurm", "host"]
+Environment = Literal["container", "kubernetes", "slurm", "host"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CheckResult:
     cause: str = ""
     remedies: Mapping[str, str] = field(default_factory=dict)
 
-    def remedy(self, place: Place) -> str:
+    def remedy(self, place: Environment) -> str:
         """Returns the remedy for this place."""
         return self.remedies.get(place) or self.remedies.get("host", "")
 
@@ -44,7 +44,7 @@ def fine(finding: str) -> CheckResult:
     return CheckResult("ok", finding)
 
 
-def warn(finding: str, cause: str, **remedies: str) -> CheckResult:
+def warning(finding: str, cause: str, **remedies: str) -> CheckResult:
     """Result: training works but is degraded."""
     return CheckResult("warn", finding, cause, remedies)
 

@@ -18,12 +18,12 @@ from trainer.commands.doctor.facts import (
     some,
     unavailable,
     variable,
-    warn,
+    warning,
 )
 from trainer.config.sizes import GIB
 from trainer.host.nvml import Nvml
 from trainer.host.reading import kind_of, text_of
-from trainer.host.stacks import fitting, numbers, read_stacks
+from trainer.host.stacks import numbers, read_stacks, stack_fitting
 from trainer.observe.text import rough_size
 
 # NVML's numbers (nvml.h, nvmlReturn_t).
@@ -116,7 +116,7 @@ def nvml(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if gpus.code in (_NO_LIBRARY, _NOT_LOADED) and not gpus.kernel:
         return unavailable("no NVIDIA driver here: it trains on the CPU")
     if gpus.kernel and gpus.code == _NO_LIBRARY:
-        return warn(
+        return warning(
             f"the host has NVIDIA's driver {gpus.kernel}, but no GPU reaches this container",
             "it was started without GPUs: it trains on the CPU",
             kubernetes="resources: {limits: {nvidia.com/gpu: 1}}",
@@ -146,7 +146,9 @@ def visible(box: MachineFacts) -> CheckResult:
             host="unset CUDA_VISIBLE_DEVICES   (nvidia-smi -L lists what there is)",
         )
     if words is not None and not words.strip():
-        return warn("CUDA_VISIBLE_DEVICES is empty", "it hides every GPU", host="unset CUDA_VISIBLE_DEVICES")
+        return warning(
+            "CUDA_VISIBLE_DEVICES is empty", "it hides every GPU", host="unset CUDA_VISIBLE_DEVICES"
+        )
     return fine("every GPU may be used" if words is None else f"CUDA_VISIBLE_DEVICES={words}")
 
 
@@ -193,7 +195,7 @@ def driver(box: MachineFacts) -> CheckResult:
 def _best(gpus: Gpus) -> str:
     """Returns the newest stack for a driver and GPUs; "" if none fits."""
     there = {card.architecture for card in gpus.cards if card.architecture}
-    return fitting(gpus.driver, there, read_stacks())
+    return stack_fitting(gpus.driver, there, read_stacks())
 
 
 def _with_stack(name: str) -> dict[str, str]:
@@ -263,7 +265,7 @@ def memory(box: MachineFacts) -> CheckResult:
         taken = (
             f"GPU {one.index}: {rough_size(one.used)} of {rough_size(one.total)} are taken" for one in full
         )
-        return warn(
+        return warning(
             some(taken),
             "another process holds memory there, or the display does",
             slurm="#SBATCH --exclusive, or ask for GPUs with --gpus-per-node",
@@ -272,7 +274,7 @@ def memory(box: MachineFacts) -> CheckResult:
     return fine(f"GPU memory is free ({rough_size(cards[0].total)} each)")
 
 
-CHECKS = (
+GPU_CHECKS = (
     ("gpu.nvml", nvml),
     ("gpu.visible", visible),
     ("gpu.lost", lost),

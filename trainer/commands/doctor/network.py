@@ -16,13 +16,13 @@ from trainer.commands.doctor.facts import (
     fine,
     some,
     unavailable,
-    warn,
+    warning,
 )
 from trainer.host.kernel import infiniband_ports
 from trainer.host.reading import kind_of
 
 
-def read_network(root: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Network:
+def read_interfaces(root: Path, load: Callable[[str], Any] = ctypes.CDLL) -> Network:
     """Reads interfaces and InfiniBand devices; sends nothing.
 
     Args:
@@ -72,7 +72,7 @@ def nccl(box: MachineFacts) -> CheckResult:
         words = [word for word in environ.get(name, "").split(",") if word]
         known = (*network.interfaces, "lo")
         if words and not words[0].startswith("^") and not any(_names(word, known) for word in words):
-            judge = warn if name.startswith("NCCL") and not box.gpus.cards else bad
+            judge = warning if name.startswith("NCCL") and not box.gpus.cards else bad
             return judge(
                 f"{name}={environ[name]}: there is {some(known)}",
                 "ranks can't connect: no interface has that name",
@@ -83,7 +83,7 @@ def nccl(box: MachineFacts) -> CheckResult:
     off = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if environ.get(name) == "1"]
     off += ["NCCL_IB_DISABLE"] if environ.get("NCCL_IB_DISABLE") == "1" and network.infiniband else []
     if off:
-        return warn(
+        return warning(
             f"{', '.join(off)}=1",
             "NCCL takes a slower way; such a line often stays from a search for a fault",
             container=f"docker run without -e {off[0]}=1",
@@ -108,7 +108,7 @@ def infiniband(box: MachineFacts) -> CheckResult:
     said = f"InfiniBand {some(network.infiniband)}"
     over_tcp = "it goes over TCP: several times slower between hosts"
     if not network.verbs:
-        return warn(
+        return warning(
             f"{said}, but no /dev/infiniband/uverbs* that this user may open",
             f"NCCL can't use it: {over_tcp}",
             container="docker run --device=/dev/infiniband --ulimit memlock=-1:-1 --network=host …",
@@ -123,14 +123,14 @@ def infiniband(box: MachineFacts) -> CheckResult:
         if network.listed is not None:
             lists = some(network.listed) if network.listed else "no device"
             lacks = f"libibverbs lists {lists}: the provider for {some(sorted(missing))} isn't there"
-        return warn(
+        return warning(
             f"{said}, but {lacks}",
             f"NCCL opens this library by its name; without it, {over_tcp}",
             container=f"an image FROM this one, with: USER root; RUN apt-get update && {package}",
             host=f"sudo {package}   (in a job: an image with them)",
         )
     if box.gpus.cards and not network.peer_memory:
-        return warn(
+        return warning(
             f"{said}, but the kernel module nvidia_peermem isn't loaded",
             "without it, or DMA-BUF, what GPUs send goes through the host's memory",
             kubernetes="GPU operator: --set driver.rdma.enabled=true",
@@ -139,4 +139,4 @@ def infiniband(box: MachineFacts) -> CheckResult:
     return fine(f"{said} can be used: libibverbs lists {some(network.listed or ())}")
 
 
-CHECKS = (("net.nccl", nccl), ("net.infiniband", infiniband))
+NETWORK_CHECKS = (("net.nccl", nccl), ("net.infiniband", infiniband))

@@ -12,7 +12,7 @@ from trainer.commands.doctor.facts import (
     pod_volume,
     unavailable,
     variable,
-    warn,
+    warning,
 )
 from trainer.config.sizes import GIB, MIB
 from trainer.host.limits import TASKS_PER_RANK, TASKS_PER_WORKER
@@ -50,7 +50,7 @@ def quota(box: MachineFacts) -> CheckResult:
     source = box.limits.sources.get("cpus", "unknown")
     said = f"{cpus:g} CPUs ({source})"
     if source == "sched_getaffinity" and cpus <= needs.ranks:
-        return warn(
+        return warning(
             f"{said} of the machine's {box.system.machine_cpus}",
             "the launcher, taskset or numactl bound it: every rank, worker and thread shares them",
             slurm="#SBATCH --cpus-per-task=8, and srun --cpus-per-task=8 (srun doesn't take it from sbatch)",
@@ -58,16 +58,16 @@ def quota(box: MachineFacts) -> CheckResult:
         )
     if cpus < needs.ranks:
         why = "a rank has less than one CPU: steps are slow and uneven"
-        return warn(f"{said} for {_ranks(needs.ranks)}", why, **remedies)
+        return warning(f"{said} for {_ranks(needs.ranks)}", why, **remedies)
     if cpus < wanted:
-        return warn(
+        return warning(
             f"{said} for {_ranks(needs.ranks)} with {needs.workers} loader workers each",
             "workers take the time of the ranks that they should feed",
             **remedies,
         )
     if throttled is not None and throttled > 0.1:
         whole = math.ceil(cpus)
-        return warn(
+        return warning(
             f"{said}; the quota stopped this container in {throttled:.0%} of its periods so far",
             "more threads run than the quota pays for, and all of them are stopped together",
             container=f"docker run --cpuset-cpus=0-{whole - 1} …   (instead of --cpus)",
@@ -78,7 +78,7 @@ def quota(box: MachineFacts) -> CheckResult:
     return fine(said)
 
 
-def memory(box: MachineFacts) -> CheckResult:
+def memory_limit(box: MachineFacts) -> CheckResult:
     """Compares the memory limit with the recipe's prefetch; counts earlier kills by the kernel."""
     system, limits, needs = box.system, box.limits, box.needs
     if not limits.memory_bytes:
@@ -89,14 +89,14 @@ def memory(box: MachineFacts) -> CheckResult:
     said = f"{rough_size(system.available)} of {rough_size(limits.memory_bytes)} are free"
     if system.available < wanted:
         loaders = f" and loaders of {rough_size(needs.loader_bytes)}" if needs.loader_bytes else ""
-        judge = bad if system.available < wanted / 2 else warn
+        judge = bad if system.available < wanted / 2 else warning
         return judge(
             f"{said} ({source})",
             f"{_ranks(needs.ranks)} of about a GiB each{loaders}: the kernel kills what goes beyond",
             **_more_memory(source, wanted + limits.memory_bytes - system.available),
         )
     if system.oom_kills:
-        return warn(
+        return warning(
             f"{said}; the kernel killed {system.oom_kills} processes of this container for memory so far",
             "something in it took more than the limit",
             **_more_memory(source, 2 * limits.memory_bytes),
@@ -121,7 +121,7 @@ def overcommit(box: MachineFacts) -> CheckResult:
     """Whether the kernel refuses memory that is reserved but not used."""
     system = box.system
     if system.overcommit == 2 and system.commit_left < 16 * GIB:
-        return warn(
+        return warning(
             f"vm.overcommit_memory=2, and {rough_size(max(0, system.commit_left))} may still be reserved",
             "CUDA reserves as much address space as there is memory; a loader worker, as much as its rank",
             host="on the host: sudo sysctl vm.overcommit_memory=0",
@@ -160,17 +160,17 @@ def shared(box: MachineFacts) -> CheckResult:
     }
     own = "the trainer's own loader does without it"
     if total is None:
-        judge = bad if several else warn
+        judge = bad if several else warning
         why = f"NCCL and plain DataLoaders with workers need it ({own})"
         return judge("/dev/shm isn't there, or can't be written", why, **remedies)
     if total >= gib * GIB:
         remedies = {"host": "ls -l /dev/shm; rm what processes left there that are gone"}
     said = f"{rough_size(free)} of {rough_size(total)} in /dev/shm are free"
     if several and free < _SHM_OF_NCCL:
-        judge = bad if free < _SHM_LEAST * len(box.gpus.cards) else warn
+        judge = bad if free < _SHM_LEAST * len(box.gpus.cards) else warning
         return judge(said, f"NCCL wants about 1 GiB for {len(box.gpus.cards)} GPUs", **remedies)
     if needs.ahead > free:
-        return warn(
+        return warning(
             said,
             f"a plain DataLoader with the data.workers of {needs.recipe} would put {rough_size(needs.ahead)} "
             f"there and end with a bus error; {own}",
@@ -185,7 +185,7 @@ def pids(box: MachineFacts) -> CheckResult:
     if most is None:
         return fine("processes aren't limited by a cgroup")
     if most < wanted:
-        judge = bad if most < wanted / 2 else warn
+        judge = bad if most < wanted / 2 else warning
         return judge(
             f"{most} processes and threads at most ({box.limits.sources.get('pids', 'pids.max')})",
             f"{_ranks(needs.ranks)} with {needs.workers} workers each take up to about {wanted}: the next "
@@ -204,7 +204,7 @@ def _ulimit(box: MachineFacts, name: str, letter: str, least: int, cause: str, w
         return unavailable(f"there is no limit of {what} here")
     said = f"{what}: {'unlimited' if soft == -1 else soft}"
     if soft != -1 and soft < least:
-        return warn(
+        return warning(
             said,
             cause,
             container=f"docker run --ulimit {name}=65536:65536 …",
@@ -237,7 +237,7 @@ def user_name(box: MachineFacts) -> CheckResult:
     said = f"uid {uid} has no name, and neither USER nor LOGNAME is set"
     if numbers(box.software.torch) >= [2, 13]:
         return fine(f"{said}; this torch does without")
-    judge = bad if box.needs.compiles else warn
+    judge = bad if box.needs.compiles else warning
     return judge(said, "torch.compile asks for one, and ends with a KeyError", **variable("USER", "trainer"))
 
 
@@ -246,7 +246,7 @@ def user_home(box: MachineFacts) -> CheckResult:
     if not box.system.home_error:
         return fine(f"HOME={box.environ.get('HOME')} can be written")
     why = "libraries keep caches and settings there, and some fail without"
-    return warn(box.system.home_error, why, **variable("HOME", "/tmp"))
+    return warning(box.system.home_error, why, **variable("HOME", "/tmp"))
 
 
 def strategy(box: MachineFacts) -> CheckResult:
@@ -262,7 +262,7 @@ def strategy(box: MachineFacts) -> CheckResult:
             host="trainer train … --set parallel.strategy=ddp   (or an environment of a newer stack)",
         )
     if needs.ranks == 1:
-        return warn(
+        return warning(
             f"{word}, and 1 rank here",
             "a rank alone has nothing to share, and trains as with ddp: with others on more hosts all that "
             "it gathers crosses the network",
@@ -273,7 +273,7 @@ def strategy(box: MachineFacts) -> CheckResult:
     groups = f"{word} in groups of {needs.shard}, and {_ranks(needs.ranks)} here"
     if needs.ranks % needs.shard == 0:
         return fine(f"{groups}: what is gathered stays on this host")
-    return warn(
+    return warning(
         groups,
         "a group lies on several hosts, or no number of hosts makes whole groups: what is gathered for each "
         "block crosses the network",
@@ -281,10 +281,10 @@ def strategy(box: MachineFacts) -> CheckResult:
     )
 
 
-CHECKS = (
+RESOURCE_CHECKS = (
     ("parallel.strategy", strategy),
     ("cpu.quota", quota),
-    ("memory.limit", memory),
+    ("memory.limit", memory_limit),
     ("memory.overcommit", overcommit),
     ("memory.lock", memlock),
     ("shm.size", shared),

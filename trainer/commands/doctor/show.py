@@ -8,14 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from trainer.commands.doctor.facts import CheckResult, Place
+from trainer.commands.doctor.facts import CheckResult, Environment
 from trainer.config.redact import redact_text
 from trainer.host.reading import kind_of
 
 _COLORS = {"bad": "red", "warn": "yellow"}
 
 
-def show(found: Mapping[str, CheckResult], place: Place, seconds: float) -> None:
+def show(found: Mapping[str, CheckResult], place: Environment, seconds: float) -> None:
     """Prints each problem with the remedy for this place, then the number of checks that passed."""
     console = Console()
     for name, one in sorted(found.items(), key=lambda item: item[1].status != "bad"):
@@ -26,10 +26,10 @@ def show(found: Mapping[str, CheckResult], place: Place, seconds: float) -> None
             console.print(Text(first, _COLORS[one.status]), soft_wrap=True)
             for line in more:
                 console.print(Text(f"      {line}"), soft_wrap=True)
-    print(summary(found, seconds))
+    print(found_summary(found, seconds))
 
 
-def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> Place:
+def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> Environment:
     """Returns where this process runs: in a Slurm job, a pod, another container, or on the machine itself."""
     if "SLURM_JOB_ID" in environ:
         return "slurm"
@@ -39,7 +39,7 @@ def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> Place:
     return "container" if any(kind_of(mark) for mark in marks) else "host"
 
 
-def summary(found: Mapping[str, CheckResult], seconds: float) -> str:
+def found_summary(found: Mapping[str, CheckResult], seconds: float) -> str:
     """Says how many checks passed, and which weren't available."""
     counts = {
         status: [name for name, one in found.items() if one.status == status]

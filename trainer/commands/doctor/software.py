@@ -18,7 +18,7 @@ from trainer.commands.doctor.facts import (
     some,
     unavailable,
     variable,
-    warn,
+    warning,
 )
 from trainer.host.reading import kind_of, text_of
 from trainer.host.stacks import numbers, read_stacks, unsupported
@@ -136,7 +136,7 @@ def _searched(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
+def locked_packages(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     """Whether the installed packages are the locked ones."""
     software, stacks = box.software, read_stacks()
     release, installed = software.torch.partition("+")[0], software.installed
@@ -159,7 +159,7 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if stack is None:
         known = ", ".join(sorted(stacks))
         finding = f"torch {software.torch} is of no stack (there are {known})"
-        return warn(finding, "nobody has tried these versions together", **_ANEW)
+        return warning(finding, "nobody has tried these versions together", **_ANEW)
     pins = {name: getattr(stack, name) for name in ("torch", "torchvision", "torchaudio")}
     pins = {name: version for name, version in pins.items() if version}
     locked = {**pins, **stack.wheels} if software.lock == stack.lock else pins
@@ -169,7 +169,7 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         if name in installed and installed[name].partition("+")[0] not in versions.replace("+", " ").split()
     ]
     if other:
-        judge = bad if any(one.split()[0] in ("torch", "torchvision", "numpy") for one in other) else warn
+        judge = bad if any(one.split()[0] in ("torch", "torchvision", "numpy") for one in other) else warning
         return judge(
             some(other),
             f"pip install put it over what {stack.name} locks: nobody has tried these together, and the "
@@ -177,7 +177,7 @@ def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
             **_ANEW,
         )
     if ended := unsupported(stack):
-        return warn(
+        return warning(
             ended, "known weaknesses of its packages are no longer looked for", host="make train STACK=…"
         )
     if software.lock != stack.lock:
@@ -216,7 +216,7 @@ def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if wrong:
         return bad(some(wrong), "something replaced libraries that torch was built with", **_ANEW)
     if software.searched:
-        return warn(
+        return warning(
             f"LD_LIBRARY_PATH or LD_PRELOAD has another CUDA, cuDNN or NCCL: {some(software.searched, 2)}",
             "extensions may load that one instead of torch's; cuDNN loads its parts by name "
             "(CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH), and ranks with different NCCLs can't talk",
@@ -231,7 +231,7 @@ def compiler(box: MachineFacts) -> CheckResult:
     if not box.software.uncompiled:
         return fine("a compiler and Python.h are there for torch.compile")
     planned = f", which {box.needs.recipe} sets" if box.needs.compiles else ""
-    return warn(
+    return warning(
         box.software.uncompiled,
         f"with compile.mode{planned} it says so and trains eagerly: slower",
         container="the images of this project have both: docker run trainer:torch2.9-cu128-train …",
@@ -247,7 +247,7 @@ def user_site(box: MachineFacts) -> CheckResult:
         return fine("no package comes from the user's own site-packages")
     ours = {name for stack in read_stacks().values() for name in stack.wheels}
     locked = [name for name in leaked if name in ours]
-    judge = bad if locked else warn
+    judge = bad if locked else warning
     return judge(
         f"{some(locked or leaked)} in ~/.local come before or beside the environment's",
         "pip install --user, or a home folder that is mounted into the container",
@@ -267,8 +267,8 @@ def path(box: MachineFacts) -> CheckResult:
     return fine("nothing hides an installed package")
 
 
-CHECKS = (
-    ("software.lock", lock),
+SOFTWARE_CHECKS = (
+    ("software.lock", locked_packages),
     ("software.cuda", cuda),
     ("software.compiler", compiler),
     ("software.user_site", user_site),

@@ -10,7 +10,7 @@ from trainer.commands.doctor.facts import (
     pod_volume,
     some,
     unavailable,
-    warn,
+    warning,
 )
 from trainer.config.sizes import GIB
 from trainer.observe.text import rough_size
@@ -55,7 +55,7 @@ def _room(box: MachineFacts, role: str) -> CheckResult:  # noqa: PLR0911
     folder, (what, remedies) = box.folders[role], _FOLDERS[role]
     where = f"{what} {folder.path}"
     if folder.error:
-        judge = warn if role == "cache" else bad
+        judge = warning if role == "cache" else bad
         return judge(f"{where}: {folder.error}", "nothing can be written there", **remedies)
     said = f"{where}: {rough_size(folder.free)} free on {folder.mount.kind or 'an unknown file system'}"
     if folder.speed is not None:
@@ -65,15 +65,15 @@ def _room(box: MachineFacts, role: str) -> CheckResult:  # noqa: PLR0911
         small = "checkpoints won't fit" if role != "cache" else "compiled code and copies of data won't fit"
         return bad(said, f"only {folder.files} more files fit" if few else small, **remedies)
     if folder.free < _LITTLE:
-        return warn(said, "a few checkpoints of a large model take that", **remedies)
+        return warning(said, "a few checkpoints of a large model take that", **remedies)
     if folder.mount.kind in _IN_MEMORY and role != "tmp":
-        return warn(
+        return warning(
             said, "it lies in memory: it counts against the limit, and is gone at the end", **remedies
         )
     if folder.mount.how == "container layer" and role == "run":
-        return warn(said, "it lies in the container's own layer: slow, and gone with it", **remedies)
+        return warning(said, "it lies in the container's own layer: slow, and gone with it", **remedies)
     if folder.speed is not None and folder.speed < _SLOW_WRITE:
-        return warn(
+        return warning(
             said, "checkpoints and logs wait for it: a slow disk, or one that is busy now", **remedies
         )
     return fine(said)
@@ -106,11 +106,13 @@ def caches(box: MachineFacts) -> CheckResult:
     if broken:
         name = broken[0].partition("=")[0]
         remedies = {**remedies, "slurm": "", "host": f"export {name}=/tmp/cache-$(id -u)"}
-        return warn(some(broken, 2), "code is compiled again in every run, or can't be compiled", **remedies)
+        return warning(
+            some(broken, 2), "code is compiled again in every run, or can't be compiled", **remedies
+        )
     remote = [folder for folder in box.caches.values() if folder.mount.kind in _NETWORK]
     if remote:
         why = "every compilation makes thousands of small files and locks there"
-        return warn(f"{remote[0].path} lies on {remote[0].mount.kind}", why, **remedies)
+        return warning(f"{remote[0].path} lies on {remote[0].mount.kind}", why, **remedies)
     return fine(f"{len(box.caches)} cache folders can be written")
 
 
@@ -145,18 +147,18 @@ def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         "host": f"trainer data pack {data.path} /local/disk/pack   (large files, not many small ones)",
     }
     if kind in _NETWORK or kind.startswith("fuse"):
-        return warn(said, "every image is a round trip over the network", **remedies)
+        return warning(said, "every image is a round trip over the network", **remedies)
     if how == "container layer":
-        return warn(said, "it was copied into the container: slow, and once for each", **remedies)
+        return warning(said, "it was copied into the container: slow, and once for each", **remedies)
     if kind in _IN_MEMORY:
-        return warn(said, "it lies in memory and counts against the limit", **remedies)
+        return warning(said, "it lies in memory and counts against the limit", **remedies)
     if 0 < data.reads < _FEW_READS:
         why = f"a loader worker that reads one image at a time gets no more than {data.reads:,.0f} per second"
-        return warn(said, why, **remedies)
+        return warning(said, why, **remedies)
     return fine(said)
 
 
-CHECKS = (
+STORAGE_CHECKS = (
     ("disk.run", run_folder),
     ("disk.cache", cache_folder),
     ("disk.tmp", tmp_folder),

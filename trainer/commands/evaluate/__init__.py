@@ -65,9 +65,9 @@ def add_parser(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.weights is None:
         options.what = str(_run_of(options.what))
-    from trainer.commands.evaluate.evaluate import evaluate_run
+    from trainer.commands.evaluate.evaluate import evaluate_and_print
 
-    return evaluate_run(options)
+    return evaluate_and_print(options)
 
 
 def _run_of(word: str) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from trainer.commands.evaluate.rank import RESULT, asked, measure
-from trainer.commands.evaluate.show import MOST_DRAWN, as_json, chart, lines
+from trainer.commands.evaluate.rank import RESULT, asked, measure_run
+from trainer.commands.evaluate.show import MOST_DRAWN, chart, evaluation_json, evaluation_lines
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.files import write_whole
@@ -23,7 +23,7 @@ _RANK = "trainer.commands.evaluate.rank"
 _GRACE_SECONDS = 5.0
 
 
-def evaluate_run(options: argparse.Namespace) -> int:
+def evaluate_and_print(options: argparse.Namespace) -> int:
     """Measures with as many ranks as requested, and prints the result.
 
     The metrics are those that training measures, to the last bit on the same device with the same threads,
@@ -51,7 +51,7 @@ def evaluate_run(options: argparse.Namespace) -> int:
         # Here: RANK and its like in the environment are somebody else's.
         os.environ.update(local.variables())
         device = torch.device("cuda", 0) if device_kind(opened.recipe) == "cuda" else torch.device("cpu")
-        told = measure(opened, World(0, 1, 0, device, None))
+        told = measure_run(opened, World(0, 1, 0, device, None))
     else:
         del opened
         with tempfile.TemporaryDirectory(prefix="trainer-evaluate-", ignore_cleanup_errors=True) as beside:
@@ -92,6 +92,6 @@ def _print(told: dict[str, Any], options: argparse.Namespace) -> None:
             write_whole(options.plot, chart(told["confusion"], told["classes"]))
         except OSError as error:
             raise BadInputError(f"--plot {options.plot}: can't be written ({error.strerror})") from error
-    print(as_json(told) if options.json else "\n".join(lines(told)))
+    print(evaluation_json(told) if options.json else "\n".join(evaluation_lines(told)))
     if options.plot is not None and not options.json:
         print(f"confusion matrix: {options.plot}")

@@ -12,7 +12,7 @@ _WORKERS = 2  # as in training, whose evaluations take two at most
 _TIMEOUT_SECONDS = 1800.0
 
 
-def measure(opened: Any, world: Any) -> dict[str, Any]:
+def measure_run(opened: Any, world: Any) -> dict[str, Any]:
     """Measures a model with all ranks, and returns the same result on each.
 
     Args:
@@ -84,7 +84,7 @@ def main(request: dict[str, Any]) -> int:
 
     opened = asked(request, trust=True)  # the command has looked
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
-        told = measure(opened, world)
+        told = measure_run(opened, world)
     if os.environ["RANK"] == "0":
         write_whole(Path(request["result"]), json.dumps(told))
     return 0

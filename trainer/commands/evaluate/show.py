@@ -16,14 +16,14 @@ MOST_DRAWN = 200  # classes in a picture, which is 6 MB then
 _CELL, _LETTER, _MOST_LETTERS = 18, 6, 20  # pixels of the picture; letters of a class's name
 
 
-def as_json(told: dict[str, Any]) -> str:
+def evaluation_json(told: dict[str, Any]) -> str:
     """Formats the whole result as JSON; values that aren't finite are null, as in a run's metrics."""
     metrics = {name: value if math.isfinite(value) else None for name, value in told["metrics"].items()}
     more = {"per_class": per_class(told["confusion"], told["classes"])} if "confusion" in told else {}
     return json.dumps({**told, "metrics": metrics, **more}, indent=1)
 
 
-def lines(told: dict[str, Any]) -> Iterator[str]:
+def evaluation_lines(told: dict[str, Any]) -> Iterator[str]:
     """Yields the lines of the table: metrics, then the details."""
     of = "" if told["set"] == MAIN_SET else f" of {told['set']}"
     yield f"{told['run']}: {told['weights']} on {told['samples']:,} samples{of}"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.submit import container
-from trainer.commands.submit.spec import JobSpec, Place
+from trainer.commands.submit.spec import JobPlace, JobSpec
 from trainer.config.recipe_file import override, read_recipe
 from trainer.errors import BadInputError
 
@@ -37,7 +37,7 @@ def _is_there(spec: JobSpec, key: str, path: str) -> bool:
     return "://" in path or path.startswith((*INSIDE, "hub:", "torchvision:"))
 
 
-def carried(spec: JobSpec, place: Place) -> JobSpec:
+def carried(spec: JobSpec, place: JobPlace) -> JobSpec:
     """Returns the job with mounts for its local paths, and with the paths inside the containers.
 
     Raises:
@@ -57,8 +57,8 @@ def carried(spec: JobSpec, place: Place) -> JobSpec:
             )
         if key == "checkpoint.folder" and not _seen(spec, here):
             raise BadInputError(
-                f"{key}={path}: containers don't see it; leave it out, or give one below {container.RUNS}, "
-                "which --runs mounts"
+                f"{key}={path}: containers don't see it; leave it out, or give one below "
+                f"{container.RUNS_MOUNT}, which --runs mounts"
             )
         if place != "slurm" and not here.exists():
             raise BadInputError(f"{key}={path}: no such file or folder here that could be mounted")
@@ -66,7 +66,7 @@ def carried(spec: JobSpec, place: Place) -> JobSpec:
         if seen := _seen(spec, here):
             there = seen
         elif key != "data.path":
-            there = f"{container.RECIPE}/{here.name}"
+            there = f"{container.RECIPE_MOUNT}/{here.name}"
             changes = {"files": {**spec.files, here.name: str(here)}}
         elif spec.data is None:
             folder = here.parent if here.is_file() else here
@@ -84,7 +84,7 @@ def carried(spec: JobSpec, place: Place) -> JobSpec:
 def _seen(spec: JobSpec, here: Path) -> str:
     """Returns the path of a file in a folder that is mounted anyway, or ""."""
     for folder, where in (
-        (spec.runs, container.RUNS),
+        (spec.runs, container.RUNS_MOUNT),
         (spec.data, container.DATA),
         (spec.cache, container.CACHE),
     ):

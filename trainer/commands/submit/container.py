@@ -11,10 +11,10 @@ from trainer.errors import BadInputError
 from trainer.host.environment import IMAGE_DIGEST
 
 DATA = "/data"
-RUNS = "/workspace/runs"
+RUNS_MOUNT = "/workspace/runs"
 CACHE = "/cache"
 # A recipe that is a file where the job was launched.
-RECIPE = "/recipe"
+RECIPE_MOUNT = "/recipe"
 # What the image writes to besides, as its root is read-only; torch.compile runs code from these.
 SCRATCH = {"tmp": "/tmp", "home": "/home/trainer"}
 
@@ -86,14 +86,14 @@ def scratch(spec: JobSpec) -> list[str]:
 
 def recipe_file(spec: JobSpec) -> str:
     """Returns the path of a local recipe inside the container, or ""."""
-    return f"{RECIPE}/{PurePosixPath(spec.recipe).name}" if spec.recipe_text is not None else ""
+    return f"{RECIPE_MOUNT}/{PurePosixPath(spec.recipe).name}" if spec.recipe_text is not None else ""
 
 
 def files(spec: JobSpec) -> list[tuple[Path, str]]:
     """Returns local files to mount, and the path of each inside the container."""
     there = recipe_file(spec)
     recipe = [(Path(spec.recipe).absolute(), there)] if there else []
-    return recipe + [(Path(file), f"{RECIPE}/{name}") for name, file in spec.files.items()]
+    return recipe + [(Path(file), f"{RECIPE_MOUNT}/{name}") for name, file in spec.files.items()]
 
 
 def words(spec: JobSpec) -> list[str]:

@@ -48,7 +48,7 @@ def render(spec: JobSpec, site: Site) -> str:
 
 def _mounts(spec: JobSpec) -> list[tuple[Path, str, bool]]:
     """Returns local folders and files, their paths inside the container, and whether they are writable."""
-    found = [(folder_of("docker", "runs", spec.runs), container.RUNS, True)]
+    found = [(folder_of("docker", "runs", spec.runs), container.RUNS_MOUNT, True)]
     if spec.data:
         found.append((folder_of("docker", "data", spec.data), container.DATA, False))
     if spec.cache:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainer.commands.submit.spec import OBJECT, ODD_NAME, Place, Site
+from trainer.commands.submit.spec import OBJECT, ODD_NAME, JobPlace, Site
 from trainer.config.redact import is_secret, redact_text
 from trainer.errors import BadInputError
 from trainer.host.files import read_bounded
@@ -13,7 +13,7 @@ CLUSTERS = ("kubernetes", "kubeflow")
 _LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=[^\s\"'\\$#`]*")
 
 
-def refuse_secret(name: str, value: str, place: Place, option: str = "") -> None:
+def refuse_secret(name: str, value: str, place: JobPlace, option: str = "") -> None:
     """Refuses a secret in plain text.
 
     Raises:

@@ -19,7 +19,7 @@ def render(spec: JobSpec, site: Site) -> str:
     return container.to_yaml(*with_site([*pods.beside(spec, site), *_train_job(spec, site)], site))
 
 
-def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:
+def _train_job(spec: JobSpec, site: Site) -> list[pods.KubernetesObject]:
     """Makes a TrainJob and a runtime of its own, because a TrainJob alone lacks most fields of a pod.
 
     The plugin sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in the

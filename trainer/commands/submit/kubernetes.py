@@ -19,8 +19,8 @@ def render(spec: JobSpec, site: Site) -> str:
     return container.to_yaml(*with_site(documents, site))
 
 
-def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
-    job: pods.Document = {
+def _job(spec: JobSpec, site: Site) -> list[pods.KubernetesObject]:
+    job: pods.KubernetesObject = {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": pods.metadata(spec, site),
@@ -44,7 +44,7 @@ def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
     return [service, job]
 
 
-def _job_set(spec: JobSpec, site: Site) -> list[pods.Document]:
+def _job_set(spec: JobSpec, site: Site) -> list[pods.KubernetesObject]:
     """Makes a JobSet; after a checkpoint each node resumes as in a Job."""
     # JobSet names pods <set>-<replicated job>-<job's index>-<pod's index>, in a domain of the set's name.
     template = _pod(spec, f"{spec.name}-node-0-0.{spec.name}")
@@ -58,7 +58,7 @@ def _job_set(spec: JobSpec, site: Site) -> list[pods.Document]:
     ]
 
 
-def _pod(spec: JobSpec, master: str) -> pods.Document:
+def _pod(spec: JobSpec, master: str) -> pods.KubernetesObject:
     if spec.nnodes == 1:
         return pods.pod(spec, "trainer")
     rendezvous: list[dict[str, Any]] = [

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from trainer.commands.submit import environment, slurm, sweep
 from trainer.commands.submit.carried import INSIDE, carried, local_paths
 from trainer.commands.submit.partition import check_partition, unseen_folders
-from trainer.commands.submit.places import PLACES
-from trainer.commands.submit.site_file import with_defaults
-from trainer.commands.submit.spec import OPTIONS, JobSpec, Place, Site, pinned
+from trainer.commands.submit.places import JOB_PLACES
+from trainer.commands.submit.site_file import with_site_defaults
+from trainer.commands.submit.spec import OPTIONS, JobPlace, JobSpec, Site, pinned
 from trainer.commands.submit.submit import check_here, submit
 from trainer.config.recipe_file import provisional, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
@@ -26,8 +26,8 @@ _RECIPE_FILES = (".yaml", ".yml", ".py")
 
 def launch_job(options: argparse.Namespace) -> int:
     """Runs `trainer submit`; returns 1 if the engine or cluster refused the job."""
-    place = cast(Place, options.place)
-    with_defaults(options, place)
+    place = cast(JobPlace, options.place)
+    with_site_defaults(options, place)
     given = {name: value for name, value in vars(options).items() if value is not None}
     site = _model(Site, {name: given[name] for name in Site.model_fields if name in given})
     _check_place(place, site)
@@ -44,7 +44,7 @@ def launch_job(options: argparse.Namespace) -> int:
     files = (
         [slurm.render_array(specs, site, spec.name)]
         if array
-        else [PLACES[place].render(one, site) for one in specs]
+        else [JOB_PLACES[place].render(one, site) for one in specs]
     )
     for one in specs:
         check_here(place, one)
@@ -71,7 +71,7 @@ def launch_job(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def job_fields(options: argparse.Namespace, place: Place) -> dict[str, Any]:
+def job_fields(options: argparse.Namespace, place: JobPlace) -> dict[str, Any]:
     """Returns the fields of the job that the options set.
 
     Raises:
@@ -92,7 +92,7 @@ def job_fields(options: argparse.Namespace, place: Place) -> dict[str, Any]:
     return {name: fields[name] for name in JobSpec.model_fields if fields.get(name) is not None}
 
 
-def _environment(options: argparse.Namespace, place: Place) -> dict[str, str]:
+def _environment(options: argparse.Namespace, place: JobPlace) -> dict[str, str]:
     """Returns the environment variables of a job; none may be a secret."""
     found = dict(map(_variable, options.env))
     for name, value in found.items():
@@ -104,7 +104,7 @@ def _environment(options: argparse.Namespace, place: Place) -> dict[str, str]:
     return found
 
 
-def _check_place(place: Place, site: Site) -> None:
+def _check_place(place: JobPlace, site: Site) -> None:
     """Refuses options that a place doesn't support.
 
     Raises:

@@ -38,7 +38,7 @@ def check_partition(spec: JobSpec, site: Site) -> None:
     except subprocess.TimeoutExpired:  # no slurmctld answers: sbatch will say so
         return
     if told.returncode == 0:
-        fits(spec, site, parsed(told.stdout))
+        check_nodes(spec, site, parsed(told.stdout))
 
 
 def unseen_folders(spec: JobSpec, site: Site, other: Mapping[str, str]) -> list[str]:
@@ -89,7 +89,7 @@ def _limit(text: str) -> int | None:
     return (days * 24 + hours) * 60 + minutes
 
 
-def fits(spec: JobSpec, site: Site, there: list[tuple[Node, bool]]) -> None:
+def check_nodes(spec: JobSpec, site: Site, there: list[tuple[Node, bool]]) -> None:
     """Compares a job with the nodes of a partition.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.submit.environment import from_secrets, refuse_secret
-from trainer.commands.submit.pods import Document
+from trainer.commands.submit.pods import KubernetesObject
 from trainer.commands.submit.spec import Site
 from trainer.config.redact import is_secret, redact_words
 from trainer.config.yaml_text import parse_documents
@@ -33,7 +33,7 @@ _POD = "Pod"
 _QUEUED = ("Job", "JobSet", "TrainJob")
 
 
-def with_site(documents: Sequence[Document], site: Site) -> list[Document]:
+def with_site(documents: Sequence[KubernetesObject], site: Site) -> list[KubernetesObject]:
     """Returns the objects of a job with the site's patches.
 
     Raises:
@@ -48,14 +48,14 @@ def with_site(documents: Sequence[Document], site: Site) -> list[Document]:
     return [_with_pods_resources(found, document) for document in found]
 
 
-def _of_options(documents: Sequence[Document], site: Site) -> list[Document]:
-    found: list[Document] = []
+def _of_options(documents: Sequence[KubernetesObject], site: Site) -> list[KubernetesObject]:
+    found: list[KubernetesObject] = []
     if site.queue:
         labels = {"kueue.x-k8s.io/queue-name": site.queue}
         found += [{"kind": kind, "metadata": {"labels": labels}} for kind in _QUEUED if _has(documents, kind)]
     if site.service_account:
         found.append({"kind": _POD, "spec": {"serviceAccountName": site.service_account}})
-    node: Document = {}
+    node: KubernetesObject = {}
     if site.env_from:
         node["envFrom"] = [{"secretRef": {"name": name}} for name in from_secrets(site)]
     if site.rdma:
@@ -67,11 +67,11 @@ def _of_options(documents: Sequence[Document], site: Site) -> list[Document]:
     return found
 
 
-def _has(documents: Sequence[Document], kind: str) -> bool:
+def _has(documents: Sequence[KubernetesObject], kind: str) -> bool:
     return any(document["kind"] == kind for document in documents)
 
 
-def _read(path: Path) -> list[Document]:
+def _read(path: Path) -> list[KubernetesObject]:
     try:
         documents = parse_documents(read_bounded(path).decode(), f"--patch {path}")
     except (OSError, UnicodeDecodeError) as error:
@@ -104,12 +104,14 @@ def _refuse_secrets(value: Any, where: str) -> None:
         _refuse_secrets(inside, where)
 
 
-def _patched(documents: list[Document], patch: Document, where: str) -> list[Document]:
+def _patched(
+    documents: list[KubernetesObject], patch: KubernetesObject, where: str
+) -> list[KubernetesObject]:
     """Returns the documents, the matching ones patched."""
     kind, named = patch["kind"], {"apiVersion", "kind"}
     change = {key: value for key, value in patch.items() if key not in named}
     metadata = change.get("metadata")
-    own: Document = metadata if isinstance(metadata, dict) else {}
+    own: KubernetesObject = metadata if isinstance(metadata, dict) else {}
     names = {key: own[key] for key in ("name", "namespace") if key in own}
     if not change or (set(change) == {"metadata"} and set(own) == set(names)):
         raise BadInputError(f"{where}: kind {kind} and nothing to change; give its spec or its metadata")
@@ -138,7 +140,7 @@ def _patched(documents: list[Document], patch: Document, where: str) -> list[Doc
     return found
 
 
-def _check_containers(documents: Sequence[Document], change: Document, where: str) -> None:
+def _check_containers(documents: Sequence[KubernetesObject], change: KubernetesObject, where: str) -> None:
     """Refuses a new container without an image: its name is a typo, and its pod wouldn't start."""
     spec = change.get("spec")
     given = spec.get("containers") if isinstance(spec, dict) else None
@@ -151,11 +153,11 @@ def _check_containers(documents: Sequence[Document], change: Document, where: st
             )
 
 
-def _containers(documents: Sequence[Document]) -> list[str]:
+def _containers(documents: Sequence[KubernetesObject]) -> list[str]:
     """Returns the names of the pods' containers."""
     found: list[str] = []
 
-    def look(template: Document) -> Document:
+    def look(template: KubernetesObject) -> KubernetesObject:
         found.extend(one["name"] for one in template["spec"]["containers"])
         return template
 
@@ -164,7 +166,7 @@ def _containers(documents: Sequence[Document]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _in_pods(value: Any, change: Callable[[Document], Document]) -> Any:
+def _in_pods(value: Any, change: Callable[[KubernetesObject], KubernetesObject]) -> Any:
     """Returns a document with each pod template replaced by `change` of it."""
     if isinstance(value, dict):
         if isinstance(value.get("spec"), dict) and "containers" in value["spec"]:
@@ -219,13 +221,15 @@ def _without_null(value: Any) -> Any:
     return value
 
 
-def _with_pods_resources(documents: Sequence[Document], document: Document) -> Document:
+def _with_pods_resources(
+    documents: Sequence[KubernetesObject], document: KubernetesObject
+) -> KubernetesObject:
     """Copies the runtime's resources to the TrainJob, which otherwise overrides them."""
     if document["kind"] != "TrainJob":
         return document
-    found: list[Document] = []
+    found: list[KubernetesObject] = []
 
-    def look(template: Document) -> Document:
+    def look(template: KubernetesObject) -> KubernetesObject:
         found.append(template["spec"]["containers"][0]["resources"])
         return template
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from trainer.commands.submit import docker, kubeflow, kubernetes, slurm
-from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 
 
 class How(NamedTuple):
@@ -21,7 +21,7 @@ class How(NamedTuple):
     render: Callable[[JobSpec, Site], str]
 
 
-PLACES: dict[Place, How] = {
+JOB_PLACES: dict[JobPlace, How] = {
     "docker": How("docker", ".sh", docker.render),
     "slurm": How("sbatch", ".sbatch", slurm.render),
     "kubernetes": How("kubectl", ".yaml", kubernetes.render),

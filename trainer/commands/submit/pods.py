@@ -8,7 +8,7 @@ from trainer.commands.submit import container
 from trainer.commands.submit.spec import NO_USER, JobSpec, Site, claim_of
 from trainer.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, BadInputError
 
-Document = dict[str, Any]
+KubernetesObject = dict[str, Any]
 
 # Of a launcher that failed (code 1 or 76): all nodes may do so that often before the job has failed.
 RETRIES = 2
@@ -21,7 +21,7 @@ def labels(spec: JobSpec) -> dict[str, str]:
     return {"app.kubernetes.io/name": "trainer", "app.kubernetes.io/instance": spec.name}
 
 
-def metadata(spec: JobSpec, site: Site) -> Document:
+def metadata(spec: JobSpec, site: Site) -> KubernetesObject:
     """Returns name, namespace and labels of an object of the job."""
     return {"name": spec.name, "namespace": site.namespace, "labels": labels(spec)}
 
@@ -29,9 +29,9 @@ def metadata(spec: JobSpec, site: Site) -> Document:
 def pod(
     spec: JobSpec,
     name: str,
-    environment: Sequence[Document] = (),
-    ports: Sequence[Document] = (),
-) -> Document:
+    environment: Sequence[KubernetesObject] = (),
+    ports: Sequence[KubernetesObject] = (),
+) -> KubernetesObject:
     """Returns the template of a node's pod.
 
     Args:
@@ -97,7 +97,7 @@ def pod(
     return {"metadata": {"labels": labels(spec)}, "spec": fields}
 
 
-def _user(spec: JobSpec) -> Document:
+def _user(spec: JobSpec) -> KubernetesObject:
     """Returns UID, GID and the volumes' group; nothing where the namespace sets them, as OpenShift's do.
 
     Raises:
@@ -113,7 +113,7 @@ def _user(spec: JobSpec) -> Document:
     return {"runAsUser": user, "runAsGroup": group, "fsGroup": group}
 
 
-def resources(spec: JobSpec) -> Document:
+def resources(spec: JobSpec) -> KubernetesObject:
     """Returns requests that equal the limits, so that the pod isn't evicted for others' use."""
     wanted = {"cpu": str(spec.cpus_per_node), "memory": f"{spec.memory_gib}Gi"}
     if spec.gpus_per_node:
@@ -121,11 +121,11 @@ def resources(spec: JobSpec) -> Document:
     return {"requests": wanted, "limits": wanted}
 
 
-def job_spec(spec: JobSpec, template: Document, retries: int) -> Document:
+def job_spec(spec: JobSpec, template: KubernetesObject, retries: int) -> KubernetesObject:
     """Returns the spec of an Indexed Job with a pod for each node."""
     name = template["spec"]["containers"][0]["name"]
 
-    def on_code(action: str, code: int) -> Document:
+    def on_code(action: str, code: int) -> KubernetesObject:
         codes = {"containerName": name, "operator": "In", "values": [code]}
         return {"action": action, "onExitCodes": codes}
 
@@ -149,7 +149,7 @@ def job_spec(spec: JobSpec, template: Document, retries: int) -> Document:
     }
 
 
-def job_set(spec: JobSpec, template: Document, **metadata: Any) -> Document:
+def job_set(spec: JobSpec, template: KubernetesObject, **metadata: Any) -> KubernetesObject:
     """Returns the spec of a JobSet, in which all nodes restart together when one fails.
 
     Args:
@@ -166,12 +166,12 @@ def job_set(spec: JobSpec, template: Document, **metadata: Any) -> Document:
     }
 
 
-def ports(spec: JobSpec) -> list[Document]:
+def ports(spec: JobSpec) -> list[KubernetesObject]:
     """Returns the fixed port of node 0; gloo and NCCL take any that the system gives."""
     return [{"name": "store", "containerPort": spec.port}]
 
 
-def beside(spec: JobSpec, site: Site) -> list[Document]:
+def beside(spec: JobSpec, site: Site) -> list[KubernetesObject]:
     """Returns the objects beside a job: the recipe's text; a NetworkPolicy for the rendezvous."""
     documents = []
     if spec.recipe_text is not None:
@@ -200,16 +200,16 @@ def beside(spec: JobSpec, site: Site) -> list[Document]:
     return documents
 
 
-def _volumes(spec: JobSpec) -> tuple[list[Document], list[Document]]:
+def _volumes(spec: JobSpec) -> tuple[list[KubernetesObject], list[KubernetesObject]]:
     """Returns volumes and their mounts."""
-    volumes: list[Document] = []
-    mounts: list[Document] = []
+    volumes: list[KubernetesObject] = []
+    mounts: list[KubernetesObject] = []
 
-    def add(name: str, where: str, source: Document, **more: Any) -> None:
+    def add(name: str, where: str, source: KubernetesObject, **more: Any) -> None:
         volumes.append({"name": name, **source})
         mounts.append({"name": name, "mountPath": where, **more})
 
-    def claim(what: str, where: str, **more: Any) -> Document:
+    def claim(what: str, where: str, **more: Any) -> KubernetesObject:
         return {"persistentVolumeClaim": {"claimName": claim_of("Kubernetes", what, where), **more}}
 
     shm = {"medium": "Memory", "sizeLimit": f"{spec.shm_gib}Gi"}
@@ -220,9 +220,9 @@ def _volumes(spec: JobSpec) -> tuple[list[Document], list[Document]]:
         add("cache", container.CACHE, claim("cache", spec.cache))
     else:
         add("cache", container.CACHE, {"emptyDir": {}})
-    add("runs", container.RUNS, claim("runs", spec.runs))
+    add("runs", container.RUNS_MOUNT, claim("runs", spec.runs))
     if spec.data:
         add("data", container.DATA, claim("data", spec.data, readOnly=True), readOnly=True)
     if spec.recipe_text is not None:
-        add("recipe", container.RECIPE, {"configMap": {"name": spec.name}}, readOnly=True)
+        add("recipe", container.RECIPE_MOUNT, {"configMap": {"name": spec.name}}, readOnly=True)
     return volumes, mounts

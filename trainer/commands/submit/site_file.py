@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictInt
 
-from trainer.commands.submit.spec import OPTIONS, Place
+from trainer.commands.submit.spec import OPTIONS, JobPlace
 from trainer.config.redact import redact
 from trainer.config.section import Section, validated
 from trainer.config.yaml_text import in_yaml, parse_yaml
@@ -84,7 +84,7 @@ class SiteFile(Section):
     kubeflow: _Cluster = Field(default_factory=_Cluster)
 
 
-def with_defaults(options: argparse.Namespace, place: Place) -> None:
+def with_site_defaults(options: argparse.Namespace, place: JobPlace) -> None:
     """Fills in the site's defaults where the command line has none, and prints which on stderr.
 
     For lists (patches, options of sbatch, variables), the command line's entries follow the file's.

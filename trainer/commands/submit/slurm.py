@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.commands.submit.container import CACHE, DATA, RUNS, files, words
+from trainer.commands.submit.container import CACHE, DATA, RUNS_MOUNT, files, words
 from trainer.commands.submit.environment import from_files
 from trainer.commands.submit.spec import JobSpec, Site, folder_of
 from trainer.errors import BadInputError
@@ -237,7 +237,7 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     srun = ["srun", f"--nodes={spec.nnodes}", "--ntasks-per-node=1", cpus, "--kill-on-bad-exit=0", *ends]
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
-    mounts = [f"{runs}:{RUNS}"]
+    mounts = [f"{runs}:{RUNS_MOUNT}"]
     mounts += [f"{file}:{there}:ro" for file, there in files(spec)]
     if spec.data is not None:
         mounts.append(f"{folder_of('slurm', 'data', spec.data)}:{DATA}:ro")

@@ -44,7 +44,7 @@ _RDMA = re.compile(
 NO_USER = "none"
 _USER = re.compile(rf"\d+:\d+|{NO_USER}")
 
-Place = Literal["docker", "slurm", "kubernetes", "kubeflow"]
+JobPlace = Literal["docker", "slurm", "kubernetes", "kubeflow"]
 
 
 def minutes_of(text: str) -> int:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.submit import docker
-from trainer.commands.submit.places import PLACES
-from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.commands.submit.places import JOB_PLACES
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.gpus import host_gpus
 
 
-def check_here(place: Place, spec: JobSpec) -> None:
+def check_here(place: JobPlace, spec: JobSpec) -> None:
     """Checks on this machine what can be known before the job is submitted.
 
     Raises:
@@ -32,13 +32,13 @@ def check_here(place: Place, spec: JobSpec) -> None:
         raise BadInputError(f"--gpus-per-node {spec.gpus_per_node}: nvidia-smi shows {len(gpus)}")
 
 
-def submit(place: Place, spec: JobSpec, site: Site, text: str) -> int:
+def submit(place: JobPlace, spec: JobSpec, site: Site, text: str) -> int:
     """Writes the job's file, submits it, and prints how to follow and stop the job.
 
     Raises:
         BadInputError: If the tool for it isn't on PATH.
     """
-    tool, ending, _ = PLACES[place]
+    tool, ending, _ = JOB_PLACES[place]
     if shutil.which(tool) is None:
         raise BadInputError(f"no {tool} on PATH, which --on {place} needs; --dry-run prints the file instead")
     file = job_folder(spec) / f"{spec.name}{ending}"
@@ -91,14 +91,14 @@ def _write(file: Path, text: str) -> None:
         raise BadInputError(f"{file}: can't be written ({error.strerror}); give another --runs") from error
 
 
-def _submits(place: Place, spec: JobSpec, site: Site, file: Path) -> list[str]:
+def _submits(place: JobPlace, spec: JobSpec, site: Site, file: Path) -> list[str]:
     if place == "docker":
         return docker.run_line(spec, site)
     return ["sbatch", str(file)] if place == "slurm" else ["kubectl", "apply", "--filename", str(file)]
 
 
 def _afterwards(
-    place: Place, spec: JobSpec, site: Site, file: Path, text: str, said: str
+    place: JobPlace, spec: JobSpec, site: Site, file: Path, text: str, said: str
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Returns the commands that follow the log, and that stop the job with a checkpoint."""
     if place == "docker":

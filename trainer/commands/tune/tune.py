@@ -22,9 +22,9 @@ from trainer.observe.console import warn
 from trainer.train.components.loading import settings_to_try
 from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.start.local_ranks import plan_local_ranks
-from trainer.train.start.tune.auto import KEY, because, find, summary, used
+from trainer.train.start.tune.auto import KEY, because, choice_line, find, used
 from trainer.train.start.tune.job import Interrupted, Job, run_probe, time_loading
-from trainer.train.start.tune.search import Probe, ProbeFailed, fastest, sizes_of
+from trainer.train.start.tune.search import Probe, ProbeFailed, fastest, micro_batch_sizes
 from trainer.train.start.tune.tuned import (
     TunedData,
     check_tuned,
@@ -93,7 +93,7 @@ def _check(job: Job) -> int:
 
 
 def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
-    sizes, began = sizes_of(job.recipe, job.ranks), time.monotonic()
+    sizes, began = micro_batch_sizes(job.recipe, job.ranks), time.monotonic()
     if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):  # before minutes are spent
         raise BadInputError(f"--out {out}: can't be written; give a file in a folder that can be")
     kind, console = device_kind(job.recipe), Console()
@@ -110,7 +110,7 @@ def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
 
     with console.status("probing"):
         chosen, found = find(job, show)
-    print(summary(chosen, found, job))
+    print(choice_line(chosen, found, job))
     recipe = load_recipe(name, [*settings, f"{KEY}={chosen.micro_batch_size}"])
     with console.status("timing the loader"):
         left = job.budget_seconds - (time.monotonic() - began)

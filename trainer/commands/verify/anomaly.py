@@ -4,7 +4,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.folder import Damaged, Unreadable, read
 from trainer.checkpoint.store import listing
 from trainer.commands.verify.recorded import Recorded, parts_of, read_recorded
@@ -64,6 +64,6 @@ def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:
             read(entry.path)
         except (Damaged, Unreadable):
             continue
-        copy_folder(entry.path, folder / FOLDER / entry.path.name)
+        copy_folder(entry.path, folder / CHECKPOINTS / entry.path.name)
         return entry.step
     return 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.folder import odd_weights
 from trainer.checkpoint.store import listing
 from trainer.commands.verify.recorded import Recorded, kept_attempts, trained_by
@@ -75,9 +75,9 @@ def _of_checkpoints(run: Recorded) -> Iterator[str]:
     try:
         for entry in listing(checkpoints_of(run.path), verify=True):
             if entry.problem is not None:
-                yield f"{FOLDER}/{entry.path.name}: {entry.problem}"
+                yield f"{CHECKPOINTS}/{entry.path.name}: {entry.problem}"
     except OSError as error:
-        yield f"{FOLDER} can't be read ({error.strerror})"
+        yield f"{CHECKPOINTS} can't be read ({error.strerror})"
     except BadInputError as error:
         yield str(error)
 

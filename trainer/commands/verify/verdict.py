@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from trainer.checkpoint.folder import odd_weights
 from trainer.commands.verify.recorded import Recorded, Segment
-from trainer.observe.checksums import ChecksumRow, Difference
+from trainer.observe.checksums import ChecksumRow, FirstDifference
 from trainer.train.provenance import file_hash
 
 _SHOWN = 3
@@ -94,7 +94,7 @@ def identical(
 
 def different(
     run: Recorded,
-    found: Difference | None,
+    found: FirstDifference | None,
     weights: Sequence[str],
     here: Sequence[str],
     odd: Sequence[str] = (),

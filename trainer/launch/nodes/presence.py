@@ -28,7 +28,7 @@ from trainer.launch.exit_record import ExitRecord
 from trainer.observe.text import plain
 
 BEAT_SECONDS = 1.0
-POLL_SECONDS = 0.5
+PRESENCE_POLL_SECONDS = 0.5
 # So long a launcher may be silent until its node is taken to be gone; and until another may take its place.
 SILENT_SECONDS, ALIVE_SECONDS = 30.0, 5.0
 _CLOSE_SECONDS = 5.0
@@ -155,7 +155,7 @@ class Presence:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._wake.wait(POLL_SECONDS)
+            self._wake.wait(PRESENCE_POLL_SECONDS)
             self._wake.clear()
             self.turn()
         if not self._keep and self._said is not None:
@@ -198,7 +198,7 @@ class Presence:
 
     def _look(self) -> None:
         now = time.monotonic()
-        since = min(now - self._looked, 2 * POLL_SECONDS)
+        since = min(now - self._looked, 2 * PRESENCE_POLL_SECONDS)
         matches = (_NAME.fullmatch(name) for name in names(self.folder))
         listed = {found[0] for found in islice(filter(None, matches), _MOST_FILES)}
         seen = {}

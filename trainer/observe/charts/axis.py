@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from trainer.config.sizes import GIB, KIB, MIB, TIB
 from trainer.observe.text import number
 
-Kind = Literal["number", "count", "si", "share", "bytes"]
+AxisKind = Literal["number", "count", "si", "share", "bytes"]
 # A range that spans this factor is shown on a logarithmic axis, where that is possible.
 _WIDE = 20.0
 # A share above all of it by so little is measured so: a clock, or the rounding of a mean.
@@ -56,7 +56,12 @@ class Axis(NamedTuple):
 
 
 def make_axis(
-    low: float, high: float, kind: Kind = "number", unit: str = "", zero: bool = False, may_log: bool = False
+    low: float,
+    high: float,
+    kind: AxisKind = "number",
+    unit: str = "",
+    zero: bool = False,
+    may_log: bool = False,
 ) -> Axis:
     """Makes an axis for a range, with round ticks.
 
@@ -103,7 +108,7 @@ def _tick(value: float, decimals: int) -> str:
     return f"{value:,.{decimals}f}".replace("-", "\u2212")
 
 
-def _unit(kind: Kind, largest: float) -> tuple[float, str]:
+def _unit(kind: AxisKind, largest: float) -> tuple[float, str]:
     if kind == "share":
         return 0.01, "%"
     if kind == "number":

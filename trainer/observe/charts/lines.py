@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from trainer.observe.charts.axis import Axis, Kind, make_axis, step_axis
+from trainer.observe.charts.axis import Axis, AxisKind, make_axis, step_axis
 from trainer.observe.charts.thin import Cell, Point, thinned
 from trainer.observe.text import count, escaped, number, scaled, share, size
 
@@ -57,7 +57,7 @@ def line(name: str, points: Sequence[Point], figure: str, look: int = 0) -> Line
     return Line(name, [(point.step, point.cells[figure]) for point in found], look)
 
 
-def written(value: float, kind: Kind, unit: str) -> str:
+def written(value: float, kind: AxisKind, unit: str) -> str:
     """Formats a value for the label of a curve."""
     texts: dict[str, Callable[[], str]] = {
         "share": lambda: share(value),
@@ -72,7 +72,7 @@ def line_chart(
     title: str,
     lines: Sequence[Line],
     last: int,
-    kind: Kind = "number",
+    kind: AxisKind = "number",
     unit: str = "",
     zero: bool = False,
     may_log: bool = False,
@@ -117,7 +117,7 @@ def line_chart(
     return figure_of(title, parts, ", ".join(notes), key, f"{title}. {told}")
 
 
-def _told(one: Line, kind: Kind, unit: str) -> str:
+def _told(one: Line, kind: AxisKind, unit: str) -> str:
     drawn = one.drawn
     first, end = drawn[0], drawn[-1]
     low, high = min(cell.low for _, cell in drawn), max(cell.high for _, cell in drawn)

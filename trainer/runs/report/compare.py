@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from trainer.observe.charts.axis import Kind as Scale
+from trainer.observe.charts.axis import AxisKind as Scale
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import thinned
 from trainer.observe.text import DASH, plain

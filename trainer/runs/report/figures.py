@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeGuard
 
-from trainer.observe.charts.axis import Kind as Scale
+from trainer.observe.charts.axis import AxisKind as Scale
 from trainer.observe.charts.thin import Cell, Point
 from trainer.observe.text import count, duration, number, plain, scaled, share, size
 from trainer.runs.report.phases import PHASES_EXPLAINED

@@ -129,7 +129,7 @@ class RecordedRun:
     unreadable: int = 0
 
 
-def read_recorded(folder: Path) -> RecordedRun:
+def read_recorded_run(folder: Path) -> RecordedRun:
     """Reads a run folder, in one pass and in bounded memory.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from markupsafe import Markup
 
 from trainer.host.files import oddity, read_inside
-from trainer.observe.charts.axis import Kind
+from trainer.observe.charts.axis import AxisKind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.text import DASH, count, size
 from trainer.runs.report.figures import end_step, metric_scale, metrics, over_rows, sets, totals
@@ -19,7 +19,7 @@ _PICTURE_BYTES = 4 << 20  # of all pictures on a page
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 # Charts: title, how values are written, unit, and curves by name; what comes after "limit:" isn't passed.
-_Chart = tuple[str, Kind, str, dict[str, str]]
+_Chart = tuple[str, AxisKind, str, dict[str, str]]
 _THROUGHPUT: tuple[_Chart, ...] = (
     ("Samples", "count", "samples/s", {"": "samples_per_s"}),
     ("Tokens", "count", "tokens/s", {"": "tokens_per_s"}),

@@ -10,7 +10,7 @@ from trainer.host.here import shown
 from trainer.host.latest import MANIFEST
 from trainer.observe.console import warn
 from trainer.observe.text import plain
-from trainer.runs.report.read import read_recorded
+from trainer.runs.report.read import read_recorded_run
 
 NAME = "report.html"
 _RUNS = 14  # seven colors, drawn through and dashed
@@ -29,7 +29,7 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
     from trainer.runs.report.page import page  # brings jinja2, which a start needn't wait for
 
     try:
-        text = page([read_recorded(folder) for folder in folders])
+        text = page([read_recorded_run(folder) for folder in folders])
     except RecursionError as error:
         raise BadInputError(f"{folders[0]}: its manifest is nested too deeply; bring it back") from error
     try:

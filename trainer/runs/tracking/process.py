@@ -22,7 +22,7 @@ from trainer.host.files import read_bounded, write_whole
 from trainer.launch.worker import die_with_parent
 from trainer.runs.tracking.tracker import tracker_class
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _ROWS = 1000  # that wait here; further ones wait at the rank
 _BATCH = 200  # rows at a time
 _LINE = 1 << 16  # bytes of a log's
@@ -177,7 +177,7 @@ def _send(name: str, about: Mapping[str, Any], told: TextIO) -> None:
     tell(closed=True)
 
 
-def _tried(call: Callable[[], T], inbox: _Inbox, tell: Callable[..., None], last: bool = True) -> T:
+def _tried(call: Callable[[], _T], inbox: _Inbox, tell: Callable[..., None], last: bool = True) -> _T:
     """Calls it until it works, but not long; once the run is over, not again.
 
     Args:

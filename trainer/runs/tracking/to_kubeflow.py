@@ -64,7 +64,7 @@ class ToKubeflow:
         left = None
         if self._step > self._first:
             left = seconds_left(self._steps, self._step, self._first, self._sent - self._began)
-        body = status_of(self._step, self._steps, left, self._metrics, time.time(), finished)
+        body = trainer_status(self._step, self._steps, left, self._metrics, time.time(), finished)
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(_TOKEN):  # read anew: it is replaced each hour
             headers["Authorization"] = f"Bearer {Path(token).read_text().strip()}"
@@ -76,7 +76,7 @@ class ToKubeflow:
             pass
 
 
-def status_of(
+def trainer_status(
     step: int, steps: int, left: float | None, metrics: Mapping[str, float], now: float, finished: bool
 ) -> dict[str, Any]:
     """Returns the status in the controller's format.

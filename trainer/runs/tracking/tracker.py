@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from trainer.config.registry import named
-from trainer.config.sinks import FILES, SINKS, TRACKERS, plugged_sinks
+from trainer.config.sinks import FILE_SINKS, SINKS, TRACKERS, plugged_sinks
 from trainer.errors import BadInputError
 from trainer.observe.rows import tag
 
-METHODS = ("open", "log", "close")
+TRACKER_METHODS = ("open", "log", "close")
 _REACH_S = 5.0  # for the answer of a server before the training
 
 
@@ -84,10 +84,10 @@ def plugged(name: str) -> Callable[..., object] | None:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInputError(f"log.to: {name} ({entry.value}) can't be loaded ({why})") from error
     if inspect.isclass(found):
-        if lacking := [method for method in METHODS if not callable(getattr(found, method, None))]:
+        if lacking := [method for method in TRACKER_METHODS if not callable(getattr(found, method, None))]:
             raise BadInputError(
                 f"log.to: {name} ({entry.value}) has no {', '.join(lacking)}; a tracker has "
-                f"{', '.join(METHODS)}"
+                f"{', '.join(TRACKER_METHODS)}"
             )
         return None
     if not callable(found):
@@ -117,7 +117,7 @@ def trackers_of(names: Sequence[str]) -> list[str]:
                 f'log.to={name}: {package} is not installed; run make venv GROUPS="train {name}", or '
                 f"pip install {package}"
             )
-    brought = plugged_sinks() if {*names} - {*FILES, *TRACKERS} else {}
+    brought = plugged_sinks() if {*names} - {*FILE_SINKS, *TRACKERS} else {}
     return [one for one in names if one in TRACKERS or (one in brought and plugged(one) is None)]
 
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from trainer.checkpoint import FOLDER
+from trainer.checkpoint import CHECKPOINTS
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, is_sharded
 from trainer.distributed.sharding import own_rows, weights
@@ -230,7 +230,7 @@ def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: b
     state = 0 if own_optimizer else bytes_of_moments(recipe.optim, model)
     final = whole * (2 if recipe.ema.decay else 1)
     place, saved = checkpoints_of(folder), kept * (whole + average + state)
-    ours, inside = [*folder.glob("*.safetensors")], place == folder / FOLDER
+    ours, inside = [*folder.glob("*.safetensors")], place == folder / CHECKPOINTS
     if not inside:
         _check_room(place, [*place.rglob("*")], saved, more, "checkpoint.folder")
     ours, saved = ([*ours, *place.rglob("*")], saved) if inside else (ours, 0)

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import GIB, MIB
-from trainer.distributed.overlap import names_of, sharing
+from trainer.distributed.overlap import first_names, sharing
 from trainer.distributed.parallel import World, check_agreement, is_sharded, words_of_ranks
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
@@ -96,7 +96,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     model = model.to(device=home, memory_format=layout)  # type: ignore[call-overload]
     if apart := [group for group in together if group not in sharing(dict(model.named_parameters()))]:
         notes.append(
-            f"{names_of(apart)} share memory no more: torch moves each by itself to the {home.type} or to "
+            f"{first_names(apart)} share memory no more: torch moves each by itself to the {home.type} or to "
             "channels_last; give both modules one Parameter if they are to stay tied"
         )
     mend_pointwise(model)

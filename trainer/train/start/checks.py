@@ -1,6 +1,6 @@
 """Checks before a run starts, and where each runs: one list for the launcher, ranks without one, and `fit`.
 
-`CHECKS` run once it is decided how a run starts (`trainer.train.start.decision`). Where a rank runs them,
+`START_CHECKS` run once it is decided how a run starts (`decision`). Where a rank runs them,
 `places` says; a launcher is one on each host, and on node 0 the one of the job, too; `fit` is both. Ranks
 without a launcher look at their first start: a restart by torchrun goes on with what was found good.
 Besides them:
@@ -37,7 +37,7 @@ from trainer.train.options import Mode
 from trainer.train.start.decision import Decision, Resume
 from trainer.train.start.local_ranks import check_threads
 
-Place = Literal["job", "host"]  # one process of all; one on each host
+CheckPlace = Literal["job", "host"]  # one process of all; one on each host
 
 
 class Start(NamedTuple):
@@ -107,7 +107,7 @@ def _settings(start: Start) -> None:
         say(line)
 
 
-CHECKS: tuple[tuple[Place, Callable[[Start], None]], ...] = (
+START_CHECKS: tuple[tuple[CheckPlace, Callable[[Start], None]], ...] = (
     ("job", _own_check),
     ("job", _schedule),
     ("host", _files),
@@ -118,18 +118,18 @@ CHECKS: tuple[tuple[Place, Callable[[Start], None]], ...] = (
 )
 
 
-def places(variables: Mapping[str, str]) -> set[Place]:
+def places(variables: Mapping[str, str]) -> set[CheckPlace]:
     """Returns the places at which a rank runs the checks."""
-    found: dict[Place, str] = {"job": "RANK", "host": "LOCAL_RANK"}
+    found: dict[CheckPlace, str] = {"job": "RANK", "host": "LOCAL_RANK"}
     return {place for place, name in found.items() if variables.get(name, "0") == "0"}
 
 
-def check_start(start: Start, here: Set[Place]) -> None:
+def check_start(start: Start, here: Set[CheckPlace]) -> None:
     """Looks at what is to be looked at here.
 
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
-    for place, check in CHECKS:
+    for place, check in START_CHECKS:
         if place in here:
             check(start)

@@ -36,7 +36,7 @@ from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.options import TrainOptions
 from trainer.train.provenance import lock_hash
 from trainer.train.request import Request, as_json
-from trainer.train.start.checks import Place, Start, check_start, places, threads_line
+from trainer.train.start.checks import CheckPlace, Start, check_start, places, threads_line
 from trainer.train.start.decision import Decision, Finished, From, Resume, decide
 from trainer.train.start.local_ranks import plan_local_ranks
 from trainer.train.start.rank import train_rank
@@ -90,7 +90,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
             say(decision.line)
             return decision.code
         first = not (nodes and nodes.number)
-        here: set[Place] = {"job", "host"} if first else {"host"}
+        here: set[CheckPlace] = {"job", "host"} if first else {"host"}
         check_start(Start(recipe, task, wanted or RUNS, decision, options.set), here)
     begins = first and not isinstance(decision, Resume)
     begun_from = decision.checkpoint if isinstance(decision, From) else None

@@ -42,7 +42,7 @@ def chosen_setting(job: Job) -> str:
     """
     say(f"{KEY}=auto: training a few of each size, to see what fits")
     chosen, found = find(job, lambda _: None)
-    say(f"  {summary(chosen, found, job)}")
+    say(f"  {choice_line(chosen, found, job)}")
     return f"{KEY}={chosen.micro_batch_size}"
 
 
@@ -73,7 +73,7 @@ def find(job: Job, done: Callable[[Probe], object]) -> tuple[Probe, SizeSearchRe
     return found.chosen, found
 
 
-def summary(chosen: Probe, found: SizeSearchResult, job: Job) -> str:
+def choice_line(chosen: Probe, found: SizeSearchResult, job: Job) -> str:
     """The choice and why, as one line."""
     batch = job.recipe.data.global_batch_size
     steps = batch // (chosen.micro_batch_size * job.ranks)

@@ -25,8 +25,8 @@ from trainer.train.start.tune.search import (
     Probe,
     ProbeFailed,
     SizeSearchResult,
+    micro_batch_sizes,
     search,
-    sizes_of,
 )
 from trainer.train.start.tune.trial import probe_recipe
 
@@ -96,7 +96,7 @@ def choose(job: Job, done: Callable[[Probe], object]) -> SizeSearchResult:
             by_size = known[-1].seconds * size / known[-1].micro_batch_size
             return time.monotonic() - began + min(by_speed, by_size) <= job.budget_seconds
 
-        return search(sizes_of(job.recipe, job.ranks), one, affordable, MOST_PROBES)
+        return search(micro_batch_sizes(job.recipe, job.ranks), one, affordable, MOST_PROBES)
 
 
 def run_probe(

@@ -71,7 +71,7 @@ class SizeSearchResult:
     untried: list[int] = field(default_factory=list)
 
 
-def sizes_of(recipe: Recipe, ranks: int) -> list[int]:
+def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int]:
     """The micro-batches that keep the global batch by whole steps of accumulation, smallest first.
 
     Raises:
