@@ -97,7 +97,7 @@ def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
 
     `time/gc` and, if there was any, `time/compile` are seconds in the garbage collector and in torch.compile
     while training: not what is collected at the start or while compiling, nor what an evaluation compiles;
-    `cpu/starved` is the share of the wall's time for which the asking thread could have run and had no CPU.
+    `cpu/starved` is the fraction of the wall time for which the asking thread could have run and had no CPU.
     """
     collector, compiler = _Stopwatch(), _Stopwatch()
     asked, queued = time.perf_counter(), queued_ns()
