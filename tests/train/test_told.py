@@ -1,5 +1,6 @@
 """Promise: what fails leaves its report and says where; messages speak of what was typed, or of `fit`."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tests.helpers.small_task import Small
 from trainer import BadInputError, fit
 from trainer.runs.report.write import report_failure
+from trainer.train import summary
 
 
 class Failing:
@@ -52,3 +54,23 @@ def test_what_has_no_weight_decay_is_told_and_a_name_that_there_isnt_is_refused(
         fit(Small, {**few, "optim.no_decay": ["wieght"]}, out=tmp_path / "wrong")
     with pytest.raises(BadInputError, match=r"optim.no_decay: .*weigh?.*, now"):
         fit(Small, {**few, "optim.no_decay": ["*"]}, out=tmp_path / "run")
+
+
+def test_a_program_that_isnt_there_is_named_as_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the sources are run by `python -m trainer`; another `trainer` on PATH isn't this one."""
+    programs, others = tmp_path / "bin", tmp_path / "others"
+    for file in (programs / "python", others / "trainer", others / "tensorboard"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{others}")
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    assert summary._as_typed(programs / "trainer") == "python -m trainer"
+    assert summary._as_typed(programs / "tensorboard") == "python -m tensorboard.main"
+    (programs / "trainer").write_text("")
+    (programs / "trainer").chmod(0o755)
+    assert summary._as_typed(programs / "trainer") == "trainer"
+    monkeypatch.setenv("PATH", str(others))
+    assert summary._as_typed(programs / "trainer") == str(programs / "trainer")
