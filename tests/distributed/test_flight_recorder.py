@@ -214,7 +214,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 from tests.helpers import preloaded
-from trainer.distributed.flight_recorder import dump, parse
+from trainer.distributed.flight_recorder import dump_recorder, parse_dumps
 
 pipe, over = os.pipe(), os.pipe()
 child = os.fork()
@@ -226,9 +226,9 @@ dist.all_reduce(tensor)
 dist.barrier()
 if rank == 0:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
-    print(parse({0: dump(), 1: os.read(pipe[0], 1 << 16).decode()}), flush=True)
+    print(parse_dumps({0: dump_recorder(), 1: os.read(pipe[0], 1 << 16).decode()}), flush=True)
 else:
-    os.write(pipe[1], dump().encode())
+    os.write(pipe[1], dump_recorder().encode())
     os.close(over[1])
     os.read(over[0], 1)  # until rank 0 is gone: a peer that leaves first would end its all_reduce
 os._exit(0)

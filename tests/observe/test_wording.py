@@ -34,7 +34,15 @@ _COMMAND = re.compile(
 # Files of what `fit` never does: other commands, the launcher and its flags.
 NOT_OF_FIT = {
     *("pack.py", "tokenize.py", "encoders.py", "gpus.py", "rounds.py", "discover.py", "local_ranks.py"),
-    *("start.py", "fast_try.py", "model_of_run.py", "tuned.py", "formats.py", "follower.py", "trust_flag.py"),
+    *(
+        "resolve.py",
+        "fast_try.py",
+        "model_of_run.py",
+        "tuned.py",
+        "formats.py",
+        "follower.py",
+        "trust_flag.py",
+    ),
 }
 OTHERS = {
     *("--backend-store-uri", "--logdir", "--dereference", "--hard-dereference"),

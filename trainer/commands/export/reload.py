@@ -7,7 +7,6 @@ folder, for weights alone: they need the model that they belong to; the settings
 """
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -97,13 +96,14 @@ def _by_library(folder: Path) -> Callable[..., Any]:
     import torch
     import transformers
 
+    from trainer.host import strict_json
     from trainer.models.packed import documents
 
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     opens = transformers.AutoModelForCausalLM.from_pretrained
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
-        about = json.loads(adapter.read_text())
+        about = strict_json.parse(adapter.read_bytes())
         base = opens(about["base_model_name_or_path"], revision=about["revision"] or "main", dtype="float32")
         model = _with_adapter(base, folder, about)
     else:

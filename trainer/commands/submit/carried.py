@@ -5,20 +5,24 @@ from typing import Any
 
 from trainer.commands.submit import container
 from trainer.commands.submit.spec import JobPlace, JobSpec
+from trainer.config.models import HF
 from trainer.config.recipe_file import override, read_recipe
 from trainer.errors import BadInputError
 
 # What a container mounts or brings: it can't be read from here.
 INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
 # The keys that hold paths.
-PATHS = ("data.path", "data.cache", "model.pretrained", "task", "checkpoint.folder")
+PATHS = ("data.path", "data.cache", "model.pretrained", "language.tokenizer", "task", "checkpoint.folder")
+_MODEL = "model.name"
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
     """Returns the keys that name a path outside of every container, with that path."""
     unread = spec.recipe.startswith(INSIDE) and spec.recipe_text is None
     values = override({} if unread else read_recipe(spec.recipe), spec.all_settings())
-    found = {key: _value(values, key) for key in PATHS}
+    found = {key: _value(values, key) for key in (*PATHS, _MODEL)}
+    model = found[_MODEL].removeprefix(HF)  # a folder of the library transformers, or no path at all
+    found[_MODEL] = model if found[_MODEL].startswith(HF) and Path(model).absolute().is_dir() else ""
     return {key: path for key, path in found.items() if path and not _is_there(spec, key, path)}
 
 
@@ -77,7 +81,8 @@ def carried(spec: JobSpec, place: JobPlace) -> JobSpec:
                 f"{key}={path}: only --data {spec.data} is mounted; leave one of the two out, or give a path "
                 f"below {container.DATA}"
             )
-        spec = spec.model_copy(update={**changes, "settings": (*spec.settings, f"{key}={there}")})
+        value = f"{HF}{there}" if key == _MODEL else there
+        spec = spec.model_copy(update={**changes, "settings": (*spec.settings, f"{key}={value}")})
     return spec
 
 

@@ -19,6 +19,7 @@ from trainer.data.formats.text import Text, smallest_type
 from trainer.data.formats.turns import Counted, counted, turns
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
@@ -216,7 +217,7 @@ def _kept(file: Path) -> _Parts | None:
         return None
     try:
         with safe_open(file, framework="numpy") as opened:
-            about = json.loads((opened.metadata() or {})["about"])
+            about = strict_json.parse((opened.metadata() or {})["about"].encode())
             tokens, begins, counts = (opened.get_tensor(name) for name in ("tokens", "begins", "counts"))
         if about["sha256"] != _hash(tokens, begins, counts):
             raise ValueError("another hash")
