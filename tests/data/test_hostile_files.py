@@ -397,6 +397,15 @@ def test_offsets_of_arrow_that_lead_elsewhere_are_refused(tmp_path: Path, kind: 
         ArrowImages(tmp_path / "train", "image", "label")
 
 
+@pytest.mark.parametrize("said", [1 << 30, -1])
+def test_an_offset_between_others_is_looked_at(tmp_path: Path, said: int) -> None:
+    images = pyarrow.array([b"a" * _BYTES, b"a" * _BYTES])
+    labels = pyarrow.array(["c", "c"])
+    lie(save(tmp_path / "train", {"image": images, "label": labels}), _BYTES, said, "<i")
+    with pytest.raises(BadInputError, match="can't be read"):
+        ArrowImages(tmp_path / "train", "image", "label")
+
+
 @pytest.mark.parametrize("said", [1 << 20, 1 << 40, (1 << 63) - 1])
 def test_more_rows_than_an_arrow_file_has_are_refused(tmp_path: Path, said: int) -> None:
     columns = {
