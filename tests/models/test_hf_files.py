@@ -131,6 +131,17 @@ def test_what_older_versions_wrote_is_read(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+def test_an_embedding_that_is_stored_as_the_tied_head_is_read(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path)
+    safetensors.torch.save_model(made(family), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    assert "lm_head.weight" in stored(folder)
+    model = hf_model(f"hf/{folder}", PLACES)
+    load_initial(model, folder, None)
+    theirs = made(family).state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
+
+
 def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused(tmp_path: Path) -> None:
     folder = folder_of("gemma", tmp_path)
     state = stored(folder)

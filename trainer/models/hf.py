@@ -134,11 +134,13 @@ class HfLanguage(nn.Module):
                 head = name
             elif own in wanted or not legacy:
                 given[own] = name
-        if not given.keys() & wanted.keys():
-            raise BadInputError(f"{what} holds nothing of this model; give the files that belong together")
         embedding = getattr(self, self._body).get_input_embeddings().weight
         tied = next(name for name, one in wanted.items() if one is embedding)
-        if head and tied in given and not torch.equal(read(head), read(given[tied])):
+        if head and tied not in given:  # as safetensors' save_model() stores what is tied, under one name
+            given[tied], head = head, ""
+        if not given.keys() & wanted.keys():
+            raise BadInputError(f"{what} holds nothing of this model; give the files that belong together")
+        if head and not torch.equal(read(head), read(given[tied])):
             raise BadInputError(
                 f"{what}: {CONFIG} says tie_word_embeddings, and {head} has other values than {given[tied]}; "
                 "bring back the configuration that belongs to the weights"
