@@ -102,7 +102,9 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: ProfileKind | None = 
 
 
 def test_each_recipe_is_looked_at() -> None:
-    assert set(SMALLEST) == {file.stem for file in Path("trainer/recipes").glob("*.yaml")}
+    """But those that begin with somebody's weights, which aren't here."""
+    files = [file for file in Path("trainer/recipes").glob("*.yaml") if "name: hf/" not in file.read_text()]
+    assert set(SMALLEST) == {file.stem for file in files}
 
 
 # Seconds each, and what observes them goes the same ways as with others of their task.
