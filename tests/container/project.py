@@ -19,8 +19,13 @@ def copy_checkout(folder: Path, owner: int = OWNER, mode: int = 0o755) -> Path:
     """A copy of this checkout without what git ignores, owned by somebody."""
     if os.geteuid():
         pytest.skip("only root can give a checkout to somebody else")
-    ignored = (".git", ".venv", "runs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored), symlinks=True)
+    anywhere = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
+
+    def ignored(place: str, names: list[str]) -> set[str]:
+        own = {"runs", "build"} if Path(place) == ROOT else set()  # trainer/runs is a room
+        return anywhere(place, names) | own
+
+    shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True)
     for path in [folder, *folder.rglob("*")]:
         os.chown(path, owner, owner, follow_symlinks=False)
     folder.chmod(mode)
