@@ -67,11 +67,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # With torch 2.14 some backward passes start threads, and a process that has them can't fork ranks any
     # more: the tests that fork come first there.
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
-        items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "attempt"))
+        items.sort(key=lambda item: not _forks(getattr(item, "module", None)))
     # What a module's fixture makes is made once, not in each of pytest-xdist's workers.
     for item in items:
         if item.get_closest_marker("xdist_group") is None and _shares(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _forks(module: Any) -> bool:
+    """Whether a module has a helper that starts ranks by a fork."""
+    helpers = ("tests.helpers.forked", "tests.helpers.trained")
+    found = [] if module is None else list(vars(module).values())
+    return any(getattr(one, "__module__", None) in helpers for one in found)
 
 
 def _shares(item: pytest.Item) -> bool:
