@@ -76,7 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _forks(module: Any) -> bool:
     """Whether a module has a helper that starts ranks by a fork."""
-    helpers = ("tests.helpers.forked", "tests.helpers.trained")
+    helpers = {
+        f"tests.helpers.{name}" for name in ("forked", "trained", "hangs", "plugged", "poison", "probe_job")
+    }
     found = [] if module is None else list(vars(module).values())
     return any(getattr(one, "__module__", None) in helpers for one in found)
 
