@@ -90,3 +90,8 @@ def test_it_ends_after_so_many_tokens(capsys: pytest.CaptureFixture[str]) -> Non
 def test_nothing_said_is_one_line() -> None:
     with pytest.raises(BadInputError, match="give --prompt TEXT"):
         answered(Says(b"", END), Chat(), prompt=None)
+
+
+def test_another_tokenizer_is_refused() -> None:
+    with pytest.raises(BadInputError, match="a run on conversations has its own"):
+        answered(Says(b"", END), Chat(), tokenizer="bpe:nowhere")

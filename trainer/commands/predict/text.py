@@ -46,6 +46,8 @@ def _chat(
     """Prints an assistant's answer as it comes: one turn of a run on conversations."""
     if not options.prompt:
         raise BadInputError("a model of conversations answers: give --prompt TEXT, what a user says")
+    if options.tokenizer is not None:
+        raise BadInputError("--tokenizer: a run on conversations has its own; leave it out")
     try:
         text = chat.render([{"role": "user", "content": options.prompt}], generation_prompt=True)
     except ValueError as error:
