@@ -4,7 +4,6 @@ Rendered as `transformers` renders (jinja2's sandbox, whole lines of blocks take
 tokenizers do: the template writes what begins and ends a conversation, so the tokenizer adds nothing to it.
 """
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.data.formats.chat_template import Spans, compiled, unmarked
+from trainer.data.formats.encoders import one_line
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 from trainer.host.files import read_inside
@@ -122,7 +122,7 @@ class Chat(NamedTuple):
             BadInputError: If the tokenizer's rules fail on one.
         """
         for first in range(0, len(texts), _BATCH):
-            with _told(self.folder):
+            with one_line(str(self.folder / "tokenizer.json")):
                 batch = self.tokenizer.encode_batch(list(texts[first : first + _BATCH]))
             for one in batch:
                 offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
@@ -251,15 +251,3 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadInputError(f"{file}: isn't a JSON object")
     return found
-
-
-@contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise BadInputError(
-            f"{folder / 'tokenizer.json'}: its rules fail on a text ({first_line(error)}); use another"
-        ) from error

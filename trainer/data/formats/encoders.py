@@ -131,7 +131,7 @@ def _encode(
     batch: list[tuple[str, bool]], tokenizer: "Tokenizer", dtype: np.dtype[np.generic], end: bytes
 ) -> Iterator[bytes]:
     texts = [text for text, _ in batch]
-    with _told():
+    with one_line("--tokenizer"):
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     for encoding, (_, last) in zip(encodings, batch, strict=True):
         yield np.array(encoding.ids, dtype).tobytes()
@@ -140,7 +140,7 @@ def _encode(
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def one_line(what: str) -> Iterator[None]:
     """Says in one line that the library failed: it panics after 10^7 tries of a regular expression."""
     try:
         yield
@@ -148,7 +148,7 @@ def _told() -> Iterator[None]:
         raise
     except BaseException as error:
         raise BadInputError(
-            f"--tokenizer: its rules fail on a text ({first_line(error)}); use another tokenizer.json"
+            f"{what}: its rules fail on a text ({first_line(error)}); use another tokenizer.json"
         ) from error
 
 
@@ -172,7 +172,7 @@ def _harmless_cut(text: str, tokenizer: "Tokenizer") -> int:
     """A place after `PIECE` characters where both sides are encoded as they are together; 0 if none."""
 
     def ids(part: str) -> list[int]:
-        with _told():
+        with one_line("--tokenizer"):
             return list(tokenizer.encode(part, add_special_tokens=False).ids)
 
     found = _CUT.finditer(text, PIECE, len(text) - _AROUND)
