@@ -1,8 +1,9 @@
-"""CPU seconds from `trainer train digits` to the end of the first step, by phase, beside a plain script's.
+"""CPU seconds from `trainer train` to the end of the first step, by phase, beside a plain script's.
 
-The script imports the same libraries, reads the same digits and makes one step: by hand, so that it imports
-no more than the trainer does, and with torch's AdamW, as scripts are. Rounds take turns, so that what else
-the machine does meets all alike; CPU seconds are of user and system, of all processes.
+Kinds of runs: digits, a custom task with a hook, a timm model on a folder. The script imports the same
+libraries, reads the same data and makes one step: by hand, so that it imports no more than the trainer does.
+Rounds take turns, so that other load meets all alike; CPU seconds are of all processes, user and
+system.
 """
 
 import argparse
@@ -16,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED
 from trainer.observe.conditions import conditions
@@ -31,7 +35,6 @@ _LAUNCHER = {
 }
 _RANK = {
     "imported": "rank: interpreter, imports",
-    "data": "rank: data",
     "model": "rank: model, optimizer, loaders",
     "stepped": "rank: outputs, first step",
 }
@@ -57,12 +60,14 @@ class Start(NamedTuple):
         seconds: Of the clock, from the command to the end of the first step.
         modules: How many the launcher and the rank had imported.
         interpreters: How many were started; a fork isn't.
+        after: CPU seconds from there to the end of the run.
     """
 
     phases: dict[str, float]
     seconds: float
     modules: tuple[int, int]
     interpreters: int
+    after: float = 0.0
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
@@ -78,44 +83,110 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.set_defaults(run=lambda options: bench_start(options.rounds, options.target))
 
 
+class Kind(NamedTuple):
+    """A kind of run that is started.
+
+    Attributes:
+        words: Of `trainer train`.
+        script: Word of `start_plain.py` for a script with the same work.
+    """
+
+    words: tuple[str, ...]
+    script: str
+
+
+KINDS = {
+    "digits": Kind(("digits",), "digits"),
+    "a custom task with a hook": Kind(("mine.py", "hooks.use=[hook.py:Hook]"), "digits"),
+    "a timm model on a folder": Kind(
+        (
+            *("digits", "data.name=folder", "data.path=photographs", "data.image_size=64"),
+            *("data.global_batch_size=8", "data.micro_batch_size=8", "model.name=timm/resnet18"),
+        ),
+        "folder",
+    ),
+}
+
+
 def bench_start(rounds: int = 5, target: float = 1.2) -> int:
-    """Measures, prints a table and judges.
+    """Measures, prints tables and judges.
 
     Returns:
         0; 1 if a start takes more than `target` times the CPU seconds of the script that updates by hand.
     """
     print(f"{conditions()}\nCPU seconds, medians of {rounds} rounds in turns\n", flush=True)
-    starts, plain, usual, torchs, pairs, plain_pairs = [], [], [], [], [], []
-    for _ in range(rounds):
-        starts.append(one_start())
-        plain.append(cpu_seconds([_SCRIPT, "by-hand"]))
-        usual.append(cpu_seconds([_SCRIPT]))
-        torchs.append(cpu_seconds(["-c", "import torch"]))
-        pairs.append(two_ranks().seconds)
-        plain_pairs.append(cpu_seconds([_SCRIPT, "by-hand"]) + cpu_seconds([_SCRIPT, "by-hand"]))
-    print("| phase | CPU seconds |\n|---|---|")
-    for name in starts[0].phases:
-        print(f"| {name} | {statistics.median(start.phases[name] for start in starts):.2f} |")
-    totals = [sum(start.phases.values()) for start in starts]
-    found = {"to the first step": totals, "script": plain, "script with AdamW": usual, "import torch": torchs}
-    found |= {"two ranks, a whole run of one step": pairs, "the script twice": plain_pairs}
-    for name, seconds in found.items():
-        print(f"| {name} | {statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) |")
-    ratio = statistics.median(one / other for one, other in zip(totals, plain, strict=True))
-    launcher, rank = starts[0].modules
-    print(
-        f"\n{ratio:.2f} times the script (target: {target:g}); {launcher:,} modules in the launcher, "
-        f"{rank:,} in the rank; {statistics.median(start.seconds for start in starts):.1f} s of the clock"
+    starts: dict[str, list[Start]] = {name: [] for name in KINDS}
+    plain: dict[str, list[float]] = {name: [] for name in KINDS}
+    usual, torchs, pairs, plain_pairs = [], [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        for _ in range(rounds):
+            for name, kind in KINDS.items():
+                starts[name].append(one_start(kind, folder))
+                plain[name].append(cpu_seconds([_SCRIPT, kind.script], folder=folder))
+            usual.append(cpu_seconds([_SCRIPT, "digits", "adamw"]))
+            torchs.append(cpu_seconds(["-c", "import torch"]))
+            pairs.append(two_ranks().seconds)
+            plain_pairs.append(sum(cpu_seconds([_SCRIPT, "digits"]) for _ in range(2)))
+    print(f"| phase | {' | '.join(KINDS)} |\n|---{'|---' * len(KINDS)}|")
+    for phase in starts["digits"][0].phases:
+        cells = [f"{statistics.median(one.phases[phase] for one in starts[name]):.2f}" for name in KINDS]
+        print(f"| {phase} | {' | '.join(cells)} |")
+    totals = {name: [sum(one.phases.values()) for one in starts[name]] for name in KINDS}
+    for heading, found in (("to the first step", totals), ("script", plain)):
+        print(f"| **{heading}** | {' | '.join(_spread(found[name]) for name in KINDS)} |")
+    ratios = {
+        name: statistics.median(one / other for one, other in zip(totals[name], plain[name], strict=True))
+        for name in KINDS
+    }
+    print(f"| **ratio** (target: {target:g}) | {' | '.join(f'{ratio:.2f}' for ratio in ratios.values())} |")
+    after = [f"{statistics.median(one.after for one in starts[name]):.2f}" for name in KINDS]
+    print(f"| after it: evaluation, checkpoint, weights, report | {' | '.join(after)} |")
+    clock = [f"{statistics.median(one.seconds for one in starts[name]):.1f}" for name in KINDS]
+    print(f"| seconds of the clock to the first step | {' | '.join(clock)} |")
+    modules = ["{:,}, {:,}".format(*starts[name][0].modules) for name in KINDS]
+    print(f"| modules in the launcher, in the rank | {' | '.join(modules)} |")
+    print(f"| interpreters | {' | '.join(str(starts[name][0].interpreters) for name in KINDS)} |\n")
+    print("| digits | CPU seconds |\n|---|---|")
+    rest = {"script with torch's AdamW": usual, "import torch": torchs}
+    rest |= {"two ranks, a whole run of one step": pairs, "the script twice": plain_pairs}
+    for name, seconds in rest.items():
+        print(f"| {name} | {_spread(seconds)} |")
+    return EXIT_DONE if all(ratio <= target for ratio in ratios.values()) else EXIT_FAILED
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def prepare(folder: Path) -> None:
+    """Writes what the kinds of runs name: a task, a hook and photographs of two classes."""
+    subprocess.run(
+        [sys.executable, "-m", "trainer", "new", "mine.py"],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
-    return EXIT_DONE if ratio <= target else EXIT_FAILED
+    (folder / "hook.py").write_text("class Hook:\n    def after_step(self, row):\n        pass\n")
+    for number in range(24):
+        split = "train" if number < 16 else "val"
+        file = folder / "photographs" / split / f"class-{number % 2}" / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        values = np.random.default_rng(number).integers(0, 255, (160, 200, 3), dtype=np.uint8)
+        Image.fromarray(values).save(file)
 
 
-def one_start() -> Start:
-    """Starts `trainer train digits` for one step, and says where its CPU seconds went."""
+def one_start(kind: Kind = KINDS["digits"], where: str | None = None) -> Start:
+    """Starts a run of one step, and says where its CPU seconds went.
+
+    Args:
+        where: Working folder, with the files that `prepare` writes; None: this process's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        cpu_seconds(_words(folder), _marking(folder))
-        return read_marks(Path(folder, "marks").read_text().splitlines(), began)
+        whole = cpu_seconds(_words(folder, kind), _marking(folder), where)
+        found = read_marks(Path(folder, "marks").read_text().splitlines(), began)
+        return found._replace(after=whole - sum(found.phases.values()))
 
 
 class Pair(NamedTuple):
@@ -143,9 +214,9 @@ def two_ranks() -> Pair:
     return Pair(seconds, sum(mark[0] == "began" for mark in marks), imported)
 
 
-def _words(folder: str) -> list[str]:
+def _words(folder: str, kind: Kind = KINDS["digits"]) -> list[str]:
     settings = ["max_steps=1", "parallel.threads=1", "data.workers=0"]
-    return ["-m", "trainer", "train", "digits", "--quiet", "--out", str(Path(folder, "run")), *settings]
+    return ["-m", "trainer", "train", *kind.words, "--quiet", "--out", str(Path(folder, "run")), *settings]
 
 
 def _marking(folder: str) -> dict[str, str]:
@@ -177,9 +248,11 @@ def read_marks(lines: Sequence[str], began: float) -> Start:
     return Start(phases, last.clock - began, (mine["launched"].modules, last.modules), interpreters)
 
 
-def cpu_seconds(words: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> float:
-    """CPU seconds of a Python with these words, from its start to its end, and of what it started."""
-    process = subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
+def cpu_seconds(
+    words: Sequence[str], variables: Mapping[str, str] = MappingProxyType({}), folder: str | None = None
+) -> float:
+    """Returns the CPU seconds of a Python process with these words, and of its children."""
+    process = subprocess.Popen([sys.executable, *words], env={**os.environ, **variables}, cwd=folder)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

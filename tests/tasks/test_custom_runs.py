@@ -86,6 +86,43 @@ def test_it_resumes_to_the_same_bits(here: Path) -> None:
     assert whole == cut
 
 
+COUNTING = """
+
+{opened}
+with open(__file__ + ".loaded", "a") as file:
+    file.write("once\\n")
+
+
+class Counting(Spirals):
+    made = 0
+
+    def model(self):  # depends on what this object was called for before
+        self.made += 1
+        model = super().model()
+        for parameter in model.parameters():
+            parameter.data *= self.made
+        return model
+
+
+del Spirals
+"""
+
+
+def test_a_forked_rank_has_the_file_once_and_an_object_of_its_own(here: Path) -> None:
+    """The same bits as a rank in a new process, which a file that was left open needs."""
+    main(["new", "mine.py"])
+    task, weights = (here / "mine.py").read_text(), []
+    for name, opened, loaded in (("forked", "", 1), ("started", "HELD = open(__file__)", 2)):
+        (here / "mine.py.loaded").unlink(missing_ok=True)
+        (here / "mine.py").write_text(task + COUNTING.format(opened=opened))
+        words = ["train", "mine.py", "max_steps=6", "parallel.threads=1", "data.workers=0", "--out", name]
+        done = preloaded.run([sys.executable, "-m", "trainer", *words])
+        assert done.returncode == 0, done.stderr
+        assert len((here / "mine.py.loaded").read_text().split()) == loaded
+        weights.append((here / name / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
 def test_a_changed_file_is_another_task(here: Path) -> None:
     main(["new", "mine.py"])
     recipe = recipe_of(here / "mine.py", epochs=1, log={"to": ["jsonl"]}, parallel={"threads": 1})

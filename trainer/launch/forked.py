@@ -7,22 +7,55 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from runpy import run_module
+from typing import Any, NamedTuple
 
-# They have threads that a fork lacks and waits for.
-_UNFORKABLE = ("fsspec", "pyarrow", "wandb", "mlflow")
+# What a launcher hands to a rank that is a fork of it: a user's task, so that its file is run once.
+handed: list[Any] = []
 
 
-def can_fork() -> bool:
-    """Whether a fork of this process can replace a new process.
+class Footprint(NamedTuple):
+    """Resources of this process that a fork doesn't share safely with it.
 
-    That needs Linux, no other Python thread, and no library that breaks in a fork. The caller must not have
-    computed with several threads: OpenMP's don't survive a fork either.
+    Attributes:
+        threads: Native threads, those of OpenBLAS (which survives a fork) among them.
+        files: Open file descriptors, with what each is open on.
     """
+
+    threads: int
+    files: frozenset[tuple[str, str]]
+
+
+def footprint() -> Footprint:
+    """Returns the number of threads and the open files of this process; none where /proc lacks them."""
+    files = set[tuple[str, str]]()
+    with suppress(OSError):
+        for link in list(Path("/proc/self/fd").iterdir()):
+            with suppress(OSError):  # the descriptor that listed them is closed again
+                files.add((link.name, str(link.readlink())))
+        return Footprint(len(list(Path("/proc/self/task").iterdir())), frozenset(files))
+    return Footprint(0, frozenset())
+
+
+def can_fork(before: Footprint, *, files: bool) -> bool:
+    """True if a fork of this process can replace a new process.
+
+    That needs Linux, no other Python thread, and no native thread that was started since `before`: those of a
+    library are missing in a fork, and a call that waits for one hangs (OpenMP's, pyarrow's, a tracker's).
+
+    Args:
+        before: Footprint before any code was run that may start threads.
+        files: True to require, too, that no file was opened and left open since: LMDB's environments and
+            sockets belong to the process that opened them.
+    """
+    now = footprint()
     return (
         sys.platform == "linux"
         and threading.active_count() == 1
-        and not any(name in sys.modules for name in _UNFORKABLE)
+        and 0 < now.threads <= before.threads
+        and not (files and now.files - before.files)
     )
 
 

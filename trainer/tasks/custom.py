@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -29,6 +30,10 @@ class CustomTask(OwnMethods):
         """Tries its optimizer and scheduler, which `make` makes anew for a model; raises as `check`."""
         try_updates(self, make)
 
+    def anew(self) -> "CustomTask":
+        """Returns the task of a new object of the same class: what a trial left in the old one is gone."""
+        return _made(type(self._own), self._source, self.source_hash, self.hooks)
+
 
 def custom_task(path: Path) -> CustomTask:
     """Runs somebody's file and makes the task that it defines: the one class in it with a method `loss`.
@@ -54,13 +59,14 @@ def custom_task(path: Path) -> CustomTask:
         raise BadInputError(
             f"{path}: one class with the methods {', '.join(WANTED)} is wanted; found {names}"
         )
+    return _made(found[0], str(path), source_hash(path), getattr(module, "hooks", ()))
+
+
+def _made(kind: type, source: str, source_hash: str, hooks: Any) -> CustomTask:
     try:
-        own = found[0]()
+        own = kind()
     except Exception as error:
-        raise BadInputError(
-            f"{path}: {found[0].__name__}() raised {type(error).__name__}: {error}"
-        ) from error
-    task = CustomTask(own, str(path))
-    task.source_hash = source_hash(path)
-    task.hooks = getattr(module, "hooks", ())
+        raise BadInputError(f"{source}: {kind.__name__}() raised {type(error).__name__}: {error}") from error
+    task = CustomTask(own, source)
+    task.source_hash, task.hooks = source_hash, hooks
     return task

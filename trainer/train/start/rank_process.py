@@ -2,6 +2,7 @@
 
 import sys
 
+from trainer.launch.forked import handed
 from trainer.launch.worker import Worker
 
 
@@ -11,7 +12,7 @@ def main(folder: str) -> int:
         from trainer.train.request import from_json
         from trainer.train.start.rank import train_rank
 
-        worker.code = train_rank(from_json(worker.request))
+        worker.code = train_rank(from_json(worker.request), *(task.anew() for task in handed))
     return worker.exit_code
 
 

@@ -15,7 +15,7 @@ from trainer.config.section import config_hash
 from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.host.files import write_whole
 from trainer.host.here import folder_kept, from_here
-from trainer.launch.forked import can_fork
+from trainer.launch.forked import Footprint, can_fork, footprint, handed
 from trainer.launch.launcher import launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
@@ -32,6 +32,7 @@ from trainer.runs.folder import (
 from trainer.runs.manifest import Manifest, Pretrained, read_stored
 from trainer.runs.report.write import failure_reported, report_failure
 from trainer.tasks import Task
+from trainer.tasks.custom import CustomTask
 from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.options import TrainOptions
 from trainer.train.provenance import lock_hash
@@ -47,7 +48,6 @@ from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 from trainer.version import __version__
 
 _RANK = "trainer.train.start.rank_process"
-_OUR_SINKS = {"jsonl", "csv", "tensorboard"}
 
 
 def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None = None) -> int:
@@ -58,6 +58,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         auto: Whether its micro-batch is still to be chosen.
         output: A file descriptor that takes the standard output of the ranks, or None.
     """
+    before = footprint()
     nodes = find_nodes(
         os.environ, options.nnodes, options.node_rank, options.master_addr, options.master_port
     )
@@ -115,10 +116,12 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         if begins:
             keep_beginning(folder, begun_from)
         if nodes is None:
+            fork = _may_fork(recipe, before)
+            handed[:] = [task] if fork and isinstance(task, CustomTask) else []
             code = launch(
                 _RANK,
                 request,
-                local._replace(fork=_may_fork(recipe)),
+                local._replace(fork=fork),
                 max_restarts=options.max_restarts,
                 grace_seconds=options.grace,
                 output=output,
@@ -142,10 +145,11 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
             remove_unused(folder)
 
 
-def _may_fork(recipe: Recipe) -> bool:
-    """Whether the rank may be a fork, which CUDA, OpenMP's threads and code of the user's don't survive."""
-    own = recipe.hooks.use or Path(recipe.task).suffix or set(recipe.log.to) - _OUR_SINKS
-    return not own and device_kind(recipe) == "cpu" and torch.get_num_threads() == 1 and can_fork()
+def _may_fork(recipe: Recipe, before: Footprint) -> bool:
+    """True if the ranks may be forks, which neither CUDA nor the threads of a library survive."""
+    own = bool(recipe.hooks.use or Path(recipe.task).suffix)
+    alone = device_kind(recipe) == "cpu" and torch.get_num_threads() == 1
+    return alone and can_fork(before, files=own)
 
 
 def compute_alone() -> None:
