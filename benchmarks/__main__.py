@@ -22,6 +22,7 @@ BENCHES = {
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
     "sharding": ("sharding", "memory, bytes sent and time of a model spread over four ranks, beside DDP"),
     "setting": ("setting", "what settings cost: steps, or whole runs, with each and without, in turn"),
+    "waits": ("waits", "time of a step by how threads wait, on a quiet machine and beside busy processes"),
     "comm": (
         "comm",
         "all-reduce bandwidth of this host's ranks, or torchrun's, against the link's limit",

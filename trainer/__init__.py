@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
     # Not at import: torch takes two seconds, which most commands don't need.
     if name not in _MODULES:
         raise AttributeError(f"module 'trainer' has no attribute '{name}'")
-    from trainer.host.startup import wait_passively
+    from trainer.host.startup import choose_waiting
 
-    wait_passively()
+    choose_waiting()
     return getattr(import_module(f"trainer.{_MODULES[name]}"), name)

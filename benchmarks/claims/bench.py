@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trainer.host.startup import wait_passively
+from trainer.host.startup import choose_waiting
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def _claims(options: argparse.Namespace) -> int:
-    wait_passively()
+    choose_waiting()
     # Or asking whether there is a GPU would start CUDA here, and no process could be forked from this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return bench_claims(options.quick, options.only, json=options.json, plot=options.plot, out=options.out)

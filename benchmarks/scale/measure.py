@@ -15,7 +15,7 @@ from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host import strict_json
-from trainer.host.startup import wait_passively
+from trainer.host.startup import choose_waiting
 from trainer.observe.conditions import conditions
 from trainer.observe.rows import FILES
 from trainer.runs.folder import read_rows
@@ -40,7 +40,7 @@ def print_figures(run: Path, comm: Path | None) -> int:
         raise BadInputError(
             "--measure needs the links: python -m benchmarks comm --json > comm.json, then --comm comm.json"
         )
-    wait_passively()
+    choose_waiting()
     recipe = validated(Recipe, read_recipe(str(run / "config.yaml")), str(run / "config.yaml"))
     found = {
         **_of_rows(run, recipe),

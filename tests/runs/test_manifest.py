@@ -15,7 +15,7 @@ from trainer.version import ARITHMETIC
 KEYS = [
     *("format", "recipe", "run_id", "from", "config", "config_hash", "seed", "command", "started", "ended"),
     *("restarts", "attempts", "commit", "dirty", "lock", "image", "versions", "arithmetic", "device", "data"),
-    *("fingerprint", "pretrained", "host", "pid", "world_size", "threads", "parameters", "steps"),
+    *("fingerprint", "pretrained", "host", "pid", "world_size", "threads", "waiting", "parameters", "steps"),
     *(
         "gradient_accumulation_steps",
         "notes",

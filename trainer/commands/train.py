@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import sys
@@ -13,11 +14,14 @@ from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
+from trainer.host.limits import read_limits
+from trainer.host.startup import choose_waiting
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
 from trainer.observe.wording import StartWord, started_by
 from trainer.runs.trust_flag import add_trust
 
 if TYPE_CHECKING:
+    from trainer.config.recipe import Recipe
     from trainer.train.options import TrainOptions
 
 _MODES = ("auto", "newest", "force", "never")
@@ -208,7 +212,6 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import key_lines, provisional
-    from trainer.host.startup import wait_passively
     from trainer.launch.nodes.discover import is_rank, rank_variables
     from trainer.train.start.tune.tuned import with_tuned
 
@@ -241,15 +244,27 @@ def _train(options: argparse.Namespace) -> int:
 
     end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
     fresh = "torch" not in sys.modules
-    wait_passively()
     options.set = with_tuned(options.tuned, options.set)
     # What is wrong with it is said before torch is imported.
     given = provisional(options.recipe, options.set, options.values)
+    choose_waiting(_cpus_wanted(given[0], options.nproc_per_node or 1))
     from trainer.train.start.resolve import compute_alone, start
 
     if fresh:
         compute_alone()
     return start(options_of(options), *given)
+
+
+def _cpus_wanted(recipe: "Recipe", ranks: int) -> float:
+    """Returns the CPUs that ranks and their loader workers keep busy; infinity where a GPU may compute."""
+    if recipe.device != "cpu" and Path("/dev/nvidiactl").exists():
+        return math.inf
+    auto = recipe.data.workers == "auto"
+    if auto and recipe.task != "language":  # as many workers as the data needs
+        return math.inf
+    workers = 0 if auto else recipe.data.workers
+    cpus, threads = read_limits().cpus, recipe.parallel.threads
+    return (max(1.0, cpus // ranks) if threads == "auto" else threads) * ranks + workers * ranks
 
 
 def options_of(options: argparse.Namespace) -> "TrainOptions":

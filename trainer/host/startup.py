@@ -1,11 +1,16 @@
 """Settings that a process makes before anything else is imported. Imports no torch."""
 
 import io
+import math
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from trainer.host.limits import read_limits
 
 
 def print_anything() -> None:
@@ -35,10 +40,75 @@ def any_character() -> Iterator[None]:
                 stream.reconfigure(errors="strict")
 
 
-def wait_passively() -> None:
-    """Lets this process's compute threads sleep while they wait, as those of a rank; before torch's import.
+# Turns of libgomp's waiting loop, about 0.1 ms: docs/results/waits.md.
+SPINS = 10_000
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_LEAST_TICKS = 20  # of each CPU, for a measurement of its idle time
+_NOISE_CPUS = 0.3
+_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
-    For a process that forks others which compute: OpenMP reads the variable when it is loaded.
+
+def idle_ticks(stat: str) -> dict[int, tuple[int, int]]:
+    """Returns the idle and all clock ticks of each CPU from the text of /proc/stat (proc(5))."""
+    found = dict[int, tuple[int, int]]()
+    for line in stat.splitlines():
+        name, *rest = line.split() or [""]
+        if name.startswith("cpu") and name[3:].isdecimal():
+            ticks = [int(word) for word in rest[:8]]  # the guests' are part of them
+            found[int(name[3:])] = ticks[3] + ticks[4], sum(ticks)
+    return found
+
+
+def _now() -> tuple[dict[int, tuple[int, int]], float]:
+    try:
+        text = Path("/proc/stat").read_text()
+    except OSError:
+        text = ""
+    return idle_ticks(text), time.process_time()
+
+
+_AT_IMPORT = _now()
+
+
+def free_cpus(
+    before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]], own: float, cpus: Set[int]
+) -> float:
+    """Returns how many CPUs other processes leave idle; 0.0 if the time in between is too short to tell.
+
+    Args:
+        before: Idle and all ticks by CPU, see `idle_ticks`.
+        after: The same, later.
+        own: Ticks that this process used in between.
+        cpus: CPUs on which this process may run.
     """
-    if "torch" not in sys.modules:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    free, window = own, math.inf
+    for cpu in cpus & before.keys() & after.keys():
+        free += after[cpu][0] - before[cpu][0]
+        window = min(window, after[cpu][1] - before[cpu][1])
+    return free / window if _LEAST_TICKS <= window < math.inf else 0.0
+
+
+def choose_waiting(needed: float = math.inf) -> None:
+    """Decides how OpenMP's threads wait for each other; before torch's import, at which libgomp reads it.
+
+    A thread that spins before it sleeps is faster where it has a CPU of its own, and several times slower
+    where another process wants it. What the user set stays. No result depends on it.
+
+    Args:
+        needed: CPUs that the threads and loader workers of this job want; they sleep at once if other
+            processes, or a quota, leave fewer.
+    """
+    if "torch" in sys.modules or any(name in os.environ for name in _VARIABLES):
+        return
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if needed == math.inf or not hasattr(os, "sched_getaffinity"):
+        return
+    cpus, (after, seconds) = os.sched_getaffinity(0), _now()
+    free = free_cpus(_AT_IMPORT[0], after, (seconds - _AT_IMPORT[1]) * _TICKS, cpus)
+    if needed <= free + _NOISE_CPUS and read_limits().cpus >= len(cpus):
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def waiting(environ: Mapping[str, str]) -> str:
+    """Returns how OpenMP's threads wait, for people."""
+    return ", ".join(f"{name}={environ[name]}" for name in _VARIABLES if name in environ)

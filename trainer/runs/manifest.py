@@ -127,6 +127,7 @@ class Manifest(BaseModel):
         pretrained: What its weights were at first, where they were somebody's.
         world_size: Number of ranks.
         threads: Intra-op threads per rank; part of the arithmetic on a CPU.
+        waiting: Variables by which OpenMP's threads wait for each other, see `trainer.host.startup`.
         steps: At its end.
         trackers: Ids of its runs at trackers, by their names in `log.to`.
         trust: Its own code and whose it is, see `trainer.runs.trust`.
@@ -168,6 +169,7 @@ class Manifest(BaseModel):
     pid: int | None = None
     world_size: int = Field(ge=1, le=1 << 20)
     threads: int = Field(ge=1, le=1 << 16)
+    waiting: str = ""
     parameters: dict[str, int] = Field(default_factory=dict)
     steps: int = Field(ge=1)
     gradient_accumulation_steps: int = 1

@@ -21,6 +21,7 @@ from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
 from trainer.host.stacks import read_stacks, stack_of, unsupported
 from trainer.host.stamp import read_stamp
+from trainer.host.startup import waiting
 from trainer.launch.nodes.discover import job_of
 from trainer.runs.differences import differences, extends, other_arithmetic, other_data
 from trainer.runs.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
@@ -100,6 +101,7 @@ def make_manifest(
         pid=os.getpid(),
         world_size=world.size,
         threads=threads,
+        waiting=waiting(os.environ),
         parameters={
             "all": sum(p.numel() for p in run.state.model.parameters()),
             "trained": sum(p.numel() for p in run.gradients.parameters),

@@ -39,7 +39,6 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
         if recipe.deterministic:
             name, value = CUBLAS_WORKSPACE
             environment[name] = os.environ.get(name, value)
-    # Threads that spin while they wait make a small model many times slower on a machine that is busy.
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     threads = recipe.parallel.threads
     each = threads_per_rank(limits, count) if threads == "auto" else threads

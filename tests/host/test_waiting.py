@@ -1,0 +1,94 @@
+"""Promise: compute threads spin only where other processes leave a CPU for each; a user's choice stays."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from trainer.commands.train import _cpus_wanted
+from trainer.config.recipe import Recipe
+from trainer.host import startup
+from trainer.host.limits import Limits
+from trainer.host.startup import SPINS, choose_waiting, free_cpus, idle_ticks
+
+STAT = """cpu  10 0 10 180 0 0 0 0 0 0
+cpu0 10 0 0 80 10 0 0 0 0 0
+cpu1 0 0 10 90 0 0 0 0 7 0
+intr 1 2 3
+"""
+
+
+def test_ticks_of_each_cpu_are_read() -> None:
+    assert idle_ticks(STAT) == {0: (90, 100), 1: (90, 100)}
+    assert idle_ticks("") == {}
+
+
+@pytest.mark.parametrize(
+    ("after", "own", "free"),
+    [
+        ({0: (190, 200), 1: (90, 200)}, 100.0, 2.0),  # this process alone kept a CPU busy
+        ({0: (190, 200), 1: (90, 200)}, 0.0, 1.0),  # somebody else did
+        ({0: (90, 200), 1: (90, 200)}, 50.0, 0.5),
+        ({0: (90, 110), 1: (99, 109)}, 0.0, 0.0),  # too short to tell
+        ({}, 50.0, 0.0),
+        ({0: (190, 200), 1: (190, 200), 2: (190, 200)}, 0.0, 2.0),  # may not run on the third
+    ],
+)
+def test_free_cpus(after: Mapping[int, tuple[int, int]], own: float, free: float) -> None:
+    assert free_cpus({0: (90, 100), 1: (90, 100), 2: (0, 0)}, after, own, {0, 1}) == free
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="CPUs are counted on Linux")
+@pytest.mark.parametrize(
+    ("needed", "free", "cpus", "given", "expected"),
+    [
+        (2.0, 2.0, 2.0, {}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}),
+        (2.0, 1.2, 2.0, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),  # a busy process beside it
+        (2.0, 2.0, 1.5, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),  # spinning would use up a quota
+        (math.inf, 2.0, 2.0, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        (2.0, 2.0, 2.0, {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        (2.0, 2.0, 2.0, {"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+    ],
+)
+def test_how_threads_wait(
+    monkeypatch: pytest.MonkeyPatch,
+    needed: float,
+    free: float,
+    cpus: float,
+    given: dict[str, str],
+    expected: dict[str, str],
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(startup, "free_cpus", lambda *_: free)
+    monkeypatch.setattr(startup, "read_limits", lambda: Limits(cpus, 1 << 34, 1 << 30, None, {}))
+    choose_waiting(needed)
+    assert os.environ == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "wanted"),
+    [
+        ({"parallel": {"threads": 1}, "data": {"workers": 0}}, 2, 2.0),
+        ({"parallel": {"threads": 2}, "data": {"workers": 3}}, 1, 5.0),
+        ({"parallel": {"threads": 2}}, 1, math.inf),  # as many workers as the data needs
+        ({"task": "language", "parallel": {"threads": 2}, "data": {"name": "stdlib"}}, 1, 2.0),
+    ],
+)
+def test_cpus_that_a_run_keeps_busy(values: dict[str, object], ranks: int, wanted: float) -> None:
+    recipe = Recipe.model_validate({"epochs": 1, "device": "cpu", **values})
+    assert _cpus_wanted(recipe, ranks) == wanted
+
+
+def test_nothing_is_decided_once_torch_is_there() -> None:
+    code = (
+        "import sys, os; sys.modules['torch'] = sys; from trainer.host.startup import choose_waiting; "
+        "choose_waiting(1.0); print('GOMP_SPINCOUNT' in os.environ, 'OMP_WAIT_POLICY' in os.environ)"
+    )
+    given = {name: value for name, value in os.environ.items() if name not in startup._VARIABLES}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
