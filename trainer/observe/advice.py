@@ -27,12 +27,11 @@ class Advisor:
         count: Count | None,
         tell: Sink,
         price_per_hour: float = 0.0,
-        trends: Trends | None = None,
         logged: Logged | None = None,
     ) -> None:
         """Begins without a verdict; `logged` has sums of earlier attempts, if there are any."""
         self._begun = False
-        self._price, self._trends = price_per_hour, trends or Trends()
+        self._price, self._trends = price_per_hour, Trends()
         self._facts, self._count, self._tell = facts, count, tell
         self._rows = (logged or Logged()).rows
         self._before: list[str] = []

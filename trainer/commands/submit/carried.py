@@ -1,19 +1,22 @@
 """Mounts for the local paths that a configuration names."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.commands.submit import container
-from trainer.commands.submit.spec import JobPlace, JobSpec
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 from trainer.config.models import HF
 from trainer.config.recipe_file import override, read_recipe
 from trainer.errors import BadInputError
+from trainer.host.disks import read_mount
 
 # What a container mounts or brings: it can't be read from here.
 INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
 # The keys that hold paths.
 PATHS = ("data.path", "data.cache", "model.pretrained", "language.tokenizer", "task", "checkpoint.folder")
 _MODEL = "model.name"
+_OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay")
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
@@ -100,3 +103,28 @@ def _seen(spec: JobSpec, here: Path) -> str:
         ):
             return str(Path(where) / here.relative_to(Path(folder).absolute()))
     return ""
+
+
+def unseen_folders(spec: JobSpec, site: Site, other: Mapping[str, str]) -> list[str]:
+    """Returns a line for each folder or file of the job on a local disk, which compute nodes may not see.
+
+    Args:
+        spec: The job.
+        site: The cluster's settings.
+        other: Further paths, by the option that names them.
+    """
+    folders = {"--runs": spec.runs, "--data": spec.data, "--cache": spec.cache}
+    if site.container == "venv":
+        folders["--venv"] = site.venv
+    if spec.recipe_text is not None:
+        folders["the recipe"] = spec.recipe
+    folders |= {f"the file {name}": file for name, file in spec.files.items()} | dict(other)
+    lines = []
+    for option, folder in folders.items():
+        kind = read_mount(Path(folder).absolute()).kind if folder else ""
+        if kind in _OWN_DISKS:
+            lines.append(
+                f"{option} {folder} lies on a disk of this machine ({kind}): every node of the job must "
+                "see it, so keep it on the cluster's file system (a head node may export this one)"
+            )
+    return lines

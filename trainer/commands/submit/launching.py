@@ -10,10 +10,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from trainer.commands.submit import environment, slurm, sweep
-from trainer.commands.submit.carried import INSIDE, carried, local_paths
-from trainer.commands.submit.partition import check_partition, unseen_folders
+from trainer.commands.submit.carried import INSIDE, carried, local_paths, unseen_folders
 from trainer.commands.submit.places import JOB_PLACES
-from trainer.commands.submit.site_file import with_site_defaults
 from trainer.commands.submit.spec import OPTIONS, JobPlace, JobSpec, Site, pinned
 from trainer.commands.submit.submit import check_here, submit
 from trainer.config.recipe_file import provisional, read_recipe
@@ -27,7 +25,6 @@ _RECIPE_FILES = (".yaml", ".yml", ".py")
 def launch_job(options: argparse.Namespace) -> int:
     """Runs `trainer submit`; returns 1 if the engine or cluster refused the job."""
     place = cast(JobPlace, options.place)
-    with_site_defaults(options, place)
     given = {name: value for name, value in vars(options).items() if value is not None}
     site = _model(Site, {name: given[name] for name in Site.model_fields if name in given})
     _check_place(place, site)
@@ -50,7 +47,6 @@ def launch_job(options: argparse.Namespace) -> int:
         check_here(place, one)
         _check_recipe(one)
     if place == "slurm":
-        check_partition(spec, site)
         for line in unseen_folders(spec, site, {} if entered else local_paths(spec)):
             _warn(line)
     if spec.image and not pinned(spec.image):
@@ -114,8 +110,7 @@ def _check_place(place: JobPlace, site: Site) -> None:
     for name, there, instead in (
         ("queue", cluster, "Slurm's are --partition and --qos"),
         ("service_account", cluster, "pods have one"),
-        ("patch", cluster, "what else Slurm is to do, --sbatch-arg says"),
-        ("sbatch_arg", place == "slurm", "what else pods are to have, --patch says"),
+        ("sbatch_arg", place == "slurm", "change what --dry-run prints, as by kustomize"),
         ("rdma", cluster or place == "slurm", "its container is on this machine"),
     ):
         if getattr(site, name) and not there:
