@@ -21,7 +21,7 @@ from trainer.commands.doctor import doctor as examine
 from trainer.commands.doctor.doctor import CHECKS, judge_facts
 from trainer.commands.doctor.facts import CheckResult, Environment, Gpus, Software, fine
 from trainer.commands.doctor.needs import make_needs, read_for_needs
-from trainer.commands.doctor.show import show, surroundings
+from trainer.commands.doctor.show import print_findings, surroundings
 from trainer.host.disks import Data
 from trainer.host.stacks import read_stacks, stack_fitting, unsupported
 from trainer.train import provenance
@@ -221,7 +221,7 @@ def test_interfaces_by_their_first_letters() -> None:
 
 
 def shown(capsys: pytest.CaptureFixture[str], place: Environment = "host", **changes: Any) -> list[str]:
-    show(judge_facts(healthy(**changes)), place, 1.25)
+    print_findings(judge_facts(healthy(**changes)), place, 1.25)
     return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
 
 
@@ -260,7 +260,7 @@ def test_lines_for_where_one_is(tmp_path: Path) -> None:
 
 def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = judge_facts(healthy(data=Data("/data/x?token=hunter2secret", "No such file", DISK)))
-    show(found, "container", 1.0)
+    print_findings(found, "container", 1.0)
     assert "hunter2secret" not in capsys.readouterr().out
     assert "hunter2secret" not in json.dumps([examine._for_machines(*one, "host") for one in found.items()])
 

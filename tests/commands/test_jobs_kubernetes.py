@@ -1,6 +1,7 @@
 """Promise: manifests that a cluster accepts, and that do what the exit codes of a run mean."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 
 from tests.helpers import job_files
 from tests.helpers.job_files import PLACES, job
-from trainer.commands.submit import pods
+from trainer.commands.submit import container, pods
 from trainer.commands.submit.places import JOB_PLACES as HOW
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
 

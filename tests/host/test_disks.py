@@ -15,7 +15,7 @@ from tests.helpers.planted import write
 from tests.helpers.waiting import SECONDS
 from trainer.host import disks
 from trainer.host.disks import Folder, Mount, cache_folders, read_data, read_folder, read_mount
-from trainer.host.reading import within
+from trainer.host.reading import within_seconds
 
 MOUNTS = """\
 22 1 0:30 / / rw - overlay overlay rw,lowerdir=/a
@@ -49,7 +49,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, its disk is no server that never answers."""
 
     def waited_for(_: float, function: Any, otherwise: Any) -> Any:
-        return within(SECONDS, function, otherwise)
+        return within_seconds(SECONDS, function, otherwise)
 
     monkeypatch.setattr(disks, "within", waited_for)
     monkeypatch.setattr(disks, "_WALKING", SECONDS)
@@ -102,7 +102,7 @@ def test_a_disk_that_is_only_slow_can_be_written(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(disks, "_write", lambda _: written.wait())
 
     def waited_for(_: float, function: Any, otherwise: Any) -> Any:
-        return within(0.3 if otherwise == 0.0 else SECONDS, function, otherwise)
+        return within_seconds(0.3 if otherwise == 0.0 else SECONDS, function, otherwise)
 
     monkeypatch.setattr(disks, "within", waited_for)
     found = read_folder(tmp_path)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer.config.sizes import MIB
 from trainer.host.kernel import mounts
-from trainer.host.reading import kind_of, within
+from trainer.host.reading import kind_of, within_seconds
 
 _MOST_WRITTEN = 16 * MIB
 _READ = 64 << 10
@@ -118,13 +118,13 @@ def read_folder(
         known: Others: where one lies on the same file system, its speed is taken.
         speed: Whether to measure that.
     """
-    mount = within(_LONGEST, lambda: read_mount(path, root), Mount())
+    mount = within_seconds(_LONGEST, lambda: read_mount(path, root), Mount())
     late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
-    found = within(_LONGEST, lambda: _folder(path, mount), late)
+    found = within_seconds(_LONGEST, lambda: _folder(path, mount), late)
     if found.error or not speed or found.free < 64 * MIB:
         return found
     same = [one.speed for one in known if one.mount == mount and one.speed is not None]
-    measured = same[0] if same else within(_LONGEST, lambda: _write(_nearest(path)), 0.0)
+    measured = same[0] if same else within_seconds(_LONGEST, lambda: _write(_nearest(path)), 0.0)
     return replace(found, speed=measured)
 
 
@@ -185,9 +185,9 @@ def read_data(path: str | None, root: Path = Path("/")) -> Data:
     """Reads at random in the files below a path, for a fifth of a second."""
     if path is None or "://" in path:
         return Data(path)
-    mount = within(_LONGEST, lambda: read_mount(Path(path), root), Mount())
+    mount = within_seconds(_LONGEST, lambda: read_mount(Path(path), root), Mount())
     late = Data(path, error="no answer within a second", mount=mount)
-    return within(1.0, lambda: _data(path, mount), late)
+    return within_seconds(1.0, lambda: _data(path, mount), late)
 
 
 def _data(path: str, mount: Mount) -> Data:

@@ -314,7 +314,7 @@ def open_own(path: Path, flags: int, alone: bool = True) -> int:
     return file
 
 
-def open_regular(path: Path) -> int:
+def open_regular_file(path: Path) -> int:
     """Opens a regular file for reading, perhaps by a link.
 
     Raises:

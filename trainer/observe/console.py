@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
 from trainer.observe.text import duration, seconds_left, without_controls
-from trainer.observe.wording import StartWord, set_start, start, worded
+from trainer.observe.wording import StartWord, set_start, start_word, worded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _BAR_SECONDS = 0.25
 _LINE_SECONDS = 2.0
-_COUNT_SECONDS = 30.0  # at most between two lines of `counted`, while something moves
+_COUNT_SECONDS = 30.0  # at most between two lines of `progress_bar`, while something moves
 
 
 Level = Literal["info", "warning", "error"]
@@ -80,7 +80,7 @@ class Told(NamedTuple):
 
 def told_here() -> Told:
     """Returns the form of this process's lines."""
-    return Told(_Log.as_json, _Log.verbosity, _Log.bars, start())
+    return Told(_Log.as_json, _Log.verbosity, _Log.bars, start_word())
 
 
 def tell_as(told: Told, rank: int) -> None:
@@ -275,7 +275,7 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
     """Yields a function that takes work done: draws a bar, or prints a line every tenth and half minute."""
     if sys.stderr.isatty() and _Log.bars and not _Log.as_json:
         from rich.console import Console

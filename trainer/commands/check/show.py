@@ -32,7 +32,7 @@ class Report:
         return "\n".join(report_lines(self))
 
 
-def about(subject: Subject, draws: bool) -> str:
+def check_conditions(subject: Subject, draws: bool) -> str:
     """Describes the precision and the sizes of the check."""
     kind = "float64" if subject.double else f"float32 (in float64 {subject.why})"
     drawn = (

@@ -20,14 +20,14 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _MARKS = "⟦", "⟧"
 
 
-class Document(NamedTuple):
+class SampleDocument(NamedTuple):
     """Tokens of one document in a sample, and which of them count."""
 
     ids: list[int]
     counts: list[bool]
 
 
-def show(recipe: Recipe, count: int) -> Iterator[str]:
+def shown_samples(recipe: Recipe, count: int) -> Iterator[str]:
     """Yields lines: what the data is, and the first samples that the run would learn from.
 
     Raises:
@@ -54,7 +54,7 @@ def show(recipe: Recipe, count: int) -> Iterator[str]:
         yield f"{name}: left out: {', '.join(map(str, found))}"
 
 
-def documents_of(task: Language, sample: int) -> Iterator[Document]:
+def documents_of(task: Language, sample: int) -> Iterator[SampleDocument]:
     """The documents of a training sample, each with what the model is given first."""
     batch = read_samples(task.train_data, np.array([sample]))
     tokens, targets, segment = task.given(batch)
@@ -67,7 +67,7 @@ def documents_of(task: Language, sample: int) -> Iterator[Document]:
         first, last = places_here[0], places_here[-1]
         ids = given[first : last + 1] + [said[last]] * (said[last] != IGNORED)
         counts = [False, *(said[place] != IGNORED for place in places_here)]
-        yield Document(ids, counts[: len(ids)])
+        yield SampleDocument(ids, counts[: len(ids)])
 
 
 def _decoder(task: Language) -> Callable[[Sequence[int]], str]:
@@ -78,7 +78,7 @@ def _decoder(task: Language) -> Callable[[Sequence[int]], str]:
     return lambda ids: decode(ids, said["tokenizer"], said["characters"])
 
 
-def _text(document: Document, decoded: Callable[[Sequence[int]], str], marks: tuple[str, str]) -> str:
+def _text(document: SampleDocument, decoded: Callable[[Sequence[int]], str], marks: tuple[str, str]) -> str:
     parts, at = list[str](), 0
     for counts, run in groupby(document.counts):
         begin = len(decoded(document.ids[:at]))  # decoded by itself, a part may lose the blank before it

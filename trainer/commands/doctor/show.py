@@ -15,7 +15,7 @@ from trainer.host.reading import kind_of
 _COLORS = {"bad": "red", "warn": "yellow"}
 
 
-def show(found: Mapping[str, CheckResult], place: Environment, seconds: float) -> None:
+def print_findings(found: Mapping[str, CheckResult], place: Environment, seconds: float) -> None:
     """Prints each problem with the remedy for this place, then the number of checks that passed."""
     console = Console()
     for name, one in sorted(found.items(), key=lambda item: item[1].status != "bad"):

@@ -11,7 +11,7 @@ import torch
 
 from trainer.commands.predict.classes import code_for, read_each, show_rows
 from trainer.commands.predict.grid import Caption, check_picture, fitted, write_grid
-from trainer.commands.predict.images import content, reading_of_run, whole
+from trainer.commands.predict.images import content, reading_of_run, whole_box
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, place
 from trainer.data.loader import Batch
@@ -85,7 +85,10 @@ def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
     image: _Pixels = (
-        cut_out(content(path), whole, reading=reading_of_run(run))[0].permute(1, 2, 0).contiguous().numpy()
+        cut_out(content(path), whole_box, reading=reading_of_run(run))[0]
+        .permute(1, 2, 0)
+        .contiguous()
+        .numpy()
     )
     if channels == 1:
         image = np.array(Image.fromarray(image).convert("L"))[:, :, None]

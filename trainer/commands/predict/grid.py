@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trainer.errors import BadInputError
 from trainer.host.files import written_whole
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 
 SIDE = 128  # of a picture
 _LINE = 14
@@ -58,7 +58,7 @@ def write_grid(
     except OSError as error:
         raise BadInputError(f"--out {out}: can't be written ({error.strerror}); give another") from error
     left = f"; the first {_MOST} of {len(images):,}" if len(images) > _MOST else ""
-    print(f"{shown(out.absolute())} ({picture.width} x {picture.height}{left})")
+    print(f"{path_shown(out.absolute())} ({picture.width} x {picture.height}{left})")
 
 
 def grid(images: Sequence[npt.NDArray[np.uint8]], captions: Sequence[Caption], side: int = SIDE) -> Any:

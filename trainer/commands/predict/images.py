@@ -79,7 +79,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> _Pixels:
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
     data, reading = content(path), reading_of_run(run)
     if channels == 1:
-        return _as_digit(cut_out(data, whole, reading=reading), height, width)
+        return _as_digit(cut_out(data, whole_box, reading=reading), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
     config = run.recipe.data
     if in_files(config):
@@ -104,7 +104,7 @@ def _as_digit(image: torch.Tensor, height: int, width: int) -> _Pixels:
     return (np.round(small * 16) * 15).astype(np.uint8)[:, :, None]
 
 
-def whole(height: int, width: int) -> Box:
+def whole_box(height: int, width: int) -> Box:
     """Returns the box of a whole image."""
     return Box(0, 0, height, width)
 

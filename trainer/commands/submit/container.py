@@ -29,7 +29,7 @@ _REFERENCE = re.compile(
 )
 
 
-class Plain(yaml.SafeDumper):
+class ReadableDumper(yaml.SafeDumper):
     """YAML dumper for people: no `*id001` for repeated values, multi-line texts as blocks."""
 
     def ignore_aliases(self, _data: Any) -> bool:
@@ -41,12 +41,12 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-Plain.add_representer(str, _text)
+ReadableDumper.add_representer(str, _text)
 
 
 def to_yaml(*documents: dict[str, Any]) -> str:
     """Formats one or several documents as YAML."""
-    return yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=110, allow_unicode=True)
+    return yaml.dump_all(documents, Dumper=ReadableDumper, sort_keys=False, width=110, allow_unicode=True)
 
 
 def check_image(spec: JobSpec) -> str:
