@@ -15,7 +15,7 @@ from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
 from trainer.observe.wording import StartWord, started_by
-from trainer.runs.trust_flag import add_trust
+from trainer.runs.flags import add_trust
 
 if TYPE_CHECKING:
     from trainer.train.options import TrainOptions

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.launch.signals import unwound
 from trainer.observe.console import progress_bar
+from trainer.runs.flags import add_settings
 
 if TYPE_CHECKING:
     from trainer.data.left_out import LeftOut
@@ -93,9 +94,7 @@ def add_parser(commands: Any) -> None:
 
     show = kinds.add_parser("show", help="samples of text as the model sees them", allow_abbrev=False)
     show.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
-    show.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
-    )
+    add_settings(show)
     show.add_argument("--samples", type=int, default=3, metavar="N", help="how many (default: 3)")
     show.set_defaults(run=_show)
 

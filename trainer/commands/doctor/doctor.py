@@ -24,7 +24,6 @@ from trainer.commands.doctor.show import print_findings, surroundings
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import disks
-from trainer.host.disks import Folder
 from trainer.host.limits import read_limits
 from trainer.host.reading import kind_of, within_seconds
 
@@ -105,9 +104,6 @@ def read_box(
     caches = disks.cache_folders(environ)
     cache = recipe.data.cache if recipe and recipe.data.cache else caches["XDG_CACHE_HOME"]
     paths = {"run": out, "cache": cache, "tmp": disks.tmp_path()}
-    folders: dict[str, Folder] = {}
-    for role, path in paths.items():
-        folders[role] = disks.read_folder(path, root, known=folders.values())
     if name is None or recipe is None:
         needs = RecipeNeeds(ranks=max(1, len(gpus.cards)))
     else:
@@ -119,8 +115,8 @@ def read_box(
         limits=limits,
         gpus=gpus,
         system=read_system(root, limits, environ),
-        folders=folders,
-        caches={name: disks.read_folder(path, root, speed=False) for name, path in caches.items()},
+        folders={role: disks.read_folder(path, root) for role, path in paths.items()},
+        caches={name: disks.read_folder(path, root) for name, path in caches.items()},
         data=disks.read_data(str(recipe.data.path) if recipe and recipe.data.path else None, root),
         software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
         network=network.read_interfaces(root),

@@ -23,7 +23,6 @@ from trainer.observe.text import rough_size
 _SHM_OF_NCCL = GIB
 # Below that a job on several GPUs was seen to fail: NCCL takes tens of MiB for each.
 _SHM_LEAST = 32 * MIB
-_SHARDING = [2, 9]  # torch, for parallel.strategy=fsdp
 
 
 def _ranks(count: int) -> str:
@@ -249,40 +248,7 @@ def user_home(box: MachineFacts) -> CheckResult:
     return warning(box.system.home_error, why, **variable("HOME", "/tmp"))
 
 
-def strategy(box: MachineFacts) -> CheckResult:
-    """Whether this torch supports the recipe's sharding, and which links the groups of hsdp use."""
-    needs = box.needs
-    if needs.strategy == "ddp":
-        return fine(f"ddp: each of {_ranks(needs.ranks)} here holds the whole model")
-    word = f"parallel.strategy={needs.strategy}"
-    if box.software.torch and numbers(box.software.torch) < _SHARDING:
-        return bad(
-            f"{word} with torch {box.software.torch}",
-            "it needs torch 2.9",
-            host="trainer train … --set parallel.strategy=ddp   (or an environment of a newer stack)",
-        )
-    if needs.ranks == 1:
-        return warning(
-            f"{word}, and 1 rank here",
-            "a rank alone has nothing to share, and trains as with ddp: with others on more hosts all that "
-            "it gathers crosses the network",
-            host="trainer train … --nproc-per-node N, where there are N devices",
-        )
-    if needs.strategy == "fsdp":
-        return fine(f"{word}: {_ranks(needs.ranks)} here share the model, with those of other hosts")
-    groups = f"{word} in groups of {needs.shard}, and {_ranks(needs.ranks)} here"
-    if needs.ranks % needs.shard == 0:
-        return fine(f"{groups}: what is gathered stays on this host")
-    return warning(
-        groups,
-        "a group lies on several hosts, or no number of hosts makes whole groups: what is gathered for each "
-        "block crosses the network",
-        host=f"trainer train … --set parallel.shard={needs.ranks}   (or parallel.strategy=fsdp)",
-    )
-
-
 RESOURCE_CHECKS = (
-    ("parallel.strategy", strategy),
     ("cpu.quota", quota),
     ("memory.limit", memory_limit),
     ("memory.overcommit", overcommit),

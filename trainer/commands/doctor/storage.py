@@ -17,7 +17,7 @@ from trainer.observe.text import rough_size
 
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p"}
 _IN_MEMORY = ("tmpfs", "ramfs")
-_SLOW_WRITE, _FEW_READS, _LEAST, _LITTLE = 20e6, 300, GIB, 10 * GIB
+_FEW_READS, _LEAST, _LITTLE = 300, GIB, 10 * GIB
 # What each folder is called, and how it is given another place.
 _FOLDERS = {
     "run": (
@@ -51,15 +51,13 @@ _FOLDERS = {
 }
 
 
-def _room(box: MachineFacts, role: str) -> CheckResult:  # noqa: PLR0911
+def _room(box: MachineFacts, role: str) -> CheckResult:
     folder, (what, remedies) = box.folders[role], _FOLDERS[role]
     where = f"{what} {folder.path}"
     if folder.error:
         judge = warning if role == "cache" else bad
         return judge(f"{where}: {folder.error}", "nothing can be written there", **remedies)
     said = f"{where}: {rough_size(folder.free)} free on {folder.mount.kind or 'an unknown file system'}"
-    if folder.speed is not None:
-        said += f", {folder.speed / 1e6:,.0f} MB/s" if folder.speed else ", a few MiB took too long to write"
     few = 0 <= folder.files < 1000
     if folder.free < _LEAST or few:
         small = "checkpoints won't fit" if role != "cache" else "compiled code and copies of data won't fit"
@@ -72,10 +70,6 @@ def _room(box: MachineFacts, role: str) -> CheckResult:  # noqa: PLR0911
         )
     if folder.mount.how == "container layer" and role == "run":
         return warning(said, "it lies in the container's own layer: slow, and gone with it", **remedies)
-    if folder.speed is not None and folder.speed < _SLOW_WRITE:
-        return warning(
-            said, "checkpoints and logs wait for it: a slow disk, or one that is busy now", **remedies
-        )
     return fine(said)
 
 

@@ -1,7 +1,6 @@
 """Classes of images: of files, or of the evaluation data with the mistakes first."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from trainer.commands.predict.classes import (
-    Guess,
     code_for,
     guesses,
     of_evaluation,
@@ -18,7 +16,6 @@ from trainer.commands.predict.classes import (
     read_each,
     show_table,
 )
-from trainer.commands.predict.grid import check_picture, write_grid
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
 from trainer.data.formats.records import Reading, reading_of
@@ -30,12 +27,9 @@ _Pixels = npt.NDArray[np.uint8]
 
 
 def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints predictions for images, and draws them; returns the exit code."""
-    check_picture(options.out)
+    """Prints predictions for images; returns the exit code."""
     if not options.files:
-        fields, shown, found = of_evaluation(run, options)
-        pixels = fields[IMAGE].numpy()
-        _draw(options.out, [pixels[n] for n in shown], found)
+        of_evaluation(run, options)
         return EXIT_DONE
     there = read_each(options.files, lambda path: as_evaluated(path, run))
     if there:
@@ -46,7 +40,6 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
         show_table("file", found)
         if run.recipe.data.name == "digits":
             print("each was made 8 x 8 gray with 17 levels, ink light on dark; a digit should fill its image")
-        _draw(options.out, images, found)
     return code_for(there, options.files)
 
 
@@ -112,17 +105,3 @@ def whole_box(height: int, width: int) -> Box:
 def _square(height: int, width: int) -> Box:
     side = min(height, width)
     return Box((height - side) // 2, (width - side) // 2, side, side)
-
-
-def _draw(out: Path | None, images: Sequence[_Pixels], found: list[Guess]) -> None:
-    if out is None:
-        return
-    captions = [
-        (
-            f"{guess.classes[0]}  {guess.probabilities[0]:.0%}",
-            Path(guess.name).name if guess.truth is None else f"is {guess.truth}",
-            guess.mistaken,
-        )
-        for guess in found
-    ]
-    write_grid(out, images, captions)

@@ -17,14 +17,12 @@ from trainer.commands.predict.classes import (
 )
 from trainer.data.formats.audio import AUDIO, LABEL, AudioFolder
 from trainer.data.formats.files import Files
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun, read_samples
 
 
 def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints predictions for recordings; returns the exit code."""
-    if options.out is not None:
-        raise BadInputError("--out: there is nothing to draw of recordings; leave it out")
     if not options.files:
         of_evaluation(run, options)
         return EXIT_DONE

@@ -19,8 +19,8 @@ from trainer.train.model_of_run import OpenedRun
 
 def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints the prompt and the model's completion, up to the end of a document; returns the exit code."""
-    if options.files or options.out is not None:
-        raise BadInputError("a language model takes --prompt TEXT; leave out files and --out")
+    if options.files:
+        raise BadInputError("a language model takes --prompt TEXT; leave out files")
     if options.tokens < 1 or not 0 <= options.temperature < 1000:
         raise BadInputError("--tokens: give a number from 1 on; --temperature: from 0 on")
     if not 0 <= options.seed < 1 << 63:
