@@ -168,7 +168,7 @@ class Nvml:
 
     def _energy(self, seconds: float) -> float | None:
         """Returns joules of all GPUs since a fixed moment, or since the start where only power is known."""
-        told = False
+        known = False
         for number, gpu in enumerate(self.gpus):
             if (counted := self.ask("nvmlDeviceGetTotalEnergyConsumption", gpu)) is not None:
                 self._joules[number] = counted / 1e3
@@ -176,8 +176,8 @@ class Nvml:
                 self._joules[number] = self._joules.get(number, 0.0) + power / 1e3 * seconds
             else:
                 continue
-            told = True
-        return sum(self._joules.values()) if told else None  # that of a GPU that is lost stays in it
+            known = True
+        return sum(self._joules.values()) if known else None  # that of a GPU that is lost stays in it
 
 
 def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:

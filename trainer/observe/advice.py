@@ -55,11 +55,11 @@ class Advisor:
         verdict = diagnose(row, self._known())
         # Twice in a row, and not what was said last: a moment is no reason to speak.
         recent = [*self._before[-1:], verdict.cause]
-        told = self._before[0] if self._before else "none"
-        if len(recent) == 2 and recent[0] == recent[1] != told:
+        reported = self._before[0] if self._before else "none"
+        if len(recent) == 2 and recent[0] == recent[1] != reported:
             self._tell(_row(verdict, int(row["step"]), final=False))
-            told = verdict.cause
-        self._before = [told, verdict.cause]
+            reported = verdict.cause
+        self._before = [reported, verdict.cause]
 
     def conclude(self, step: int, rest: Row) -> Verdict | None:
         """Returns the verdict on all attempts, `rest` included; None without timings."""

@@ -153,8 +153,8 @@ def explain_oom(
     shares = ", ".join(f"{name} {sizes[name] / GIB:.2f} GiB" for name in names[:_SHOWN])
     has = f" of {total / GIB:.1f} GiB" if total else ""
     advice = "; ".join(_advice(sizes, wanted, micro_batch_size, checkpointing, precision))
-    said = f"{wanted / MIB:,.0f} MiB more were wanted" if wanted else f"'{_first_line(error)}'"
-    return f"out of memory on {device}{has}{where}: {said}. Held: {shares}. What to do: {advice}.{written}"
+    what = f"{wanted / MIB:,.0f} MiB more were wanted" if wanted else f"'{_first_line(error)}'"
+    return f"out of memory on {device}{has}{where}: {what}. Held: {shares}. What to do: {advice}.{written}"
 
 
 def _taken(device: torch.device) -> tuple[int, int]:

@@ -192,8 +192,8 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
     def summary(row: Row) -> Summary:
         if row["kind"] == "verdict":
             text = TensorProto(dtype="DT_STRING", string_val=[str(row["text"]).encode()])
-            told = Summary.Value(tag="verdict", metadata=create_summary_metadata("verdict", ""), tensor=text)
-            return Summary(value=[told])
+            value = Summary.Value(tag="verdict", metadata=create_summary_metadata("verdict", ""), tensor=text)
+            return Summary(value=[value])
         # A curve begins where it is first anything but 0: every value is bytes that Python adds up (CRC).
         begun.update(name for name, value in row.items() if value != 0)
         scalars = [

@@ -52,8 +52,8 @@ def report_lines(report: Report) -> Iterator[str]:
         v: sum(row.verdict == v for row in report.rows)
         for v in ("equal", "documented", "differs", "not compared")
     }
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    yield f"  {told}" + ("" if report.ok else "; what each verdict means: docs/check.md")
+    tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    yield f"  {tally}" + ("" if report.ok else "; what each verdict means: docs/check.md")
 
 
 def row_line(row: VariantRow) -> str:

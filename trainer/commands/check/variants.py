@@ -227,8 +227,8 @@ def _same_bits(variant: Variant, got: list[Snapshot], base: Trained) -> VariantR
         )
     compared = compare(got, base, begin=_HALF if variant.resumed else 0)
     if (first := compared.first) is not None:
-        told = f"not the bits of {variant.same_as}: {first}"
-        return VariantRow(variant.name, variant.what, "differs", told, first.tensor, first.step)
+        detail = f"not the bits of {variant.same_as}: {first}"
+        return VariantRow(variant.name, variant.what, "differs", detail, first.tensor, first.step)
     return VariantRow(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
 
 
@@ -250,10 +250,10 @@ def _against_plain(
     if count > 1:
         whole = compare(wanted, *reference({}), subject.eps, moved=moved)
         if (first := whole.first) is not None:
-            told = (
+            detail = (
                 f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why(subject)}"
             )
-            return VariantRow(variant.name, variant.what, "documented", told, first.tensor, first.step)
+            return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
     return VariantRow(variant.name, variant.what, "equal", str(compared))
 
 

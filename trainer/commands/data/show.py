@@ -61,12 +61,12 @@ def documents_of(task: Language, sample: int) -> Iterator[SampleDocument]:
     used = batch.fields.get(LENGTH, batch.fields.get(NUM_ITEMS))
     length = tokens.shape[1] if used is None else int(used[0])
     of = [0] * length if segment is None else segment[0, :length].tolist()
-    given, said = tokens[0].tolist(), targets[0].tolist()
+    given, expected = tokens[0].tolist(), targets[0].tolist()
     for _, places in groupby(range(length), of.__getitem__):
         places_here = list(places)
         first, last = places_here[0], places_here[-1]
-        ids = given[first : last + 1] + [said[last]] * (said[last] != IGNORED)
-        counts = [False, *(said[place] != IGNORED for place in places_here)]
+        ids = given[first : last + 1] + [expected[last]] * (expected[last] != IGNORED)
+        counts = [False, *(expected[place] != IGNORED for place in places_here)]
         yield SampleDocument(ids, counts[: len(ids)])
 
 
@@ -74,8 +74,8 @@ def _decoder(task: Language) -> Callable[[Sequence[int]], str]:
     if task.chat is not None:
         tokenizer: Any = task.chat.tokenizer
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-    said = task.describe()
-    return lambda ids: decode(ids, said["tokenizer"], said["characters"])
+    facts = task.describe()
+    return lambda ids: decode(ids, facts["tokenizer"], facts["characters"])
 
 
 def _text(document: SampleDocument, decoded: Callable[[Sequence[int]], str], marks: tuple[str, str]) -> str:

@@ -125,5 +125,5 @@ def read_box(
 
 
 def _for_machines(name: str, found: CheckResult, place: Environment) -> dict[str, str]:
-    told = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy(place)}
-    return {"id": name, "status": found.status, **{key: redact_text(text) for key, text in told.items()}}
+    texts = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy(place)}
+    return {"id": name, "status": found.status, **{key: redact_text(text) for key, text in texts.items()}}

@@ -180,11 +180,13 @@ def driver(box: MachineFacts) -> CheckResult:
         stack = same[0]
     if numbers(gpus.driver) < numbers(stack.floor):
         best = _best(gpus)
-        said = f"driver {gpus.driver} is older than {stack.floor}, which CUDA {stack.cuda} needs"
+        finding = f"driver {gpus.driver} is older than {stack.floor}, which CUDA {stack.cuda} needs"
         if not best:
             update = f"update the driver to {stack.floor} at least"
-            return bad(said, "CUDA won't start, and no other stack fits this driver and GPU", host=update)
-        return bad(said, f"CUDA won't start; the stack {best} fits, or a newer driver", **_with_stack(best))
+            return bad(finding, "CUDA won't start, and no other stack fits this driver and GPU", host=update)
+        return bad(
+            finding, f"CUDA won't start; the stack {best} fits, or a newer driver", **_with_stack(best)
+        )
     if numbers(gpus.driver) < numbers(stack.native):
         return fine(
             f"driver {gpus.driver} runs CUDA {stack.cuda}, without JIT of PTX (from {stack.native} on)"

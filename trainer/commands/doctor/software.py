@@ -192,10 +192,10 @@ def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if not software.torch:
         return unavailable("there is no torch")
     if not software.cuda:
-        said = f"torch {software.torch} is built without CUDA"
+        finding = f"torch {software.torch} is built without CUDA"
         if box.gpus.cards or box.gpus.nodes:
-            return bad(f"{said}, and there is a GPU", "it trains on the CPU", **_ANEW)
-        return fine(f"{said}, and there is no GPU")
+            return bad(f"{finding}, and there is a GPU", "it trains on the CPU", **_ANEW)
+        return fine(f"{finding}, and there is no GPU")
     major = numbers(software.cuda)[0]
     others = [
         name

@@ -236,10 +236,10 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
 
 
 def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
-    said = run.task.describe()
+    facts = run.task.describe()
     if run.recipe.task != "classification":
         raise BadInputError(f"--with-normalization: is for images to classes, not for task={run.recipe.task}")
-    return FromPixels(model, said["mean"], said["std"])
+    return FromPixels(model, facts["mean"], facts["std"])
 
 
 def _write(

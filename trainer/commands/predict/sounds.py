@@ -41,7 +41,7 @@ def _as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
     Raises:
         BadInputError: If it can't be read, isn't a recording, or has another sample rate.
     """
-    said = run.task.describe()
+    facts = run.task.describe()
     alone = Files(path.parent, [os.fsencode(path.name)], [0], ("",))
-    folder = AudioFolder(alone, said["seconds"], said["sample_rate"], False, "fail")
+    folder = AudioFolder(alone, facts["seconds"], facts["sample_rate"], False, "fail")
     return read_samples(folder, np.zeros(1, np.int64)).fields[AUDIO][0]

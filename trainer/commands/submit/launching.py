@@ -150,15 +150,15 @@ def _model(model: type[Any], fields: dict[str, Any]) -> Any:
         return model.model_validate(fields)
     except ValidationError as error:
         problem = error.errors()[0]
-        said = problem["msg"].removeprefix("Value error, ")
+        message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] != "value_error":
-            said = said[:1].lower() + said[1:]
+            message = message[:1].lower() + message[1:]
         name, given = str(problem["loc"][0]) if problem["loc"] else "", f" {problem['input']}"
         if not name:  # of several fields: it begins with the first one's name
-            name, _, said = said.partition(": ")
+            name, _, message = message.partition(": ")
             given = ""
         option = "--" + OPTIONS.get(name, name).replace("_", "-")
-        raise BadInputError(f"{option}{given}: {said}") from error
+        raise BadInputError(f"{option}{given}: {message}") from error
 
 
 def _check_recipe(spec: JobSpec) -> None:
