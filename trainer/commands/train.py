@@ -284,10 +284,10 @@ def find_run(options: argparse.Namespace) -> Path | None:
         )
     run = _run_named(options.resume, "--resume")
     try:
-        there = (run / "manifest.json").is_file()
+        is_run = (run / "manifest.json").is_file()
     except OSError as error:
         raise BadInputError(f"--resume {run}: can't be read ({error.strerror})") from error
-    if not there:
+    if not is_run:
         hint = nearest(options.resume, _MODES) if run.name == options.resume else ""
         raise BadInputError(
             f"--resume {run}: no run folder (it holds no manifest.json{nor_below_runs(run)}); give one, or "

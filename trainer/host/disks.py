@@ -114,19 +114,19 @@ def read_folder(path: Path, root: Path = Path("/")) -> Folder:
 
 
 def _nearest(path: Path) -> Path:
-    there = path.absolute()
-    while not kind_of(there) and there != there.parent:
-        there = there.parent
-    return there
+    folder = path.absolute()
+    while not kind_of(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def _folder(path: Path, mount: Mount) -> Folder:
     try:
-        there = _nearest(path)
-        if kind_of(there) != "folder":
-            return Folder(path, error=f"{there} is no folder", mount=mount)
-        room = os.statvfs(there)
-        with tempfile.TemporaryFile(dir=there) as file:
+        folder = _nearest(path)
+        if kind_of(folder) != "folder":
+            return Folder(path, error=f"{folder} is no folder", mount=mount)
+        room = os.statvfs(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
     except OSError as error:
         return Folder(path, error=error.strerror or str(error), mount=mount)

@@ -271,7 +271,7 @@ def check_writable(folder: Path) -> None:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a file is what `written_whole` leaves when it is killed."""
+    """Returns True if a file is what `written_whole` leaves when it is killed."""
     return _BESIDE.fullmatch(name) is not None
 
 

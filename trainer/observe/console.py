@@ -58,7 +58,7 @@ def without_bars() -> None:
 
 
 def logs_as_json() -> bool:
-    """Whether its lines are JSON."""
+    """Returns True if log lines are JSON."""
     return _Log.as_json
 
 

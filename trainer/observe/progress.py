@@ -198,7 +198,7 @@ def _head_of_request(connection: socket.socket) -> bytes:
 
 
 def is_asked(host: str | None, listens: str) -> bool:
-    """Whether a request's Host header means this host.
+    """Returns True if a request's Host header means this host.
 
     A web page could read it by a foreign name that resolves to this address (DNS rebinding).
 

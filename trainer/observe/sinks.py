@@ -180,8 +180,8 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
     own_folder(folder)
     seconds, rest = divmod(time.time_ns(), 10**9)
     # TensorBoard reads a folder's files in their names' order, also where the clock was set back.
-    there = (_EVENTS.match(file.name) for file in folder.iterdir())
-    seconds = min(max([seconds, *(int(match[1]) + 1 for match in there if match)]), _LAST_SECOND)
+    event_files = (_EVENTS.match(file.name) for file in folder.iterdir())
+    seconds = min(max([seconds, *(int(match[1]) + 1 for match in event_files if match)]), _LAST_SECOND)
     name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
     file = (folder / name).open("xb")
     records = RecordWriter(file)

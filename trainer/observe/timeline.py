@@ -33,7 +33,7 @@ class Event(Protocol):
         """Leaves it in the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Returns True if the device has reached the event."""
         ...
 
     def elapsed_time(self, end_event: "Event") -> float:

@@ -24,7 +24,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no variant differs, other than as documented."""
+        """Returns True if no variant differs, other than as documented."""
         return not any(row.verdict == "differs" for row in self.rows)
 
     def __str__(self) -> str:

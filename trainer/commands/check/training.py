@@ -89,7 +89,7 @@ class Subject:
     narrow: Any
 
     def single(self) -> "Subject":
-        """The same subject in float32, which autocast needs."""
+        """Returns the subject in float32, which autocast needs."""
         return replace(self, task=self.narrow, double=False)
 
     @property
@@ -350,7 +350,7 @@ def _cut(task: Any) -> Any:
 
 
 def _wants_all(task: Any) -> bool:
-    """Whether a user's `summarize` may compare its records with the whole data set."""
+    """Returns True if a user's `summarize` may compare its records with the whole data set."""
     return isinstance(task, CustomTask) and hasattr(task, "summarize")
 
 

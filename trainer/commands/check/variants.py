@@ -248,8 +248,8 @@ def _against_plain(
     recipe = changed(subject.recipe, variant.edits)
     count = recipe.data.global_batch_size // recipe.data.micro_batch_size
     if count > 1:
-        whole = compare(wanted, *reference({}), subject.eps, moved=moved)
-        if (first := whole.first) is not None:
+        one_batch = compare(wanted, *reference({}), subject.eps, moved=moved)
+        if (first := one_batch.first) is not None:
             detail = (
                 f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why(subject)}"
             )
@@ -268,7 +268,7 @@ def why(subject: Subject) -> str:
 
 
 def draws(subject: Subject) -> bool:
-    """Whether a training loss draws random numbers."""
+    """Returns True if a training loss draws random numbers."""
     few = np.arange(min(2, len(subject.task.train_data)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -66,7 +66,7 @@ def verbs_devices(load: Callable[[str], Any]) -> tuple[str, ...] | None:
 
 
 def nccl(box: MachineFacts) -> CheckResult:
-    """Whether the settings of NCCL and Gloo are right."""
+    """Checks whether the settings of NCCL and Gloo are right."""
     environ, network = box.environ, box.network
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         words = [word for word in environ.get(name, "").split(",") if word]
@@ -95,13 +95,13 @@ def nccl(box: MachineFacts) -> CheckResult:
 
 
 def _names(word: str, known: tuple[str, ...]) -> bool:
-    """Whether a word of NCCL_SOCKET_IFNAME or the like matches an interface: by prefix, or with = exactly."""
+    """Returns True if a word of NCCL_SOCKET_IFNAME matches an interface: by prefix, or with = exactly."""
     name = word.removeprefix("=")
     return any(one == name if word.startswith("=") else one.startswith(name) for one in known)
 
 
 def infiniband(box: MachineFacts) -> CheckResult:
-    """Whether InfiniBand can be used, where there is any."""
+    """Checks whether InfiniBand can be used, where there is any."""
     network = box.network
     if not network.infiniband:
         return unavailable("no active InfiniBand port")

@@ -65,13 +65,13 @@ def quota(box: MachineFacts) -> CheckResult:
             **remedies,
         )
     if throttled is not None and throttled > 0.1:
-        whole = math.ceil(cpus)
+        cores = math.ceil(cpus)
         return warning(
             f"{finding}; the quota stopped this container in {throttled:.0%} of its periods so far",
             "more threads run than the quota pays for, and all of them are stopped together",
-            container=f"docker run --cpuset-cpus=0-{whole - 1} …   (instead of --cpus)",
-            kubernetes=f'resources: {{limits: {{cpu: "{whole}"}}}}   (whole ones: static CPU manager)',
-            slurm=f"#SBATCH --cpus-per-task={whole}",
+            container=f"docker run --cpuset-cpus=0-{cores - 1} …   (instead of --cpus)",
+            kubernetes=f'resources: {{limits: {{cpu: "{cores}"}}}}   (cores ones: static CPU manager)',
+            slurm=f"#SBATCH --cpus-per-task={cores}",
             host="OMP_NUM_THREADS=… of programs that don't ask for the limits; trainer train does",
         )
     return fine(finding)
@@ -117,7 +117,7 @@ def _more_memory(source: str, wanted: float) -> dict[str, str]:
 
 
 def overcommit(box: MachineFacts) -> CheckResult:
-    """Whether the kernel refuses memory that is reserved but not used."""
+    """Checks whether the kernel refuses memory that is reserved but not used."""
     system = box.system
     if system.overcommit == 2 and system.commit_left < 16 * GIB:
         return warning(
@@ -129,7 +129,7 @@ def overcommit(box: MachineFacts) -> CheckResult:
 
 
 def memlock(box: MachineFacts) -> CheckResult:
-    """Whether RDMA may lock memory."""
+    """Checks whether RDMA may lock memory."""
     soft = box.system.rlimits.get("memlock", -1)
     if box.system.ipc_lock or soft == -1:
         return fine("memory can be locked without limit")
@@ -227,7 +227,7 @@ def nproc(box: MachineFacts) -> CheckResult:
 
 
 def user_name(box: MachineFacts) -> CheckResult:
-    """Whether the user has a name."""
+    """Checks whether the user has a name."""
     uid, given = box.system.uid, box.environ.get("LOGNAME") or box.environ.get("USER")
     if box.system.user:
         return fine(f"uid {uid} is {box.system.user}")
@@ -243,7 +243,7 @@ def user_name(box: MachineFacts) -> CheckResult:
 
 
 def user_home(box: MachineFacts) -> CheckResult:
-    """Whether the home folder can be written."""
+    """Checks whether the home folder can be written."""
     if not box.system.home_error:
         return fine(f"HOME={box.environ.get('HOME')} can be written")
     why = "libraries keep caches and settings there, and some fail without"

@@ -74,22 +74,22 @@ def _room(box: MachineFacts, role: str) -> CheckResult:
 
 
 def run_folder(box: MachineFacts) -> CheckResult:
-    """Whether the run folder can be written and has room."""
+    """Checks whether the run folder can be written and has room."""
     return _room(box, "run")
 
 
 def cache_folder(box: MachineFacts) -> CheckResult:
-    """Whether the cache folder can be written and has room."""
+    """Checks whether the cache folder can be written and has room."""
     return _room(box, "cache")
 
 
 def tmp_folder(box: MachineFacts) -> CheckResult:
-    """Whether the folder for temporary files can be written and has room."""
+    """Checks whether the folder for temporary files can be written and has room."""
     return _room(box, "tmp")
 
 
 def caches(box: MachineFacts) -> CheckResult:
-    """Whether every cache can be written, and is on a local disk."""
+    """Checks whether every cache can be written, and is on a local disk."""
     known = box.folders["cache"].path  # disk.cache tells of that one
     broken = [
         f"{name}={folder.path}: {folder.error}"

@@ -113,9 +113,9 @@ def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
     fields = {name: field.numpy() for name, field in read_samples(dataset, samples).fields.items()}
     seen = []
     for row, sample in enumerate(samples.tolist()):
-        there = np.arange(int(fields[COUNT][row]))
-        there = there[fields[CROWD][row][there] == 0]
-        truth = (fields[BOXES][row][there], fields[LABEL][row][there].tolist())
+        rows = np.arange(int(fields[COUNT][row]))
+        rows = rows[fields[CROWD][row][rows] == 0]
+        truth = (fields[BOXES][row][rows], fields[LABEL][row][rows].tolist())
         seen.append(ModelInput(f"sample {sample}", fields[IMAGE][row], truth=truth))
     return seen
 
@@ -135,7 +135,7 @@ def _found(run: OpenedRun, seen: Sequence[ModelInput], score: float) -> list[Det
 
 
 def _mistaken(one: ModelInput, found: Detections) -> bool:
-    """Whether the detected labels differ from the true ones, whatever the boxes."""
+    """Returns True if the detected labels differ from the true ones, whatever the boxes."""
     return one.truth is not None and sorted(one.truth[1]) != sorted(found.labels.tolist())
 
 

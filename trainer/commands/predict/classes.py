@@ -45,7 +45,7 @@ class Guess(NamedTuple):
 
     @property
     def mistaken(self) -> bool:
-        """Whether the true class is known and isn't the first."""
+        """Returns True if the true class is known and isn't the first."""
         return self.truth is not None and self.truth != self.classes[0]
 
 
@@ -111,22 +111,22 @@ def of_evaluation(run: OpenedRun, options: argparse.Namespace) -> None:
 
 def read_each(paths: Sequence[Path], read: Callable[[Path], Item]) -> list[tuple[str, Item]]:
     """Reads files and returns their contents by name; prints an error line for each that can't be read."""
-    there = list[tuple[str, Item]]()
+    items = list[tuple[str, Item]]()
     for path in paths:
         try:
-            there.append((str(path), read(path)))
+            items.append((str(path), read(path)))
         except (BadInputError, Corrupt) as error:
             named = str(error) if path.name in str(error) else f"{path}: {error}"
             line = " ".join(redact_text(named).split())
             print(f"trainer: {plain(line, 400)}", file=sys.stderr)
-    return there
+    return items
 
 
-def code_for(there: Sequence[object], paths: Sequence[Path]) -> int:
+def code_for(items: Sequence[object], paths: Sequence[Path]) -> int:
     """Returns the exit code: 0 if all files could be read, 1 if some, 2 if none."""
-    if not there:
+    if not items:
         return EXIT_BAD_INPUT
-    return EXIT_FAILED if len(there) < len(paths) else EXIT_DONE
+    return EXIT_FAILED if len(items) < len(paths) else EXIT_DONE
 
 
 def show_table(what: str, found: Sequence[Guess]) -> None:

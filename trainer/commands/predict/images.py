@@ -31,16 +31,16 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
     if not options.files:
         of_evaluation(run, options)
         return EXIT_DONE
-    there = read_each(options.files, lambda path: as_evaluated(path, run))
-    if there:
-        names, images = zip(*there, strict=True)
+    items = read_each(options.files, lambda path: as_evaluated(path, run))
+    if items:
+        names, images = zip(*items, strict=True)
         label = torch.zeros(len(images), dtype=torch.int64)
         fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: label}
         found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
         show_table("file", found)
         if run.recipe.data.name == "digits":
             print("each was made 8 x 8 gray with 17 levels, ink light on dark; a digit should fill its image")
-    return code_for(there, options.files)
+    return code_for(items, options.files)
 
 
 def content(path: Path) -> bytearray:

@@ -26,13 +26,13 @@ def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
     if not options.files:
         of_evaluation(run, options)
         return EXIT_DONE
-    there = read_each(options.files, lambda path: _as_evaluated(path, run))
-    if there:
-        names, sounds = zip(*there, strict=True)
+    items = read_each(options.files, lambda path: _as_evaluated(path, run))
+    if items:
+        names, sounds = zip(*items, strict=True)
         fields = {AUDIO: torch.stack(sounds), LABEL: torch.zeros(len(sounds), dtype=torch.int64)}
         classes = run.task.describe()["classes"]
         show_table("file", guesses(names, probabilities(run, fields), classes, options.top))
-    return code_for(there, options.files)
+    return code_for(items, options.files)
 
 
 def _as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:

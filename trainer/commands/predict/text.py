@@ -59,10 +59,10 @@ def _chat(
         if token in ends:
             break
         added.append(token)
-        whole = chat.tokenizer.decode(added)
-        if not whole.endswith("\ufffd"):  # or a letter of several tokens has only begun
-            print(_harmless(whole[len(shown) :]), end="", flush=True)
-            shown = whole
+        text_so_far = chat.tokenizer.decode(added)
+        if not text_so_far.endswith("\ufffd"):  # or a letter of several tokens has only begun
+            print(_harmless(text_so_far[len(shown) :]), end="", flush=True)
+            shown = text_so_far
     print(_harmless(chat.tokenizer.decode(added)[len(shown) :]))
     return EXIT_DONE
 

@@ -71,20 +71,20 @@ def carried(spec: JobSpec, place: JobPlace) -> JobSpec:
             raise BadInputError(f"{key}={path}: no such file or folder here that could be mounted")
         changes: dict[str, Any] = {}
         if seen := _seen(spec, here):
-            there = seen
+            target = seen
         elif key != "data.path":
-            there = f"{container.RECIPE_MOUNT}/{here.name}"
+            target = f"{container.RECIPE_MOUNT}/{here.name}"
             changes = {"files": {**spec.files, here.name: str(here)}}
         elif spec.data is None:
             folder = here.parent if here.is_file() else here
-            there = container.DATA if folder == here else f"{container.DATA}/{here.name}"
+            target = container.DATA if folder == here else f"{container.DATA}/{here.name}"
             changes = {"data": str(folder)}
         else:
             raise BadInputError(
                 f"{key}={path}: only --data {spec.data} is mounted; leave one of the two out, or give a path "
                 f"below {container.DATA}"
             )
-        value = f"{HF}{there}" if key == _MODEL else there
+        value = f"{HF}{target}" if key == _MODEL else target
         spec = spec.model_copy(update={**changes, "settings": (*spec.settings, f"{key}={value}")})
     return spec
 

@@ -91,15 +91,15 @@ def recipe_file(spec: JobSpec) -> str:
 
 def files(spec: JobSpec) -> list[tuple[Path, str]]:
     """Returns local files to mount, and the path of each inside the container."""
-    there = recipe_file(spec)
-    recipe = [(Path(spec.recipe).absolute(), there)] if there else []
+    target = recipe_file(spec)
+    recipe = [(Path(spec.recipe).absolute(), target)] if target else []
     return recipe + [(Path(file), f"{RECIPE_MOUNT}/{name}") for name, file in spec.files.items()]
 
 
 def words(spec: JobSpec) -> list[str]:
     """Returns the command of each node's container, after the image's entrypoint."""
-    there = recipe_file(spec)
-    return (spec.model_copy(update={"recipe": there}) if there else spec).command
+    target = recipe_file(spec)
+    return (spec.model_copy(update={"recipe": target}) if target else spec).command
 
 
 def timed(spec: JobSpec) -> list[str]:

@@ -107,13 +107,13 @@ def _check_place(place: JobPlace, site: Site) -> None:
         BadInputError: For the first such option.
     """
     cluster = place in environment.CLUSTERS
-    for name, there, instead in (
+    for name, supported, instead in (
         ("queue", cluster, "Slurm's are --partition and --qos"),
         ("service_account", cluster, "pods have one"),
         ("sbatch_arg", place == "slurm", "change what --dry-run prints, as by kustomize"),
         ("rdma", cluster or place == "slurm", "its container is on this machine"),
     ):
-        if getattr(site, name) and not there:
+        if getattr(site, name) and not supported:
             raise BadInputError(f"--{name.replace('_', '-')}: {place} has none; {instead}")
     if site.rdma and (site.rdma == "host") == cluster:
         wanted = "RESOURCE=N, as rdma/hca_shared_devices_a=1 (kubectl describe node shows it)"

@@ -286,7 +286,7 @@ def folder_of(place: str, what: str, where: str) -> Path:
 
 
 def pinned(image: str) -> bool:
-    """Whether a reference has a digest, not only a tag."""
+    """Returns True if a reference has a digest, not only a tag."""
     return bool(re.search(r"@sha256:[0-9a-f]{64}$", image)) or image.endswith((".sqsh", ".sif"))
 
 

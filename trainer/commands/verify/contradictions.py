@@ -41,13 +41,13 @@ def _of_manifest(run: Recorded) -> Iterator[str]:
         problem = "can't be read" if config is None else "isn't the config in manifest.json"
         yield f"config.yaml {problem}"
     last = manifest.attempts[-1]
-    for name, there, wanted in (
+    for name, value, wanted in (
         ("seed", manifest.seed, manifest.config.get("seed")),
         ("world_size", manifest.world_size, last.ranks),
         ("threads", manifest.threads, last.threads),
     ):
-        if there != wanted:
-            yield f"manifest.json: {name} is {there}, and {wanted} by its config and attempts"
+        if value != wanted:
+            yield f"manifest.json: {name} is {value}, and {wanted} by its config and attempts"
     finite = not any(value in ("nan", "inf", "-inf") for value in _last_evaluation(run).values())
     if manifest.weights and (manifest.status == "stopped" or (manifest.status == "diverged" and finite)):
         yield f"manifest.json: status is {manifest.status}, though it names final weights"

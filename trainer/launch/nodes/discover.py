@@ -42,7 +42,7 @@ class Nodes(NamedTuple):
 
     @property
     def elastic(self) -> bool:
-        """Whether the job continues with fewer nodes."""
+        """Returns True if the job continues with fewer nodes."""
         return self.least < self.most
 
     def name(self, number: int) -> str:
@@ -115,7 +115,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that torchrun or Slurm started. (Ranks of our launcher don't ask.)"""
+    """Returns True if this process is a rank of torchrun or Slurm. (Ranks of our launcher don't ask.)"""
     ranked = all(name in environ for name in _RANK) and not started_by_rank(environ)
     return ranked and not is_launcher_task(environ)
 
@@ -130,12 +130,12 @@ def mark_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def started_by_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process inherited its rank's variables from a rank that started it, and so is no rank."""
+    """Returns True if a rank started this process, which inherited its variables and so is no rank."""
     return mark_of_rank(environ).items() <= environ.items()
 
 
 def is_launcher_task(environ: Mapping[str, str]) -> bool:
-    """Whether this is a Slurm node's only task: the launcher, although enroot's hook marks it as a rank."""
+    """Returns True if this is a Slurm node's only task: the launcher, though enroot's hook marks a rank."""
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
     return (
         0 < tasks == nodes

@@ -194,9 +194,9 @@ class Leader(Rendezvous):
                 "give each its own number"
             )
         for what, here in self._said.same.items():
-            if (there := one.said.same.get(what)) != here:
+            if (value := one.said.same.get(what)) != here:
                 line = (
-                    f"node {one.node} ({name}) has another {what} than node 0: {there}, not {here}; "
+                    f"node {one.node} ({name}) has another {what} than node 0: {value}, not {here}; "
                     "give every node the same image, files and command"
                 )
                 if self._round is None and not self.nodes.elastic:
