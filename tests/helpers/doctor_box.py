@@ -21,7 +21,7 @@ def card(index: int = 0, **facts: Any) -> Card:
 
 
 def folder(path: str = "/data/runs", **facts: Any) -> Folder:
-    return replace(Folder(Path(path), "", 500 * GIB, 10**6, 900e6, DISK), **facts)
+    return replace(Folder(Path(path), "", 500 * GIB, 10**6, DISK), **facts)
 
 
 def healthy(**changes: Any) -> MachineFacts:

@@ -18,7 +18,7 @@ CONTAINERS = ("pyxis", "apptainer", "venv")
 
 def add_parser(commands: Any) -> None:
     """Adds `submit` to the commands."""
-    launch = commands.add_parser(
+    launch: argparse.ArgumentParser = commands.add_parser(
         "submit",
         help="run a recipe on an engine or a cluster, or print the file for it; exit code 1: not submitted",
         description="@FILE in place of an option: options from a file, those that a site needs, say.",
