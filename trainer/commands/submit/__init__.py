@@ -18,7 +18,7 @@ CONTAINERS = ("pyxis", "apptainer", "venv")
 
 def add_parser(commands: Any) -> None:
     """Adds `submit` to the commands."""
-    launch: argparse.ArgumentParser = commands.add_parser(
+    launch = commands.add_parser(
         "submit",
         help="run a recipe on an engine or a cluster, or print the file for it; exit code 1: not submitted",
         description="@FILE in place of an option: options from a file, those that a site needs, say.",
@@ -31,6 +31,7 @@ def add_parser(commands: Any) -> None:
             return shlex.split(line, comments=True)
         except ValueError as error:
             launch.error(f"@FILE: {line}: {error}")
+            raise
 
     launch.convert_arg_line_to_args = options_of_line
     add = launch.add_argument
