@@ -56,7 +56,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor mutants steady image verify-image first-build push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
-	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock stack release audit sbom scan clean-venv
+	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock stack release audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -78,7 +78,7 @@ image: ## build the images of STACK, train and dev
 verify-image: ## build STACK twice without cache and compare the bytes
 	$(call script,image.py verify --stack $(STACK) $(ARGS))
 
-first-build: ## pull the bases, build STACK twice, test, write docs/results/image.md, leave a log; ADVISORIES=FILE ARGS=--prune
+first-build: ## pull the bases, build STACK twice, test, leave a log; ADVISORIES=FILE ARGS=--prune
 	$(call script,first_build.py --stack $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS))
 
 push: ## push what make first-build tested to REGISTRY=host/path and print the digests
@@ -205,12 +205,12 @@ stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1, and
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)
 
-release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.1.0 SOURCE=https://… KEY=file
+release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.1.0 SOURCE=https://…
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/python scripts/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") \
-		$(if $(SOURCE),--source "$(SOURCE)") $(if $(KEY),--key "$(KEY)") $(ARGS)
+		$(if $(SOURCE),--source "$(SOURCE)") $(ARGS)
 
-audit sbom scan: override VENV = build/lock
+audit sbom: override VENV = build/lock
 audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/audit.py $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS)
@@ -221,9 +221,6 @@ sbom: ## find the owner of every file of IMAGE, built on BASE="IMAGE …"; write
 	@mkdir -p build/sbom
 	$(VENV)/bin/python scripts/image_files.py $(IMAGE) --base $(BASE) --stack $(STACK) \
 		--sbom build/sbom/sbom.cdx.json --json build/sbom/files.json $(ARGS)
-
-scan: sbom ## match what the bill of IMAGE (and BASE, see sbom) lists with ADVISORIES=FILE, as audit does with the locks
-	$(VENV)/bin/python scripts/audit.py $(STACK) --bill build/sbom/sbom.cdx.json $(if $(ADVISORIES),--advisories "$(ADVISORIES)")
 
 clean-venv: ## delete the environments
 	rm -rf .venv build/lock build/compat

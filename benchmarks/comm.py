@@ -23,7 +23,6 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.comm_fit import CommResult, Timed, bus_factor, fitted, parsed_sizes
-from benchmarks.link_limit import Limit, host_limit, local_limit
 from benchmarks.paired import interleaved, median_interval
 from trainer.distributed.parallel import World, gather_rows, joined_world
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
@@ -46,7 +45,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--dtypes", default="fp32", metavar="LIST", help="fp32,bf16 (default: fp32)")
     bench.add_argument("--backend", choices=("gloo", "nccl", "auto"), default="auto", help="(default: auto)")
     bench.add_argument("--rounds", type=int, default=11, metavar="N", help="interleaved rounds (default: 11)")
-    bench.add_argument("--limit", type=float, metavar="GBPS", help="the link's limit in Gbit/s, if you know")
+    bench.add_argument("--limit", type=float, metavar="GBPS", help="the link's limit in Gbit/s, to compare")
     bench.add_argument("--json", action="store_true", help="print JSON")
     bench.set_defaults(run=bench_comm)
 
@@ -75,16 +74,8 @@ def bench_comm(options: argparse.Namespace) -> int:
         timed = all_reduces(world, sizes, dtypes, options.rounds)
         hosts = -(-world.size // int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
         backend = "nccl" if kind == "cuda" else "gloo"
-        own = (
-            host_limit(backend, os.environ["MASTER_ADDR"])
-            if hosts > 1
-            else local_limit(backend, world.local_rank)
-        )
-        limits = gather_rows(world, torch.tensor([own[0] or 0.0], dtype=torch.float64)).flatten().tolist()
-        limit = least_limit(own, limits)
-        if options.limit is not None:
-            limit = options.limit * 1e9 / 8, f"--limit, {options.limit:g} Gbit/s"
         fit = fitted(next(iter(timed.values())))
+        limit = None if options.limit is None else options.limit * 1e9 / 8
         found = CommResult(world.size, hosts, backend, conditions(), timed, fit, limit)
         if world.rank == 0:
             print(json.dumps(as_json(found), indent=2) if options.json else as_text(found, options.rounds))
@@ -169,22 +160,6 @@ def _turn(part: torch.Tensor, world: World) -> Callable[[], float]:
     return partial(turn, max(1, min(_MOST_REPEATS, round(_TURN_SECONDS / max(float(first), 1e-9)))))
 
 
-def least_limit(own: Limit, limits: Sequence[float]) -> Limit:
-    """The slowest rank's limit: a ring is as fast as its slowest link.
-
-    Args:
-        own: Of rank 0.
-        limits: Of each rank, in bytes per second; 0 where it isn't known.
-    """
-    unknown = [rank for rank, limit in enumerate(limits) if not limit]
-    if own[0] is None or (not unknown and min(limits) >= own[0]):
-        return own
-    if unknown:
-        return None, f"unknown, because rank {unknown[0]} doesn't know its own"
-    slowest = min(limits)
-    return slowest, f"the link of rank {limits.index(slowest)}, which is slower than rank 0's ({own[1]})"
-
-
 def as_json(found: CommResult) -> dict[str, Any]:
     """alpha_s and bytes_per_s are of the message: t = alpha_s + bytes / bytes_per_s for these ranks."""
     fit, factor = found.fit, bus_factor(found.ranks)
@@ -197,9 +172,8 @@ def as_json(found: CommResult) -> dict[str, Any]:
         "median_error": fit.median_error if fit else None,
         "worst_error": fit.worst_error if fit else None,
         "latency_s": found.latency.seconds,
-        "limit_bytes_per_s": found.limit[0],
-        "limit": found.limit[1],
-        "share_of_limit": found.best / found.limit[0] if found.limit[0] else None,
+        "limit_bytes_per_s": found.limit,
+        "share_of_limit": found.best / found.limit if found.limit else None,
         "conditions": found.conditions,
         "sizes": [
             {
@@ -216,7 +190,7 @@ def as_json(found: CommResult) -> dict[str, Any]:
 
 def as_text(found: CommResult, rounds: int) -> str:
     """The table, and what it says."""
-    factor, fit, limit = bus_factor(found.ranks), found.fit, found.limit
+    factor, fit = bus_factor(found.ranks), found.fit
     hosts = f"{found.hosts} host{'s' * (found.hosts > 1)}"
     lines = [
         found.conditions,
@@ -240,12 +214,9 @@ def as_text(found: CommResult, rounds: int) -> str:
             f"fit: time = {_time(fit.alpha_s)} + bytes / {speed} GB/s; it is off by {fit.median_error:.0%} "
             f"(median of the sizes), at most by {fit.worst_error:.0%} ({size(fit.worst_bytes)})"
         )
-    lines.append(f"limit: {limit[1]}")
-    if limit[0]:
-        lines[-1] = (
-            f"limit: {limit[0] / 1e9:.3g} GB/s ({limit[1]}); the best bus bandwidth is "
-            f"{found.best / limit[0]:.0%} of it"
-        )
+    if found.limit:
+        share = found.best / found.limit
+        lines.append(f"limit: {found.limit / 1e9:.3g} GB/s; the best bus bandwidth is {share:.0%} of it")
     return "\n".join(lines).replace("\u00a0", " ")
 
 

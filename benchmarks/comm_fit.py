@@ -77,7 +77,7 @@ class CommResult(NamedTuple):
         conditions: Versions, processor, date.
         timed: Of each dtype its sizes, in order.
         fit: Of the first dtype.
-        limit: Of the link in bytes per second, None if it isn't known, and what it is of or why not.
+        limit: The link's limit in bytes per second, as given; None without one.
     """
 
     ranks: int
@@ -86,7 +86,7 @@ class CommResult(NamedTuple):
     conditions: str
     timed: Mapping[str, Sequence[Timed]]
     fit: Fit | None
-    limit: tuple[float | None, str]
+    limit: float | None
 
     @property
     def best(self) -> float:

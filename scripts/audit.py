@@ -71,31 +71,6 @@ def items(locked: Locked) -> list[Item]:
     return list(dict.fromkeys(found))
 
 
-def items_of_bill(file: Path) -> list[Item]:
-    """Returns the packages that a bill of materials (CycloneDX JSON of `make sbom`) lists by package URL,
-    like `items`.
-
-    Raises:
-        AuditError: it is none.
-    """
-    try:
-        components = json.loads(file.read_text())["components"]
-        purls = [(str(one["purl"]), str(one["version"])) for one in components if "purl" in one]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = getattr(error, "strerror", None) or repr(error)
-        raise AuditError(f"{file} is no bill of materials: {why}") from None
-    found = []
-    for purl, version in purls:
-        kind, _, rest = purl.removeprefix("pkg:").partition("/")
-        name, _, query = rest.partition("@")
-        where = f"{file.name} ({kind})"
-        if kind in ("pypi", "conda"):
-            found.append(Item(kind, canonical(name) if kind == "pypi" else name, version, where))
-        if kind == "conda" and "build=py" in query:
-            found.append(Item("pypi", canonical(ALIASES.get(name, name)), version, where))
-    return list(dict.fromkeys(found))
-
-
 def parse_version(text: str) -> Version:
     """A version without what a local build adds (`2.9.1+cu128`).
 
@@ -234,7 +209,7 @@ def audit(
 def run(options: argparse.Namespace) -> int:
     """Audits a stack; returns the exit code."""
     locked = read_locks(options.stacks / options.stack)
-    found = items_of_bill(options.bill) if options.bill else items(locked)
+    found = items(locked)
     today = datetime.now(timezone.utc).date()
     until = read_toml(options.stacks / options.stack / "stack.toml").get("supported_until", today)
     if until < today:
@@ -276,7 +251,6 @@ def main(words: list[str] | None = None) -> None:
         metavar="FILE",
         help="JSON list of OSV records; without it nothing is checked",
     )
-    add("--bill", type=Path, metavar="FILE", help="what an image holds, from make sbom, instead of the locks")
     add(
         "--waivers",
         type=Path,

@@ -288,8 +288,6 @@ def up(options: argparse.Namespace) -> None:
         if subprocess.call(words):
             raise BadInputError(f"{image} can't be had; what failed stands above")
     compose = ["docker", "compose", "-f", COMPOSE]
-    volume = _cache_volume(compose)
-    is_new = bool(volume) and bool(call("docker", "volume", "inspect", volume).returncode)
     listed = call(*compose, "ps", "--services", "--status", "running").stdout.split()
     check_ports({SERVICES[one]: port for one, port in _wanted_ports(compose).items() if one not in listed})
     seen, blind = container_gpus(image)
@@ -317,8 +315,6 @@ def up(options: argparse.Namespace) -> None:
         _published("tensorboard", "6006") or os.environ.get("TENSORBOARD_PORT") or PORTS["TENSORBOARD_PORT"]
     )
     print(f"TensorBoard  http://127.0.0.1:{port}")
-    if is_new:
-        _say_old_cache(volume, image)
 
 
 def down(options: argparse.Namespace) -> None:
@@ -347,15 +343,6 @@ def down(options: argparse.Namespace) -> None:
     raise SystemExit(code)
 
 
-def _say_old_cache(volume: str, image: str) -> None:
-    """Names the volume of versions whose project was named by the folder alone, with what to do with it."""
-    old = f"{re.sub('[^-_a-z0-9]', '', ROOT.name.lower()).lstrip('_-')}_cache"
-    if old != volume and not call("docker", "volume", "inspect", old).returncode:
-        mounts = ["--volume", f"{old}:/old:ro", "--volume", f"{volume}:/new"]
-        copy = ["docker", "run", "--rm", "--user", "0:0", *mounts, image, "cp", "-a", "/old/.", "/new"]
-        say(f"caches of an earlier version lie in the volume {old}: {shlex.join(copy)} takes them over")
-
-
 def _wanted_ports(compose: Sequence[str]) -> dict[str, str]:
     """The host's port of each service that would start: Compose also reads .env."""
     told = call(*compose, "config", "--format", "json").stdout
@@ -365,13 +352,6 @@ def _wanted_ports(compose: Sequence[str]) -> dict[str, str]:
     profiles = os.environ.get("COMPOSE_PROFILES", "").split(",")
     starting = [one for one in SERVICES if one != "ssh" or "ssh" in profiles]
     return {one: os.environ.get(SERVICES[one]) or PORTS[SERVICES[one]] for one in starting}
-
-
-def _cache_volume(compose: Sequence[str]) -> str:
-    """The name that Compose gives the volume of caches; "" if it refuses its files."""
-    told = call(*compose, "config", "--format", "json").stdout
-    name: str = json.loads(told or "{}").get("volumes", {}).get("cache", {}).get("name", "")
-    return name
 
 
 def _published(service: str, inside: str) -> str:

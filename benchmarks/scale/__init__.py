@@ -1,1 +1,1 @@
-"""Jobs on more GPUs than this machine has: computed from figures, and simulated."""
+"""Jobs on more GPUs than this machine has: computed from figures."""

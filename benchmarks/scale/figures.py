@@ -15,7 +15,6 @@ from trainer.errors import BadInputError
 BASES = ("measured", "assumed", "code", "given")  # what a source begins with
 DEFAULT_S = 600.0  # checkpoint.minutes, as it is if nobody sets it
 _FILE_BYTES = 1 << 20
-_LEAST = 1e-12
 
 
 class Figures(Section):
@@ -140,13 +139,6 @@ class Estimate(NamedTuple):
     log_bytes_per_day: float
     data_bytes_per_s: float
     loader_cpus_per_gpu: float
-
-
-def difference(one: float, other: float) -> float:
-    """Returns the relative difference of two figures; 0 for figures close to 0."""
-    if max(abs(one), abs(other)) < _LEAST:
-        return 0.0
-    return abs(other - one) / max(abs(one), _LEAST)
 
 
 def read_job(path: Path, settings: Sequence[str] = (), comm: Path | None = None) -> Job:

@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.scale import formulas
-from benchmarks.scale.figures import Estimate, Figures, Job, difference
+from benchmarks.scale.figures import Estimate, Figures, Job
 from trainer.observe.text import count, duration, number, scaled, size
-
-TARGET = 0.10  # as far as formula and simulation may lie apart
 
 
 def percent(value: float) -> str:
@@ -40,32 +38,11 @@ ROWS = (
 )
 
 
-def differences(estimates: Sequence[Estimate], simulated: Sequence[Estimate]) -> dict[str, float]:
-    """Returns the largest relative difference of formula and simulation, by figure."""
-    return {
-        row.name: max(
-            difference(getattr(one, row.name), getattr(other, row.name))
-            for one, other in zip(estimates, simulated, strict=True)
-        )
-        for row in ROWS
-    }
-
-
-def table(gpus: Sequence[int], estimates: Sequence[Estimate], simulated: Sequence[Estimate] = ()) -> str:
-    """Markdown: a row for each figure, a column for each number of GPUs; "formula / simulation"."""
-    heads = [f"{one:,} GPU{'s' * (one != 1)}" for one in gpus]
-    apart = differences(estimates, simulated) if simulated else {}
-    lines = [_line(["", *heads, *["apart by at most"] * bool(apart)])]
-    lines.append("|" + "---|" * (len(heads) + 1 + bool(apart)))
-    for row in ROWS:
-        cells = [row.written(getattr(one, row.name)) for one in estimates]
-        if simulated:
-            cells = [
-                f"{cell} / {row.written(getattr(one, row.name))}"
-                for cell, one in zip(cells, simulated, strict=True)
-            ]
-            cells.append(f"{100 * apart[row.name]:.1f} %")
-        lines.append(_line([row.label, *cells]))
+def table(gpus: Sequence[int], estimates: Sequence[Estimate]) -> str:
+    """Formats a table in Markdown: a row for each figure, a column for each number of GPUs."""
+    lines = [_line(["", *(f"{one:,} GPU{'s' * (one != 1)}" for one in gpus)])]
+    lines.append("|" + "---|" * (len(gpus) + 1))
+    lines += [_line([row.label, *(row.written(getattr(one, row.name)) for one in estimates)]) for row in ROWS]
     return "\n".join(lines)
 
 

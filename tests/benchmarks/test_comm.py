@@ -1,25 +1,20 @@
-"""Promise: all-reduces are timed, and held against the speed of the link."""
+"""Promise: all-reduces are timed, and a line is fitted to them."""
 
 import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from benchmarks.__main__ import main
-from benchmarks.comm import all_reduces, as_json, as_text, least_limit
+from benchmarks.comm import all_reduces, as_json, as_text
 from benchmarks.comm_fit import SIZES, CommResult, Timed, bus_factor, fitted, parsed_sizes
-from benchmarks.link_limit import host_limit, interface_speed, interface_to, local_limit
 from tests.helpers.world import Ranks
 from trainer.config.sizes import MIB
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.host.interfaces import addresses
 
 Capfd = pytest.CaptureFixture[str]
 GIGABIT = 1e9 / 8
@@ -74,14 +69,14 @@ def test_sizes_are_read() -> None:
             parsed_sizes(f"4K,{wrong}", cpu=True)
 
 
-def found(limit: tuple[float | None, str] = (None, "loopback: no link, memory is the limit")) -> CommResult:
+def found(limit: float | None = None) -> CommResult:
     series = [Timed(4096, 100e-6, 90e-6, 120e-6), Timed(MIB, 1.1e-3, 1e-3, 1.2e-3)]
     fit = fitted(series)
     return CommResult(4, 2, "gloo", "here and now", {"fp32": series}, fit, limit)
 
 
 def test_what_a_plan_reads() -> None:
-    told = as_json(found((2 * GIGABIT * 10, "eth0 20 Gbit/s")))
+    told = as_json(found(2 * GIGABIT * 10))
     assert told["ranks"] == 4 and told["backend"] == "gloo"
     assert told["alpha_s"] == pytest.approx(96.1e-6, rel=1e-3)
     assert told["bytes_per_s"] == pytest.approx(1.0445e9, rel=1e-3)
@@ -93,10 +88,10 @@ def test_what_a_plan_reads() -> None:
 
 
 def test_the_table() -> None:
-    text = as_text(found((1.25e9, "eth0 10 Gbit/s")), rounds=7)
+    text = as_text(found(1.25e9), rounds=7)
     assert "| 1 MiB | fp32 | 1.1 ms | 1 ms to 1.2 ms | 0.953 | 1.43 |" in text
-    assert "limit: 1.25 GB/s (eth0 10 Gbit/s); the best bus bandwidth is 114% of it" in text
-    assert as_text(found(), 7).endswith("limit: loopback: no link, memory is the limit")
+    assert "limit: 1.25 GB/s; the best bus bandwidth is 114% of it" in text
+    assert "limit" not in as_text(found(), 7)
 
 
 def _timed(world: World) -> dict[str, list[Timed]]:
@@ -121,7 +116,7 @@ def test_the_command_starts_its_ranks() -> None:
     )
     told = json.loads(done.stdout)
     assert (told["ranks"], told["hosts"], told["backend"]) == (2, 1, "gloo")
-    assert told["limit_bytes_per_s"] is None and told["limit"] == "loopback: no link, memory is the limit"
+    assert told["limit_bytes_per_s"] is None
     assert told["latency_s"] == told["sizes"][0]["seconds"]
 
 
@@ -143,103 +138,3 @@ def test_bad_options(capfd: Capfd, words: list[str], said: str) -> None:
 def test_one_rank_measures_nothing(capfd: Capfd) -> None:
     assert main(["comm", "--backend", "gloo", "--nproc-per-node", "1"]) == 3
     assert capfd.readouterr().out == "nothing measured: one rank has nobody to talk to\n"
-
-
-# --- the link's limit ---
-
-
-def test_speed_of_an_interface(tmp_path: Path) -> None:
-    for name, said in {"eth0": "10000\n", "veth1": "-1\n", "ib0": "", "down0": "0\n"}.items():
-        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
-        (tmp_path / "sys/class/net" / name / "speed").write_text(said)
-    assert interface_speed("eth0", tmp_path) == (1.25e9, "eth0 10 Gbit/s")
-    assert interface_speed("lo", tmp_path) == (None, "loopback: no link, memory is the limit")
-    for name in ("veth1", "ib0", "down0", "absent"):
-        limit, why = interface_speed(name, tmp_path)
-        assert limit is None and why.startswith(f"unknown, because {name} ")
-
-
-def test_the_interface_of_the_route() -> None:
-    assert interface_to("127.0.0.1", {}) == ("lo", "")
-    assert interface_to("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth7"}) == ("eth7", "")
-    assert interface_to("name.invalid", {}) == ("", "there is no route to name.invalid")
-    assert addresses()["lo"][0] == "127.0.0.1"
-    assert host_limit("gloo", "name.invalid")[1] == "unknown, because there is no route to name.invalid"
-
-
-def test_infiniband_comes_before_the_interface(tmp_path: Path) -> None:
-    for port, state, speed in (("1", "4: ACTIVE", "100 Gb/sec (4X EDR)"), ("2", "1: DOWN", "10 Gb/sec")):
-        folder = tmp_path / "sys/class/infiniband/mlx5_0/ports" / port
-        folder.mkdir(parents=True)
-        (folder / "state").write_text(state)
-        (folder / "rate").write_text(speed)
-    assert host_limit("nccl", "127.0.0.1", tmp_path, {}) == (12.5e9, "InfiniBand mlx5_0:1 100 Gbit/s")
-    for backend, environ in (("nccl", {"NCCL_IB_DISABLE": "1"}), ("gloo", {})):
-        assert host_limit(backend, "127.0.0.1", tmp_path, environ)[0] is None
-
-
-class Nvml:
-    """A GPU with so many NVLinks, and PCIe; what is None isn't told."""
-
-    NVMLError = RuntimeError
-    NVML_NVLINK_MAX_LINKS = 18
-
-    def __init__(self, nvlinks: int = 0, speed: int | None = None, pcie: tuple[int, int] | None = None):
-        self.nvlinks, self.speed, self.pcie = nvlinks, speed, pcie
-
-    def nvmlInit(self) -> None: ...  # noqa: N802
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:  # noqa: N802
-        return number
-
-    def nvmlDeviceGetNvLinkState(self, _: int, link: int) -> int:  # noqa: N802
-        if link >= 12:
-            raise RuntimeError("not supported")
-        return int(link < self.nvlinks)
-
-    def nvmlDeviceGetFieldValues(self, _: int, fields: list[int]) -> list[Any]:  # noqa: N802
-        assert fields == [90]
-        value = SimpleNamespace(uiVal=self.speed or 0)
-        return [SimpleNamespace(nvmlReturn=int(self.speed is None), value=value)]
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, _: int) -> int:  # noqa: N802
-        return self._pcie()[0]
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, _: int) -> int:  # noqa: N802
-        return self._pcie()[1]
-
-    def _pcie(self) -> tuple[int, int]:
-        if self.pcie is None:
-            raise RuntimeError("not supported")
-        return self.pcie
-
-
-def test_nvlink_pcie_or_unknown() -> None:
-    def limit(*values: Any, gpu: int = 0) -> tuple[float | None, str]:
-        return local_limit("nccl", gpu, Nvml(*values), {})
-
-    assert limit(12, 25000, (4, 16)) == (300e9, "12 NVLinks of 25 GB/s")
-    assert limit(12, None, (4, 16)) == (
-        None,
-        "unknown, because NVML doesn't tell the speed of the 12 NVLinks",
-    )
-    speed, what = limit(0, None, (4, 16))
-    assert speed == pytest.approx(31.5e9, rel=1e-3) and what == "PCIe 4.0 x16"
-    assert limit(0, None, (3, 8))[0] == pytest.approx(7.88e9, rel=1e-3)
-    assert limit(0, None, (1, 16))[0] == pytest.approx(4e9)
-    for why in (limit(), limit(0, None, (9, 16)), limit(12, 25000, gpu=3)):
-        assert why[0] is None and why[1].startswith("unknown, because ")
-    assert local_limit("gloo", 0) == (None, "loopback: no link, memory is the limit")
-
-
-def test_the_slowest_ranks_limit_counts() -> None:
-    assert least_limit((2.0, "eth0"), [2.0, 2.0, 3.0]) == (2.0, "eth0")
-    assert least_limit((2.0, "eth0"), [2.0, 1.0]) == (
-        1.0,
-        "the link of rank 1, which is slower than rank 0's (eth0)",
-    )
-    assert least_limit((2.0, "eth0"), [2.0, 0.0]) == (None, "unknown, because rank 1 doesn't know its own")
-    assert least_limit((None, "unknown, because …"), [0.0, 1.0]) == (None, "unknown, because …")

@@ -1,38 +1,23 @@
-"""Promise: predictions for thousands of GPUs follow from measured figures, by formula and by simulation."""
+"""Promise: predictions for thousands of GPUs follow from measured figures, by formula."""
 
-import ast
-import functools
-import heapq
 import json
-import math
 import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
-from matplotlib.figure import Figure
 
 from benchmarks.__main__ import main
-from benchmarks.charts import as_svg
-from benchmarks.scale import document, draw, formulas, life, measure, messages, probes, simulate as simulation
-from benchmarks.scale.figures import DEFAULT_S, Estimate, Figures, difference, read_job, read_link
-from benchmarks.scale.life import best_interval, failure_times, live
-from benchmarks.scale.messages import Fabric
-from benchmarks.scale.simulate import simulate
+from benchmarks.scale import document, formulas, measure, probes
+from benchmarks.scale.figures import DEFAULT_S, Figures, read_job, read_link
 from benchmarks.scale.strategies import held, sent
-from benchmarks.scale.table import TARGET
 from trainer import checkpoint
 from trainer.config.training import CheckpointConfig
 from trainer.errors import BadInputError
@@ -47,150 +32,11 @@ def example(**changed: object) -> Figures:
     return Figures.model_validate({**read_job(EXAMPLE).figures.model_dump(), **changed})
 
 
-def both(figures: Figures, gpus: int, seed: int = 0) -> tuple[Estimate, Estimate]:
-    every = formulas.steps_between(figures, gpus)
-    return formulas.estimate(figures, gpus), simulate(figures, gpus, every, seed)
-
-
-# Figures in which each part of the model weighs something: a slow network, failures within the hour, a disk
-# that is slower than the best interval, several micro-batches.
-CASES: dict[str, dict[str, object]] = {
-    "example": {},
-    "slow network": {"network_bytes_per_s": 1e8, "node_bytes_per_s": 1e9, "network_alpha_s": 1e-4},
-    "slow messages": {"network_alpha_s": 5e-4, "network_bytes_per_s": 1e12},
-    "failing": {"node_mtbf_hours": 100.0, "gloo_groups": 0, "detect_s": 20.0, "host_copy_bytes_per_s": 1e8},
-    "slow disk": {"node_mtbf_hours": 300.0, "gloo_groups": 0, "detect_s": 20.0, "disk_bytes_per_s": 2e6},
-    "accumulating": {
-        "micro_batches_per_step": 4,
-        "row_s": 0.5,
-        "loader_cpu_s_per_sample": 0.01,
-        "update_s": 0.05,
-    },
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("gpus", [8, 512])
-def test_formula_and_simulation_agree(case: str, gpus: int) -> None:
-    one, other = both(example(**CASES[case]), gpus, seed=1)
-    apart = {name: difference(getattr(one, name), getattr(other, name)) for name in one._fields}
-    assert max(apart.values()) <= TARGET, apart
-
-
-MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "exposed_s": ("all_reduce_s", lambda f: lambda figures, gpus, size: f(figures, gpus, 2 * size)),
-    "step_s": ("compute_s", lambda f: lambda figures: 2 * f(figures)),
-    "stall_s": ("stall_s", lambda f: lambda figures: 2 * f(figures)),
-    "mtbf_s": ("mtbf_s", lambda f: lambda figures, gpus: 2 * f(figures, gpus)),
-    "interval_s": ("young_s", lambda f: lambda stall, mtbf: f(stall, mtbf) / math.sqrt(2)),
-    "lost_share": ("lost_share", lambda f: lambda *values: f(*values) / 2),
-    "lost_by_default": ("lost_share", lambda f: lambda *values: f(*values) / 2),
-    "restart_s": ("restart_s", lambda f: lambda figures, gpus: 2 * f(figures, gpus)),
-    "store_requests": ("store_requests", lambda f: lambda figures, gpus: f(figures, gpus) / 2),
-    "rendezvous_s": ("store_requests", lambda f: lambda figures, gpus: f(figures, gpus) / 2),
-    "goodput": ("compute_s", lambda f: lambda figures: f(figures) / 2),
-}
-
-
-@functools.cache
-def _simulated_on_512() -> Estimate:
-    figures = example(**CASES["slow network"])
-    return simulate(figures, 512, formulas.steps_between(figures, 512))
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_formula_that_is_off_by_a_factor_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = example(**CASES["slow network"])
-    other = _simulated_on_512()
-    function, mutant = MUTANTS[name]
-    monkeypatch.setattr(formulas, function, mutant(getattr(formulas, function)))
-    wrong = formulas.estimate(figures, 512)
-    assert difference(getattr(wrong, name), getattr(other, name)) > TARGET
-
-
-@pytest.mark.parametrize(
-    ("name", "figure"),
-    [
-        ("log_bytes_per_day", "row_bytes"),
-        ("data_bytes_per_s", "stored_bytes_per_sample"),
-        ("loader_cpus_per_gpu", "loader_cpu_s_per_sample"),
-        ("sockets_per_node", "gloo_groups"),
-    ],
-)
-def test_a_figure_taken_twice_is_noticed(name: str, figure: str) -> None:
-    twice = example(**{figure: 2 * getattr(example(), figure)})
-    other = simulate(example(), 64, 1, failures=50)
-    assert difference(getattr(formulas.estimate(twice, 64), name), getattr(other, name)) > TARGET
-
-
-def test_the_simulation_shares_no_formula() -> None:
-    for module in (simulation, messages, life):
-        tree = ast.parse(Path(str(module.__file__)).read_text())
-        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not any("formulas" in str(one) for one in imported)
-        assert not {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {
-            "sqrt",
-            "expm1",
-        }
-
-
-@dataclass(order=True)
-class Message:
-    at: float
-    order: int
-    rank: int = field(compare=False)
-    step: int = field(compare=False)
-
-
-def ring_by_events(
-    ready: Sequence[float], steps: int, size: float, alpha: float, speed: float
-) -> list[float]:
-    """A ring with a heap of messages on their way, one at a time on each link."""
-    ranks, free, order = len(ready), [0.0] * len(ready), 0
-    heap, last = list[Message](), list(ready)
-
-    def send(rank: int, now: float, step: int) -> None:
-        nonlocal order
-        free[rank] = max(free[rank], now) + size / speed
-        order += 1
-        heapq.heappush(heap, Message(free[rank] + alpha, order, (rank + 1) % ranks, step))
-
-    for rank, now in enumerate(ready):
-        send(rank, now, 1)
-    while heap:
-        message = heapq.heappop(heap)
-        last[message.rank] = now = max(message.at, ready[message.rank])
-        if message.step < steps:
-            send(message.rank, now, message.step + 1)
-    return last
-
-
-@given(
-    ready=st.lists(st.floats(0, 1), min_size=2, max_size=9),
-    steps=st.integers(1, 12),
-    alpha=st.floats(0, 0.1),
-    size=st.floats(1, 100),
-)
-def test_rounds_of_messages_are_events(ready: list[float], steps: int, alpha: float, size: float) -> None:
-    rings = messages.Rings(1, len(ready), alpha, 200.0)
-    found = rings.go_round(np.array([ready]), steps, size)[0]
-    assert found.tolist() == pytest.approx(ring_by_events(ready, steps, size, alpha, 200.0))
-
-
 def test_an_all_reduce_by_hand() -> None:
     figures = example(gpus_per_node=1, network_alpha_s=0.5, network_bytes_per_s=10.0)
     # Two nodes: a message of half the bytes there and one back, each half a second late.
     assert formulas.all_reduce_s(figures, 2, 40.0) == pytest.approx(2 * (0.5 + 2.0))
-    assert Fabric(figures, 2).all_reduce(np.zeros((2, 1)), 40.0).tolist() == [[5.0], [5.0]]
     assert formulas.all_reduce_s(figures, 1, 40.0) == 0
-    late = Fabric(figures, 2).all_reduce(np.array([[0.0], [3.0]]), 40.0)
-    # The late one's message takes from 3 to 5.5, the answer until 8; its own second one waits for the link.
-    assert late.tolist() == [[7.5], [8.0]]
-
-
-def test_a_slow_rank_holds_all_up() -> None:
-    slow = simulation.simulate_stragglers(example(), 64, 0.05)
-    assert 1.05 < slow / formulas.step_s(example(), 64) < 1.3
 
 
 @given(
@@ -211,39 +57,6 @@ def test_young_and_daly_by_hand() -> None:
     assert formulas.young_s(2.0, 900.0) == 60.0
     assert formulas.daly_s(2.0, 900.0) == pytest.approx(60 * (1 + 1 / 90 + 1 / 8100) - 2)
     assert formulas.daly_s(10.0, 5.0) == 5.0
-
-
-@pytest.mark.parametrize(
-    ("interval", "copy", "write", "restart"),
-    [(50, 1, 3, 20), (5, 1, 9, 20), (200, 5, 50, 2), (7, 0.1, 7.5, 300)],
-)
-def test_leaping_over_quiet_checkpoints_changes_nothing(
-    interval: float, copy: float, write: float, restart: float
-) -> None:
-    random = np.random.Generator(np.random.Philox(3))
-    times = failure_times(4, 3000.0, 60, random)
-    plain, leapt = (live(interval, copy, write, restart, times, leap) for leap in (False, True))
-    assert leapt.lost_share == pytest.approx(plain.lost_share, rel=1e-9)
-    assert leapt.held_up == plain.held_up == (interval + copy < write)
-    assert leapt.stall_s == pytest.approx(plain.stall_s, rel=1e-9)
-
-
-def test_a_life_by_hand() -> None:
-    # Run 0-10, copy to 11, on the disk at 14; fails at 13, when nothing is kept yet.
-    assert live(10, 1, 3, 5, [13.0]).lost_share == 1
-    # Fails at 15: 10 s of training are kept. From 20 on again: copy at 30, on the disk at 34; fails at 40.
-    assert live(10, 1, 3, 5, [15.0]).lost_share == pytest.approx(1 - 10 / 15)
-    assert live(10, 1, 3, 5, [15.0, 40.0]).lost_share == pytest.approx(1 - 20 / 40)
-    # It fails again while it starts: nothing more is kept by 36, only 16 s after the second failure's start.
-    assert live(10, 1, 3, 5, [15.0, 18.0, 36.0]).lost_share == pytest.approx(1 - 10 / 36)
-    # On the disk at 26; the next copy is whole at 22 and waits until then. Fails at 30: 10 s are kept.
-    assert live(10, 1, 15, 5, [30.0]) == pytest.approx((1 - 10 / 30, (1 + 1 + 4) / 2, True))
-
-
-def test_the_best_interval_of_a_slow_writer_is_its_own() -> None:
-    times = failure_times(1, 2000.0, 3000, np.random.Generator(np.random.Philox(1)))
-    assert formulas.daly_s(0.1, 2000.0) < 30
-    assert best_interval(0.1, 60.0, 10.0, times) == pytest.approx(59.9, rel=0.02)
 
 
 class CountingStore(dist.Store):  # type: ignore[misc,name-defined]
@@ -295,16 +108,13 @@ def test_gloo_asks_the_store_as_often_as_is_said(
     assert asked == (ranks if lazy else formulas.store_requests(example(gloo_groups=1), ranks))
 
 
-# Two of them simulate, the example and what was measured, on up to 4,096 GPUs: they end with code 1 where
-# that and the formulas lie too far apart.
-@pytest.mark.parametrize(
-    "option", ["--sources", "--strategies", pytest.param("--simulate", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("option", ["--sources", "--strategies", ""])
 def test_the_document_shows_what_its_commands_print(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/scaling.md").read_text()
     assert text.count("<!-- python -m benchmarks scale") == text.count("<!-- end -->") == 5
-    blocks = re.findall(rf"<!-- python -m benchmarks [^\n]* {option} -->\n.*?<!-- end -->", text, re.S)
+    words = rf"<!-- python -m benchmarks scale --figures \S+{f' {option}' if option else ''} -->"
+    blocks = re.findall(rf"{words}\n.*?<!-- end -->", text, re.S)
     assert len(blocks) == (1 if option == "--strategies" else 2)
     for block in blocks:
         assert document.renewed(block) == block
@@ -326,26 +136,6 @@ def test_what_strategies_send_is_the_theory(gpus: int, micro_batches: int) -> No
     assert held(figures, gpus, "ddp") == figures.checkpoint_bytes + whole
 
 
-def test_the_drawing_is_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plot, drawn = tmp_path / "scale.svg", list[Figure]()
-
-    def kept(figure: Figure) -> str:
-        drawn.append(figure)
-        return as_svg(figure)
-
-    monkeypatch.setattr(draw, "as_svg", kept)
-    words = ["scale", "--figures", str(EXAMPLE), "--plot", str(plot)]
-    assert main(words) == 0
-    told, there = (
-        [one.text for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
-        for file in (plot, ROOT / "docs/results/scaling.svg")
-    )
-    assert told == there
-    curves = [line for axes in drawn[0].axes for line in axes.lines if line.get_marker() == "o"]
-    # Goodput; of each curve its dots and its least.
-    assert sorted(len(np.asarray(line.get_xdata())) for line in curves) == [*(4 * [1]), 4, *(4 * [9])]
-
-
 def test_the_answer_for_machines(capsys: Capsys) -> None:
     words = [
         "scale",
@@ -364,13 +154,6 @@ def test_the_answer_for_machines(capsys: Capsys) -> None:
     figures = example(node_mtbf_hours=50)
     assert told["computed"][1] == formulas.estimate(figures, 64)._asdict()
     assert f"checkpoint.every={formulas.steps_between(figures, 64)} on 64" in told["advice"]
-
-
-def test_code_1_where_they_part(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    right = formulas.lost_share
-    monkeypatch.setattr(formulas, "lost_share", lambda *values: right(*values) / 2)
-    assert main(["scale", "--figures", str(EXAMPLE), "--gpus", "8", "--simulate"]) == 1
-    assert "apart at most, target 10 %" in capsys.readouterr().out
 
 
 def test_the_link_of_whole_all_reduces(tmp_path: Path) -> None:
@@ -394,13 +177,10 @@ def test_the_link_of_whole_all_reduces(tmp_path: Path) -> None:
         (["--figures", str(EXAMPLE), "--gpus", "12"], "no whole number of nodes of 8"),
         (["--figures", str(EXAMPLE), "--gpus", "many"], "give numbers such as"),
         (["--figures", str(EXAMPLE), "--gpus", "0"], "give numbers from 1"),
-        (["--figures", str(EXAMPLE), "--gpus", "16384", "--simulate"], "give numbers from 1 to 8,192"),
         (["--figures", str(EXAMPLE), "--set", "forward=1"], "did you mean 'forward_s'"),
         (["--figures", str(EXAMPLE), "--set", "forward_s=0"], "forward_s=0"),
         (["--figures", str(EXAMPLE), "--set", "forward_s=fast"], "forward_s=fast"),
         (["--figures", str(EXAMPLE), "--set", "bucket_bytes=[1]"], "two lists of one length"),
-        (["--figures", str(EXAMPLE), "--plot", "scale.png"], "ends in .svg"),
-        (["--figures", str(EXAMPLE), "--seed", "-1"], "--seed -1"),
         (
             ["--figures", str(EXAMPLE), "--comm", str(EXAMPLE)],
             "not what `benchmarks comm --json` prints",

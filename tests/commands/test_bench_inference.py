@@ -55,12 +55,12 @@ def test_a_way_that_computes_something_else_isnt_timed(
         return lambda *values: model(*values) * 1.01
 
     monkeypatch.setitem(WAYS, "frozen", Way(wrong))
-    bench(run, "--batches", "2,5", "--ways", "frozen,traced", code=1)
+    bench(run, "--batches", "2,5", "--ways", "frozen,folded", code=1)
     lines = capsys.readouterr().out.splitlines()
     for batch in (2, 5):
         (line,) = (line for line in lines if line.startswith(f"| frozen | {batch}"))
         assert "WRONG: differs from eager by 1" in line
-        (line,) = (line for line in lines if line.startswith(f"| traced | {batch}"))
+        (line,) = (line for line in lines if line.startswith(f"| folded | {batch}"))
         assert float(line.split("|")[3]) > 0
 
 

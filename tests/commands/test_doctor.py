@@ -20,8 +20,7 @@ from trainer.cli import main
 from trainer.commands.doctor import doctor as examine
 from trainer.commands.doctor.doctor import CHECKS, judge_facts
 from trainer.commands.doctor.facts import CheckResult, Environment, Gpus, Software, fine
-from trainer.commands.doctor.needs import make_needs, read_for_needs
-from trainer.commands.doctor.show import show, surroundings
+from trainer.commands.doctor.show import print_findings, surroundings
 from trainer.host.disks import Data
 from trainer.host.stacks import read_stacks, stack_fitting, unsupported
 from trainer.train import provenance
@@ -46,7 +45,7 @@ def test_ids_are_stable() -> None:
         *("cache.writable", "cpu.quota", "data.path", "disk.cache", "disk.run", "disk.tmp"),
         *("gpu.architecture", "gpu.compat", "gpu.driver", "gpu.lost", "gpu.memory", "gpu.nvml"),
         *("gpu.visible", "memory.limit", "memory.lock", "memory.overcommit"),
-        *("net.infiniband", "net.nccl", "parallel.strategy", "pids.limit", "shm.size"),
+        *("net.infiniband", "net.nccl", "pids.limit", "shm.size"),
         *("software.compiler", "software.cuda", "software.lock", "software.path", "software.user_site"),
         *("ulimit.nofile", "ulimit.nproc", "user.home", "user.name"),
     ]
@@ -75,27 +74,6 @@ def test_what_is_not_available_says_why(name: str, changes: dict[str, Any]) -> N
     found = judge_facts(healthy(**changes))[name]
     assert (found.status, found.cause, found.remedies) == ("not available", "", {}), found
     assert len(found.finding) > 5
-
-
-@pytest.mark.parametrize(
-    ("needs", "says"),
-    [
-        ({"strategy": "fsdp"}, "2 ranks here share the model"),
-        ({"strategy": "hsdp", "shard": 2}, "what is gathered stays on this host"),
-        ({}, "each of 2 ranks here holds the whole model"),
-    ],
-)
-def test_a_sharded_recipe_that_goes(needs: dict[str, Any], says: str) -> None:
-    box = healthy(**{f"needs__{name}": value for name, value in needs.items()})
-    found = judge_facts(box)["parallel.strategy"]
-    assert found.status == "ok" and says in found.finding
-
-
-def test_a_recipe_says_how_it_is_sharded() -> None:
-    settings = ["parallel.strategy=hsdp", "parallel.shard=2", "optim.name=adamw"]
-    for name in ("gpt-stdlib", "digits"):  # with loader workers and without
-        needs = make_needs(name, read_for_needs(name, settings), healthy().limits, healthy().gpus)
-        assert (needs.strategy, needs.shard, needs.ranks) == ("hsdp", 2, 2)
 
 
 def test_every_check_is_provoked_by_a_test() -> None:
@@ -221,7 +199,7 @@ def test_interfaces_by_their_first_letters() -> None:
 
 
 def shown(capsys: pytest.CaptureFixture[str], place: Environment = "host", **changes: Any) -> list[str]:
-    show(judge_facts(healthy(**changes)), place, 1.25)
+    print_findings(judge_facts(healthy(**changes)), place, 1.25)
     return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
 
 
@@ -260,7 +238,7 @@ def test_lines_for_where_one_is(tmp_path: Path) -> None:
 
 def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = judge_facts(healthy(data=Data("/data/x?token=hunter2secret", "No such file", DISK)))
-    show(found, "container", 1.0)
+    print_findings(found, "container", 1.0)
     assert "hunter2secret" not in capsys.readouterr().out
     assert "hunter2secret" not in json.dumps([examine._for_machines(*one, "host") for one in found.items()])
 

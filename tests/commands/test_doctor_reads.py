@@ -28,7 +28,7 @@ from trainer.config.formats import FORMATS
 from trainer.config.recipe_file import recipe_names
 from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits, read_limits
-from trainer.host.reading import within
+from trainer.host.reading import within_seconds
 from trainer.observe.text import rough_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -417,6 +417,6 @@ def test_words() -> None:
         *("0 KiB", "2 KiB", "1 MiB", "1.5 GiB", "64 MiB", "1.8 TiB"),
     ]
     over = threading.Event()
-    assert within(0.05, over.wait, None) is None
+    assert within_seconds(0.05, over.wait, None) is None
     over.set()
-    assert within(120, lambda: 7, 0) == 7
+    assert within_seconds(120, lambda: 7, 0) == 7

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from tests.helpers import job_files
 from tests.helpers.job_files import IMAGE, PLACES, job
-from trainer.commands.submit import container, docker, kubernetes, slurm
+from trainer.commands.submit import carried, container, docker, kubernetes, slurm
 from trainer.commands.submit.places import JOB_PLACES as HOW
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
@@ -363,3 +364,25 @@ def test_a_signal_passes_the_time_limit(number: int, code: int) -> None:
         process.stdout.readline()
         process.send_signal(number)
         assert process.wait(300) == code
+
+
+def test_a_folder_that_compute_nodes_may_not_see_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"/home/runs": "nfs4", "/tmp/data": "xfs", "/shared/venv": "lustre"}
+    monkeypatch.setattr(carried, "read_mount", lambda path: SimpleNamespace(kind=kinds[str(path)]))
+    spec = JobSpec(recipe="digits", runs="/home/runs", data="/tmp/data")
+    (line,) = carried.unseen_folders(spec, Site(container="venv", venv="/shared/venv"), {})
+    assert line.startswith(
+        "--data /tmp/data lies on a disk of this machine (xfs): every node of the job must"
+    )
+
+
+def test_a_signal_must_not_be_due_before_there_is_progress() -> None:
+    """Otherwise the job would come back for ever."""
+    with pytest.raises(ValueError, match="stop comes 120 s before the end, so 2 minutes are too"):
+        JobSpec(recipe="digits", minutes=2)
+    assert JobSpec(recipe="digits", minutes=4).stop_seconds == 120
+
+
+def test_a_port_that_job_numbers_push_too_far_is_refused() -> None:
+    with pytest.raises(BadInputError, match="--port 65000: on Slurm up to 999 are added"):
+        slurm.render(JobSpec(recipe="digits", port=65000, image="x"), Site())

@@ -1,21 +1,16 @@
 """Promise: manifests that a cluster accepts, and that do what the exit codes of a run mean."""
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import render_examples
 import yaml
 
 from tests.helpers import job_files
 from tests.helpers.job_files import PLACES, job
-from trainer.commands.submit import container, launching, pods
+from trainer.commands.submit import container, pods
 from trainer.commands.submit.places import JOB_PLACES as HOW
-from trainer.commands.submit.spec import JobSpec
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
 
 # The schemas of Kubernetes build parsers for seconds, once in a process.
@@ -238,79 +233,17 @@ def test_a_stop_leaves_more_time_than_the_ranks_take(where: str) -> None:
         assert pod["terminationGracePeriodSeconds"] > 77
 
 
-def test_examples_are_current() -> None:
-    """Mend it with scripts/render_examples.py."""
-    there = {
-        str(path.relative_to(render_examples.FOLDER)): path.read_text()
-        for path in render_examples.FOLDER.rglob("*.yaml")
-    }
-    assert there == render_examples.files()
-    scripts = {path.name: path.read_text() for path in render_examples.SLURM_FOLDER.glob("*.sbatch")}
-    assert scripts == render_examples.slurm_files()
-
-
-def test_examples_are_valid() -> None:
-    for path in render_examples.FOLDER.rglob("*.yaml"):
-        if not path.name.endswith("-patch.yaml"):
-            check_all(path.read_text())
-
-
-def patched(document: Any, operations: list[dict[str, Any]]) -> Any:
-    """A document after a JSON patch (RFC 6902), of the three operations that the overlays use."""
-    for operation in operations:
-        parts = operation["path"].removeprefix("/").split("/")
-        *way, last = [part.replace("~1", "/").replace("~0", "~") for part in parts]
-        inside = document
-        for part in way:
-            inside = inside[int(part) if isinstance(inside, list) else part]
-        key = int(last) if isinstance(inside, list) else last
-        if operation["op"] == "remove":
-            del inside[key]
-        else:
-            there = key in inside if isinstance(inside, dict) else key < len(inside)
-            assert there == (operation["op"] == "replace"), operation
-            inside[key] = operation["value"]
-    return document
-
-
-def overlaid(folder: Path) -> dict[str, Any]:
-    """What `kustomize build` makes of an overlay, by kind."""
-    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    found: dict[str, Any] = {}
-    for name in kustomization["resources"]:
-        path = folder / name
-        if path.is_dir():
-            found |= overlaid(path)
-        else:
-            found |= job_files.documents(path.read_text())
-    for patch in kustomization.get("patches", []):
-        document = found[patch["target"]["kind"]]
-        assert document["metadata"]["name"] == patch["target"]["name"]
-        patched(document, yaml.safe_load((folder / patch["path"]).read_text()))
-    return found
-
-
-@pytest.mark.parametrize("name", ["one-node", "several-nodes", "cpu"])
-def test_an_overlay_is_what_would_be_rendered(name: str) -> None:
-    spec: JobSpec = render_examples.OVERLAYS[name]
-    wanted = job_files.documents(HOW["kubernetes"].render(spec, PLACES["job"][1]))
-    folder = render_examples.FOLDER / "kustomize/overlays" / name
-    assert overlaid(folder) == wanted
-    check_all(container.to_yaml(*wanted.values()))
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        return  # the same without it, above
-    words = [kubectl, "kustomize", str(folder)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, env={**os.environ, "HOME": "/nowhere"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert job_files.documents(done.stdout) == wanted
-
-
-def test_every_example_is_a_job_that_would_train() -> None:
-    """The recipe's batch can be shared out to its ranks."""
-    specs = [spec for _, spec, _ in render_examples.EXAMPLES.values()]
-    specs += [*render_examples.OVERLAYS.values(), *(spec for spec, _ in render_examples.SLURM.values())]
-    for spec in [*specs, render_examples.BASE]:
-        launching._check_recipe(spec)
+def test_the_patches_of_the_page_fit_the_job() -> None:
+    """docs/clusters.md shows how Kustomize changes what --dry-run prints."""
+    page = (Path(__file__).parents[2] / "docs/clusters.md").read_text()
+    kustomization = yaml.safe_load(page.partition("# kustomization.yaml\n")[2].partition("```")[0])
+    documents = job_files.documents(HOW["kubernetes"].render(job("job"), PLACES["job"][1]))
+    for patch in kustomization["patches"]:
+        for operation in yaml.safe_load(patch["patch"]):
+            inside = documents[patch["target"]["kind"]]
+            *way, last = operation["path"].removeprefix("/").split("/")
+            for part in way:
+                inside = inside[part]
+            assert operation["op"] == "add" and last not in inside
+            inside[last] = operation["value"]
+    check_all(container.to_yaml(*documents.values()))

@@ -491,7 +491,7 @@ def _options() -> argparse.Namespace:
         "--cpus-per-node 5 --memory 30 --shm 3 --time 1:00 --grace 40 --data d --runs r --cache c "
         "--port 3000 --user 1:2 --env A=b --nproc-per-node 1 --partition p --account a --qos q "
         "--container venv --venv v --namespace n --jobset --sbatch-arg=--nice --queue q "
-        "--service-account s --env-from file:f --rdma host --patch p.yaml"
+        "--service-account s --env-from file:f --rdma host"
     )
     return parser.parse_args(shlex.split(words))
 

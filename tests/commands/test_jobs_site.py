@@ -1,43 +1,32 @@
-"""Promise: a site's own words reach its jobs, said once in a file or typed, and no secret is written down."""
+"""Promise: a site's options reach its jobs, from a file or typed, and no secret is written down."""
 
 import itertools
-import json
-import os
-import shutil
 import subprocess
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.commands.test_jobs_kubernetes import PODS, check_all
 from tests.commands.test_jobs_launch import CLUSTER, ENGINE, refused
 from tests.helpers import job_files
 from tests.helpers.job_files import PLACES, job
 from trainer.cli import main
-from trainer.commands.submit import patch as patches, slurm
-from trainer.commands.submit.patch import with_site
+from trainer.commands.submit import slurm
 from trainer.commands.submit.places import JOB_PLACES as HOW
-from trainer.commands.submit.site_file import SiteFile
-from trainer.commands.submit.spec import JobPlace, JobSpec, Site
+from trainer.commands.submit.spec import JobPlace, Site
 from trainer.errors import BadInputError
 
 # The schemas of Kubernetes build parsers for seconds, once in a process.
 pytestmark = pytest.mark.xdist_group("json schema")
 
-NAMES = {"job": "trainer", "jobset": "trainer", "trainjob": "node"}
 KINDS = {"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob"}
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, from which jobs are submitted, and no site file but what a test writes."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "config" / "trainer").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    """An empty folder, from which jobs are submitted."""
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -50,11 +39,6 @@ def rendered(where: str, **words: Any) -> dict[str, Any]:
 
 def pods(objects: dict[str, Any]) -> list[Any]:
     return [template for _, template in job_files.templates(objects)]
-
-
-def patched(where: str, text: str) -> dict[str, Any]:
-    Path("lab.yaml").write_text(text)
-    return rendered(where, patch=(Path("lab.yaml"),))
 
 
 @pytest.mark.parametrize("where", PODS)
@@ -78,174 +62,14 @@ def test_options_for_pods_reach_every_pod(where: str) -> None:
     assert after == before
 
 
-POD = """
-kind: Pod
-metadata: {{labels: {{team: a}}}}
-spec:
-  priorityClassName: low
-  nodeSelector: {{gpu: h100}}
-  tolerations: [{{key: gpu, operator: Exists, effect: NoSchedule}}]
-  imagePullSecrets: [{{name: registry}}]
-  containers:
-  - name: {name}
-    env: [{{name: NCCL_DEBUG, value: INFO}}, {{name: POD_NAME, value: mine, valueFrom: null}}]
-    resources: {{requests: {{vpc.amazonaws.com/efa: 4}}, limits: {{vpc.amazonaws.com/efa: 4}}}}
-    volumeMounts: [{{name: scratch, mountPath: /tmp}}]
-  volumes: [{{name: scratch, hostPath: {{path: /scratch}}}}, {{name: tmp, emptyDir: {{sizeLimit: 1Gi}}}}]
----
-apiVersion: networking.k8s.io/v1
-kind: NetworkPolicy
-metadata: {{annotations: {{owner: lab}}}}
-spec: {{policyTypes: null}}
-"""
-
-
-@pytest.mark.parametrize("where", PODS)
-def test_a_patch_is_merged_into_every_manifest(where: str) -> None:
-    after, before = patched(where, POD.format(name=NAMES[where])), rendered(where)
-    for template, old in zip(pods(after), pods(before), strict=True):
-        spec, old_spec = template["spec"], old["spec"]
-        assert template["metadata"]["labels"] == {**old["metadata"]["labels"], "team": "a"}
-        assert spec["priorityClassName"] == "low"
-        assert spec["nodeSelector"] == {"gpu": "h100"}
-        assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
-        assert spec["imagePullSecrets"] == [{"name": "registry"}]
-        (container,), (old_container,) = spec["containers"], old_spec["containers"]
-        assert container["args"] == old_container["args"]
-        variables = {one["name"]: one for one in container["env"]}
-        assert list(variables) == [*(one["name"] for one in old_container["env"]), "NCCL_DEBUG"]
-        assert variables["POD_NAME"] == {"name": "POD_NAME", "value": "mine"}
-        wanted = {**old_container["resources"]["limits"], "vpc.amazonaws.com/efa": 4}
-        assert container["resources"] == {"requests": wanted, "limits": wanted}
-        mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
-        assert mounts == {one["mountPath"]: one["name"] for one in old_container["volumeMounts"]} | {
-            "/tmp": "scratch"
-        }
-        volumes = {one["name"]: one for one in spec["volumes"]}
-        assert volumes["tmp"] == {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}
-        assert volumes["scratch"] == {"name": "scratch", "hostPath": {"path": "/scratch"}}
-        assert len(volumes) == len(old_spec["volumes"]) + 1
-    assert after["NetworkPolicy"]["metadata"]["annotations"] == {"owner": "lab"}
-    assert "policyTypes" not in after["NetworkPolicy"]["spec"]
-    if where == "trainjob":
-        limits = after["TrainJob"]["spec"]["trainer"]["resourcesPerNode"]["limits"]
-        assert limits == pods(after)[0]["spec"]["containers"][0]["resources"]["limits"]
-
-
-def sorted_lists(value: Any) -> Any:
-    """Kubernetes gives no meaning to the order of lists with keys, which is all that may differ."""
-    if isinstance(value, dict):
-        return {key: sorted_lists(inside) for key, inside in value.items()}
-    if isinstance(value, list):
-        found = [sorted_lists(inside) for inside in value]
-        mappings = any(isinstance(one, dict) for one in found)
-        return sorted(found, key=partial(json.dumps, sort_keys=True)) if mappings else found
-    return value
-
-
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl here, whose merge is compared")
-def test_the_merge_is_that_of_kubernetes(here: Path) -> None:
-    """A patch of a Job gives what `kubectl kustomize` makes of the two."""
-    place, site, _ = PLACES["job"]
-    text = HOW[place].render(job("job", name="mine"), site)
-    (template,) = [one for one in yaml.safe_load_all(POD.format(name="trainer")) if one["kind"] == "Pod"]
-    change: dict[str, Any] = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "mine"}}
-    host = {"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 2}
-    zone = {"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 1}
-    template["spec"]["topologySpreadConstraints"] = [host, zone]
-    template["spec"]["containers"][0]["args"] = ["trainer", "--version"]
-    template["spec"]["initContainers"] = [{"name": "first", "image": "busybox"}]
-    change["spec"] = {
-        "backoffLimit": 9,
-        "template": {key: template[key] for key in ("metadata", "spec")},
-        "podFailurePolicy": {"rules": []},
-    }
-    folder = here / "kustomize"
-    folder.mkdir()
-    (folder / "job.yaml").write_text(text)
-    (folder / "patch.yaml").write_text(yaml.safe_dump(change))
-    (folder / "kustomization.yaml").write_text("resources: [job.yaml]\npatches: [{path: patch.yaml}]\n")
-    words = ["kubectl", "kustomize", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "HOME": "/x"})
-    ours = with_site(list(yaml.safe_load_all(text)), Site(patch=(folder / "patch.yaml",)))
-    theirs = job_files.documents(done.stdout)
-    assert sorted_lists({one["kind"]: one for one in ours}) == sorted_lists(theirs)
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (
-            "kind: Deployment\nspec: {x: 1}",
-            "document 1: no Deployment is rendered here; there are networking",
-        ),
-        ("kind: Job\nmetadata: {name: other}\nspec: {suspend: true}", "no Job other is rendered here"),
-        ("apiVersion: batch/v2\nkind: Job\nspec: {x: 1}", "no batch/v2 Job is rendered here"),
-        (
-            "kind: Pod\nspec: {containers: [{name: main, tty: true}]}",
-            "no container 'main' is rendered here; ",
-        ),
-        (
-            "kind: Pod\nspec: {containers: [{tty: true}]}",
-            "no container 'None' is rendered here; there is trainer",
-        ),
-        ("kind: Pod\nmetadata: {name: x}\nspec: {x: 1}", "metadata.name: it is for every pod; leave it out"),
-        ("kind: Pod", "kind Pod and nothing to change"),
-        ("kind: Job\nmetadata: {namespace: default}", "kind Job and nothing to change"),
-        ("spec: {x: 1}", "each document says what it changes: kind: Pod"),
-        ("[1]", "each document says what it changes"),
-        ("", "it is empty"),
-        (
-            "kind: Pod\nspec: {containers: {}}",
-            "Pod.spec.containers: a list is rendered there, and the patch has a m",
-        ),
-        ("kind: Pod\nspec: {securityContext: 1}", "Pod.spec.securityContext: a mapping is rendered there"),
-        (
-            "kind: Pod\nspec: {volumes: [{emptyDir: {}}]}",
-            "Pod.spec.volumes: each entry needs its name, which",
-        ),
-        ("kind: Pod\nspec: {$patch: replace}", "Pod.spec.$patch: no directives here: null takes a key away"),
-        (
-            "kind: Pod\nspec: {containers: [{name: trainer, env: [{name: HF_TOKEN, value: abc}]}]}",
-            "env HF_TOKEN",
-        ),
-        (
-            "kind: Pod\nspec: {containers: [{name: trainer, env: [{name: HF_TOKEN, value: 12345}]}]}",
-            "env HF_TOKEN",
-        ),
-        (
-            "kind: Pod\nspec: {containers: [{name: trainer, args: [--password, abc]}]}",
-            "a secret in plain text",
-        ),
-        ("kind: Pod\nmetadata: {annotations: {vault-token: abc}}", "annotations vault-token"),
-        ("kind: Pod\n  spec: 1", "line 2 not valid YAML"),
-    ],
-)
-def test_a_patch_that_does_nothing_or_harm_is_refused(
-    text: str, wanted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("lab.yaml").write_text(text)
-    words = ["digits", "--on", "kubernetes", *CLUSTER, "--patch", "lab.yaml", "--dry-run"]
-    line = refused(words, capsys)
-    assert line.startswith("--patch lab.yaml: ")
-    assert wanted in line
-
-
-def test_a_container_may_be_added_by_its_image() -> None:
-    text = "kind: Pod\nspec: {containers: [{name: side, image: busybox}]}"
-    (template,) = pods(patched("job", text))
-    assert [one["name"] for one in template["spec"]["containers"]] == ["trainer", "side"]
-
-
 WRONG_PLACE = [
     ("docker", ["--queue", "q"], "--queue: docker has none; Slurm's are --partition and --qos"),
     ("slurm", ["--queue", "q"], "--queue: slurm has none; Slurm's are --partition and --qos"),
     ("slurm", ["--service-account", "s"], "--service-account: slurm has none"),
-    ("docker", ["--patch", "x.yaml"], "--patch: docker has none"),
     (
         "kubernetes",
         ["--sbatch-arg=--nice"],
-        "--sbatch-arg: kubernetes has none; what else pods are to have, --patch",
+        "--sbatch-arg: kubernetes has none; change what --dry-run prints, as by kustomize",
     ),
     ("docker", ["--rdma", "host"], "--rdma: docker has none; its container is on this machine"),
     (
@@ -278,7 +102,6 @@ WRONG_PLACE = [
     ),
     ("kubernetes", ["--service-account", "A"], "--service-account A: a name there has"),
     ("kubernetes", ["--user", "me"], "--user me: give two numbers, UID:GID, as 1000:1000"),
-    ("docker", ["--site", "none.yaml"], "--site none.yaml: can't be read (No such file or directory)"),
 ]
 
 
@@ -331,7 +154,7 @@ def secret_file() -> str:
 
 def test_a_file_of_variables_is_named_and_not_read_into_the_job(here: Path) -> None:
     site = Site(env_from=(secret_file(),))
-    path = str(here / "work" / "secrets.env")
+    path = str(here / "secrets.env")
     docker = HOW["docker"].render(job("docker"), site)
     assert f"--env-file {path}" in docker
     spec = job("slurm")
@@ -434,139 +257,49 @@ def test_with_rdma_nccl_never_takes_tcp_without_a_word(
     assert ("aws-ofi-nccl" in said.err) == ("vpc.amazonaws.com/efa=4" in words)
 
 
-SITE = """
-kubernetes:
-  image: {image}
-  namespace: lab
-  queue: team-a
-  runs: pvc:lab-runs
-  memory: 64
-  time: 2:00:00
-  env: {{NCCL_DEBUG: INFO, A: file, N: 8}}
-  env_from: [secret:wandb]
-  patch: [{folder}/lab.yaml]
-slurm: {{partition: gpu, sbatch_arg: [constraint=h100], container: venv, venv: ~/env}}
+LAB = f"""\
+--image {job_files.IMAGE} --namespace=lab   # of the lab
+--queue team-a --runs pvc:lab-runs --memory 64
+
+--env 'NCCL_DEBUG=INFO WARN' --env A=file --env-from secret:wandb --set seed=7
 """
 
 
-def write_site(here: Path) -> Path:
-    file = here / "config" / "trainer" / "site.yaml"
-    file.write_text(SITE.format(image=job_files.IMAGE, folder=here / "work"))
-    Path("lab.yaml").write_text("kind: Pod\nspec: {priorityClassName: low}")
-    return file
-
-
-def test_the_site_file_is_taken_and_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_site(here)
-    assert main(["submit", "digits", "--on", "kubernetes", "--dry-run"]) == 0
-    said = capsys.readouterr()
-    check_all(said.out)
-    objects, read = job_files.documents(said.out), job_files.read_kubernetes(said.out)
-    assert (read["image"], read["memory"], read["seconds"]) == (job_files.IMAGE, 64, 7200)
-    assert read["environment"].items() >= {"NCCL_DEBUG": "INFO", "A": "file", "N": "8"}.items()
-    assert read["mounts"]["/workspace/runs"] == "pvc:lab-runs"
+def test_options_are_read_from_a_file_and_later_ones_win(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("lab.txt").write_text(LAB)
+    words = ["--memory", "8", "--env", "A=typed", "--dry-run"]
+    assert main(["submit", "digits", "--on", "kubernetes", "@lab.txt", *words]) == 0
+    text = capsys.readouterr().out
+    check_all(text)
+    objects, read = job_files.documents(text), job_files.read_kubernetes(text)
+    assert (read["image"], read["memory"]) == (job_files.IMAGE, 8)
+    assert read["environment"].items() >= {"NCCL_DEBUG": "INFO WARN", "A": "typed"}.items()
     assert objects["Job"]["metadata"]["namespace"] == "lab"
     assert objects["Job"]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     (template,) = pods(objects)
-    assert template["spec"]["priorityClassName"] == "low"
-    assert template["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "wandb"}}]
-    assert said.err == (
-        f"site       {file}: kubernetes: image={job_files.IMAGE} memory=64 time=2:00:00 runs=pvc:lab-runs "
-        "env={A: file, N: 8, NCCL_DEBUG: INFO} env_from=['secret:wandb'] namespace=lab queue=team-a "
-        f"patch=[{here}/work/lab.yaml]\n"
-    )
-
-
-def test_the_command_line_wins(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_site(here)
-    Path("mine.yaml").write_text("kind: Pod\nspec: {priorityClassName: high}")
-    words = ["--namespace", "other", "--memory", "8", "--env", "A=typed", "--patch", "mine.yaml"]
-    assert main(["submit", "digits", "--on", "kubernetes", *words, "--dry-run"]) == 0
-    said = capsys.readouterr()
-    objects, read = job_files.documents(said.out), job_files.read_kubernetes(said.out)
-    assert objects["Job"]["metadata"]["namespace"] == "other"
-    assert read["memory"] == 8
-    assert read["environment"].items() >= {"NCCL_DEBUG": "INFO", "A": "typed"}.items()
-    assert pods(objects)[0]["spec"]["priorityClassName"] == "high"
-    (line,) = said.err.splitlines()
-    assert line.startswith(f"site       {file}: kubernetes: image=")
-    assert " namespace=" not in line
-    assert " memory=" not in line
-
-
-def test_each_place_has_its_own_defaults_and_no_file_means_none(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_site(here)
-    assert main(["submit", "digits", "--on", "slurm", "--dry-run", "--partition", "debug"]) == 0
-    said = capsys.readouterr()
-    assert {"--partition=debug", "--constraint=h100"} <= set(options_of(said.out))
-    assert f"{Path.home()}/env/bin/trainer train" in said.out
-    assert main(["submit", "digits", "--on", "docker", *ENGINE, "--dry-run"]) == 0
-    assert capsys.readouterr().err == ""
-    # It lies in ~/.config where XDG_CONFIG_HOME says nothing; --site names another.
-    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
-    monkeypatch.setenv("HOME", str(here))
-    (here / ".config").symlink_to(here / "config")
-    assert main(["submit", "digits", "--on", "kubernetes", "--dry-run"]) == 0
-    assert f"site       {here}/.config/trainer/site.yaml: " in capsys.readouterr().err
-    line = refused(["digits", "--on", "kubernetes", "--dry-run", "--site", "/dev/null"], capsys)
-    assert line.startswith("--runs runs: pods on Kubernetes don't see")
-    assert file.exists()
+    assert "seed=7" in template["spec"]["containers"][0]["args"]
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("slurm: {partitoin: x}", "unknown key 'slurm.partitoin'; did you mean 'slurm.partition'?"),
-        ("slrum: {partition: x}", "unknown key 'slrum'"),
-        ("docker: {queue: x}", "unknown key 'docker.queue'; did you mean 'kubernetes.queue'?"),
-        (
-            "docker: {recipe: x}",
-            "unknown key 'docker.recipe'; it has sections docker, slurm, kubernetes, kubeflow",
-        ),
-        ("slurm: {memory: many}", "slurm.memory=many: "),
-        ("slurm: {container: podman}", "slurm.container=podman: not among them"),
-        ("slurm: {runs: runs}", "slurm.runs=runs: give an absolute path or ~/…"),
-        ("kubernetes: {patch: [lab.yaml]}", "kubernetes.patch"),
-        ("docker: {memory: 4, memory: 5}", "key 'memory' stands there twice"),
-        ("[1]", "give a section for each place, as slurm: {partition: gpu}"),
+        (None, "No such file or directory: 'lab.txt'"),
+        ("--queu team-a", "unrecognized arguments: --queu team-a; did you mean '--queue'?"),
+        ("--name 'a", "@FILE: --name 'a: No closing quotation"),
+        ("--env HF_TOKEN=abc", "--env HF_TOKEN looks like a secret"),
     ],
 )
-def test_a_wrong_site_file_is_one_line(
-    text: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_file_of_options_is_one_line(
+    text: str | None, wanted: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = here / "config" / "trainer" / "site.yaml"
-    file.write_text(text)
-    line = refused(["digits", "--on", "docker", *ENGINE, "--dry-run"], capsys)
-    assert line.startswith(f"{file}: ")
-    assert wanted in line
-
-
-def test_a_secret_in_the_site_file_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "config" / "trainer" / "site.yaml").write_text("docker: {env: {HF_TOKEN: abc}}")
-    assert main(["submit", "digits", "--on", "docker", *ENGINE, "--dry-run"]) == 2
-    said = capsys.readouterr()
-    assert "--env HF_TOKEN looks like a secret" in said.err
-    assert "abc" not in said.err + said.out
-
-
-def test_the_site_file_knows_every_place_and_option() -> None:
-    assert set(SiteFile.model_fields) == set(HOW)
-    known = {name for place in HOW for name in type(getattr(SiteFile(), place)).model_fields}
-    assert set(Site.model_fields) <= known
-    # What a job is, and not where it runs, stands in its command.
-    common = {name.removesuffix("_gib").removesuffix("_seconds") for name in JobSpec.model_fields}
-    missing = {"recipe", "settings", "name", "nnodes", "min_nnodes", "nproc_per_node", "recipe_text", "files"}
-    assert common - known - {"minutes", "environment"} == missing
-
-
-def test_lists_with_keys_are_those_of_kubernetes() -> None:
-    """As the types of its API say (patchMergeKey); of JobSet: listMapKey."""
-    keys = {name: found[0] for name, found in patches._KEYS.items()}
-    assert keys["containers"] == keys["env"] == keys["volumes"] == keys["imagePullSecrets"] == "name"
-    assert keys["volumeMounts"] == "mountPath"
-    assert not {"tolerations", "args", "envFrom", "rules"} & set(keys)
+    if text is not None:
+        Path("lab.txt").write_text(text)
+    try:
+        code = main(["submit", "digits", "--on", "docker", *ENGINE, "@lab.txt", "--dry-run"])
+    except SystemExit as ended:
+        code = ended.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and wanted in line and "abc" not in line
 
 
 @pytest.mark.parametrize("option", ["account", "partition", "qos"])

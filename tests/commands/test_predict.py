@@ -10,7 +10,6 @@ from PIL import Image
 
 from trainer.cli import main
 from trainer.commands.predict import predict as module
-from trainer.commands.predict.grid import grid
 from trainer.commands.predict.images import as_evaluated
 from trainer.data.sources import IMAGE, LABEL
 from trainer.train.model_of_run import open_run
@@ -83,10 +82,9 @@ def test_what_is_no_image_is_named_and_the_others_are_shown(
 
 
 def test_without_files_the_mistakes_of_the_evaluation_come_first(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "grid.png"
-    assert main(["predict", str(run), "--samples", "30", "--top", "2", "--out", str(out)]) == 0
+    assert main(["predict", str(run), "--samples", "30", "--top", "2"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     shown = [line for line in lines if line[0] == "sample"]
     assert len(shown) == 30
@@ -97,24 +95,12 @@ def test_without_files_the_mistakes_of_the_evaluation_come_first(
     assert surest == sorted(surest, reverse=True)
     (summary,) = (line for line in lines if line[1:2] == ["of"])
     assert int(summary[2]) - int(summary[0]) == sum(wrong)
-    assert Image.open(out).size[0] > 500
-
-
-def test_the_grid_shows_every_picture_and_marks_mistakes() -> None:
-    images = [np.full((8, 8, 1), 100, np.uint8), np.full((50, 30, 3), 200, np.uint8)]
-    both = np.asarray(grid(images, [("seven", "is 7", False), ("\N{SNOWMAN}" * 50, "is 8", True)]))
-    for gray in (100, 200):
-        assert (both == gray).all(-1).sum() > 2000
-    red = (both == (190, 40, 40)).all(-1).sum()
-    none = np.asarray(grid(images[:1], [("seven", "is 7", False)]))
-    assert red > 300 > (none == (190, 40, 40)).all(-1).sum()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--out", "grid.txt"], ".png"),
-        (["--out", "nowhere/grid.png"], "nowhere"),
+        (["--out", "pictures"], "task=classification has none"),
         (["--top", "0"], "from 1 on"),
         (["--samples", "0"], "from 1 on"),
     ],

@@ -143,19 +143,23 @@ def test_boxes_are_told_in_the_files_pixels_and_drawn(
     wide = tmp_path / "wide.png"
     Image.new("RGB", (64, 16), (90, 90, 90)).save(wide)
     (tmp_path / "no.png").write_text("no")
-    grid = tmp_path / "grid.png"
+    out = tmp_path / "pictures"
     words = ["predict", str(squares), str(wide), str(tmp_path / "no.png"), "--score", "0.25"]
-    assert main([*words, "--out", str(grid)]) == 1
+    assert main([*words, "--out", str(out)]) == 1
     told = capsys.readouterr()
     # 64 pixels became 32.
     assert "2 75% (8, 16, 32, 24)" in told.out
     assert told.err.count("no.png") == 1
-    orange = np.argwhere((np.asarray(Image.open(grid)) == (230, 80, 0)).all(-1))
-    # 32 pixels are drawn as 256, twelve from the corner.
-    assert np.abs(orange.min(0) - (12 + 64, 12 + 32)).max() <= 1
-    assert np.abs(orange.max(0) - (12 + 96, 12 + 128)).max() <= 1
-    assert main(["predict", str(squares), "--samples", "3", "--score", "0.25", "--out", str(grid)]) == 0
+    orange = np.argwhere((np.asarray(Image.open(out / "000-wide.png")) == (230, 80, 0)).all(-1))
+    # 32 pixels are drawn as 256.
+    assert np.abs(orange.min(0) - (64, 32)).max() <= 1
+    assert np.abs(orange.max(0) - (96, 128)).max() <= 1
+    assert main(["predict", str(squares), "--samples", "3", "--score", "0.25", "--out", str(out)]) == 0
     assert capsys.readouterr().out.count("1 of ") == 2
+    assert len(list(out.iterdir())) == 3
+    (tmp_path / "file").touch()
+    assert main(["predict", str(squares), "--out", str(tmp_path / "file")]) == 2
+    assert "can't be written (File exists); give another" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import runtime
 
 from tests.container.run import engine, wait_for
 from tests.helpers.packages import wheel
@@ -115,23 +114,3 @@ def test_keys_of_another_user_in_the_cache(dev_image: str) -> None:
         and "/cache/ssh-1000, where the host's keys are kept, isn't a folder of uid" in told
     )
     assert "docker compose down --volumes makes Compose's anew" in told
-
-
-def test_the_caches_of_an_earlier_version(
-    dev_image: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    old, new = (f"trainer-test-{os.getpid()}-{which}" for which in ("old_cache", "new_cache"))
-    monkeypatch.setattr(runtime, "ROOT", Path("/somewhere") / old.removesuffix("_cache").title())
-    fill = "mkdir /cache/inductor && touch /cache/inductor/kernel"
-    try:
-        engine("run", "--rm", "--user=4321:4321", "--volume", f"{old}:/cache", dev_image, "sh", "-c", fill)
-        runtime._say_old_cache(new, dev_image)
-        (line,) = re.findall(r": (docker run .*) takes them over\n", capsys.readouterr().out)
-        typed(line, tmp_path)
-        look = ("stat", "-c", "%u %n", "/cache/inductor/kernel")
-        assert (
-            engine("run", "--rm", "--volume", f"{new}:/cache", dev_image, *look)
-            == "4321 /cache/inductor/kernel\n"
-        )
-    finally:
-        engine("volume", "rm", "--force", old, new)

@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmarks.goertzel import bank, energies, textbook
 from trainer.data.builtin import dtmf
 from trainer.data.formats.audio import AUDIO, LABEL
 
@@ -80,19 +79,3 @@ def test_a_recording_depends_on_its_number_alone() -> None:
     one = dtmf.synthesize(0, np.array([39]))
     expected = np.clip(np.rint((one.tone + one.noise) * one.gain[:, None]), -32768, 32767)
     np.testing.assert_array_equal(few.arrays[AUDIO][39:], expected)
-
-
-def test_a_filters_energy_is_goertzels_recursion() -> None:
-    sound = np.random.default_rng(0).standard_normal((1, 205))
-    (given,) = energies(sound, [770.0], 205).ravel()
-    coefficient = 2 * np.cos(2 * np.pi * 770 / dtmf.RATE)
-    before = last = 0.0
-    for value in sound[0]:
-        before, last = last, value + coefficient * last - before
-    assert given == pytest.approx((last**2 + before**2 - coefficient * last * before) / 205)
-
-
-def test_both_baselines_read_clean_tones(made: dtmf.Recordings) -> None:
-    clean = made.tone[:64]
-    np.testing.assert_array_equal(textbook(clean), made.key[:64])
-    np.testing.assert_array_equal(bank(clean), made.key[:64])

@@ -2,9 +2,7 @@
 on after a cut with the same bits; the compressors are measured on what the model is.
 """
 
-import gzip
 import json
-import lzma
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.compression import apart, bench_compression, by_gzip, by_xz, stream, together
-from tests.helpers.manifests import least_manifest
 from tests.helpers.toys import make_recipe
 from trainer.checkpoint.store import newest_good, write
 from trainer.cli import main
@@ -124,45 +120,3 @@ def test_the_recipe_reaches_its_figure(tmp_path: Path) -> None:
     assert main(["train", "gpt-stdlib", *words]) == 0
     summary = json.loads((tmp_path / "run" / "manifest.json").read_text())["summary"]
     assert summary["bits_per_byte"] < 2.3
-    assert bench_compression(tmp_path / "run", 2.3) == 0
-
-
-def test_the_compressors_are_those_of_the_tools() -> None:
-    documents = [b"import os\n" * 40, b"def f(x):\n    return x\n" * 9]
-    assert by_gzip(documents[0]) == len(gzip.compress(documents[0], 9))
-    assert by_xz(documents[0]) == len(lzma.compress(documents[0], preset=9 | lzma.PRESET_EXTREME))
-    size = sum(map(len, documents))
-    assert apart(by_gzip, documents) == 8 * (by_gzip(documents[0]) + by_gzip(documents[1])) / size
-    text = documents[0] + b"\0" + documents[1] + b"\0"
-    assert stream(documents) == text
-    assert together(by_xz, documents) == 8 * by_xz(text) / len(text)
-    known = together(by_xz, documents, known=text)
-    assert known < together(by_xz, documents) / 2, "what is known costs little"
-
-
-def test_the_bench_compares_a_run_with_the_same_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    library = read_modules(a_library(tmp_path / "library"))
-    monkeypatch.setattr("trainer.data.builtin.stdlib.read_modules", lambda: library)
-    monkeypatch.setattr("benchmarks.compression.read_modules", lambda: library)
-    recipe = short_recipe()
-    task = make_task(recipe)
-    manifest = least_manifest(
-        config=recipe.model_dump(mode="json"),
-        status="finished",
-        summary={"bits_per_byte": 2.5},
-        fingerprint={"evaluation data": task.evaluation_data.fingerprint()},
-    )
-    file = tmp_path / "manifest.json"
-    file.write_text(json.dumps(manifest))
-    assert bench_compression(tmp_path, 2.6) == 0
-    assert "| gzip -9 |" in capsys.readouterr().out
-    assert bench_compression(tmp_path, 2.4) == 1
-    assert "MISSED" in capsys.readouterr().out
-    file.write_text(json.dumps(manifest | {"status": "stopped"}))
-    with pytest.raises(BadInputError, match="no finished run"):
-        bench_compression(tmp_path, 2.4)
-    file.write_text(json.dumps(manifest | {"fingerprint": {"evaluation data": "another"}}))
-    with pytest.raises(BadInputError, match="library of another Python"):
-        bench_compression(tmp_path, 2.4)

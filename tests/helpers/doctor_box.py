@@ -21,7 +21,7 @@ def card(index: int = 0, **facts: Any) -> Card:
 
 
 def folder(path: str = "/data/runs", **facts: Any) -> Folder:
-    return replace(Folder(Path(path), "", 500 * GIB, 10**6, 900e6, DISK), **facts)
+    return replace(Folder(Path(path), "", 500 * GIB, 10**6, DISK), **facts)
 
 
 def healthy(**changes: Any) -> MachineFacts:
@@ -121,14 +121,6 @@ PROVOKED: list[tuple[str, str, dict[str, Any], str]] = [
     ("software.user_site", "bad", {"software__leaked": ("numpy", "black")}, "PYTHONNOUSERSITE"),
     ("software.user_site", "warn", {"software__leaked": ("black",)}, "black"),
     ("software.path", "bad", {"software__shadowed": ("torch in /home/ann",)}, "torch in /home/ann"),
-    ("parallel.strategy", "bad", {"needs__strategy": "fsdp", "software__torch": "2.8.0"}, "needs torch 2.9"),
-    ("parallel.strategy", "warn", {"needs__strategy": "fsdp", "needs__ranks": 1}, "nothing to share"),
-    (
-        "parallel.strategy",
-        "warn",
-        {"needs__strategy": "hsdp", "needs__shard": 4},
-        "crosses the network",
-    ),
     ("cpu.quota", "warn", {"limits__cpus": 4.0}, "--cpus=14"),
     ("cpu.quota", "warn", {"limits__cpus": 4.0, "system__machine_cpus": 4}, "--set data.workers=1"),
     ("cpu.quota", "warn", {"limits__cpus": 0.5}, "less than one CPU"),
@@ -163,8 +155,6 @@ PROVOKED: list[tuple[str, str, dict[str, Any], str]] = [
     ("disk.run", "bad", {"folders__run__free": 100 * MIB}, "100 MiB"),
     ("disk.run", "bad", {"folders__run__files": 3}, "only 3 more files"),
     ("disk.run", "warn", {"folders__run__free": 5 * GIB}, "5 GiB"),
-    ("disk.run", "warn", {"folders__run__speed": 5e6}, "5 MB/s"),
-    ("disk.run", "warn", {"folders__run__speed": 0.0}, "took too long to write"),
     ("disk.run", "warn", {"folders__run__mount": Mount("overlay", "/", "container layer")}, "own layer"),
     ("disk.run", "warn", {"folders__run__mount": Mount("tmpfs", "/data")}, "in memory"),
     ("disk.cache", "warn", {"folders__cache__error": "Permission denied"}, "-v trainer-cache:/cache"),

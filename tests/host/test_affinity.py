@@ -20,9 +20,9 @@ from trainer.host.affinity import (
     binding_note,
     cpus_text,
     gpu_nodes,
+    limits_within,
     read_topology,
     share_cpus,
-    within,
 )
 from trainer.host.limits import Limits, count_cpus, listed_cpus, read_limits, threads_per_rank
 from trainer.launch.folder import Launch, read_launch, write_launch
@@ -137,12 +137,12 @@ def test_where_gpus_are(tmp_path: Path) -> None:
 )
 def test_threads_are_those_of_the_poorest_rank(quota: float, each_share: list[str], each: int) -> None:
     limits = Limits(cpus=quota, memory_bytes=0, shm_bytes=0, pids=None)
-    assert threads_per_rank(within(limits, shares(*each_share)), 4) == each
+    assert threads_per_rank(limits_within(limits, shares(*each_share)), 4) == each
 
 
 def test_a_single_rank_has_its_node() -> None:
     limits = Limits(cpus=64, memory_bytes=0, shm_bytes=0, pids=None)
-    assert threads_per_rank(within(limits, shares("0-31")), 1) == 32
+    assert threads_per_rank(limits_within(limits, shares("0-31")), 1) == 32
 
 
 @given(

@@ -1,8 +1,6 @@
 """What is told of a file system is what lies there; looking leaves nothing, and no server is waited for."""
 
 import errno
-import fcntl
-import os
 import resource
 import threading
 from pathlib import Path
@@ -14,8 +12,8 @@ from tests.helpers.nobody import IN_ROOT_ONLY, as_nobody
 from tests.helpers.planted import write
 from tests.helpers.waiting import SECONDS
 from trainer.host import disks
-from trainer.host.disks import Folder, Mount, cache_folders, read_data, read_folder, read_mount
-from trainer.host.reading import within
+from trainer.host.disks import Mount, cache_folders, read_data, read_folder, read_mount
+from trainer.host.reading import within_seconds
 
 MOUNTS = """\
 22 1 0:30 / / rw - overlay overlay rw,lowerdir=/a
@@ -49,9 +47,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, its disk is no server that never answers."""
 
     def waited_for(_: float, function: Any, otherwise: Any) -> Any:
-        return within(SECONDS, function, otherwise)
+        return within_seconds(SECONDS, function, otherwise)
 
-    monkeypatch.setattr(disks, "within", waited_for)
+    monkeypatch.setattr(disks, "within_seconds", waited_for)
     monkeypatch.setattr(disks, "_WALKING", SECONDS)
 
 
@@ -60,15 +58,7 @@ def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
     found = read_folder(tmp_path / "not/yet/there")
     assert found.error == ""
     assert found.free > 0
-    assert found.speed is not None
-    assert found.speed > 0
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("patient")
-def test_the_speed_of_a_file_system_is_measured_once(tmp_path: Path) -> None:
-    known = Folder(Path("/x"), speed=7.0, mount=read_mount(tmp_path))
-    assert read_folder(tmp_path, known=[known]).speed == 7.0
 
 
 @pytest.mark.usefixtures("patient")
@@ -95,33 +85,6 @@ def test_a_server_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.statvfs", hang)
     assert read_folder(tmp_path).error == "no answer within 0.05 s"
     answered.set()
-
-
-def test_a_disk_that_is_only_slow_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = threading.Event()
-    monkeypatch.setattr(disks, "_write", lambda _: written.wait())
-
-    def waited_for(_: float, function: Any, otherwise: Any) -> Any:
-        return within(0.3 if otherwise == 0.0 else SECONDS, function, otherwise)
-
-    monkeypatch.setattr(disks, "within", waited_for)
-    found = read_folder(tmp_path)
-    written.set()
-    assert (found.error, found.speed) == ("", 0.0)
-    assert read_folder(tmp_path, known=[found]).speed == 0.0  # and isn't waited for again
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-
-    def refuse(file: int, block: Any) -> int:
-        if fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return write(file, block)
-
-    monkeypatch.setattr("os.write", refuse)
-    assert (read_folder(tmp_path).speed or 0) > 0
 
 
 @pytest.mark.usefixtures("patient")

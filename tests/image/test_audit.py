@@ -147,27 +147,6 @@ def test_the_program(stacks: Path) -> None:
     assert code == 1 and "CVE-1: the waiver expired on 2020-01-31" in out
 
 
-def test_a_bill_is_matched_instead_of_the_locks(stacks: Path) -> None:
-    file, bill = stacks.parent / "osv.json", stacks.parent / "bill.json"
-    file.write_text(json.dumps([osv("jinja2", FROM, FIXED), osv("torch", FROM, {"fixed": "2.6.0"})]))
-    components = [
-        {"purl": "pkg:pypi/jinja2@3.1.6", "version": "3.1.6"},
-        {"purl": "pkg:conda/pytorch@2.5.1?build=py3.12_cuda12.4&channel=pytorch", "version": "2.5.1"},
-        {"purl": "pkg:generic/trainer@0.1.0", "version": "0.1.0"},
-        {"name": "a base, without a purl"},
-    ]
-    bill.write_text(json.dumps({"components": components}))
-    code, out = run(stacks, "--advisories", file, "--bill", bill)
-    assert code == 1 and "GHSA-1: torch 2.5.1 in bill.json (conda): It breaks" in out and "jinja2" not in out
-    assert "audit: small: 2 packages, 2 advisories: 1 fail, 0 waived\n" in out
-    for text in ("{}", "[]", "no json", '{"components": [{"purl": "pkg:pypi/x"}]}'):
-        bill.write_text(text)
-        code, out = run(stacks, "--advisories", file, "--bill", bill)
-        assert (
-            code == 2 and out.startswith(f"audit: {bill} is no bill of materials: ") and out.count("\n") == 1
-        )
-
-
 BAD_WAIVERS = {
     "no reason": 'id = "CVE-1"\nexpires = 2999-01-31\n',
     "empty reason": 'id = "CVE-1"\nreason = ""\nexpires = 2999-01-31\n',

@@ -1,9 +1,8 @@
-"""What the first build and publishing decide without an engine: reasons of failures, log, page, names."""
+"""What the first build and publishing decide without an engine: reasons of failures, log, names."""
 
 import json
 import subprocess
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import first_build
 import publish
 import pytest
 from failures import explain
-from first_build import Given, Row, read_bases, section, write_page
+from first_build import read_bases
 from publish import provenance, tags_of
 
 from trainer.errors import BadInputError
@@ -95,20 +94,6 @@ def test_the_dockerfile_pins_both_bases() -> None:
     for wrong in (text.replace("@sha256:", ":", 1), text.replace("AS debian-base", "AS other", 1)):
         with pytest.raises(BadInputError, match="no conda-base and debian-base"):
             read_bases(wrong)
-
-
-def test_the_page_keeps_what_is_around_the_section(tmp_path: Path) -> None:
-    page, day = tmp_path / "image.md", datetime(2026, 11, 26, tzinfo=timezone.utc)
-    page.write_text("# Page\n\nbefore\n")
-    given = Given("small", "gzip", False, None, 1.0)
-    for seconds in (1.0, 2.0):
-        write_page(page, section(given, COMMIT, day, [Row("a step", "one | two", seconds, 3.0)]))
-    text = page.read_text()
-    assert text.startswith("# Page\n\nbefore\n\n") and text.count("## The first build") == 1
-    assert "| a step | one / two | 2 | 3 |" in text
-    page.write_text(f"{text}\nafter\n")
-    write_page(page, section(given, COMMIT, day, []))
-    assert page.read_text().endswith("\nafter\n")
 
 
 @pytest.fixture

@@ -13,12 +13,10 @@ import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
-from trainer.commands.submit.partition import check_partition
 from trainer.commands.submit.slurm import render, render_array
 from trainer.commands.submit.spec import JobSpec, Site
-from trainer.errors import BadInputError
 
-# Without a Slurm: tests/commands/test_jobs*.py (scripts, partitions), test_cluster.py (what srun says).
+# Without a Slurm: tests/commands/test_jobs*.py (scripts), test_cluster.py (what srun says).
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 ROOT = Path(__file__).parents[2]
 VENV = Path(sys.executable).parent.parent
@@ -245,22 +243,6 @@ def test_what_the_doctor_tells_slurms_users_to_ask_for_can_be_asked_for(slurm: S
     assert len(asked) >= 4
     for option in asked:
         slurm.tell("srun", "--test-only", *option.split(), "true")
-
-
-def test_a_job_that_the_partition_cant_hold_is_refused(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
-    check_partition(JobSpec(recipe="digits", nnodes=2, memory_gib=7), Site())
-    for more, words in (
-        ({"nnodes": 3}, "--nnodes 3: partition main has 2 nodes with what this job asks for"),
-        ({"cpus_per_node": 5}, "--cpus-per-node 5: no node of partition main has more than 4 CPUs"),
-        ({"gpus_per_node": 1}, "--gpus-per-node 1: no node of partition main has more than 0 GPUs"),
-        ({"memory_gib": 8}, "--memory 8: no node of partition main has more than 7 GiB"),
-    ):
-        with pytest.raises(BadInputError) as raised:
-            check_partition(JobSpec.model_validate({"recipe": "digits", "memory_gib": 4, **more}), Site())
-        assert str(raised.value) == words
-    with pytest.raises(BadInputError, match="--partition x: this cluster has main"):
-        check_partition(JobSpec(recipe="digits", memory_gib=4), Site(partition="x"))
 
 
 def test_options_of_sbatch_and_a_file_of_secrets_reach_the_job(slurm: Slurm, tmp_path: Path) -> None:

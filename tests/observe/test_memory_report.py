@@ -20,7 +20,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, OutOfMemory
 from trainer.host.processes import resident_bytes
 from trainer.launch.exit_record import record_of
-from trainer.observe.leak import Growth, Trends, leak, leak_text
+from trainer.observe.leak import Trends, leak, leak_text
 from trainer.observe.memory import after_evaluation, memory_metrics, memory_row, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.train.components.task import make_task
@@ -344,11 +344,9 @@ def test_any_series_can_be_asked(sizes: list[float]) -> None:
 
 
 def test_the_line_about_a_leak() -> None:
-    text = leak_text("host memory", 2 * MIB, GIB, 3 * GIB, "net.py:7 (self.kept.append(x)) keeps 9 blocks")
-    assert text.startswith(
-        "host memory grows by 2.00 MiB with every step and is full after 1,024 more; net.py:7"
-    )
-    assert "log.tracemalloc=true" in leak_text("host memory", 2048, GIB)
+    text = leak_text("host memory", 2 * MIB, GIB, 3 * GIB)
+    assert text.startswith("host memory grows by 2.00 MiB with every step and is full after 1,024 more; is")
+    assert leak_text("host memory", 2048, GIB).startswith("host memory grows by 2.0 KiB with every step; is")
 
 
 STEPS = """
@@ -382,64 +380,14 @@ def test_a_healthy_step_and_a_real_leak() -> None:
     assert 240 < leaking < 700  # malloc's holes come on top
 
 
-def test_the_growing_line_is_named() -> None:
-    kept: list[torch.Tensor] = []
-    caught: list[list[int]] = []  # more, but only once
-    growth = Growth()
-    try:
-        for look in range(6):
-            if look == 1:
-                caught = [[n] * 100 for n in range(300)]
-            for _ in range(50):
-                kept.append(torch.zeros(16).mul(2))  # here
-                temporary = [torch.zeros(16) for _ in range(5)]
-            growth.look()
-        site = growth.site()
-    finally:
-        growth.close()
-    assert temporary
-    assert caught
-    assert site is not None
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# here" in text)
-    assert site.startswith(f"{__file__}:{line} (kept.append(")
-
-
-def test_nothing_grows() -> None:
-    growth = Growth()
-    try:
-        for _ in range(5):
-            temporary = [torch.zeros(16) for _ in range(100)]
-            growth.look()
-        assert temporary
-        assert growth.site() is None or __file__ not in str(growth.site())
-    finally:
-        growth.close()
-
-
 def test_rows_are_looked_through() -> None:
-    looks = 0
-
-    class Looking(Growth):
-        def __init__(self) -> None: ...
-
-        def look(self) -> None:
-            nonlocal looks
-            looks += 1
-
-        def site(self) -> str:
-            return "net.py:7 keeps them"
-
-    trends = Trends(Looking())
+    trends = Trends()
     for step in range(100):
         trends({"kind": "train", "step": step, "memory/rss_bytes": 2 * GIB + step * MIB})
         trends({"kind": "eval", "step": step})
         trends({"kind": "train", "step": step, "memory/allocated_bytes": GIB})
-    assert looks == 5  # after 8, 16, 32, 64, 128 rows
     (line,) = trends.lines({"memory/rss_bytes": 3 * GIB})
-    assert (
-        line
-        == "host memory grows by 1.00 MiB with every step and is full after 925 more; net.py:7 keeps them"
-    )
+    assert line.startswith("host memory grows by 1.00 MiB with every step and is full after 925 more; is ")
     assert Trends().lines({}) == []
 
 

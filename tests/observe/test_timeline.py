@@ -19,7 +19,7 @@ from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
 from trainer.observe.log import Sources
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
-from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
+from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, DeviceTimes, reading, split_between, straggler
 from trainer.train import loop
 from trainer.train.components.operations import count_operations
 from trainer.train.loop import train
@@ -141,7 +141,7 @@ class Event:
 
 def on_a_device(
     host: dict[str, float], device: dict[str, float], steps: int = 16, first: int = 0
-) -> tuple[Split, Box]:
+) -> tuple[DeviceTimes, Box]:
     """What the timeline says of steps whose phases take so long on the host and on the device."""
     clock = Box()
     marks = DeviceTimeline(clock.event, first=first)
@@ -189,7 +189,7 @@ def test_steps_that_are_not_over_yet_are_read_later() -> None:
             clock.launch(1.0 if phase == "forward" else 0.0)
     clock.now = 1.5
     nothing: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
-    assert marks.read() == Split({**nothing, "forward": 1.0}, 1, 0, nothing)
+    assert marks.read() == DeviceTimes({**nothing, "forward": 1.0}, 1, 0, nothing)
     clock.now = 2.5
     assert marks.read().seconds["forward"] == 1.0
     assert marks.read().steps == 0
@@ -233,13 +233,13 @@ def test_what_a_device_says_replaces_what_the_host_says() -> None:
     end = start._replace(wall=10.0, host=host, step=8)
     seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
     seconds |= {"data": 0.5, "forward": 0.5, "backward": 0.9}
-    metrics = split_between(start, end, Split(seconds, 2, 1))
+    metrics = split_between(start, end, DeviceTimes(seconds, 2, 1))
     assert metrics["time/backward"] == pytest.approx(3.6)
     assert metrics["time/evaluation"] == pytest.approx(2.0, abs=1e-3)
     assert metrics["time/unexplained"] == pytest.approx(10 - 4 * 1.9 - 2.0, abs=1e-3)
     assert metrics["gpu/caught_up"] == 0.5
     # Slower steps happened to be sampled: no more is explained than there was.
-    slow = split_between(start, end._replace(wall=5.0), Split(seconds, 2, 1))
+    slow = split_between(start, end._replace(wall=5.0), DeviceTimes(seconds, 2, 1))
     assert slow["time/unexplained"] == pytest.approx(0.0, abs=1e-9)
     assert slow["time/backward"] / slow["time/data"] == pytest.approx(1.8)
 

@@ -41,7 +41,7 @@ NOT_OF_FIT = {
         "tuned.py",
         "formats.py",
         "follower.py",
-        "trust_flag.py",
+        "flags.py",
     ),
 }
 OTHERS = {

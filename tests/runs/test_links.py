@@ -19,7 +19,7 @@ from trainer import cli
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.errors import BadInputError
-from trainer.host.files import copy_folder, open_own, open_regular, own_folder, written_whole
+from trainer.host.files import copy_folder, open_own, open_regular_file, own_folder, written_whole
 from trainer.launch.nodes import EXIT_CODE, FOLDER, LOGS
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.runs.folder import check_inside, claim_folder, lock
@@ -281,7 +281,7 @@ def test_what_is_no_regular_file_is_refused_with_what_it_is(tmp_path: Path) -> N
                 open_own(tmp_path / name, flags)
         if name != "socket":
             with pytest.raises(OSError, match=name):
-                open_regular(tmp_path / name)
+                open_regular_file(tmp_path / name)
     with pytest.raises(OSError, match=r"is a symbolic link.*link"):
         own_folder(tmp_path / "link")
     with pytest.raises(OSError, match=r"isn't a folder.*fifo"):

@@ -18,7 +18,6 @@ from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
-from trainer.config.training import LogConfig
 from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.observe.flops import Count
@@ -72,7 +71,7 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: ProfileKind | None = 
     """
     seen = kind is not None
     precision = recipe.precision.model_copy(update={"debug": seen})
-    recipe = recipe.model_copy(update={"precision": precision, "log": LogConfig(tracemalloc=kind == "nvtx")})
+    recipe = recipe.model_copy(update={"precision": precision})
     PHASE_TIMER.reset()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)

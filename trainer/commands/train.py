@@ -18,7 +18,7 @@ from trainer.host.limits import read_limits
 from trainer.host.startup import choose_waiting
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
 from trainer.observe.wording import StartWord, started_by
-from trainer.runs.trust_flag import add_trust
+from trainer.runs.flags import add_trust
 
 if TYPE_CHECKING:
     from trainer.config.recipe import Recipe
@@ -299,10 +299,10 @@ def find_run(options: argparse.Namespace) -> Path | None:
         )
     run = _run_named(options.resume, "--resume")
     try:
-        there = (run / "manifest.json").is_file()
+        is_run = (run / "manifest.json").is_file()
     except OSError as error:
         raise BadInputError(f"--resume {run}: can't be read ({error.strerror})") from error
-    if not there:
+    if not is_run:
         hint = nearest(options.resume, _MODES) if run.name == options.resume else ""
         raise BadInputError(
             f"--resume {run}: no run folder (it holds no manifest.json{nor_below_runs(run)}); give one, or "

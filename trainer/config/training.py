@@ -379,9 +379,6 @@ class LogConfig(Section):
         le=1e6,
         description="price of the run's machines, in any currency, for the cost in the summary",
     )
-    tracemalloc: bool = Field(
-        False, description="record Python's allocations, so that a leak is named with its line; slow"
-    )
     fingerprints: bool = Field(
         True,
         description="checksums.jsonl: a fingerprint of every tensor with each metrics record, for trainer "

@@ -79,12 +79,6 @@ def parse_dumped(text: str, source: str) -> Any:
     return _parsed(source, lambda: yaml.load(text, _Bounded))
 
 
-def parse_documents(text: str, source: str) -> list[Any]:
-    """Parses text with several documents, separated by `---`; empty ones are left out."""
-    documents = _parsed(source, lambda: list(yaml.load_all(text, _Loader)))
-    return [document for document in documents if document is not None]
-
-
 def _parsed(source: str, load: Callable[[], Any]) -> Any:
     try:
         values = load()

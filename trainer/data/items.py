@@ -19,7 +19,7 @@ import torch
 
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Arrays, Field, as_numbers, spread
 from trainer.errors import BadInputError, OwnCodeError
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.rng import Float32, Ints, Purpose, key
 
 _UNIFORMS = 4  # of 24 bits each: a key of 64 bits
@@ -176,7 +176,7 @@ class ItemDataset:
         frames = [frame for frame in traceback.extract_tb(within) if not frame.filename.startswith(_OURS)]
         # The last one of their own code: what a library does with what it was given comes after it.
         own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames[:1]
-        where = f" in {shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
+        where = f" in {path_shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
         numbers = ", ".join(map(str, samples[:_NAMED])) + ", …" * (len(samples) > _NAMED)
         what = (str(error) or "no message").splitlines()[0]
         return OwnCodeError(

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainer.observe.text import listed
+from trainer.observe.text import enumerated
 
 _KEPT = 3  # of each group, from the first that isn't completed on
 
@@ -215,4 +215,4 @@ def _place(group: _Group) -> str:
 
 def _names(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' * (len(numbers) > 1)} {listed(numbers, 8)}"
+    return f"rank{'s' * (len(numbers) > 1)} {enumerated(numbers, 8)}"

@@ -21,7 +21,7 @@ from trainer.errors import BadInputError
 from trainer.host.names import from_files_alone
 from trainer.launch.worker import hold
 from trainer.observe.phases import communicating, enter_phase
-from trainer.observe.text import listed
+from trainer.observe.text import enumerated
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def check_reduced(model: nn.Module, rank: int) -> None:
         unused = [name.removeprefix("model.").removeprefix("_orig_mod.") for name in unused]
         raise BadInputError(
             f"rank {rank}: a step's backward pass gave no gradient to the model's parameters "
-            f"{listed(unused, 6)}; use "
+            f"{enumerated(unused, 6)}; use "
             "parallel.find_unused_parameters=true or parallel.reduction=tree, or remove these parameters"
         ) from error
 

@@ -26,7 +26,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch.worker import leave_now
 from trainer.observe.phases import PHASE_TIMER
-from trainer.observe.text import listed
+from trainer.observe.text import enumerated
 
 _LOOKS = 20  # in the time without progress that is allowed
 _LONGEST_INTERVAL = 5.0  # seconds
@@ -151,7 +151,7 @@ def _names(culprits: Sequence[RankStatus], there: Sequence[RankStatus]) -> str:
     """Names the ranks by number, the first few if there are many; with the host if there are several."""
     hosts = len({state.host for state in there}) > 1
     names = [f"{state.rank} on {state.host}" if hosts else str(state.rank) for state in culprits]
-    return f"rank{'s' * (len(names) > 1)} {listed(names, _NAMED)}"
+    return f"rank{'s' * (len(names) > 1)} {enumerated(names, _NAMED)}"
 
 
 def _ranks(states: Sequence[RankStatus]) -> list[int]:

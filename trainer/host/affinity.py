@@ -121,7 +121,7 @@ def _cores(topology: Topology, node: int, number: int, of: int) -> Cpus:
     return frozenset(cpu for core in part for cpu in core) & topology.nodes[node]
 
 
-def within(limits: Limits, shares: CpuShares) -> Limits:
+def limits_within(limits: Limits, shares: CpuShares) -> Limits:
     """Limits with no more CPUs than ranks have that keep to these: the poorest of them decides."""
     if not shares.each:
         return limits

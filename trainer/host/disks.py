@@ -1,25 +1,21 @@
-"""Looks at file systems: what they are, how much room they have, how fast they are."""
+"""Looks at file systems: their kind, their free space, and how fast data is read from them."""
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import random
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.sizes import MIB
 from trainer.host.kernel import mounts
-from trainer.host.reading import kind_of, within
+from trainer.host.reading import kind_of, within_seconds
 
-_MOST_WRITTEN = 16 * MIB
 _READ = 64 << 10
-_WRITING, _READING, _WALKING = 0.15, 0.2, 0.1  # seconds
+_READING, _WALKING = 0.2, 0.1  # seconds
 _LONGEST = 0.6  # for all that is asked of one folder; a dead NFS server answers never
 # Variables that say where caches lie.
 _CACHES = (
@@ -56,7 +52,6 @@ class Folder:
         error: Why it can't be written; "".
         free: Bytes that are free for this user.
         files: Inodes that are free; -1 where there is no such number.
-        speed: Bytes per second of a short write; 0 if it took too long, None if it wasn't measured.
         mount: Its file system.
     """
 
@@ -64,7 +59,6 @@ class Folder:
     error: str = ""
     free: int = 0
     files: int = -1
-    speed: float | None = None
     mount: Mount = Mount()
 
 
@@ -107,87 +101,46 @@ def _how(inner: str, kind: str, point: str) -> str:
     return "bind mount" if inner != "/" and not inner.startswith("/@") and point != "/" else "mount"
 
 
-def read_folder(
-    path: Path, root: Path = Path("/"), known: Iterable[Folder] = (), speed: bool = True
-) -> Folder:
-    """Looks at a folder, or at the nearest above it that is there; writes a few MiB and leaves nothing.
+def read_folder(path: Path, root: Path = Path("/")) -> Folder:
+    """Looks at a folder, or at the nearest above it that is there; writes a byte and leaves nothing.
 
     Args:
         path: The folder.
         root: Folder that stands for "/".
-        known: Others: where one lies on the same file system, its speed is taken.
-        speed: Whether to measure that.
     """
-    mount = within(_LONGEST, lambda: read_mount(path, root), Mount())
+    mount = within_seconds(_LONGEST, lambda: read_mount(path, root), Mount())
     late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
-    found = within(_LONGEST, lambda: _folder(path, mount), late)
-    if found.error or not speed or found.free < 64 * MIB:
-        return found
-    same = [one.speed for one in known if one.mount == mount and one.speed is not None]
-    measured = same[0] if same else within(_LONGEST, lambda: _write(_nearest(path)), 0.0)
-    return replace(found, speed=measured)
+    return within_seconds(_LONGEST, lambda: _folder(path, mount), late)
 
 
 def _nearest(path: Path) -> Path:
-    there = path.absolute()
-    while not kind_of(there) and there != there.parent:
-        there = there.parent
-    return there
+    folder = path.absolute()
+    while not kind_of(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def _folder(path: Path, mount: Mount) -> Folder:
     try:
-        there = _nearest(path)
-        if kind_of(there) != "folder":
-            return Folder(path, error=f"{there} is no folder", mount=mount)
-        room = os.statvfs(there)
-        with tempfile.TemporaryFile(dir=there) as file:
+        folder = _nearest(path)
+        if kind_of(folder) != "folder":
+            return Folder(path, error=f"{folder} is no folder", mount=mount)
+        room = os.statvfs(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
     except OSError as error:
         return Folder(path, error=error.strerror or str(error), mount=mount)
     files = room.f_favail if room.f_files else -1
-    return Folder(path, "", room.f_bavail * room.f_frsize, files, None, mount)
-
-
-def _write(folder: Path) -> float:
-    """Bytes per second of a few MiB, past the page cache.
-
-    Not by a sync at the end: that also waits for what others wrote, for seconds on a busy disk, in which
-    the process can't even be ended.
-    """
-    written = 0
-    with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, MIB) as block:
-        # The map is aligned, as O_DIRECT asks.
-        block.write(os.urandom(MIB))
-        direct = _direct(file.fileno())
-        began = time.monotonic()
-        while not written or (written < _MOST_WRITTEN and time.monotonic() - began < _WRITING):
-            try:
-                written += os.write(file.fileno(), block)
-            except OSError:
-                if not direct:
-                    raise
-                direct = _direct(file.fileno(), False)
-        return written / (time.monotonic() - began)
-
-
-def _direct(file: int, on: bool = True) -> bool:
-    """Lets writes go past the page cache, or not; whether they do. tmpfs has nothing else."""
-    try:
-        flags = fcntl.fcntl(file, fcntl.F_GETFL)
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-    except (OSError, AttributeError):
-        return False
-    return on
+    return Folder(path, "", room.f_bavail * room.f_frsize, files, mount)
 
 
 def read_data(path: str | None, root: Path = Path("/")) -> Data:
     """Reads at random in the files below a path, for a fifth of a second."""
     if path is None or "://" in path:
         return Data(path)
-    mount = within(_LONGEST, lambda: read_mount(Path(path), root), Mount())
+    mount = within_seconds(_LONGEST, lambda: read_mount(Path(path), root), Mount())
     late = Data(path, error="no answer within a second", mount=mount)
-    return within(1.0, lambda: _data(path, mount), late)
+    return within_seconds(1.0, lambda: _data(path, mount), late)
 
 
 def _data(path: str, mount: Mount) -> Data:

@@ -271,7 +271,7 @@ def check_writable(folder: Path) -> None:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a file is what `written_whole` leaves when it is killed."""
+    """Returns True if a file is what `written_whole` leaves when it is killed."""
     return _BESIDE.fullmatch(name) is not None
 
 
@@ -314,7 +314,7 @@ def open_own(path: Path, flags: int, alone: bool = True) -> int:
     return file
 
 
-def open_regular(path: Path) -> int:
+def open_regular_file(path: Path) -> int:
     """Opens a regular file for reading, perhaps by a link.
 
     Raises:

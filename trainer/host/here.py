@@ -30,7 +30,7 @@ def from_here(path: Path) -> Path:
     return Path(_here or "") / path
 
 
-def shown(path: Path) -> Path:
+def path_shown(path: Path) -> Path:
     """A path as one would type it here: relative if it lies below the current folder."""
     with suppress(OSError, ValueError):  # the current folder was deleted; or it isn't below it
         return path.relative_to(Path.cwd())

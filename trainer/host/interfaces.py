@@ -18,10 +18,10 @@ def addresses() -> dict[str, list[str]]:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:  # it has none of IPv4
                 continue
-            found[name] = [socket.inet_ntoa(told[20:24])]
+            found[name] = [socket.inet_ntoa(answer[20:24])]
     for words in map(str.split, text_of("/proc/net/if_inet6").splitlines()):
         found.setdefault(words[5], []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])))
     return found

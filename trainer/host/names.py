@@ -32,9 +32,9 @@ def from_files_alone(address: str) -> Iterator[None]:
 def services(text: str) -> str:
     """Returns the line `hosts` of nsswitch.conf; glibc's default if there is none."""
     for line in text.splitlines():
-        name, colon, said = line.partition("#")[0].partition(":")
+        name, colon, value = line.partition("#")[0].partition(":")
         if colon and name.strip() == "hosts":
-            return said.strip()
+            return value.strip()
     return "dns [!UNAVAIL=return] files"
 
 

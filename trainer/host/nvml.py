@@ -72,7 +72,7 @@ class Nvml:
         return self.asked(question, *values)[0]
 
     def asked(self, question: str, *values: Any) -> tuple[Any, Refusal | None]:
-        """The same, and why it refuses."""
+        """Returns NVML's answer, None where it refuses, and its error, None where it answers."""
         try:
             return _text(getattr(self.module, question)(*values)), None
         except (self.module.NVMLError, AttributeError) as error:
@@ -93,18 +93,20 @@ class Nvml:
         if not self._started:
             return [], ""
         count = self.ask("nvmlDeviceGetCount") or 0
-        there = [self.ask("nvmlDeviceGetHandleByIndex", number) for number in range(count)]
+        handles = [self.ask("nvmlDeviceGetHandleByIndex", number) for number in range(count)]
         variable = self._environ.get("CUDA_VISIBLE_DEVICES")
         if variable is None:
-            return [gpu for gpu in there if gpu is not None], ""
-        uuids = ["" if gpu is None else str(self.ask("nvmlDeviceGetUUID", gpu)) for gpu in there]
+            return [gpu for gpu in handles if gpu is not None], ""
+        uuids = ["" if gpu is None else str(self.ask("nvmlDeviceGetUUID", gpu)) for gpu in handles]
         found, (words, wrong) = list[Any](), visible_gpus(uuids, variable)
         for word in words:
             if word.isdecimal():
-                gpu = there[int(word)]
+                gpu = handles[int(word)]
             else:
                 gpu = (
-                    there[uuids.index(word)] if word in uuids else self.ask("nvmlDeviceGetHandleByUUID", word)
+                    handles[uuids.index(word)]
+                    if word in uuids
+                    else self.ask("nvmlDeviceGetHandleByUUID", word)
                 )
             if gpu is None:  # lost, or no such slice
                 return found, word
@@ -168,7 +170,7 @@ class Nvml:
 
     def _energy(self, seconds: float) -> float | None:
         """Returns joules of all GPUs since a fixed moment, or since the start where only power is known."""
-        told = False
+        known = False
         for number, gpu in enumerate(self.gpus):
             if (counted := self.ask("nvmlDeviceGetTotalEnergyConsumption", gpu)) is not None:
                 self._joules[number] = counted / 1e3
@@ -176,8 +178,8 @@ class Nvml:
                 self._joules[number] = self._joules.get(number, 0.0) + power / 1e3 * seconds
             else:
                 continue
-            told = True
-        return sum(self._joules.values()) if told else None  # that of a GPU that is lost stays in it
+            known = True
+        return sum(self._joules.values()) if known else None  # that of a GPU that is lost stays in it
 
 
 def bus_ids(environ: Mapping[str, str], ranks: int) -> list[str]:

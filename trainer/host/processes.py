@@ -38,7 +38,7 @@ def status_of(pid: int | str = "self") -> dict[str, int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and neither stopped nor over."""
+    """Returns True if a process exists and is neither stopped nor a zombie."""
     state = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
     return bool(state) and state[0] not in "TtZX"
 

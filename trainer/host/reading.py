@@ -12,7 +12,7 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
-def within(seconds: float, function: Callable[[], Value], otherwise: Value) -> Value:
+def within_seconds(seconds: float, function: Callable[[], Value], otherwise: Value) -> Value:
     """Returns a function's result; `otherwise` if it takes too long (a dead NFS server, a lost GPU) or fails.
 
     It is left behind in its thread then, which doesn't keep the process from ending.

@@ -46,7 +46,7 @@ class Stack:
     wheels: Mapping[str, str]
 
     def covers(self, architecture: str) -> bool:
-        """Whether torch has code for a GPU (sm_86): the same generation, and not newer."""
+        """Returns True if torch has code for a GPU (sm_86): the same generation, and not newer."""
         wanted = divmod(int(architecture[3:]), 10)
         has = [divmod(int(one[3:]), 10) for one in self.architectures]
         return any(one[0] == wanted[0] and one[1] <= wanted[1] for one in has)

@@ -19,7 +19,10 @@ def print_anything() -> None:
 
 
 def _take_anything(stream: object) -> bool:
-    """Whether that was a change. What no text can hold, as bytes of a path may be, is written as it came."""
+    """Lets a stream write any character; returns True if that changed it.
+
+    Bytes of a path that are no text are written as they came.
+    """
     if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
         return False
     utf = stream.encoding.lower().startswith("utf")

@@ -123,10 +123,10 @@ def read_exit_record(folder: Path, rank: int) -> ExitRecord:
 def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], str]:
     """Returns the exit codes of the ranks that torchrun reports as failed, and torchrun's own error."""
     try:
-        told = json.loads((folder / "torchrun.json").read_text())
+        report = json.loads((folder / "torchrun.json").read_text())
     except FileNotFoundError:
         return {}, f"{ending(exit_code)}\n"
-    return {int(rank): code for rank, code in told["exits"].items()}, told["error"]
+    return {int(rank): code for rank, code in report["exits"].items()}, report["error"]
 
 
 def job_code(records: Sequence[ExitRecord]) -> int:

@@ -45,7 +45,7 @@ class Launch:
 
 def write_launch(folder: Path, launch: Launch) -> None:
     """Writes `launch.json`, or replaces it."""
-    told = {
+    content = {
         "path": launch.path,
         "parent": launch.parent,
         "cpus": [cpus_text(cpus) for cpus in launch.cpus.each],
@@ -53,15 +53,15 @@ def write_launch(folder: Path, launch: Launch) -> None:
         "logs": launch.logs,
         "told": launch.told,
     }
-    _write(folder / _LAUNCH, told)
+    _write(folder / _LAUNCH, content)
 
 
 def read_launch(folder: Path) -> Launch:
     """Reads what `write_launch` wrote."""
-    told = _read(folder / _LAUNCH)
-    each = tuple(frozenset(listed_cpus(text) or ()) for text in told["cpus"])
-    cpus = CpuShares(each, told["pinned"])
-    return Launch(told["path"], told["parent"], cpus, told["logs"], Told(*told["told"]))
+    content = _read(folder / _LAUNCH)
+    each = tuple(frozenset(listed_cpus(text) or ()) for text in content["cpus"])
+    cpus = CpuShares(each, content["pinned"])
+    return Launch(content["path"], content["parent"], cpus, content["logs"], Told(*content["told"]))
 
 
 def write_request(folder: Path, request: Mapping[str, Any], ranks: Iterable[int]) -> None:
@@ -78,14 +78,14 @@ def take_request(folder: Path, rank: int) -> dict[str, Any]:
     return request
 
 
-def _write(path: Path, told: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file whole or not at all, readable by its owner only."""
     beside = path.with_suffix(".tmp")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(told, file)
+        json.dump(content, file)
     beside.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(path.read_text())
-    return told
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

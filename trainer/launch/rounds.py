@@ -78,11 +78,11 @@ def launch_with_others(
                         group = WorkerGroup(
                             signals, joined.ranks, joined.world, grace_seconds, rendezvous, folder / LOGS
                         )
-                        there = {**local.environment, **gloo_interface(joined.address)}
+                        environment = {**local.environment, **gloo_interface(joined.address)}
                         records = group.run(
                             module,
                             request,
-                            local._replace(environment=there),
+                            local._replace(environment=environment),
                             _rendezvous_of_torchrun(joined, nodes, join_seconds),
                             output,
                         )

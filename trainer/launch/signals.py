@@ -109,7 +109,7 @@ class SignalReceiver:
 
     @property
     def interrupted_twice(self) -> bool:
-        """Whether the user pressed Ctrl-C twice."""
+        """Returns True if the user pressed Ctrl-C twice."""
         return self.received.count(signal.SIGINT) > 1
 
     def _note(self, number: signal.Signals) -> None:

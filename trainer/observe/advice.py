@@ -27,12 +27,11 @@ class Advisor:
         count: Count | None,
         tell: Sink,
         price_per_hour: float = 0.0,
-        trends: Trends | None = None,
         logged: Logged | None = None,
     ) -> None:
         """Begins without a verdict; `logged` has sums of earlier attempts, if there are any."""
         self._begun = False
-        self._price, self._trends = price_per_hour, trends or Trends()
+        self._price, self._trends = price_per_hour, Trends()
         self._facts, self._count, self._tell = facts, count, tell
         self._rows = (logged or Logged()).rows
         self._before: list[str] = []
@@ -56,11 +55,11 @@ class Advisor:
         verdict = diagnose(row, self._known())
         # Twice in a row, and not what was said last: a moment is no reason to speak.
         recent = [*self._before[-1:], verdict.cause]
-        told = self._before[0] if self._before else "none"
-        if len(recent) == 2 and recent[0] == recent[1] != told:
+        reported = self._before[0] if self._before else "none"
+        if len(recent) == 2 and recent[0] == recent[1] != reported:
             self._tell(_row(verdict, int(row["step"]), final=False))
-            told = verdict.cause
-        self._before = [told, verdict.cause]
+            reported = verdict.cause
+        self._before = [reported, verdict.cause]
 
     def conclude(self, step: int, rest: Row) -> Verdict | None:
         """Returns the verdict on all attempts, `rest` included; None without timings."""

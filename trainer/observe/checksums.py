@@ -243,12 +243,12 @@ def first_difference(
     recorded: Iterable[ChecksumRow], replayed: Iterable[ChecksumRow]
 ) -> FirstDifference | None:
     """Compares the records of a run and its replay, in both directions; None if all are equal."""
-    here, there = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
-    rows = sorted({**here, **there})
+    here, again_rows = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
+    rows = sorted({**here, **again_rows})
     for step, at_once in itertools.groupby(rows, key=lambda row: row[0]):
         metrics, tensors, of = list[tuple[str, str, str]](), list[str](), 0
         for one in at_once:
-            row, again = here.get(one), there.get(one)
+            row, again = here.get(one), again_rows.get(one)
             if row is None or again is None:
                 known = ["missing" if found is None else "there" for found in (row, again)]
                 metrics.append((f"row of {one[1]} metrics", known[0], known[1]))

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.config.redact import redact_text
 from trainer.observe.text import duration, seconds_left, without_controls
-from trainer.observe.wording import StartWord, set_start, start, worded
+from trainer.observe.wording import StartWord, set_start, start_word, worded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _BAR_SECONDS = 0.25
 _LINE_SECONDS = 2.0
-_COUNT_SECONDS = 30.0  # at most between two lines of `counted`, while something moves
+_COUNT_SECONDS = 30.0  # at most between two lines of `progress_bar`, while something moves
 
 
 Level = Literal["info", "warning", "error"]
@@ -58,7 +58,7 @@ def without_bars() -> None:
 
 
 def logs_as_json() -> bool:
-    """Whether its lines are JSON."""
+    """Returns True if log lines are JSON."""
     return _Log.as_json
 
 
@@ -80,15 +80,15 @@ class Told(NamedTuple):
 
 def told_here() -> Told:
     """Returns the form of this process's lines."""
-    return Told(_Log.as_json, _Log.verbosity, _Log.bars, start())
+    return Told(_Log.as_json, _Log.verbosity, _Log.bars, start_word())
 
 
-def tell_as(told: Told, rank: int) -> None:
+def tell_as(log: Told, rank: int) -> None:
     """Sets up a rank's output like its launcher's; --verbose details come from the first rank alone."""
-    set_verbosity("normal" if rank and told.verbosity == "verbose" else told.verbosity)
-    _Log.bars = told.bars
-    set_start(told.start)
-    if told.as_json:
+    set_verbosity("normal" if rank and log.verbosity == "verbose" else log.verbosity)
+    _Log.bars = log.bars
+    set_start(log.start)
+    if log.as_json:
         log_as_json(rank)
 
 
@@ -266,16 +266,16 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
             "grad_norm": "grad norm {:.3g} ",
             "samples_per_s": "{:,.0f} samples/s",
         }
-    told = [text.format(row[name]) for name, text in shown.items() if name in row]
+    texts = [text.format(row[name]) for name, text in shown.items() if name in row]
     if row["kind"] == "eval":  # whatever else a task measures
         known = {"kind", "step", "epoch", *shown}
         others = ((name, value) for name, value in row.items() if name not in known)
-        told += [f"{name.removeprefix('eval/')} {value:.4f}" for name, value in others]
-    return told
+        texts += [f"{name.removeprefix('eval/')} {value:.4f}" for name, value in others]
+    return texts
 
 
 @contextlib.contextmanager
-def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
     """Yields a function that takes work done: draws a bar, or prints a line every tenth and half minute."""
     if sys.stderr.isatty() and _Log.bars and not _Log.as_json:
         from rich.console import Console
@@ -285,14 +285,18 @@ def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
             task = bar.add_task(label, total=total)
             yield lambda by: bar.advance(task, by)
         return
-    done, tenths, said = 0, 0, float("-inf")
+    done, tenths, printed_at = 0, 0, float("-inf")
 
     def advance(by: int) -> None:
-        nonlocal done, tenths, said
+        nonlocal done, tenths, printed_at
         done += by
-        if not by or not total or (done * 10 // total == tenths and time.monotonic() - said < _COUNT_SECONDS):
+        if (
+            not by
+            or not total
+            or (done * 10 // total == tenths and time.monotonic() - printed_at < _COUNT_SECONDS)
+        ):
             return
-        tenths, said = done * 10 // total, time.monotonic()
+        tenths, printed_at = done * 10 // total, time.monotonic()
         tell(f"{label}: {done * 100 // total} %")
 
     yield advance

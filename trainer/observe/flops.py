@@ -157,7 +157,7 @@ class Operations(TorchDispatchMode):
 
 
 def waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether an operation of the aten library stops the host until a device has done all before it."""
+    """Returns True if an operation of aten stops the host until a device has done all before it."""
     if name in _WAITS:
         return bool(args[0].device.type == device.type)
     if name not in _COPIES or kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,)):

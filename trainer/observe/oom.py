@@ -1,4 +1,4 @@
-"""Out of memory: who holds it, and what to change."""
+"""Out of memory: the holders of the memory, and the settings to change."""
 
 import contextlib
 import errno
@@ -51,7 +51,7 @@ _OBSERVING = str(Path(__file__).parent)  # looks on while others allocate
 
 
 def is_out_of_memory(error: BaseException, *, probing: bool = False) -> bool:
-    """Whether an exception means that memory, the device's or the host's, ran out.
+    """Returns True if an exception means that memory, the device's or the host's, ran out.
 
     Args:
         probing: Whether it is looked for where memory ends: then whatever fails on a full GPU means it.
@@ -74,7 +74,7 @@ def _is_of_gpu(error: BaseException, probing: bool = False) -> bool:
 
 
 def _gpu_is_full() -> bool:
-    """Whether nothing is left of this process's GPU for who doesn't ask torch's allocator."""
+    """Returns True if this process's GPU has no memory left outside of torch's allocator."""
     with contextlib.suppress(RuntimeError):  # after some errors nothing more can be asked
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             free, total = torch.cuda.mem_get_info()
@@ -153,8 +153,8 @@ def explain_oom(
     shares = ", ".join(f"{name} {sizes[name] / GIB:.2f} GiB" for name in names[:_SHOWN])
     has = f" of {total / GIB:.1f} GiB" if total else ""
     advice = "; ".join(_advice(sizes, wanted, micro_batch_size, checkpointing, precision))
-    said = f"{wanted / MIB:,.0f} MiB more were wanted" if wanted else f"'{_first_line(error)}'"
-    return f"out of memory on {device}{has}{where}: {said}. Held: {shares}. What to do: {advice}.{written}"
+    what = f"{wanted / MIB:,.0f} MiB more were wanted" if wanted else f"'{_first_line(error)}'"
+    return f"out of memory on {device}{has}{where}: {what}. Held: {shares}. What to do: {advice}.{written}"
 
 
 def _taken(device: torch.device) -> tuple[int, int]:
@@ -223,7 +223,7 @@ def _where(error: BaseException) -> str:
 
 
 def _write(device: torch.device, folder: Path | None, rank: int) -> str:
-    """Writes what torch knows; says where."""
+    """Writes torch's memory summary and snapshot; returns a sentence that names the files, or ""."""
     if folder is None:
         return ""
     files, of = [], f".rank-{rank}" if rank else ""

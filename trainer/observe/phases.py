@@ -65,7 +65,7 @@ PHASE_TIMER = PhaseTimer()  # one per process, as there is one training
 
 
 def enter_phase(phase: Phase) -> None:
-    """Says what this rank does from here on."""
+    """Enters a phase: what this rank does from here on."""
     timer, now = PHASE_TIMER, _now()
     timer.spent[timer.phase] += now - timer.since
     timer.since = now
@@ -76,7 +76,7 @@ def enter_phase(phase: Phase) -> None:
 
 
 def communicating() -> Phase:
-    """Says that this rank is about to wait for the others; returns the phase to enter after that."""
+    """Enters "communication", before a wait for the other ranks; returns the phase to enter after it."""
     before = PHASE_TIMER.phase
     enter_phase("communication")
     return before

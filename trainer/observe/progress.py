@@ -131,8 +131,8 @@ def _family(name: str, about: str, samples: _Samples) -> str:
     name = _PREFIX + name
     lines = [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
     for labels, value in samples:
-        told = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-        lines.append(f"{name}{{{told}}} {_number(value)}" if told else f"{name} {_number(value)}")
+        pairs = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        lines.append(f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -198,7 +198,7 @@ def _head_of_request(connection: socket.socket) -> bytes:
 
 
 def is_asked(host: str | None, listens: str) -> bool:
-    """Whether a request's Host header means this host.
+    """Returns True if a request's Host header means this host.
 
     A web page could read it by a foreign name that resolves to this address (DNS rebinding).
 

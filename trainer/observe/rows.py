@@ -27,7 +27,7 @@ _LONGEST = 120
 
 
 def is_name(name: object) -> bool:
-    """Whether a record can have a figure of this name: a short text that can be printed in a line."""
+    """Returns True if a record can have a figure of this name: a short text that can be printed in a line."""
     return isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable() and name == name.strip()
 
 

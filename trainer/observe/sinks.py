@@ -180,8 +180,8 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
     own_folder(folder)
     seconds, rest = divmod(time.time_ns(), 10**9)
     # TensorBoard reads a folder's files in their names' order, also where the clock was set back.
-    there = (_EVENTS.match(file.name) for file in folder.iterdir())
-    seconds = min(max([seconds, *(int(match[1]) + 1 for match in there if match)]), _LAST_SECOND)
+    event_files = (_EVENTS.match(file.name) for file in folder.iterdir())
+    seconds = min(max([seconds, *(int(match[1]) + 1 for match in event_files if match)]), _LAST_SECOND)
     name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
     file = (folder / name).open("xb")
     records = RecordWriter(file)
@@ -192,8 +192,8 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
     def summary(row: Row) -> Summary:
         if row["kind"] == "verdict":
             text = TensorProto(dtype="DT_STRING", string_val=[str(row["text"]).encode()])
-            told = Summary.Value(tag="verdict", metadata=create_summary_metadata("verdict", ""), tensor=text)
-            return Summary(value=[told])
+            value = Summary.Value(tag="verdict", metadata=create_summary_metadata("verdict", ""), tensor=text)
+            return Summary(value=[value])
         # A curve begins where it is first anything but 0: every value is bytes that Python adds up (CRC).
         begun.update(name for name, value in row.items() if value != 0)
         scalars = [

@@ -81,7 +81,7 @@ def _short(value: Any) -> str:
     return value[:_READ] if isinstance(value, str) else _simple(value)
 
 
-def listed(words: Sequence[str], most: int) -> str:
+def enumerated(words: Sequence[str], most: int) -> str:
     """Lists words, at most so many of them: "0, 1 and 3 more"."""
     shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]

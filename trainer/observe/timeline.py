@@ -33,7 +33,7 @@ class Event(Protocol):
         """Leaves it in the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Returns True if the device has reached the event."""
         ...
 
     def elapsed_time(self, end_event: "Event") -> float:
@@ -46,7 +46,7 @@ def _cuda_event() -> Event:
     return event
 
 
-class Split(NamedTuple):
+class DeviceTimes(NamedTuple):
     """Seconds of the device in each phase of the sampled steps, how many these were, and how far behind.
 
     `caught_up` of them had the device at the backward pass already when the host had only just started it
@@ -90,7 +90,7 @@ class DeviceTimeline:
             self._open = []
             self._begin = max(0, self._begin - 1)
 
-    def read(self) -> Split:
+    def read(self) -> DeviceTimes:
         """Returns the time of phases that ended since the last call; never waits."""
         seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
         first = seconds.copy()
@@ -105,7 +105,7 @@ class DeviceTimeline:
                 self._first, first_steps = self._first - 1, first_steps + 1
             else:
                 steps, caught_up = steps + 1, caught_up + early
-        return Split(seconds, steps, caught_up, first, first_steps)
+        return DeviceTimes(seconds, steps, caught_up, first, first_steps)
 
 
 class ClockReading(NamedTuple):
@@ -122,7 +122,9 @@ def reading(step: int) -> ClockReading:
     return ClockReading(time.perf_counter(), host, step)
 
 
-def split_between(start: ClockReading, end: ClockReading, device: Split | None = None) -> dict[str, float]:
+def split_between(
+    start: ClockReading, end: ClockReading, device: DeviceTimes | None = None
+) -> dict[str, float]:
     """Splits the wall time between two readings by phase.
 
     Args:

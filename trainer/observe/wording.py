@@ -24,7 +24,7 @@ class _Here:
     start: StartWord = "--out"
 
 
-def start() -> StartWord:
+def start_word() -> StartWord:
     """Returns how the run of this process was started."""
     return _Here.start
 

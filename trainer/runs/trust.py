@@ -26,7 +26,7 @@ from trainer.config.tasks import TASKS
 from trainer.config.training import is_place
 from trainer.errors import BadInputError
 from trainer.host import strict_json
-from trainer.host.files import open_regular, read_inside
+from trainer.host.files import open_regular_file, read_inside
 from trainer.host.here import from_here
 from trainer.host.latest import MANIFEST
 from trainer.observe.console import warn
@@ -271,7 +271,7 @@ def key_file() -> Path:
 
 def _read_key(path: Path) -> bytes:
     """Raises OSError if there is none, or it isn't this user's alone."""
-    with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(open_regular_file(path), "rb") as file:
         facts = os.fstat(file.fileno())
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise OSError(0, "others can read or own it: chmod 600, or remove it", str(path))

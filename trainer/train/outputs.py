@@ -23,7 +23,6 @@ from trainer.observe.checksums import Checksums
 from trainer.observe.console import ProgressBar, warn
 from trainer.observe.diagnosis import Facts
 from trainer.observe.flops import peak_flops
-from trainer.observe.leak import Growth, Trends
 from trainer.observe.log import MetricLogger, Row, Sink, Sources
 from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_source
@@ -97,7 +96,7 @@ def bare_outputs(
     """Rows of metrics with all that explains them, and no run folder: for measuring the loop itself."""
     sources = metric_sources(stack, run)
     logger = _make_logger(run, list(sinks), checksums, sources)
-    _add_advisor(stack, run, logger, sources, profiled=False)
+    _add_advisor(run, logger, sources, profiled=False)
     return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan))
 
 
@@ -177,7 +176,7 @@ def open_outputs(
     logger = _make_logger(run, sinks, checksums, sources, left_out)
     if hooks:
         sinks.append(hook_sink(hooks, config, HookRows(folder, logger)))
-    advisor = _add_advisor(stack, run, logger, sources, profiled=request.profile is not None)
+    advisor = _add_advisor(run, logger, sources, profiled=request.profile is not None)
     profile = _open_profile(stack, request, run)
     written = checkpoint_hook(hooks, config)
     checkpoints = Checkpoints(run, writer, manifest.run_id, data, written)
@@ -284,10 +283,8 @@ def metric_sources(stack: contextlib.ExitStack, run: Run) -> Sources:
     )
 
 
-def _add_advisor(
-    stack: contextlib.ExitStack, run: Run, logger: MetricLogger, sources: Sources, profiled: bool
-) -> Advisor:
-    """Who judges the rows of metrics, as one of the logger's sinks."""
+def _add_advisor(run: Run, logger: MetricLogger, sources: Sources, profiled: bool) -> Advisor:
+    """Adds the sink that judges the metrics records to the logger, and returns it."""
     recipe, world, limits = run.recipe, run.world, read_limits()
     images = run.task.train_data
     facts = Facts(
@@ -303,12 +300,8 @@ def _add_advisor(
         decodes=isinstance(images, ImageDataset) and not images.records.raw,
         profiled=profiled,
     )
-    growth = None
-    if recipe.log.tracemalloc:
-        growth = Growth()
-        stack.callback(growth.close)
     price, logged = recipe.log.price_per_hour, run.state.logged
-    advisor = Advisor(facts, sources.count, logger.emit, price, Trends(growth), logged)
+    advisor = Advisor(facts, sources.count, logger.emit, price, logged)
     logger.sinks.append(advisor)
     return advisor
 

@@ -26,7 +26,7 @@ from trainer.observe.console import warn
 from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
 from trainer.observe.sinks import keep_rows, opened_to_add
-from trainer.observe.text import listed
+from trainer.observe.text import enumerated
 from trainer.runs.manifest import Manifest, status_after, update_manifest
 from trainer.train.state import Run
 
@@ -157,15 +157,15 @@ def _drift_of(run: Run) -> Callable[[int, Sequence[int]], None]:
         if drifted := [name for name in odd if name in weights]:
             raise DivergedError(
                 f"the ranks' weights differ after step {step}, as they did not after step {alike}: "
-                f"{listed(drifted, 3)}; what changes them must be the same on all ranks: look for RANK, data "
-                "or random numbers of a rank's own in the task, its hooks and its optimizer, or for a faulty "
-                "device; --resume force goes on from the newest checkpoint"
+                f"{enumerated(drifted, 3)}; what changes them must be the same on all ranks: look for RANK, "
+                "data or random numbers of a rank's own in the task, its hooks and its optimizer, or for a "
+                "faulty device; --resume force goes on from the newest checkpoint"
             )
         if odd and not told:
             told = True
             warn(
-                f"the buffers {listed(odd, 3)} differ between ranks after step {step}: each rank keeps its "
-                "own, and checkpoints and the evaluation of rank 0's samples have rank 0's"
+                f"the buffers {enumerated(odd, 3)} differ between ranks after step {step}: each rank keeps "
+                "its own, and checkpoints and the evaluation of rank 0's samples have rank 0's"
             )
         alike = step
 

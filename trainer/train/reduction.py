@@ -21,7 +21,7 @@ from trainer.distributed.sharding import Rows, take_gradients, weights
 from trainer.distributed.tree import TreeReduction
 from trainer.errors import BadInputError
 from trainer.models.batchnorm import StepStatistics
-from trainer.observe.text import listed
+from trainer.observe.text import enumerated
 from trainer.optim.optimizers import clip_gradients, grad_norm
 
 _NOTHING = nullcontext()
@@ -219,7 +219,7 @@ class ReduceScatter(AllReduce):
         if without := take_gradients(self._model):
             raise BadInputError(
                 f"rank {self._world.rank}: a step's backward pass gave no gradient to the model's parameters "
-                f"{listed(without, 6)}; freeze these by model.freeze, remove them, or use "
+                f"{enumerated(without, 6)}; freeze these by model.freeze, remove them, or use "
                 "parallel.strategy=ddp with parallel.find_unused_parameters=true"
             )
         return super().finish()

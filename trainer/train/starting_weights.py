@@ -36,7 +36,7 @@ from trainer.config.models import HF
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.host import files
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.models.finetune import fine_tune
 from trainer.models.hf_files import files_hash
 from trainer.models.pretrained import Weights, find_weights
@@ -188,8 +188,8 @@ def begin_from(run: Run, folder: Path, begun_from: BegunFrom) -> list[str]:
     more = f"; and {len(differs) - _SHOWN} more, see manifest.json" if len(differs) > _SHOWN else ""
     other = f"other than there: {'; '.join(differs[:_SHOWN])}{more}"
     return [
-        f"begins from {shown(Path(begun_from.folder))}, step {begun_from.step}: {taken}; steps, data order "
-        "and schedule begin anew",
+        f"begins from {path_shown(Path(begun_from.folder))}, step {begun_from.step}: {taken}; steps, data "
+        "order and schedule begin anew",
         other if differs else "configuration and data are as they were there",
     ]
 

@@ -12,14 +12,14 @@ import torch
 from trainer.checkpoint.store import listing
 from trainer.config.training import MAIN_SET
 from trainer.errors import BadInputError, DivergedError
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.observe.advice import Advisor
 from trainer.observe.console import ProgressBar, warn
 from trainer.observe.diagnosis import Verdict
 from trainer.observe.log import Logged, MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
-from trainer.observe.wording import start
+from trainer.observe.wording import start_word
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.manifest import Manifest, update_manifest
 from trainer.runs.report.write import NAME, leave_report
@@ -92,10 +92,10 @@ def finish(
     if odd:
         warn(f"the last evaluation isn't finite in {', '.join(odd)} (null in rows): it doesn't decide")
     programs = Path(sys.executable).parent
-    board = f"{_as_typed(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
+    board = f"{_as_typed(programs / 'tensorboard')} --logdir {path_shown(folder.parent)}\n               "
     setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that is read
     again = f"{_as_typed(programs / 'trainer')} train {manifest.recipe} --set {setting}"
-    if start() == "fit":
+    if start_word() == "fit":
         again = "fit(…) with other settings"
     progress_bar.say(
         f"\n  {metric:<12} {metrics[metric]:.4f}\n"
@@ -104,7 +104,7 @@ def finish(
         f"{replaced_line(metrics, run.recipe.data)}"
         f"{_throughput(logged)}"
         f"{_explained(totals, verdict)}"
-        f"  run folder   {shown(folder)}\n"
+        f"  run folder   {path_shown(folder)}\n"
         f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
         f"{again} (--help-config shows every key)"
@@ -192,7 +192,7 @@ def _as_typed(program: Path) -> str:
     if not program.exists():  # run from its sources, by `python -m trainer`
         return f"{_as_typed(Path(sys.executable))} -m {_MODULES[program.name]}"
     other = found is None or not program.samefile(found)
-    return str(shown(program)) if other else program.name
+    return str(path_shown(program)) if other else program.name
 
 
 def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
@@ -219,7 +219,7 @@ def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
 
 def _report_line(folder: Path) -> str:
     report = folder / NAME
-    return f"  report       {shown(report)}\n" if report.exists() else ""
+    return f"  report       {path_shown(report)}\n" if report.exists() else ""
 
 
 def _opening(manifest: Manifest, run: Run, folder: Path) -> str:
@@ -230,5 +230,5 @@ def _opening(manifest: Manifest, run: Run, folder: Path) -> str:
     return (
         f"{manifest.recipe}: {parameters:,} parameters, {plan.samples:,} samples, {plan.steps:,} "
         f"steps of {plan.global_batch_size} ({world.size} x {device}; accumulation "
-        f"{manifest.gradient_accumulation_steps})\n  run folder {shown(folder)}"
+        f"{manifest.gradient_accumulation_steps})\n  run folder {path_shown(folder)}"
     )

@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.trust_flag import add_trust
+from trainer.runs.flags import add_settings, add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -34,9 +34,7 @@ def _add_inference(benches: Any) -> None:
     )
     inference.add_argument("--ways", default="", metavar="LIST", help="which to measure (default: all)")
     inference.add_argument("--json", action="store_true", help="print JSON")
-    inference.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="where the data lies now; repeatable"
-    )
+    add_settings(inference, "where the data lies now")
     add_trust(inference)
     inference.set_defaults(run=_inference)
 

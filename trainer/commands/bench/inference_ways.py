@@ -125,24 +125,8 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [output] if isinstance(output, torch.Tensor) else list(output)
 
 
-def _traced(model: nn.Module, inputs: Tensors) -> Call:
-    traced: Call = torch.jit.trace(model, tuple(inputs), check_trace=False)
-    return traced
-
-
-def _scripted(model: nn.Module, _: Tensors) -> Call:
-    scripted: Call = torch.jit.script(model)
-    return scripted
-
-
 def _frozen(model: nn.Module, inputs: Tensors) -> Call:
     return frozen_trace(model, inputs)
-
-
-def _optimized(model: nn.Module, inputs: Tensors) -> Call:
-    """Freezes the model, fuses convolution, BatchNorm and ReLU, and takes oneDNN's layouts on a CPU."""
-    optimized: Call = torch.jit.optimize_for_inference(frozen_trace(model, inputs))
-    return optimized
 
 
 def _fused(model: nn.Module, inputs: Tensors) -> Call:
@@ -177,10 +161,7 @@ WAYS: dict[str, Way] = {
     "folded": Way(_folded),
     "compiled": Way(partial(_compiled, "default")),
     "reduce-overhead": Way(partial(_compiled, "reduce-overhead")),
-    "traced": Way(_traced),
-    "scripted": Way(_scripted),
     "frozen": Way(_frozen),
-    "optimized": Way(_optimized),
     "onednn": Way(_fused, fused=True),
     "torch-export": Way(_exported),
     "onnx": Way(_onnx),

@@ -53,7 +53,7 @@ def answer_peer(server: socket.socket, number: int, caller: int, seconds: float)
 
 
 def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
-    """Whether the peer is the expected rank of this round, not a late one or a stranger."""
+    """Returns True if the peer is the expected rank of this round, not a late one or a stranger."""
     connection.settimeout(_HELLO_SECONDS)
     try:
         return bool(_HELLO.unpack(_exactly(connection, _HELLO.size)) == (_WHAT, number, caller))

@@ -213,10 +213,10 @@ def _round(
     for one, other in pairs:
         links = []
         for host in (one, other):
-            told = _told(store, f"link-{number}-{host.rank}", 0.0 if host.rank in gone else until)
-            if told is None:
+            stored = _told(store, f"link-{number}-{host.rank}", 0.0 if host.rank in gone else until)
+            if stored is None:
                 gone.add(host.rank)
-            links.append(Link(*told) if told else Link(why="it said nothing any more"))
+            links.append(Link(*stored) if stored else Link(why="it said nothing any more"))
         found.append(pair_of_ends(one, other, links[0], links[1]))
     return found
 
@@ -245,10 +245,10 @@ def _present(store: Any, place: RankPlace, come: float) -> list[Host]:
         until = time.monotonic() + come
         cards = [_told(store, f"host-{rank}", until) for rank in range(place.size)]
         _tell(store, "present", [card for card in cards if card])
-    told = _told(store, "present", time.monotonic() + 2 * come + _SPARE_SECONDS)
-    if told is None:
+    listed = _told(store, "present", time.monotonic() + 2 * come + _SPARE_SECONDS)
+    if listed is None:
         raise RuntimeError("rank 0 said nothing")
-    return [Host(*card) for card in told]
+    return [Host(*card) for card in listed]
 
 
 def _one_of_each(present: Sequence[Host]) -> list[Host]:
@@ -329,19 +329,19 @@ def _gigabits(rate: float) -> str:
     return f"{rate * 8 / 1e9:.3g}"
 
 
-def verdict_lines(told: Mapping[str, Any], seconds: float) -> list[str]:
+def verdict_lines(result: Mapping[str, Any], seconds: float) -> list[str]:
     """Returns one line for each slow or dead link and each missing host; empty if all is well.
 
     Args:
-        told: What `preflight` returned: `hosts`, `pairs`, `missing`, `come`.
+        result: What `preflight` returned: `hosts`, `pairs`, `missing`, `come`.
         seconds: That a dead link was waited for.
     """
-    hosts = {host.rank: host for host in (Host(*card) for card in told["hosts"])}
-    pairs, lines = [Pair(*pair) for pair in told["pairs"]], list[str]()
-    if missing := told["missing"]:
+    hosts = {host.rank: host for host in (Host(*card) for card in result["hosts"])}
+    pairs, lines = [Pair(*pair) for pair in result["pairs"]], list[str]()
+    if missing := result["missing"]:
         lines.append(
             f"trainer: rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come within "
-            f"{told['come']:g} s: check whether its host is up, its command was started, and it can reach "
+            f"{result['come']:g} s: check whether its host is up, its command was started, and it can reach "
             "the master's port"
         )
     bad = faults(pairs, seconds)
@@ -372,18 +372,18 @@ def _check(*ends: Host) -> str:
     return f": check cable, switch port, firewall, NIC speed ({asked})" if asked else ""
 
 
-def _show(told: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
+def _show(result: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
     """Prints the result if this process is the one that does, and returns the exit code."""
-    if "alone" in told:  # of a rank that nobody else can speak for
+    if "alone" in result:  # of a rank that nobody else can speak for
         print(
-            f"trainer: {told['alone']}: check whether the master is up, its name, its port, and the network"
+            f"trainer: {result['alone']}: check whether the master is up, its name, its port, and the network"
         )
         return EXIT_FAILED
-    hosts, pairs = [Host(*host) for host in told["hosts"]], [Pair(*pair) for pair in told["pairs"]]
-    lines = verdict_lines(told, seconds)
+    hosts, pairs = [Host(*host) for host in result["hosts"]], [Pair(*pair) for pair in result["pairs"]]
+    lines = verdict_lines(result, seconds)
     if shown and as_json:
         found = {"hosts": [host._asdict() for host in hosts], "links": [pair._asdict() for pair in pairs]}
-        print(json.dumps({**found, "missing": told["missing"], "verdict": lines}, indent=2))
+        print(json.dumps({**found, "missing": result["missing"], "verdict": lines}, indent=2))
     elif shown:
         rate, trip = usual(pairs)
         measured = f"; usual is {_gigabits(rate)} Gbit/s, a round trip {trip * 1e3:.3g} ms" * bool(rate)

@@ -11,6 +11,8 @@
 import argparse
 from typing import Any
 
+from trainer.runs.flags import add_settings
+
 
 def add_parser(commands: Any) -> None:
     """Adds `check` to the commands."""
@@ -20,9 +22,7 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     check.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a .yaml or .py file")
-    check.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable"
-    )
+    add_settings(check, "change a key")
     check.add_argument(
         "--only",
         action="append",

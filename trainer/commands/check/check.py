@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.commands.check.exchange import launched
-from trainer.commands.check.show import Report, about, report_json
+from trainer.commands.check.show import Report, check_conditions, report_json
 from trainer.commands.check.training import open_subject
 from trainer.commands.check.variants import NAMES, VariantLaunch, check_all, draws
 from trainer.config.recipe import Recipe
@@ -98,7 +98,7 @@ def _check(
             subject = open_subject(name, recipe, opened)
             check_request(subject.recipe, opened, 1)
             rows = tuple(check_all(subject, only, here, tell))
-            return Report(name, about(subject, draws(subject)), rows)
+            return Report(name, check_conditions(subject, draws(subject)), rows)
     finally:
         tell("")
         torch.set_num_threads(threads)

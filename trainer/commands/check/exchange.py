@@ -35,13 +35,13 @@ def launched(ranks: int) -> VariantLaunch:
         local = plan_local_ranks(subject.recipe, None, ranks)
         seed = "1" if os.environ.get("PYTHONHASHSEED", "0") != "1" else "2"
         local = local._replace(environment={**local.environment, "PYTHONHASHSEED": seed})
-        nowhere, said = os.open(os.devnull, os.O_WRONLY), io.StringIO()
+        nowhere, errors = os.open(os.devnull, os.O_WRONLY), io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(errors):
                 code = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS, output=nowhere)
         finally:
             os.close(nowhere)
-        ended = " ".join(said.getvalue().split())[:300] or "its process left nothing"
+        ended = " ".join(errors.getvalue().split())[:300] or "its process left nothing"
         if code != EXIT_BAD_INPUT:  # a refusal is no crash
             ended = f"crash: {ended}"
         return {variant.name: _taken(folder, variant.name, ended) for variant in variants}

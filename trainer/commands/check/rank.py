@@ -29,8 +29,8 @@ def main(request: dict[str, Any]) -> int:
                 found = train_steps(subject, variant["edits"], world, stopped)
             except Exception as error:
                 refused = isinstance(error, BadInputError)
-                told = f"{'' if refused else f'crash: {type(error).__name__}: '}{error}"
-                leave(folder, variant["name"], " ".join(told.split())[:400])
+                line = f"{'' if refused else f'crash: {type(error).__name__}: '}{error}"
+                leave(folder, variant["name"], " ".join(line.split())[:400])
                 if world.size > 1:  # the other rank waits for this one
                     raise
             else:

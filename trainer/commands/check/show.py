@@ -24,7 +24,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no variant differs, other than as documented."""
+        """Returns True if no variant differs, other than as documented."""
         return not any(row.verdict == "differs" for row in self.rows)
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Report:
         return "\n".join(report_lines(self))
 
 
-def about(subject: Subject, draws: bool) -> str:
+def check_conditions(subject: Subject, draws: bool) -> str:
     """Describes the precision and the sizes of the check."""
     kind = "float64" if subject.double else f"float32 (in float64 {subject.why})"
     drawn = (
@@ -52,8 +52,8 @@ def report_lines(report: Report) -> Iterator[str]:
         v: sum(row.verdict == v for row in report.rows)
         for v in ("equal", "documented", "differs", "not compared")
     }
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    yield f"  {told}" + ("" if report.ok else "; what each verdict means: docs/check.md")
+    tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    yield f"  {tally}" + ("" if report.ok else "; what each verdict means: docs/check.md")
 
 
 def row_line(row: VariantRow) -> str:

@@ -89,7 +89,7 @@ class Subject:
     narrow: Any
 
     def single(self) -> "Subject":
-        """The same subject in float32, which autocast needs."""
+        """Returns the subject in float32, which autocast needs."""
         return replace(self, task=self.narrow, double=False)
 
     @property
@@ -171,8 +171,8 @@ def train_steps(
 
         def look(done: int) -> None:
             metrics = run.state.metrics if done in measured else {}
-            told = {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
-            seen[done] = {**_state(run), **told}
+            measured_now = {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
+            seen[done] = {**_state(run), **measured_now}
 
         logger = MetricLogger(
             run.plan, world.device, [rows.append], partial(take_metrics, run), logged=run.state.logged
@@ -183,10 +183,10 @@ def train_steps(
         logger.deliver()
     for row in rows:
         if row["kind"] == "train":
-            told = {
+            figures = {
                 n: v for n, v in row.items() if n in ("loss", "lr") or n.startswith(("loss/", "watched/"))
             }
-            numbers = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in told.items()}
+            numbers = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in figures.items()}
             seen[row["step"]] = {**numbers, **seen[row["step"]]}
     return [seen.get(step, {}) for step in range(1, max(seen) + 1)]
 
@@ -350,7 +350,7 @@ def _cut(task: Any) -> Any:
 
 
 def _wants_all(task: Any) -> bool:
-    """Whether a user's `summarize` may compare its records with the whole data set."""
+    """Returns True if a user's `summarize` may compare its records with the whole data set."""
     return isinstance(task, CustomTask) and hasattr(task, "summarize")
 
 

@@ -227,8 +227,8 @@ def _same_bits(variant: Variant, got: list[Snapshot], base: Trained) -> VariantR
         )
     compared = compare(got, base, begin=_HALF if variant.resumed else 0)
     if (first := compared.first) is not None:
-        told = f"not the bits of {variant.same_as}: {first}"
-        return VariantRow(variant.name, variant.what, "differs", told, first.tensor, first.step)
+        detail = f"not the bits of {variant.same_as}: {first}"
+        return VariantRow(variant.name, variant.what, "differs", detail, first.tensor, first.step)
     return VariantRow(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
 
 
@@ -248,12 +248,12 @@ def _against_plain(
     recipe = changed(subject.recipe, variant.edits)
     count = recipe.data.global_batch_size // recipe.data.micro_batch_size
     if count > 1:
-        whole = compare(wanted, *reference({}), subject.eps, moved=moved)
-        if (first := whole.first) is not None:
-            told = (
+        one_batch = compare(wanted, *reference({}), subject.eps, moved=moved)
+        if (first := one_batch.first) is not None:
+            detail = (
                 f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why(subject)}"
             )
-            return VariantRow(variant.name, variant.what, "documented", told, first.tensor, first.step)
+            return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
     return VariantRow(variant.name, variant.what, "equal", str(compared))
 
 
@@ -268,7 +268,7 @@ def why(subject: Subject) -> str:
 
 
 def draws(subject: Subject) -> bool:
-    """Whether a training loss draws random numbers."""
+    """Returns True if a training loss draws random numbers."""
     few = np.arange(min(2, len(subject.task.train_data)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

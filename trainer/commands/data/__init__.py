@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.launch.signals import unwound
-from trainer.observe.console import counted
+from trainer.observe.console import progress_bar
+from trainer.runs.flags import add_settings
 
 if TYPE_CHECKING:
     from trainer.data.left_out import LeftOut
@@ -93,9 +94,7 @@ def add_parser(commands: Any) -> None:
 
     show = kinds.add_parser("show", help="samples of text as the model sees them", allow_abbrev=False)
     show.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
-    show.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
-    )
+    add_settings(show)
     show.add_argument("--samples", type=int, default=3, metavar="N", help="how many (default: 3)")
     show.set_defaults(run=_show)
 
@@ -172,7 +171,7 @@ def _pack(options: argparse.Namespace) -> int:
         records = _open(source)
         records.reading = Reading(options.exif_orientation == "apply", options.image_bits or 0)
         try:
-            with counted(f"packing {source}", len(records)) as advance:
+            with progress_bar(f"packing {source}", len(records)) as advance:
                 about, unreadable = pack(records, target, settings, processes, advance)
         except OSError as error:
             raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
@@ -207,7 +206,7 @@ def _index(options: argparse.Namespace) -> int:
     for _, folder in _parts(options.folder):
         total = sum(file.stat().st_size for file in tar_files(folder)[0])
         try:
-            with counted(f"indexing {folder}", total) as advance:
+            with progress_bar(f"indexing {folder}", total) as advance:
                 about = index_shards(folder, advance, options.image)
         except OSError as error:
             raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
@@ -233,7 +232,7 @@ def _verify(options: argparse.Namespace) -> int:
     bad = 0
     for _, folder in _parts(options.folder):
         records = in_shards(folder)
-        with counted(f"verifying {folder}", len(records)) as advance:
+        with progress_bar(f"verifying {folder}", len(records)) as advance:
             lines = list(damaged(records, advance))
         for line in lines[:_SHOWN]:
             print(line)
@@ -247,7 +246,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _verify_tokens(file: Path) -> int:
     from trainer.data.formats.tokens import verify_tokens
 
-    with counted(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
+    with progress_bar(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
         about = verify_tokens(file, advance)
     print(f"{file}: {about.tokens:,} tokens are as they were written")
     return EXIT_DONE
@@ -261,9 +260,9 @@ def _show(options: argparse.Namespace) -> int:
         raise BadInputError(f"--samples {options.samples}: give a number from 1 on")
     recipe, _ = provisional(options.recipe, options.set)
     check_recipe(options.recipe, recipe, options.set)
-    from trainer.commands.data.show import show
+    from trainer.commands.data.show import shown_samples
 
-    for line in show(recipe, options.samples):
+    for line in shown_samples(recipe, options.samples):
         print(line)
     return EXIT_DONE
 
@@ -274,7 +273,7 @@ def _stats(options: argparse.Namespace) -> int:
     found = {}
     for split, source in _parts(options.source):
         records = _open(source)
-        with counted(f"decoding {source}", min(len(records), LOOKED_AT)) as advance:
+        with progress_bar(f"decoding {source}", min(len(records), LOOKED_AT)) as advance:
             found[split or str(source)] = statistics(records, advance)
     if options.json:
         print(json.dumps({name: _plain(figures) for name, figures in found.items()}, indent=1))

@@ -20,14 +20,14 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _MARKS = "⟦", "⟧"
 
 
-class Document(NamedTuple):
+class SampleDocument(NamedTuple):
     """Tokens of one document in a sample, and which of them count."""
 
     ids: list[int]
     counts: list[bool]
 
 
-def show(recipe: Recipe, count: int) -> Iterator[str]:
+def shown_samples(recipe: Recipe, count: int) -> Iterator[str]:
     """Yields lines: what the data is, and the first samples that the run would learn from.
 
     Raises:
@@ -54,31 +54,31 @@ def show(recipe: Recipe, count: int) -> Iterator[str]:
         yield f"{name}: left out: {', '.join(map(str, found))}"
 
 
-def documents_of(task: Language, sample: int) -> Iterator[Document]:
+def documents_of(task: Language, sample: int) -> Iterator[SampleDocument]:
     """The documents of a training sample, each with what the model is given first."""
     batch = read_samples(task.train_data, np.array([sample]))
     tokens, targets, segment = task.given(batch)
     used = batch.fields.get(LENGTH, batch.fields.get(NUM_ITEMS))
     length = tokens.shape[1] if used is None else int(used[0])
     of = [0] * length if segment is None else segment[0, :length].tolist()
-    given, said = tokens[0].tolist(), targets[0].tolist()
+    given, expected = tokens[0].tolist(), targets[0].tolist()
     for _, places in groupby(range(length), of.__getitem__):
         places_here = list(places)
         first, last = places_here[0], places_here[-1]
-        ids = given[first : last + 1] + [said[last]] * (said[last] != IGNORED)
-        counts = [False, *(said[place] != IGNORED for place in places_here)]
-        yield Document(ids, counts[: len(ids)])
+        ids = given[first : last + 1] + [expected[last]] * (expected[last] != IGNORED)
+        counts = [False, *(expected[place] != IGNORED for place in places_here)]
+        yield SampleDocument(ids, counts[: len(ids)])
 
 
 def _decoder(task: Language) -> Callable[[Sequence[int]], str]:
     if task.chat is not None:
         tokenizer: Any = task.chat.tokenizer
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-    said = task.describe()
-    return lambda ids: decode(ids, said["tokenizer"], said["characters"])
+    facts = task.describe()
+    return lambda ids: decode(ids, facts["tokenizer"], facts["characters"])
 
 
-def _text(document: Document, decoded: Callable[[Sequence[int]], str], marks: tuple[str, str]) -> str:
+def _text(document: SampleDocument, decoded: Callable[[Sequence[int]], str], marks: tuple[str, str]) -> str:
     parts, at = list[str](), 0
     for counts, run in groupby(document.counts):
         begin = len(decoded(document.ids[:at]))  # decoded by itself, a part may lose the blank before it

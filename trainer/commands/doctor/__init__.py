@@ -9,6 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.runs.flags import add_settings
+
 
 def add_parser(commands: Any) -> None:
     """Adds `doctor` to the commands."""
@@ -16,9 +18,7 @@ def add_parser(commands: Any) -> None:
         "doctor", help="say what is wrong with this box; exit code 1: something is bad", allow_abbrev=False
     )
     doctor.add_argument("recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether it fits")
-    doctor.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
-    )
+    add_settings(doctor)
     doctor.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs)")
     doctor.add_argument("--json", action="store_true", help="print every check as JSON")
     doctor.set_defaults(run=_run)

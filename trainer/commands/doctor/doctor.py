@@ -20,13 +20,12 @@ from trainer.commands.doctor.facts import (
     unavailable,
 )
 from trainer.commands.doctor.kernel import read_system
-from trainer.commands.doctor.show import show, surroundings
+from trainer.commands.doctor.show import print_findings, surroundings
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import disks
-from trainer.host.disks import Folder
 from trainer.host.limits import read_limits
-from trainer.host.reading import kind_of, within
+from trainer.host.reading import kind_of, within_seconds
 
 if TYPE_CHECKING:
     from trainer.config.recipe import Recipe
@@ -65,7 +64,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([_for_machines(name, one, place) for name, one in found.items()], indent=2))
     else:
-        show(found, place, time.monotonic() - began)
+        print_findings(found, place, time.monotonic() - began)
     return EXIT_FAILED if any(one.status == "bad" for one in found.values()) else EXIT_DONE
 
 
@@ -101,13 +100,10 @@ def read_box(
     environ = os.environ if environ is None else environ
     limits = read_limits(root)
     silent = Gpus(problem=f"no answer within {_NVML_SECONDS:g} s", code=999, nodes=True)
-    gpus = within(_NVML_SECONDS, lambda: gpu.read_gpus(nvml, root, environ), silent)
+    gpus = within_seconds(_NVML_SECONDS, lambda: gpu.read_gpus(nvml, root, environ), silent)
     caches = disks.cache_folders(environ)
     cache = recipe.data.cache if recipe and recipe.data.cache else caches["XDG_CACHE_HOME"]
     paths = {"run": out, "cache": cache, "tmp": disks.tmp_path()}
-    folders: dict[str, Folder] = {}
-    for role, path in paths.items():
-        folders[role] = disks.read_folder(path, root, known=folders.values())
     if name is None or recipe is None:
         needs = RecipeNeeds(ranks=max(1, len(gpus.cards)))
     else:
@@ -119,8 +115,8 @@ def read_box(
         limits=limits,
         gpus=gpus,
         system=read_system(root, limits, environ),
-        folders=folders,
-        caches={name: disks.read_folder(path, root, speed=False) for name, path in caches.items()},
+        folders={role: disks.read_folder(path, root) for role, path in paths.items()},
+        caches={name: disks.read_folder(path, root) for name, path in caches.items()},
         data=disks.read_data(str(recipe.data.path) if recipe and recipe.data.path else None, root),
         software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
         network=network.read_interfaces(root),
@@ -129,5 +125,5 @@ def read_box(
 
 
 def _for_machines(name: str, found: CheckResult, place: Environment) -> dict[str, str]:
-    told = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy(place)}
-    return {"id": name, "status": found.status, **{key: redact_text(text) for key, text in told.items()}}
+    texts = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy(place)}
+    return {"id": name, "status": found.status, **{key: redact_text(text) for key, text in texts.items()}}

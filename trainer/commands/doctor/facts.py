@@ -181,8 +181,6 @@ class RecipeNeeds:
     loader_bytes: int = 0  # memory of all ranks' loaders, processes included
     compiles: bool = False  # whether it uses torch.compile
     ranks: int = 1  # processes on this host
-    strategy: str = "ddp"  # parallel.strategy
-    shard: int = 0  # parallel.shard
 
     @property
     def ahead(self) -> int:

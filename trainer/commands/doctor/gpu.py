@@ -90,7 +90,7 @@ def _compat(root: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def nvml(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
-    """Whether NVIDIA's driver answers."""
+    """Checks whether NVIDIA's driver answers."""
     gpus = box.gpus
     if not gpus.problem:
         return fine(f"driver {gpus.driver}, {len(gpus.cards)} GPUs to use")
@@ -134,7 +134,7 @@ def nvml(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
 
 
 def visible(box: MachineFacts) -> CheckResult:
-    """Whether CUDA_VISIBLE_DEVICES names existing GPUs."""
+    """Checks whether CUDA_VISIBLE_DEVICES names existing GPUs."""
     words = box.environ.get("CUDA_VISIBLE_DEVICES")
     if box.gpus.problem:
         return unavailable("no GPU can be asked for")
@@ -153,7 +153,7 @@ def visible(box: MachineFacts) -> CheckResult:
 
 
 def lost(box: MachineFacts) -> CheckResult:
-    """Whether every GPU answers."""
+    """Checks whether every GPU answers."""
     if not box.gpus.cards:
         return unavailable("no GPU")
     if gone := [card for card in box.gpus.cards if card.lost]:
@@ -180,11 +180,13 @@ def driver(box: MachineFacts) -> CheckResult:
         stack = same[0]
     if numbers(gpus.driver) < numbers(stack.floor):
         best = _best(gpus)
-        said = f"driver {gpus.driver} is older than {stack.floor}, which CUDA {stack.cuda} needs"
+        finding = f"driver {gpus.driver} is older than {stack.floor}, which CUDA {stack.cuda} needs"
         if not best:
             update = f"update the driver to {stack.floor} at least"
-            return bad(said, "CUDA won't start, and no other stack fits this driver and GPU", host=update)
-        return bad(said, f"CUDA won't start; the stack {best} fits, or a newer driver", **_with_stack(best))
+            return bad(finding, "CUDA won't start, and no other stack fits this driver and GPU", host=update)
+        return bad(
+            finding, f"CUDA won't start; the stack {best} fits, or a newer driver", **_with_stack(best)
+        )
     if numbers(gpus.driver) < numbers(stack.native):
         return fine(
             f"driver {gpus.driver} runs CUDA {stack.cuda}, without JIT of PTX (from {stack.native} on)"
@@ -194,8 +196,8 @@ def driver(box: MachineFacts) -> CheckResult:
 
 def _best(gpus: Gpus) -> str:
     """Returns the newest stack for a driver and GPUs; "" if none fits."""
-    there = {card.architecture for card in gpus.cards if card.architecture}
-    return stack_fitting(gpus.driver, there, read_stacks())
+    architectures = {card.architecture for card in gpus.cards if card.architecture}
+    return stack_fitting(gpus.driver, architectures, read_stacks())
 
 
 def _with_stack(name: str) -> dict[str, str]:
@@ -208,7 +210,7 @@ def _with_stack(name: str) -> dict[str, str]:
 
 
 def architecture(box: MachineFacts) -> CheckResult:
-    """Whether the installed torch has code for every GPU."""
+    """Checks whether the installed torch has code for every GPU."""
     cards = [card for card in box.gpus.cards if card.architecture]
     if not cards:
         return unavailable("no GPU")
@@ -257,7 +259,7 @@ def compat(box: MachineFacts) -> CheckResult:
 
 
 def memory(box: MachineFacts) -> CheckResult:
-    """Whether other processes fill the GPUs."""
+    """Checks whether other processes fill the GPUs."""
     cards = [card for card in box.gpus.cards if card.total]
     if not cards:
         return unavailable("no GPU")

@@ -37,9 +37,8 @@ def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeN
     """
     ranks = max(1, len(gpus.cards)) if recipe.device != "cpu" else 1
     data, compiles = recipe.data, recipe.compile.mode != "none"
-    strategy, shard = recipe.parallel.strategy, recipe.parallel.shard
     if not FORMATS[data.name].workers:
-        return RecipeNeeds(recipe=name, compiles=compiles, ranks=ranks, strategy=strategy, shard=shard)
+        return RecipeNeeds(recipe=name, compiles=compiles, ranks=ranks)
     sample = 3 * data.image_size**2  # uint8, as it lies in the ring
     sizes = Sizes(sample, sample * data.micro_batch_size, sample * data.eval_batch_size)
     chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
@@ -51,6 +50,4 @@ def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeN
         loader_bytes=ranks * bytes_needed(chosen, sizes),
         compiles=compiles,
         ranks=ranks,
-        strategy=strategy,
-        shard=shard,
     )

@@ -66,7 +66,7 @@ def verbs_devices(load: Callable[[str], Any]) -> tuple[str, ...] | None:
 
 
 def nccl(box: MachineFacts) -> CheckResult:
-    """Whether the settings of NCCL and Gloo are right."""
+    """Checks whether the settings of NCCL and Gloo are right."""
     environ, network = box.environ, box.network
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         words = [word for word in environ.get(name, "").split(",") if word]
@@ -95,21 +95,21 @@ def nccl(box: MachineFacts) -> CheckResult:
 
 
 def _names(word: str, known: tuple[str, ...]) -> bool:
-    """Whether a word of NCCL_SOCKET_IFNAME or the like matches an interface: by prefix, or with = exactly."""
+    """Returns True if a word of NCCL_SOCKET_IFNAME matches an interface: by prefix, or with = exactly."""
     name = word.removeprefix("=")
     return any(one == name if word.startswith("=") else one.startswith(name) for one in known)
 
 
 def infiniband(box: MachineFacts) -> CheckResult:
-    """Whether InfiniBand can be used, where there is any."""
+    """Checks whether InfiniBand can be used, where there is any."""
     network = box.network
     if not network.infiniband:
         return unavailable("no active InfiniBand port")
-    said = f"InfiniBand {some(network.infiniband)}"
+    finding = f"InfiniBand {some(network.infiniband)}"
     over_tcp = "it goes over TCP: several times slower between hosts"
     if not network.verbs:
         return warning(
-            f"{said}, but no /dev/infiniband/uverbs* that this user may open",
+            f"{finding}, but no /dev/infiniband/uverbs* that this user may open",
             f"NCCL can't use it: {over_tcp}",
             container="docker run --device=/dev/infiniband --ulimit memlock=-1:-1 --network=host …",
             kubernetes="resources: {limits: {rdma/hca_shared_devices_a: 1}}   (your device plugin's name)",
@@ -124,19 +124,19 @@ def infiniband(box: MachineFacts) -> CheckResult:
             lists = some(network.listed) if network.listed else "no device"
             lacks = f"libibverbs lists {lists}: the provider for {some(sorted(missing))} isn't there"
         return warning(
-            f"{said}, but {lacks}",
+            f"{finding}, but {lacks}",
             f"NCCL opens this library by its name; without it, {over_tcp}",
             container=f"an image FROM this one, with: USER root; RUN apt-get update && {package}",
             host=f"sudo {package}   (in a job: an image with them)",
         )
     if box.gpus.cards and not network.peer_memory:
         return warning(
-            f"{said}, but the kernel module nvidia_peermem isn't loaded",
+            f"{finding}, but the kernel module nvidia_peermem isn't loaded",
             "without it, or DMA-BUF, what GPUs send goes through the host's memory",
             kubernetes="GPU operator: --set driver.rdma.enabled=true",
             host="on every host: sudo modprobe nvidia_peermem",
         )
-    return fine(f"{said} can be used: libibverbs lists {some(network.listed or ())}")
+    return fine(f"{finding} can be used: libibverbs lists {some(network.listed or ())}")
 
 
 NETWORK_CHECKS = (("net.nccl", nccl), ("net.infiniband", infiniband))

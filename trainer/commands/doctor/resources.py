@@ -23,7 +23,6 @@ from trainer.observe.text import rough_size
 _SHM_OF_NCCL = GIB
 # Below that a job on several GPUs was seen to fail: NCCL takes tens of MiB for each.
 _SHM_LEAST = 32 * MIB
-_SHARDING = [2, 9]  # torch, for parallel.strategy=fsdp
 
 
 def _ranks(count: int) -> str:
@@ -48,34 +47,34 @@ def quota(box: MachineFacts) -> CheckResult:
             "slurm": f"#SBATCH --cpus-per-task={max(1, most // needs.ranks)}",
         }
     source = box.limits.sources.get("cpus", "unknown")
-    said = f"{cpus:g} CPUs ({source})"
+    finding = f"{cpus:g} CPUs ({source})"
     if source == "sched_getaffinity" and cpus <= needs.ranks:
         return warning(
-            f"{said} of the machine's {box.system.machine_cpus}",
+            f"{finding} of the machine's {box.system.machine_cpus}",
             "the launcher, taskset or numactl bound it: every rank, worker and thread shares them",
             slurm="#SBATCH --cpus-per-task=8, and srun --cpus-per-task=8 (srun doesn't take it from sbatch)",
             host="start it without taskset or numactl",
         )
     if cpus < needs.ranks:
         why = "a rank has less than one CPU: steps are slow and uneven"
-        return warning(f"{said} for {_ranks(needs.ranks)}", why, **remedies)
+        return warning(f"{finding} for {_ranks(needs.ranks)}", why, **remedies)
     if cpus < wanted:
         return warning(
-            f"{said} for {_ranks(needs.ranks)} with {needs.workers} loader workers each",
+            f"{finding} for {_ranks(needs.ranks)} with {needs.workers} loader workers each",
             "workers take the time of the ranks that they should feed",
             **remedies,
         )
     if throttled is not None and throttled > 0.1:
-        whole = math.ceil(cpus)
+        cores = math.ceil(cpus)
         return warning(
-            f"{said}; the quota stopped this container in {throttled:.0%} of its periods so far",
+            f"{finding}; the quota stopped this container in {throttled:.0%} of its periods so far",
             "more threads run than the quota pays for, and all of them are stopped together",
-            container=f"docker run --cpuset-cpus=0-{whole - 1} …   (instead of --cpus)",
-            kubernetes=f'resources: {{limits: {{cpu: "{whole}"}}}}   (whole ones: static CPU manager)',
-            slurm=f"#SBATCH --cpus-per-task={whole}",
+            container=f"docker run --cpuset-cpus=0-{cores - 1} …   (instead of --cpus)",
+            kubernetes=f'resources: {{limits: {{cpu: "{cores}"}}}}   (cores ones: static CPU manager)',
+            slurm=f"#SBATCH --cpus-per-task={cores}",
             host="OMP_NUM_THREADS=… of programs that don't ask for the limits; trainer train does",
         )
-    return fine(said)
+    return fine(finding)
 
 
 def memory_limit(box: MachineFacts) -> CheckResult:
@@ -86,22 +85,22 @@ def memory_limit(box: MachineFacts) -> CheckResult:
     # A rank that has imported torch takes about 0.5 GiB, one that trains 1 to 2.
     wanted = needs.loader_bytes + needs.ranks * GIB
     source = limits.sources.get("memory_bytes", "unknown")
-    said = f"{rough_size(system.available)} of {rough_size(limits.memory_bytes)} are free"
+    finding = f"{rough_size(system.available)} of {rough_size(limits.memory_bytes)} are free"
     if system.available < wanted:
         loaders = f" and loaders of {rough_size(needs.loader_bytes)}" if needs.loader_bytes else ""
         judge = bad if system.available < wanted / 2 else warning
         return judge(
-            f"{said} ({source})",
+            f"{finding} ({source})",
             f"{_ranks(needs.ranks)} of about a GiB each{loaders}: the kernel kills what goes beyond",
             **_more_memory(source, wanted + limits.memory_bytes - system.available),
         )
     if system.oom_kills:
         return warning(
-            f"{said}; the kernel killed {system.oom_kills} processes of this container for memory so far",
+            f"{finding}; the kernel killed {system.oom_kills} processes of this container for memory so far",
             "something in it took more than the limit",
             **_more_memory(source, 2 * limits.memory_bytes),
         )
-    return fine(said)
+    return fine(finding)
 
 
 def _more_memory(source: str, wanted: float) -> dict[str, str]:
@@ -118,7 +117,7 @@ def _more_memory(source: str, wanted: float) -> dict[str, str]:
 
 
 def overcommit(box: MachineFacts) -> CheckResult:
-    """Whether the kernel refuses memory that is reserved but not used."""
+    """Checks whether the kernel refuses memory that is reserved but not used."""
     system = box.system
     if system.overcommit == 2 and system.commit_left < 16 * GIB:
         return warning(
@@ -130,21 +129,21 @@ def overcommit(box: MachineFacts) -> CheckResult:
 
 
 def memlock(box: MachineFacts) -> CheckResult:
-    """Whether RDMA may lock memory."""
+    """Checks whether RDMA may lock memory."""
     soft = box.system.rlimits.get("memlock", -1)
     if box.system.ipc_lock or soft == -1:
         return fine("memory can be locked without limit")
-    said = f"ulimit -l: {rough_size(soft)} can be locked"
+    finding = f"ulimit -l: {rough_size(soft)} can be locked"
     if box.network.infiniband:
         return bad(
-            said,
+            finding,
             "InfiniBand registers memory by locking it: NCCL can't start on it",
             container="docker run --ulimit memlock=-1:-1 …",
             kubernetes="securityContext: {capabilities: {add: [IPC_LOCK]}}   (a pod has no ulimits)",
             slurm="LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
             host="'* - memlock unlimited' in /etc/security/limits.d/rdma.conf, then log in again",
         )
-    return fine(f"{said}; only RDMA needs more, and there is none here")
+    return fine(f"{finding}; only RDMA needs more, and there is none here")
 
 
 def shared(box: MachineFacts) -> CheckResult:
@@ -165,18 +164,18 @@ def shared(box: MachineFacts) -> CheckResult:
         return judge("/dev/shm isn't there, or can't be written", why, **remedies)
     if total >= gib * GIB:
         remedies = {"host": "ls -l /dev/shm; rm what processes left there that are gone"}
-    said = f"{rough_size(free)} of {rough_size(total)} in /dev/shm are free"
+    finding = f"{rough_size(free)} of {rough_size(total)} in /dev/shm are free"
     if several and free < _SHM_OF_NCCL:
         judge = bad if free < _SHM_LEAST * len(box.gpus.cards) else warning
-        return judge(said, f"NCCL wants about 1 GiB for {len(box.gpus.cards)} GPUs", **remedies)
+        return judge(finding, f"NCCL wants about 1 GiB for {len(box.gpus.cards)} GPUs", **remedies)
     if needs.ahead > free:
         return warning(
-            said,
+            finding,
             f"a plain DataLoader with the data.workers of {needs.recipe} would put {rough_size(needs.ahead)} "
             f"there and end with a bus error; {own}",
             **remedies,
         )
-    return fine(f"{said}; {own}")
+    return fine(f"{finding}; {own}")
 
 
 def pids(box: MachineFacts) -> CheckResult:
@@ -202,17 +201,17 @@ def _ulimit(box: MachineFacts, name: str, letter: str, least: int, cause: str, w
     soft = box.system.rlimits.get(name)
     if soft is None:
         return unavailable(f"there is no limit of {what} here")
-    said = f"{what}: {'unlimited' if soft == -1 else soft}"
+    finding = f"{what}: {'unlimited' if soft == -1 else soft}"
     if soft != -1 and soft < least:
         return warning(
-            said,
+            finding,
             cause,
             container=f"docker run --ulimit {name}=65536:65536 …",
             kubernetes=f'command: ["bash", "-c", "ulimit -{letter} 65536 && exec trainer train …"]   '
             "(up to the hard limit)",
             host=f"ulimit -{letter} 65536   (in a batch script before srun)",
         )
-    return fine(said)
+    return fine(finding)
 
 
 def nofile(box: MachineFacts) -> CheckResult:
@@ -228,61 +227,30 @@ def nproc(box: MachineFacts) -> CheckResult:
 
 
 def user_name(box: MachineFacts) -> CheckResult:
-    """Whether the user has a name."""
-    uid, told = box.system.uid, box.environ.get("LOGNAME") or box.environ.get("USER")
+    """Checks whether the user has a name."""
+    uid, given = box.system.uid, box.environ.get("LOGNAME") or box.environ.get("USER")
     if box.system.user:
         return fine(f"uid {uid} is {box.system.user}")
-    if told:
-        return fine(f"uid {uid} has no name, but LOGNAME or USER gives one ({told})")
-    said = f"uid {uid} has no name, and neither USER nor LOGNAME is set"
+    if given:
+        return fine(f"uid {uid} has no name, but LOGNAME or USER gives one ({given})")
+    finding = f"uid {uid} has no name, and neither USER nor LOGNAME is set"
     if numbers(box.software.torch) >= [2, 13]:
-        return fine(f"{said}; this torch does without")
+        return fine(f"{finding}; this torch does without")
     judge = bad if box.needs.compiles else warning
-    return judge(said, "torch.compile asks for one, and ends with a KeyError", **variable("USER", "trainer"))
+    return judge(
+        finding, "torch.compile asks for one, and ends with a KeyError", **variable("USER", "trainer")
+    )
 
 
 def user_home(box: MachineFacts) -> CheckResult:
-    """Whether the home folder can be written."""
+    """Checks whether the home folder can be written."""
     if not box.system.home_error:
         return fine(f"HOME={box.environ.get('HOME')} can be written")
     why = "libraries keep caches and settings there, and some fail without"
     return warning(box.system.home_error, why, **variable("HOME", "/tmp"))
 
 
-def strategy(box: MachineFacts) -> CheckResult:
-    """Whether this torch supports the recipe's sharding, and which links the groups of hsdp use."""
-    needs = box.needs
-    if needs.strategy == "ddp":
-        return fine(f"ddp: each of {_ranks(needs.ranks)} here holds the whole model")
-    word = f"parallel.strategy={needs.strategy}"
-    if box.software.torch and numbers(box.software.torch) < _SHARDING:
-        return bad(
-            f"{word} with torch {box.software.torch}",
-            "it needs torch 2.9",
-            host="trainer train … --set parallel.strategy=ddp   (or an environment of a newer stack)",
-        )
-    if needs.ranks == 1:
-        return warning(
-            f"{word}, and 1 rank here",
-            "a rank alone has nothing to share, and trains as with ddp: with others on more hosts all that "
-            "it gathers crosses the network",
-            host="trainer train … --nproc-per-node N, where there are N devices",
-        )
-    if needs.strategy == "fsdp":
-        return fine(f"{word}: {_ranks(needs.ranks)} here share the model, with those of other hosts")
-    groups = f"{word} in groups of {needs.shard}, and {_ranks(needs.ranks)} here"
-    if needs.ranks % needs.shard == 0:
-        return fine(f"{groups}: what is gathered stays on this host")
-    return warning(
-        groups,
-        "a group lies on several hosts, or no number of hosts makes whole groups: what is gathered for each "
-        "block crosses the network",
-        host=f"trainer train … --set parallel.shard={needs.ranks}   (or parallel.strategy=fsdp)",
-    )
-
-
 RESOURCE_CHECKS = (
-    ("parallel.strategy", strategy),
     ("cpu.quota", quota),
     ("memory.limit", memory_limit),
     ("memory.overcommit", overcommit),

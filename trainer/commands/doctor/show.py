@@ -15,7 +15,7 @@ from trainer.host.reading import kind_of
 _COLORS = {"bad": "red", "warn": "yellow"}
 
 
-def show(found: Mapping[str, CheckResult], place: Environment, seconds: float) -> None:
+def print_findings(found: Mapping[str, CheckResult], place: Environment, seconds: float) -> None:
     """Prints each problem with the remedy for this place, then the number of checks that passed."""
     console = Console()
     for name, one in sorted(found.items(), key=lambda item: item[1].status != "bad"):
@@ -45,9 +45,9 @@ def found_summary(found: Mapping[str, CheckResult], seconds: float) -> str:
         status: [name for name, one in found.items() if one.status == status]
         for status in ("ok", "bad", "warn", "not available")
     }
-    said = [f"{len(counts['ok'])} checks fine"]
-    said += [f"{len(counts['bad'])} bad"] if counts["bad"] else []
-    said += [f"{len(counts['warn'])} to know"] if counts["warn"] else []
+    counted = [f"{len(counts['ok'])} checks fine"]
+    counted += [f"{len(counts['bad'])} bad"] if counts["bad"] else []
+    counted += [f"{len(counts['warn'])} to know"] if counts["warn"] else []
     if absent := counts["not available"]:
-        said.append(f"{len(absent)} not available here ({', '.join(absent)})")
-    return f"{', '.join(said)}; {seconds:.1f} s"
+        counted.append(f"{len(absent)} not available here ({', '.join(absent)})")
+    return f"{', '.join(counted)}; {seconds:.1f} s"

@@ -137,7 +137,7 @@ def _searched(environ: Mapping[str, str]) -> list[str]:
 
 
 def locked_packages(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
-    """Whether the installed packages are the locked ones."""
+    """Checks whether the installed packages are the locked ones."""
     software, stacks = box.software, read_stacks()
     release, installed = software.torch.partition("+")[0], software.installed
     dist = installed.get("torch", release)
@@ -187,15 +187,15 @@ def locked_packages(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
 
 
 def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
-    """Whether CUDA, cuDNN and NCCL are installed once each, in the versions that torch was built for."""
+    """Checks whether CUDA, cuDNN and NCCL are installed once each, as torch was built for."""
     software = box.software
     if not software.torch:
         return unavailable("there is no torch")
     if not software.cuda:
-        said = f"torch {software.torch} is built without CUDA"
+        finding = f"torch {software.torch} is built without CUDA"
         if box.gpus.cards or box.gpus.nodes:
-            return bad(f"{said}, and there is a GPU", "it trains on the CPU", **_ANEW)
-        return fine(f"{said}, and there is no GPU")
+            return bad(f"{finding}, and there is a GPU", "it trains on the CPU", **_ANEW)
+        return fine(f"{finding}, and there is no GPU")
     major = numbers(software.cuda)[0]
     others = [
         name
@@ -227,7 +227,7 @@ def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
 
 
 def compiler(box: MachineFacts) -> CheckResult:
-    """Whether torch.compile finds a compiler and Python's headers."""
+    """Checks whether torch.compile finds a compiler and Python's headers."""
     if not box.software.uncompiled:
         return fine("a compiler and Python.h are there for torch.compile")
     planned = f", which {box.needs.recipe} sets" if box.needs.compiles else ""
@@ -241,7 +241,7 @@ def compiler(box: MachineFacts) -> CheckResult:
 
 
 def user_site(box: MachineFacts) -> CheckResult:
-    """Whether the user's own site-packages are on the search path."""
+    """Checks whether the user's own site-packages are on the search path."""
     leaked = box.software.leaked
     if not leaked:
         return fine("no package comes from the user's own site-packages")
@@ -256,7 +256,7 @@ def user_site(box: MachineFacts) -> CheckResult:
 
 
 def path(box: MachineFacts) -> CheckResult:
-    """Whether a folder on the search path hides installed packages."""
+    """Checks whether a folder on the search path hides installed packages."""
     if box.software.shadowed:
         return bad(
             some(box.software.shadowed),

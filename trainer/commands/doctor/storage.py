@@ -17,7 +17,7 @@ from trainer.observe.text import rough_size
 
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p"}
 _IN_MEMORY = ("tmpfs", "ramfs")
-_SLOW_WRITE, _FEW_READS, _LEAST, _LITTLE = 20e6, 300, GIB, 10 * GIB
+_FEW_READS, _LEAST, _LITTLE = 300, GIB, 10 * GIB
 # What each folder is called, and how it is given another place.
 _FOLDERS = {
     "run": (
@@ -51,51 +51,45 @@ _FOLDERS = {
 }
 
 
-def _room(box: MachineFacts, role: str) -> CheckResult:  # noqa: PLR0911
+def _room(box: MachineFacts, role: str) -> CheckResult:
     folder, (what, remedies) = box.folders[role], _FOLDERS[role]
     where = f"{what} {folder.path}"
     if folder.error:
         judge = warning if role == "cache" else bad
         return judge(f"{where}: {folder.error}", "nothing can be written there", **remedies)
-    said = f"{where}: {rough_size(folder.free)} free on {folder.mount.kind or 'an unknown file system'}"
-    if folder.speed is not None:
-        said += f", {folder.speed / 1e6:,.0f} MB/s" if folder.speed else ", a few MiB took too long to write"
+    finding = f"{where}: {rough_size(folder.free)} free on {folder.mount.kind or 'an unknown file system'}"
     few = 0 <= folder.files < 1000
     if folder.free < _LEAST or few:
         small = "checkpoints won't fit" if role != "cache" else "compiled code and copies of data won't fit"
-        return bad(said, f"only {folder.files} more files fit" if few else small, **remedies)
+        return bad(finding, f"only {folder.files} more files fit" if few else small, **remedies)
     if folder.free < _LITTLE:
-        return warning(said, "a few checkpoints of a large model take that", **remedies)
+        return warning(finding, "a few checkpoints of a large model take that", **remedies)
     if folder.mount.kind in _IN_MEMORY and role != "tmp":
         return warning(
-            said, "it lies in memory: it counts against the limit, and is gone at the end", **remedies
+            finding, "it lies in memory: it counts against the limit, and is gone at the end", **remedies
         )
     if folder.mount.how == "container layer" and role == "run":
-        return warning(said, "it lies in the container's own layer: slow, and gone with it", **remedies)
-    if folder.speed is not None and folder.speed < _SLOW_WRITE:
-        return warning(
-            said, "checkpoints and logs wait for it: a slow disk, or one that is busy now", **remedies
-        )
-    return fine(said)
+        return warning(finding, "it lies in the container's own layer: slow, and gone with it", **remedies)
+    return fine(finding)
 
 
 def run_folder(box: MachineFacts) -> CheckResult:
-    """Whether the run folder can be written and has room."""
+    """Checks whether the run folder can be written and has room."""
     return _room(box, "run")
 
 
 def cache_folder(box: MachineFacts) -> CheckResult:
-    """Whether the cache folder can be written and has room."""
+    """Checks whether the cache folder can be written and has room."""
     return _room(box, "cache")
 
 
 def tmp_folder(box: MachineFacts) -> CheckResult:
-    """Whether the folder for temporary files can be written and has room."""
+    """Checks whether the folder for temporary files can be written and has room."""
     return _room(box, "tmp")
 
 
 def caches(box: MachineFacts) -> CheckResult:
-    """Whether every cache can be written, and is on a local disk."""
+    """Checks whether every cache can be written, and is on a local disk."""
     known = box.folders["cache"].path  # disk.cache tells of that one
     broken = [
         f"{name}={folder.path}: {folder.error}"
@@ -136,9 +130,9 @@ def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
             host="--set data.path=…",
         )
     kind, how = data.mount.kind or "an unknown file system", data.mount.how
-    said = f"{data.path} lies on {kind} ({how} at {data.mount.point})"
+    finding = f"{data.path} lies on {kind} ({how} at {data.mount.point})"
     if data.reads:
-        said += f": {data.reads:,.0f} random reads per second, {data.speed / 1e6:,.0f} MB/s"
+        finding += f": {data.reads:,.0f} random reads per second, {data.speed / 1e6:,.0f} MB/s"
     copy = f"srun --ntasks-per-node=1 cp -r {data.path} /local/scratch/   (to a disk of each node)"
     remedies = {
         "container": "docker run -v /local/disk/pack:/data:ro …   (made by trainer data pack)",
@@ -147,15 +141,15 @@ def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         "host": f"trainer data pack {data.path} /local/disk/pack   (large files, not many small ones)",
     }
     if kind in _NETWORK or kind.startswith("fuse"):
-        return warning(said, "every image is a round trip over the network", **remedies)
+        return warning(finding, "every image is a round trip over the network", **remedies)
     if how == "container layer":
-        return warning(said, "it was copied into the container: slow, and once for each", **remedies)
+        return warning(finding, "it was copied into the container: slow, and once for each", **remedies)
     if kind in _IN_MEMORY:
-        return warning(said, "it lies in memory and counts against the limit", **remedies)
+        return warning(finding, "it lies in memory and counts against the limit", **remedies)
     if 0 < data.reads < _FEW_READS:
         why = f"a loader worker that reads one image at a time gets no more than {data.reads:,.0f} per second"
-        return warning(said, why, **remedies)
-    return fine(said)
+        return warning(finding, why, **remedies)
+    return fine(finding)
 
 
 STORAGE_CHECKS = (

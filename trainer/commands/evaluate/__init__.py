@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.errors import BadInputError
 from trainer.host.latest import run_path
-from trainer.runs.trust_flag import add_trust
+from trainer.runs.flags import add_settings, add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -39,13 +39,7 @@ def add_parser(commands: Any) -> None:
         metavar="best|last|STEP",
         help="weights of this checkpoint (default: the final ones, or of the newest checkpoint)",
     )
-    evaluate.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="other data, such as data.path; with --weights any key of the recipe; repeatable",
-    )
+    add_settings(evaluate, "other data, such as data.path; with --weights any key of the recipe")
     evaluate.add_argument(
         "--on",
         default="data",

@@ -51,7 +51,7 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
         # Here: RANK and its like in the environment are somebody else's.
         os.environ.update(local.variables())
         device = torch.device("cuda", 0) if device_kind(opened.recipe) == "cuda" else torch.device("cpu")
-        told = measure_run(opened, World(0, 1, 0, device, None))
+        result = measure_run(opened, World(0, 1, 0, device, None))
     else:
         del opened
         with tempfile.TemporaryDirectory(prefix="trainer-evaluate-", ignore_cleanup_errors=True) as beside:
@@ -59,8 +59,8 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
             code = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS)
             if code != EXIT_DONE:
                 return code
-            told = json.loads(Path(request["result"]).read_text())
-    _print(told, options)
+            result = json.loads(Path(request["result"]).read_text())
+    _print(result, options)
     return EXIT_DONE
 
 
@@ -86,12 +86,12 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
     return request | {"what": str(folder), "checkpoint": options.checkpoint, "weights": name}
 
 
-def _print(told: dict[str, Any], options: argparse.Namespace) -> None:
+def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
     if options.plot is not None:
         try:
-            write_whole(options.plot, chart(told["confusion"], told["classes"]))
+            write_whole(options.plot, chart(result["confusion"], result["classes"]))
         except OSError as error:
             raise BadInputError(f"--plot {options.plot}: can't be written ({error.strerror})") from error
-    print(evaluation_json(told) if options.json else "\n".join(evaluation_lines(told)))
+    print(evaluation_json(result) if options.json else "\n".join(evaluation_lines(result)))
     if options.plot is not None and not options.json:
         print(f"confusion matrix: {options.plot}")

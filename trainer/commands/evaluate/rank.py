@@ -84,9 +84,9 @@ def main(request: dict[str, Any]) -> int:
 
     opened = asked(request, trust=True)  # the command has looked
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
-        told = measure_run(opened, world)
+        result = measure_run(opened, world)
     if os.environ["RANK"] == "0":
-        write_whole(Path(request["result"]), json.dumps(told))
+        write_whole(Path(request["result"]), json.dumps(result))
     return 0
 
 

@@ -16,26 +16,26 @@ MOST_DRAWN = 200  # classes in a picture, which is 6 MB then
 _CELL, _LETTER, _MOST_LETTERS = 18, 6, 20  # pixels of the picture; letters of a class's name
 
 
-def evaluation_json(told: dict[str, Any]) -> str:
+def evaluation_json(result: dict[str, Any]) -> str:
     """Formats the whole result as JSON; values that aren't finite are null, as in a run's metrics."""
-    metrics = {name: value if math.isfinite(value) else None for name, value in told["metrics"].items()}
-    more = {"per_class": per_class(told["confusion"], told["classes"])} if "confusion" in told else {}
-    return json.dumps({**told, "metrics": metrics, **more}, indent=1)
+    metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
+    more = {"per_class": per_class(result["confusion"], result["classes"])} if "confusion" in result else {}
+    return json.dumps({**result, "metrics": metrics, **more}, indent=1)
 
 
-def evaluation_lines(told: dict[str, Any]) -> Iterator[str]:
+def evaluation_lines(result: dict[str, Any]) -> Iterator[str]:
     """Yields the lines of the table: metrics, then the details."""
-    of = "" if told["set"] == MAIN_SET else f" of {told['set']}"
-    yield f"{told['run']}: {told['weights']} on {told['samples']:,} samples{of}"
-    yield "  " + "  ".join(f"{name} {value:.4f}" for name, value in told["metrics"].items())
-    if told.get("left_out"):
-        yield f"  {line_of([LeftOut(**one) for one in told['left_out']])}"
-    if told.get("replaced"):
-        yield f"  replaced: {told['replaced']:,} samples, which can't be decoded"
-    if "coco" in told:
-        yield table(("figure", "value"), [(name, _figure(value)) for name, value in told["coco"].items()])
-    if "confusion" in told:
-        rows = per_class(told["confusion"], told["classes"])
+    of = "" if result["set"] == MAIN_SET else f" of {result['set']}"
+    yield f"{result['run']}: {result['weights']} on {result['samples']:,} samples{of}"
+    yield "  " + "  ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
+    if result.get("left_out"):
+        yield f"  {line_of([LeftOut(**one) for one in result['left_out']])}"
+    if result.get("replaced"):
+        yield f"  replaced: {result['replaced']:,} samples, which can't be decoded"
+    if "coco" in result:
+        yield table(("figure", "value"), [(name, _figure(value)) for name, value in result["coco"].items()])
+    if "confusion" in result:
+        rows = per_class(result["confusion"], result["classes"])
         names = ("class", "samples", "precision", "recall", "f1", "most often taken for")
         yield table(
             names,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.trust_flag import add_trust
+from trainer.runs.flags import add_settings, add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -46,13 +46,7 @@ def add_parser(commands: Any) -> None:
         "--out", type=Path, metavar="DIR", help="folder to write (default: RUN/export/FORMAT-DTYPE)"
     )
     export.add_argument("--force", action="store_true", help="replace an export that is there")
-    export.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="where the data lies now, such as data.path; repeatable",
-    )
+    add_settings(export, "where the data lies now, such as data.path")
     add_trust(export)
     export.set_defaults(run=_run)
 

@@ -19,7 +19,7 @@ from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
 from trainer.host.files import oddity, read_inside, write_file
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.launch.signals import unwound
 from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.fold import Folded, fold_batchnorm
@@ -103,7 +103,7 @@ def export(options: argparse.Namespace) -> int:
             with staged() as say:
                 beside.mkdir(parents=True)
                 file, error = _write(name, subject, run, beside, options, say)
-                write_json(beside / _ABOUT, about(file, error, subject, run, options))
+                write_json(beside / _ABOUT, export_facts(file, error, subject, run, options))
                 _publish(beside, target)
         except OSError as problem:
             raise BadInputError(
@@ -152,9 +152,9 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
         shutil.rmtree(beside, ignore_errors=True)
     file = target / "model.safetensors"
     print(
-        f"{shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {source}\n"
+        f"{path_shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {source}\n"
         "  checked     what was read has the hashes that the run wrote; nothing was computed with it\n"
-        f"  described   {shown(target / _ABOUT)}"
+        f"  described   {path_shown(target / _ABOUT)}"
     )
     return EXIT_DONE
 
@@ -199,8 +199,8 @@ def _target(options: argparse.Namespace) -> Path:
 def _others(target: Path) -> list[str]:
     """Lists files in a folder that don't belong to an export."""
     try:
-        about = strict_json.parse(read_inside(target / _ABOUT, strict_json.LARGEST))
-        ours = {_ABOUT, *about["sha256"]}
+        stored = strict_json.parse(read_inside(target / _ABOUT, strict_json.LARGEST))
+        ours = {_ABOUT, *stored["sha256"]}
     except (OSError, ValueError, TypeError, KeyError):
         return [_ABOUT]
     return sorted({path.name for path in target.iterdir()} - ours)
@@ -236,10 +236,10 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
 
 
 def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
-    said = run.task.describe()
+    facts = run.task.describe()
     if run.recipe.task != "classification":
         raise BadInputError(f"--with-normalization: is for images to classes, not for task={run.recipe.task}")
-    return FromPixels(model, said["mean"], said["std"])
+    return FromPixels(model, facts["mean"], facts["std"])
 
 
 def _write(
@@ -278,7 +278,7 @@ def _write(
     return file, error_of
 
 
-def about(
+def export_facts(
     file: Path, error: float, subject: _Subject, run: OpenedRun, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Returns the description of the file for its users, as JSON."""
@@ -341,7 +341,7 @@ def _tell(
     target: Path, name: str, error: float, subject: _Subject, run: OpenedRun, options: argparse.Namespace
 ) -> None:
     file, fold = target / name, subject.fold
-    print(f"{shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {run.weights}")
+    print(f"{path_shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {run.weights}")
     if fold.names or fold.kept:
         kept = f", {fold.kept} stay: no layer of their own comes before" * bool(fold.kept)
         print(f"  BatchNorm   {fold.why or f'{len(fold.names)} folded into the layer before{kept}'}")
@@ -353,5 +353,5 @@ def _tell(
         f"  takes       {inputs}\n"
         f"  checked     in a fresh process on {sum(BATCHES)} samples in batches of "
         f"{', '.join(map(str, BATCHES))}: relative error {error:.1e} (limit {LIMITS[options.dtype]:g})\n"
-        f"  described   {shown(target / _ABOUT)}"
+        f"  described   {path_shown(target / _ABOUT)}"
     )

@@ -2,7 +2,6 @@
 
 - `predict`: chooses one of these by the run's task
 - `images`, `sounds`: classes, printed by `classes`; `boxes`: detections in images; `text`: completions
-- `grid`: pictures side by side
 """
 
 import argparse
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.trust_flag import add_trust
+from trainer.runs.flags import add_settings, add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -24,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "folder", type=run_path, metavar="RUN", help="run folder (or latest), finished or with a checkpoint"
     )
     predict.add_argument("files", type=Path, nargs="*", metavar="FILE", help="images or recordings")
-    predict.add_argument("--out", type=Path, metavar="FILE", help="write a grid of pictures (.png)")
+    predict.add_argument("--out", type=Path, metavar="DIR", help="folder for pictures with the boxes")
     predict.add_argument(
         "--top", type=int, default=3, metavar="N", help="classes or boxes named (default: 3)"
     )
@@ -35,13 +34,7 @@ def add_parser(commands: Any) -> None:
     predict.add_argument(
         "--samples", type=int, default=25, metavar="N", help="of the evaluation data to show (default: 25)"
     )
-    predict.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="where the data lies now, such as data.path; repeatable",
-    )
+    add_settings(predict, "where the data lies now, such as data.path")
     add_trust(predict)
     predict.set_defaults(run=_run)
 

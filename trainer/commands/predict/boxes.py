@@ -10,19 +10,20 @@ import numpy.typing as npt
 import torch
 
 from trainer.commands.predict.classes import code_for, read_each, show_rows
-from trainer.commands.predict.grid import Caption, check_picture, fitted, write_grid
-from trainer.commands.predict.images import content, reading_of_run, whole
+from trainer.commands.predict.images import content, reading_of_run, whole_box
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, place
 from trainer.data.loader import Batch
-from trainer.errors import EXIT_DONE
+from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.files import check_writable, written_whole
+from trainer.host.here import path_shown
 from trainer.models.detection import Detections, detections
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 
 _Pixels = npt.NDArray[np.uint8]
 
-_SIDE = 256  # of a picture in the grid
+_SIDE = 256  # least width or height of a picture
 _TOGETHER = 16
 _FOUND, _TRUE = (230, 80, 0), (0, 150, 90)
 
@@ -45,7 +46,8 @@ class ModelInput(NamedTuple):
 
 def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints and draws the detections; returns the exit code."""
-    check_picture(options.out)
+    if options.out is not None:
+        _make_folder(options.out)
     if options.files:
         there = read_each(options.files, lambda path: _as_evaluated(path, run))
         code, seen = code_for(there, options.files), [one for _, one in there]
@@ -63,14 +65,21 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
         [(one.name, _count(one, boxes), _best(one, boxes, classes, options.top)) for one, boxes in pairs],
     )
     if options.out is not None:
-        captions: list[Caption] = [
-            (f"{_count(one, boxes)} boxes", Path(one.name).name, _mistaken(one, boxes))
-            for one, boxes in pairs
-        ]
-        write_grid(options.out, [drawn(one, boxes, classes) for one, boxes in pairs], captions, _SIDE)
+        for number, (one, boxes) in enumerate(pairs):
+            with written_whole(options.out / f"{number:03}-{Path(one.name).stem}.png") as beside:
+                drawn(one, boxes, classes).save(beside, format="PNG")
+        print(f"{path_shown(options.out.absolute())}: {len(pairs)} pictures")
         true = "" if options.files else "; green: what is there"
         print(f"orange: found, with a score of at least {options.score:g}{true}")
     return code
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        check_writable(out)
+    except OSError as error:
+        raise BadInputError(f"--out {out}: can't be written ({error.strerror}); give another") from error
 
 
 def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
@@ -85,7 +94,10 @@ def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
     image: _Pixels = (
-        cut_out(content(path), whole, reading=reading_of_run(run))[0].permute(1, 2, 0).contiguous().numpy()
+        cut_out(content(path), whole_box, reading=reading_of_run(run))[0]
+        .permute(1, 2, 0)
+        .contiguous()
+        .numpy()
     )
     if channels == 1:
         image = np.array(Image.fromarray(image).convert("L"))[:, :, None]
@@ -101,9 +113,9 @@ def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
     fields = {name: field.numpy() for name, field in read_samples(dataset, samples).fields.items()}
     seen = []
     for row, sample in enumerate(samples.tolist()):
-        there = np.arange(int(fields[COUNT][row]))
-        there = there[fields[CROWD][row][there] == 0]
-        truth = (fields[BOXES][row][there], fields[LABEL][row][there].tolist())
+        rows = np.arange(int(fields[COUNT][row]))
+        rows = rows[fields[CROWD][row][rows] == 0]
+        truth = (fields[BOXES][row][rows], fields[LABEL][row][rows].tolist())
         seen.append(ModelInput(f"sample {sample}", fields[IMAGE][row], truth=truth))
     return seen
 
@@ -123,7 +135,7 @@ def _found(run: OpenedRun, seen: Sequence[ModelInput], score: float) -> list[Det
 
 
 def _mistaken(one: ModelInput, found: Detections) -> bool:
-    """Whether the detected labels differ from the true ones, whatever the boxes."""
+    """Returns True if the detected labels differ from the true ones, whatever the boxes."""
     return one.truth is not None and sorted(one.truth[1]) != sorted(found.labels.tolist())
 
 
@@ -140,15 +152,15 @@ def _best(one: ModelInput, found: Detections, classes: Sequence[str], top: int) 
     return "; ".join(parts)
 
 
-def drawn(one: ModelInput, found: Detections, classes: Sequence[str]) -> _Pixels:
-    """Draws detections and true boxes into the picture: uint8 (side, side, 3)."""
+def drawn(one: ModelInput, found: Detections, classes: Sequence[str]) -> Any:
+    """Draws detections and true boxes into the picture, as a PIL image; a small one is enlarged."""
     from PIL import Image, ImageDraw, ImageFont
 
     pixels = one.pixels
-    small = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    picture = fitted(small, _SIDE).convert("RGB")
+    picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).convert("RGB")
+    factor = max(1, _SIDE // max(picture.size))
+    picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default()
-    factor = _SIDE / max(pixels.shape[:2])
     for box in one.truth[0] if one.truth else ():
         draw.rectangle([float(edge) * factor for edge in box], outline=_TRUE, width=1)
     for box, label in zip(found.boxes.tolist(), found.labels.tolist(), strict=True):
@@ -156,4 +168,4 @@ def drawn(one: ModelInput, found: Detections, classes: Sequence[str]) -> _Pixels
         draw.rectangle(corners, outline=_FOUND, width=2)
         name = classes[label].encode("latin-1", "replace").decode("latin-1")
         draw.text((corners[0] + 3, corners[1] + 1), name, fill=_FOUND, font=font)
-    return np.asarray(picture)
+    return picture

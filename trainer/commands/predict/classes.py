@@ -45,7 +45,7 @@ class Guess(NamedTuple):
 
     @property
     def mistaken(self) -> bool:
-        """Whether the true class is known and isn't the first."""
+        """Returns True if the true class is known and isn't the first."""
         return self.truth is not None and self.truth != self.classes[0]
 
 
@@ -92,47 +92,41 @@ def guesses(
     ]
 
 
-def of_evaluation(
-    run: OpenedRun, options: argparse.Namespace
-) -> tuple[Mapping[str, torch.Tensor], list[int], list[Guess]]:
-    """Prints predictions for evaluation samples, confident mistakes first.
-
-    Returns:
-    The fields of all samples examined, the indices of those shown, and their predictions.
-    """
+def of_evaluation(run: OpenedRun, options: argparse.Namespace) -> None:
+    """Prints predictions for evaluation samples, confident mistakes first."""
     dataset, classes = run.task.evaluation_data, run.task.describe()["classes"]
     samples = spread(len(dataset), max(_LOOKED_AT, options.samples))
     fields: Mapping[str, torch.Tensor] = read_samples(dataset, samples).fields
     names = [f"sample {number}" for number in samples.tolist()]
-    told = guesses(names, probabilities(run, fields), classes, options.top, fields[LABEL].tolist())
-    order = sorted(range(len(told)), key=lambda n: (not told[n].mistaken, -told[n].probabilities[0]))
-    wrong = sum(guess.mistaken for guess in told)
+    all_guesses = guesses(names, probabilities(run, fields), classes, options.top, fields[LABEL].tolist())
+    order = sorted(all_guesses, key=lambda guess: (not guess.mistaken, -guess.probabilities[0]))
+    wrong = sum(guess.mistaken for guess in all_guesses)
     # After the mistakes those from all over, not the surest alone.
     rest, room = order[wrong:], max(0, options.samples - wrong)
     shown = [*order[:wrong][: options.samples], *(rest[n] for n in spread(len(rest), room).tolist())]
-    show_table("evaluation data", [told[n] for n in shown])
-    print(f"{len(told) - wrong:,} of {len(told):,} samples looked at are right ({1 - wrong / len(told):.2%})")
-    return fields, shown, [told[n] for n in shown]
+    show_table("evaluation data", shown)
+    count = len(all_guesses)
+    print(f"{count - wrong:,} of {count:,} samples looked at are right ({1 - wrong / count:.2%})")
 
 
 def read_each(paths: Sequence[Path], read: Callable[[Path], Item]) -> list[tuple[str, Item]]:
     """Reads files and returns their contents by name; prints an error line for each that can't be read."""
-    there = list[tuple[str, Item]]()
+    items = list[tuple[str, Item]]()
     for path in paths:
         try:
-            there.append((str(path), read(path)))
+            items.append((str(path), read(path)))
         except (BadInputError, Corrupt) as error:
             named = str(error) if path.name in str(error) else f"{path}: {error}"
             line = " ".join(redact_text(named).split())
             print(f"trainer: {plain(line, 400)}", file=sys.stderr)
-    return there
+    return items
 
 
-def code_for(there: Sequence[object], paths: Sequence[Path]) -> int:
+def code_for(items: Sequence[object], paths: Sequence[Path]) -> int:
     """Returns the exit code: 0 if all files could be read, 1 if some, 2 if none."""
-    if not there:
+    if not items:
         return EXIT_BAD_INPUT
-    return EXIT_FAILED if len(there) < len(paths) else EXIT_DONE
+    return EXIT_FAILED if len(items) < len(paths) else EXIT_DONE
 
 
 def show_table(what: str, found: Sequence[Guess]) -> None:

@@ -1,7 +1,6 @@
 """Classes of images: of files, or of the evaluation data with the mistakes first."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from trainer.commands.predict.classes import (
-    Guess,
     code_for,
     guesses,
     of_evaluation,
@@ -18,7 +16,6 @@ from trainer.commands.predict.classes import (
     read_each,
     show_table,
 )
-from trainer.commands.predict.grid import check_picture, write_grid
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
 from trainer.data.formats.records import Reading, reading_of
@@ -30,24 +27,20 @@ _Pixels = npt.NDArray[np.uint8]
 
 
 def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints predictions for images, and draws them; returns the exit code."""
-    check_picture(options.out)
+    """Prints predictions for images; returns the exit code."""
     if not options.files:
-        fields, shown, found = of_evaluation(run, options)
-        pixels = fields[IMAGE].numpy()
-        _draw(options.out, [pixels[n] for n in shown], found)
+        of_evaluation(run, options)
         return EXIT_DONE
-    there = read_each(options.files, lambda path: as_evaluated(path, run))
-    if there:
-        names, images = zip(*there, strict=True)
+    items = read_each(options.files, lambda path: as_evaluated(path, run))
+    if items:
+        names, images = zip(*items, strict=True)
         label = torch.zeros(len(images), dtype=torch.int64)
         fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: label}
         found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
         show_table("file", found)
         if run.recipe.data.name == "digits":
             print("each was made 8 x 8 gray with 17 levels, ink light on dark; a digit should fill its image")
-        _draw(options.out, images, found)
-    return code_for(there, options.files)
+    return code_for(items, options.files)
 
 
 def content(path: Path) -> bytearray:
@@ -79,7 +72,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> _Pixels:
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
     data, reading = content(path), reading_of_run(run)
     if channels == 1:
-        return _as_digit(cut_out(data, whole, reading=reading), height, width)
+        return _as_digit(cut_out(data, whole_box, reading=reading), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
     config = run.recipe.data
     if in_files(config):
@@ -104,7 +97,7 @@ def _as_digit(image: torch.Tensor, height: int, width: int) -> _Pixels:
     return (np.round(small * 16) * 15).astype(np.uint8)[:, :, None]
 
 
-def whole(height: int, width: int) -> Box:
+def whole_box(height: int, width: int) -> Box:
     """Returns the box of a whole image."""
     return Box(0, 0, height, width)
 
@@ -112,17 +105,3 @@ def whole(height: int, width: int) -> Box:
 def _square(height: int, width: int) -> Box:
     side = min(height, width)
     return Box((height - side) // 2, (width - side) // 2, side, side)
-
-
-def _draw(out: Path | None, images: Sequence[_Pixels], found: list[Guess]) -> None:
-    if out is None:
-        return
-    captions = [
-        (
-            f"{guess.classes[0]}  {guess.probabilities[0]:.0%}",
-            Path(guess.name).name if guess.truth is None else f"is {guess.truth}",
-            guess.mistaken,
-        )
-        for guess in found
-    ]
-    write_grid(out, images, captions)

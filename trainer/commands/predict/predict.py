@@ -26,6 +26,8 @@ def predict(options: argparse.Namespace) -> int:
     run = open_run(options.folder, options.set, trust=options.trust)
     if options.prompt is not None and run.recipe.task != "language":
         raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")
+    if options.out is not None and run.recipe.task in TASKS and run.recipe.task != "detection":
+        raise BadInputError(f"--out: boxes are drawn, and task={run.recipe.task} has none; leave it out")
     return _show(run)(run, options)
 
 

@@ -17,24 +17,22 @@ from trainer.commands.predict.classes import (
 )
 from trainer.data.formats.audio import AUDIO, LABEL, AudioFolder
 from trainer.data.formats.files import Files
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun, read_samples
 
 
 def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints predictions for recordings; returns the exit code."""
-    if options.out is not None:
-        raise BadInputError("--out: there is nothing to draw of recordings; leave it out")
     if not options.files:
         of_evaluation(run, options)
         return EXIT_DONE
-    there = read_each(options.files, lambda path: _as_evaluated(path, run))
-    if there:
-        names, sounds = zip(*there, strict=True)
+    items = read_each(options.files, lambda path: _as_evaluated(path, run))
+    if items:
+        names, sounds = zip(*items, strict=True)
         fields = {AUDIO: torch.stack(sounds), LABEL: torch.zeros(len(sounds), dtype=torch.int64)}
         classes = run.task.describe()["classes"]
         show_table("file", guesses(names, probabilities(run, fields), classes, options.top))
-    return code_for(there, options.files)
+    return code_for(items, options.files)
 
 
 def _as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
@@ -43,7 +41,7 @@ def _as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
     Raises:
         BadInputError: If it can't be read, isn't a recording, or has another sample rate.
     """
-    said = run.task.describe()
+    facts = run.task.describe()
     alone = Files(path.parent, [os.fsencode(path.name)], [0], ("",))
-    folder = AudioFolder(alone, said["seconds"], said["sample_rate"], False, "fail")
+    folder = AudioFolder(alone, facts["seconds"], facts["sample_rate"], False, "fail")
     return read_samples(folder, np.zeros(1, np.int64)).fields[AUDIO][0]

@@ -19,24 +19,24 @@ from trainer.train.model_of_run import OpenedRun
 
 def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints the prompt and the model's completion, up to the end of a document; returns the exit code."""
-    if options.files or options.out is not None:
-        raise BadInputError("a language model takes --prompt TEXT; leave out files and --out")
+    if options.files:
+        raise BadInputError("a language model takes --prompt TEXT; leave out files")
     if options.tokens < 1 or not 0 <= options.temperature < 1000:
         raise BadInputError("--tokens: give a number from 1 on; --temperature: from 0 on")
     if not 0 <= options.seed < 1 << 63:
         raise BadInputError(f"--seed {options.seed}: give a number from 0 to 2^63 - 1")
-    said = run.task.describe()
+    facts = run.task.describe()
     device = torch.device(device_kind(run.recipe))
     random = torch.Generator(device).manual_seed(options.seed)
     if (chat := getattr(run.task, "chat", None)) is not None:
         return _chat(run, chat, options, device, random)
-    encoder = _encoder(options.tokenizer, said["tokenizer"])
-    prompt = _tokens(options.prompt or "", said, encoder)
-    begun = torch.tensor(prompt or [_first(said)], device=device)
+    encoder = _encoder(options.tokenizer, facts["tokenizer"])
+    prompt = _tokens(options.prompt or "", facts, encoder)
+    begun = torch.tensor(prompt or [_first(facts)], device=device)
     added = generate(run.model.to(device), begun, options.tokens, options.temperature, random).tolist()
-    if said["end_of_document"] in added:
-        added = added[: added.index(said["end_of_document"])]
-    print(_harmless(_text([*prompt, *added], said, encoder)))
+    if facts["end_of_document"] in added:
+        added = added[: added.index(facts["end_of_document"])]
+    print(_harmless(_text([*prompt, *added], facts, encoder)))
     return EXIT_DONE
 
 
@@ -59,10 +59,10 @@ def _chat(
         if token in ends:
             break
         added.append(token)
-        whole = chat.tokenizer.decode(added)
-        if not whole.endswith("\ufffd"):  # or a letter of several tokens has only begun
-            print(_harmless(whole[len(shown) :]), end="", flush=True)
-            shown = whole
+        text_so_far = chat.tokenizer.decode(added)
+        if not text_so_far.endswith("\ufffd"):  # or a letter of several tokens has only begun
+            print(_harmless(text_so_far[len(shown) :]), end="", flush=True)
+            shown = text_so_far
     print(_harmless(chat.tokenizer.decode(added)[len(shown) :]))
     return EXIT_DONE
 
@@ -85,26 +85,26 @@ def _encoder(given: str | None, trained: str) -> Encoder | None:
     return encoder
 
 
-def _tokens(text: str, said: Mapping[str, Any], encoder: Encoder | None) -> list[int]:
+def _tokens(text: str, facts: Mapping[str, Any], encoder: Encoder | None) -> list[int]:
     if encoder is not None and encoder.tokenizer is not None:
         return list(encoder.tokenizer.encode(text, add_special_tokens=False).ids)
-    if said["tokenizer"] == "bytes":
+    if facts["tokenizer"] == "bytes":
         return list(os.fsencode(text))  # the terminal's bytes, whatever their encoding
-    return encode(text, str(said["tokenizer"]), str(said["characters"])) if text else []
+    return encode(text, str(facts["tokenizer"]), str(facts["characters"])) if text else []
 
 
-def _text(tokens: Sequence[int], said: Mapping[str, Any], encoder: Encoder | None) -> str:
+def _text(tokens: Sequence[int], facts: Mapping[str, Any], encoder: Encoder | None) -> str:
     if encoder is not None and encoder.tokenizer is not None:
         return str(encoder.tokenizer.decode(list(tokens)))
-    return str(decode(tokens, str(said["tokenizer"]), str(said["characters"])))
+    return str(decode(tokens, str(facts["tokenizer"]), str(facts["characters"])))
 
 
-def _first(said: Mapping[str, Any]) -> int:
+def _first(facts: Mapping[str, Any]) -> int:
     """Returns the token before a text: end of document, or where there are no documents, end of line."""
-    end = said["end_of_document"]
+    end = facts["end_of_document"]
     if isinstance(end, int):
         return end
-    return max(0, str(said["characters"]).find("\n"))
+    return max(0, str(facts["characters"]).find("\n"))
 
 
 def _harmless(text: str) -> str:

@@ -1,12 +1,13 @@
 """`trainer submit RECIPE`: a job for a container engine or a cluster.
 
-- `launching`: turns the options into jobs, each a `spec`, checked before anything is submitted (`partition`)
+- `launching`: turns the options into jobs, each a `spec`, checked before anything is submitted
 - `docker`, `slurm`, `kubernetes`, `kubeflow`: render the job's file (`container`, `pods`)
-- `site_file`, `environment`, `patch`: settings of a site: defaults, sources of secrets, patches of manifests
-- `submit`: calls the engine or the cluster; `sweep`: several runs; `carried`: files to mount
+- `environment`: variables that may be secrets; `carried`: files to mount; `sweep`: several runs
+- `submit`: calls the engine or the cluster
 """
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,19 @@ def add_parser(commands: Any) -> None:
     launch = commands.add_parser(
         "submit",
         help="run a recipe on an engine or a cluster, or print the file for it; exit code 1: not submitted",
+        description="@FILE in place of an option: options from a file, those that a site needs, say.",
         allow_abbrev=False,
+        fromfile_prefix_chars="@",
     )
+
+    def options_of_line(line: str) -> list[str]:
+        try:
+            return shlex.split(line, comments=True)
+        except ValueError as error:
+            launch.error(f"@FILE: {line}: {error}")
+            raise
+
+    launch.convert_arg_line_to_args = options_of_line
     add = launch.add_argument
     add("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file, or of a .py file's task")
     add("--on", required=True, choices=PLACES, dest="place", help="what runs it")
@@ -79,7 +91,6 @@ def add_parser(commands: Any) -> None:
         help="variables that may be secrets: of a Secret of Kubernetes; elsewhere of a file of NAME=VALUE",
     )
     add("--rdma", metavar="RESOURCE=N|host", help="Kubernetes: a device plugin's resource; Slurm: host")
-    add("--site", type=Path, metavar="FILE", help="defaults by place (default: ~/.config/trainer/site.yaml)")
     add("--sweep", type=Path, metavar="FILE", help="several runs: grid: {KEY: [A, B]}, or runs: [{KEY: A}]")
     for name in ("partition", "account", "qos"):
         add(f"--{name}", help="of Slurm")
@@ -100,14 +111,6 @@ def add_parser(commands: Any) -> None:
     )
     add("--queue", metavar="NAME", help="Kubernetes, Kubeflow: a queue of Kueue")
     add("--service-account", metavar="NAME", help="Kubernetes, Kubeflow: of the pods")
-    add(
-        "--patch",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="Kubernetes, Kubeflow: merged into the manifests (docs/clusters.md); repeatable",
-    )
     launch.told = {
         "--from": "a job begins a new run, or resumes the run of its --name; for the weights of "
         "another run give --set model.pretrained=runs/RUN/model.safetensors (--env-from is about variables)",

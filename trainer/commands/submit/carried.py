@@ -1,19 +1,22 @@
 """Mounts for the local paths that a configuration names."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.commands.submit import container
-from trainer.commands.submit.spec import JobPlace, JobSpec
+from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 from trainer.config.models import HF
 from trainer.config.recipe_file import override, read_recipe
 from trainer.errors import BadInputError
+from trainer.host.disks import read_mount
 
 # What a container mounts or brings: it can't be read from here.
 INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
 # The keys that hold paths.
 PATHS = ("data.path", "data.cache", "model.pretrained", "language.tokenizer", "task", "checkpoint.folder")
 _MODEL = "model.name"
+_OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay")
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
@@ -68,20 +71,20 @@ def carried(spec: JobSpec, place: JobPlace) -> JobSpec:
             raise BadInputError(f"{key}={path}: no such file or folder here that could be mounted")
         changes: dict[str, Any] = {}
         if seen := _seen(spec, here):
-            there = seen
+            target = seen
         elif key != "data.path":
-            there = f"{container.RECIPE_MOUNT}/{here.name}"
+            target = f"{container.RECIPE_MOUNT}/{here.name}"
             changes = {"files": {**spec.files, here.name: str(here)}}
         elif spec.data is None:
             folder = here.parent if here.is_file() else here
-            there = container.DATA if folder == here else f"{container.DATA}/{here.name}"
+            target = container.DATA if folder == here else f"{container.DATA}/{here.name}"
             changes = {"data": str(folder)}
         else:
             raise BadInputError(
                 f"{key}={path}: only --data {spec.data} is mounted; leave one of the two out, or give a path "
                 f"below {container.DATA}"
             )
-        value = f"{HF}{there}" if key == _MODEL else there
+        value = f"{HF}{target}" if key == _MODEL else target
         spec = spec.model_copy(update={**changes, "settings": (*spec.settings, f"{key}={value}")})
     return spec
 
@@ -100,3 +103,28 @@ def _seen(spec: JobSpec, here: Path) -> str:
         ):
             return str(Path(where) / here.relative_to(Path(folder).absolute()))
     return ""
+
+
+def unseen_folders(spec: JobSpec, site: Site, other: Mapping[str, str]) -> list[str]:
+    """Returns a line for each folder or file of the job on a local disk, which compute nodes may not see.
+
+    Args:
+        spec: The job.
+        site: The cluster's settings.
+        other: Further paths, by the option that names them.
+    """
+    folders = {"--runs": spec.runs, "--data": spec.data, "--cache": spec.cache}
+    if site.container == "venv":
+        folders["--venv"] = site.venv
+    if spec.recipe_text is not None:
+        folders["the recipe"] = spec.recipe
+    folders |= {f"the file {name}": file for name, file in spec.files.items()} | dict(other)
+    lines = []
+    for option, folder in folders.items():
+        kind = read_mount(Path(folder).absolute()).kind if folder else ""
+        if kind in _OWN_DISKS:
+            lines.append(
+                f"{option} {folder} lies on a disk of this machine ({kind}): every node of the job must "
+                "see it, so keep it on the cluster's file system (a head node may export this one)"
+            )
+    return lines

@@ -29,7 +29,7 @@ _REFERENCE = re.compile(
 )
 
 
-class Plain(yaml.SafeDumper):
+class ReadableDumper(yaml.SafeDumper):
     """YAML dumper for people: no `*id001` for repeated values, multi-line texts as blocks."""
 
     def ignore_aliases(self, _data: Any) -> bool:
@@ -41,12 +41,12 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-Plain.add_representer(str, _text)
+ReadableDumper.add_representer(str, _text)
 
 
 def to_yaml(*documents: dict[str, Any]) -> str:
     """Formats one or several documents as YAML."""
-    return yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=110, allow_unicode=True)
+    return yaml.dump_all(documents, Dumper=ReadableDumper, sort_keys=False, width=110, allow_unicode=True)
 
 
 def check_image(spec: JobSpec) -> str:
@@ -91,15 +91,15 @@ def recipe_file(spec: JobSpec) -> str:
 
 def files(spec: JobSpec) -> list[tuple[Path, str]]:
     """Returns local files to mount, and the path of each inside the container."""
-    there = recipe_file(spec)
-    recipe = [(Path(spec.recipe).absolute(), there)] if there else []
+    target = recipe_file(spec)
+    recipe = [(Path(spec.recipe).absolute(), target)] if target else []
     return recipe + [(Path(file), f"{RECIPE_MOUNT}/{name}") for name, file in spec.files.items()]
 
 
 def words(spec: JobSpec) -> list[str]:
     """Returns the command of each node's container, after the image's entrypoint."""
-    there = recipe_file(spec)
-    return (spec.model_copy(update={"recipe": there}) if there else spec).command
+    target = recipe_file(spec)
+    return (spec.model_copy(update={"recipe": target}) if target else spec).command
 
 
 def timed(spec: JobSpec) -> list[str]:

@@ -53,4 +53,4 @@ def _mounts(spec: JobSpec) -> list[tuple[Path, str, bool]]:
         found.append((folder_of("docker", "data", spec.data), container.DATA, False))
     if spec.cache:
         found.append((folder_of("docker", "cache", spec.cache), container.CACHE, True))
-    return found + [(file, there, False) for file, there in container.files(spec)]
+    return found + [(file, target, False) for file, target in container.files(spec)]

@@ -1,7 +1,6 @@
 """A job for Kubeflow's Trainer: a TrainJob, and the runtime that it refers to."""
 
 from trainer.commands.submit import container, pods
-from trainer.commands.submit.patch import with_site
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
 
@@ -13,10 +12,9 @@ def render(spec: JobSpec, site: Site) -> str:
     """Formats the objects, one YAML document each.
 
     Raises:
-        BadInputError: For a folder of this machine, root, no image, a patch that matches nothing, or what
-            TrainJob has no field for.
+        BadInputError: For a folder of this machine, root, no image, or an option that a TrainJob lacks.
     """
-    return container.to_yaml(*with_site([*pods.beside(spec, site), *_train_job(spec, site)], site))
+    return container.to_yaml(*pods.beside(spec, site), *_train_job(spec, site))
 
 
 def _train_job(spec: JobSpec, site: Site) -> list[pods.KubernetesObject]:
@@ -33,7 +31,7 @@ def _train_job(spec: JobSpec, site: Site) -> list[pods.KubernetesObject]:
         raise BadInputError(f"--port {spec.port}: a TrainJob's nodes meet at {_PORT}; leave --port out")
     # By this label the plugin knows the job.
     ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    sets = pods.job_set(spec, pods.pod(spec, "node"), labels=ancestor)
+    sets = pods.job_set(spec, pods.pod(spec, site, "node"), labels=ancestor)
     return [
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -44,7 +42,7 @@ def _train_job(spec: JobSpec, site: Site) -> list[pods.KubernetesObject]:
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
-            "metadata": pods.metadata(spec, site),
+            "metadata": pods.job_metadata(spec, site),
             "spec": {
                 "runtimeRef": {
                     "apiGroup": "trainer.kubeflow.org",
@@ -54,7 +52,7 @@ def _train_job(spec: JobSpec, site: Site) -> list[pods.KubernetesObject]:
                 "trainer": {
                     "numNodes": spec.nnodes,
                     "numProcPerNode": spec.ranks,
-                    "resourcesPerNode": pods.resources(spec),
+                    "resourcesPerNode": pods.resources(spec, site),
                 },
             },
         },

@@ -10,10 +10,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from trainer.commands.submit import environment, slurm, sweep
-from trainer.commands.submit.carried import INSIDE, carried, local_paths
-from trainer.commands.submit.partition import check_partition, unseen_folders
+from trainer.commands.submit.carried import INSIDE, carried, local_paths, unseen_folders
 from trainer.commands.submit.places import JOB_PLACES
-from trainer.commands.submit.site_file import with_site_defaults
 from trainer.commands.submit.spec import OPTIONS, JobPlace, JobSpec, Site, pinned
 from trainer.commands.submit.submit import check_here, submit
 from trainer.config.recipe_file import provisional, read_recipe
@@ -27,7 +25,6 @@ _RECIPE_FILES = (".yaml", ".yml", ".py")
 def launch_job(options: argparse.Namespace) -> int:
     """Runs `trainer submit`; returns 1 if the engine or cluster refused the job."""
     place = cast(JobPlace, options.place)
-    with_site_defaults(options, place)
     given = {name: value for name, value in vars(options).items() if value is not None}
     site = _model(Site, {name: given[name] for name in Site.model_fields if name in given})
     _check_place(place, site)
@@ -50,7 +47,6 @@ def launch_job(options: argparse.Namespace) -> int:
         check_here(place, one)
         _check_recipe(one)
     if place == "slurm":
-        check_partition(spec, site)
         for line in unseen_folders(spec, site, {} if entered else local_paths(spec)):
             _warn(line)
     if spec.image and not pinned(spec.image):
@@ -111,14 +107,13 @@ def _check_place(place: JobPlace, site: Site) -> None:
         BadInputError: For the first such option.
     """
     cluster = place in environment.CLUSTERS
-    for name, there, instead in (
+    for name, supported, instead in (
         ("queue", cluster, "Slurm's are --partition and --qos"),
         ("service_account", cluster, "pods have one"),
-        ("patch", cluster, "what else Slurm is to do, --sbatch-arg says"),
-        ("sbatch_arg", place == "slurm", "what else pods are to have, --patch says"),
+        ("sbatch_arg", place == "slurm", "change what --dry-run prints, as by kustomize"),
         ("rdma", cluster or place == "slurm", "its container is on this machine"),
     ):
-        if getattr(site, name) and not there:
+        if getattr(site, name) and not supported:
             raise BadInputError(f"--{name.replace('_', '-')}: {place} has none; {instead}")
     if site.rdma and (site.rdma == "host") == cluster:
         wanted = "RESOURCE=N, as rdma/hca_shared_devices_a=1 (kubectl describe node shows it)"
@@ -155,15 +150,15 @@ def _model(model: type[Any], fields: dict[str, Any]) -> Any:
         return model.model_validate(fields)
     except ValidationError as error:
         problem = error.errors()[0]
-        said = problem["msg"].removeprefix("Value error, ")
+        message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] != "value_error":
-            said = said[:1].lower() + said[1:]
+            message = message[:1].lower() + message[1:]
         name, given = str(problem["loc"][0]) if problem["loc"] else "", f" {problem['input']}"
         if not name:  # of several fields: it begins with the first one's name
-            name, _, said = said.partition(": ")
+            name, _, message = message.partition(": ")
             given = ""
         option = "--" + OPTIONS.get(name, name).replace("_", "-")
-        raise BadInputError(f"{option}{given}: {said}") from error
+        raise BadInputError(f"{option}{given}: {message}") from error
 
 
 def _check_recipe(spec: JobSpec) -> None:

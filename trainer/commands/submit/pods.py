@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from trainer.commands.submit import container
+from trainer.commands.submit.environment import from_secrets
 from trainer.commands.submit.spec import NO_USER, JobSpec, Site, claim_of
 from trainer.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, BadInputError
 
@@ -26,8 +27,17 @@ def metadata(spec: JobSpec, site: Site) -> KubernetesObject:
     return {"name": spec.name, "namespace": site.namespace, "labels": labels(spec)}
 
 
+def job_metadata(spec: JobSpec, site: Site) -> KubernetesObject:
+    """Returns name, namespace and labels of the job itself, its queue of Kueue included."""
+    found = metadata(spec, site)
+    if site.queue:
+        found["labels"]["kueue.x-k8s.io/queue-name"] = site.queue
+    return found
+
+
 def pod(
     spec: JobSpec,
+    site: Site,
     name: str,
     environment: Sequence[KubernetesObject] = (),
     ports: Sequence[KubernetesObject] = (),
@@ -36,6 +46,7 @@ def pod(
 
     Args:
         spec: The job.
+        site: The cluster's settings.
         name: Name of the container.
         environment: Variables by which the launcher finds its peers.
         ports: Ports of the container.
@@ -52,6 +63,7 @@ def pod(
     fixed = [
         {"name": key, "value": container.doubled(value)} for key, value in container.variables(spec).items()
     ]
+    sources = [{"secretRef": {"name": secret}} for secret in from_secrets(site)]
     node = {
         "name": name,
         "image": container.check_image(spec),
@@ -60,7 +72,8 @@ def pod(
         # For the run's manifest: which pod it was.
         "env": [*fixed, {"name": "POD_NAME", "valueFrom": {"fieldRef": _NAME}}, *environment],
         **({"ports": list(ports)} if ports else {}),
-        "resources": resources(spec),
+        **({"envFrom": sources} if sources else {}),
+        "resources": resources(spec, site),
         # The launcher writes one (`trainer.launch.termination`); of other ends it is the log's last lines.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
@@ -74,6 +87,7 @@ def pod(
         # Of one attempt: its end is a SIGTERM, so that the job goes on from the checkpoint in another pod.
         "activeDeadlineSeconds": spec.minutes * 60,
         "terminationGracePeriodSeconds": spec.stop_seconds,
+        **({"serviceAccountName": site.service_account} if site.service_account else {}),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
@@ -113,11 +127,14 @@ def _user(spec: JobSpec) -> KubernetesObject:
     return {"runAsUser": user, "runAsGroup": group, "fsGroup": group}
 
 
-def resources(spec: JobSpec) -> KubernetesObject:
+def resources(spec: JobSpec, site: Site) -> KubernetesObject:
     """Returns requests that equal the limits, so that the pod isn't evicted for others' use."""
     wanted = {"cpu": str(spec.cpus_per_node), "memory": f"{spec.memory_gib}Gi"}
     if spec.gpus_per_node:
         wanted["nvidia.com/gpu"] = str(spec.gpus_per_node)
+    if site.rdma:
+        resource, _, count = site.rdma.partition("=")
+        wanted[resource] = count or "1"
     return {"requests": wanted, "limits": wanted}
 
 

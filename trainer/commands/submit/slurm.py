@@ -238,7 +238,7 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
     mounts = [f"{runs}:{RUNS_MOUNT}"]
-    mounts += [f"{file}:{there}:ro" for file, there in files(spec)]
+    mounts += [f"{file}:{target}:ro" for file, target in files(spec)]
     if spec.data is not None:
         mounts.append(f"{folder_of('slurm', 'data', spec.data)}:{DATA}:ro")
     if spec.cache is not None:

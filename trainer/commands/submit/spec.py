@@ -237,7 +237,6 @@ class Site(BaseModel):
         service_account: Service account of the pods.
         env_from: Sources of variables that no rendered file holds: `secret:NAME`, or `file:PATH`.
         rdma: `host`: the devices of Slurm's nodes; `RESOURCE=N`: what a device plugin of Kubernetes has.
-        patch: Files that are merged into the manifests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -257,7 +256,6 @@ class Site(BaseModel):
         str | None,
         _as(_RDMA, "give host (Slurm), or a device plugin's resource and a number from 1 on, as rdma/hca=1"),
     ] = None
-    patch: tuple[Path, ...] = ()
 
 
 def claim_of(place: str, what: str, where: str) -> str:
@@ -288,7 +286,7 @@ def folder_of(place: str, what: str, where: str) -> Path:
 
 
 def pinned(image: str) -> bool:
-    """Whether a reference has a digest, not only a tag."""
+    """Returns True if a reference has a digest, not only a tag."""
     return bool(re.search(r"@sha256:[0-9a-f]{64}$", image)) or image.endswith((".sqsh", ".sif"))
 
 

@@ -49,8 +49,8 @@ def submit(place: JobPlace, spec: JobSpec, site: Site, text: str) -> int:
     words = _submits(place, spec, site, file)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split()) or f"it ended with code {done.returncode}"
-        print(f"trainer: error: {tool}: {said.removeprefix(f'{tool}: ')}", file=sys.stderr)
+        message = " ".join((done.stderr or done.stdout).split()) or f"it ended with code {done.returncode}"
+        print(f"trainer: error: {tool}: {message.removeprefix(f'{tool}: ')}", file=sys.stderr)
         return EXIT_FAILED
     if place in ("kubernetes", "kubeflow") and re.search(r"job\S*/\S+ unchanged", done.stdout):
         print(
@@ -98,13 +98,13 @@ def _submits(place: JobPlace, spec: JobSpec, site: Site, file: Path) -> list[str
 
 
 def _afterwards(
-    place: JobPlace, spec: JobSpec, site: Site, file: Path, text: str, said: str
+    place: JobPlace, spec: JobSpec, site: Site, file: Path, text: str, output: str
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Returns the commands that follow the log, and that stop the job with a checkpoint."""
     if place == "docker":
         return ["docker", "logs", "--follow", spec.name], ["docker", "stop", spec.name]
     if place == "slurm":
-        number = (re.findall(r"\d+", said) or ["JOB"])[-1]
+        number = (re.findall(r"\d+", output) or ["JOB"])[-1]
         log = re.search(r"^#SBATCH --output=(\S+)", text, re.M)
         found = re.sub(r"%[jA]", number, log[1]).replace("%a", "0") if log else ""
         follow = ["tail", "-F", found] if found else ["squeue", "--job", number]

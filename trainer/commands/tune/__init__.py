@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.runs.flags import add_settings
+
 
 def add_parser(commands: Any) -> None:
     """Adds `tune` to the commands."""
@@ -14,9 +16,7 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     tune.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
-    tune.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
-    )
+    add_settings(tune)
     tune.add_argument("--gpus", metavar="N|LIST", help="as of trainer train")
     tune.add_argument("--nproc-per-node", type=int, metavar="N", help="as of trainer train")
     tune.add_argument(

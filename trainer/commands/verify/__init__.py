@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.trust_flag import add_trust
+from trainer.runs.flags import add_settings, add_trust
 
 
 def add_parser(commands: Any) -> None:
@@ -24,13 +24,7 @@ def add_parser(commands: Any) -> None:
         "--steps", type=int, metavar="N", help="only the first N steps (default: up to the last row)"
     )
     verify.add_argument("--anomaly", type=int, metavar="N", help="only up to anomaly N: does it come again?")
-    verify.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a key that changes nothing that is computed, such as data.path; repeatable",
-    )
+    add_settings(verify, "a key that changes nothing that is computed, such as data.path")
     verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
     verify.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="CPU processes (default: as the run had)"

@@ -23,8 +23,8 @@ def verify_anomaly(options: argparse.Namespace) -> int:
     run = read_recorded(options.folder, rows_needed=False)
     anomalies = read_anomalies(run.path)
     if not 1 <= options.anomaly <= len(anomalies):
-        there = f"anomalies 1 to {len(anomalies)} were recorded" if anomalies else "no anomaly was recorded"
-        raise BadInputError(f"--anomaly {options.anomaly}: {there} in {run.path}")
+        known = f"anomalies 1 to {len(anomalies)} were recorded" if anomalies else "no anomaly was recorded"
+        raise BadInputError(f"--anomaly {options.anomaly}: {known} in {run.path}")
     wanted = anomalies[options.anomaly - 1]
     step = int(wanted["step"])
     config = ending_at(replay_config(run, options.set, options.trust), wanted)

@@ -23,11 +23,11 @@ from trainer.train.provenance import file_hash
 
 def contradictions(run: Recorded) -> list[str]:
     """Returns contradictions and missing records of a run folder, as lines."""
-    said = [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run), *_of_checkpoints(run)]
+    lines = [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run), *_of_checkpoints(run)]
     # What the above does not see: memory, layers, verdicts.
     more = altered_rows(run.path, run.manifest.as_facts())
-    known = [*said, "checksums.jsonl"]  # which the replay proves
-    return [*said, *(line for line in more if not any(line.split()[0] in one for one in known))]
+    known = [*lines, "checksums.jsonl"]  # which the replay proves
+    return [*lines, *(line for line in more if not any(line.split()[0] in one for one in known))]
 
 
 def _of_manifest(run: Recorded) -> Iterator[str]:
@@ -41,13 +41,13 @@ def _of_manifest(run: Recorded) -> Iterator[str]:
         problem = "can't be read" if config is None else "isn't the config in manifest.json"
         yield f"config.yaml {problem}"
     last = manifest.attempts[-1]
-    for name, there, wanted in (
+    for name, value, wanted in (
         ("seed", manifest.seed, manifest.config.get("seed")),
         ("world_size", manifest.world_size, last.ranks),
         ("threads", manifest.threads, last.threads),
     ):
-        if there != wanted:
-            yield f"manifest.json: {name} is {there}, and {wanted} by its config and attempts"
+        if value != wanted:
+            yield f"manifest.json: {name} is {value}, and {wanted} by its config and attempts"
     finite = not any(value in ("nan", "inf", "-inf") for value in _last_evaluation(run).values())
     if manifest.weights and (manifest.status == "stopped" or (manifest.status == "diverged" and finite)):
         yield f"manifest.json: status is {manifest.status}, though it names final weights"
@@ -137,14 +137,14 @@ def _rows_that_differ(
             yield f"{FILES[kind]}: the row of {kind} metrics of step {step} isn't in checksums.jsonl"
 
 
-def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
+def _of_the_end(run: Recorded, where: str, recorded: object) -> Iterator[str]:
     """Compares the last evaluation's metrics with the last record and the manifest."""
     if run.manifest.status != "finished":
         return
-    there = said if isinstance(said, Mapping) else {}
+    metrics = recorded if isinstance(recorded, Mapping) else {}
     for name, value in _last_evaluation(run).items():
-        if name != "epoch" and str(there.get(name)) != value:
-            yield f"{where}: {name} {there.get(name)}, and {value} in the last evaluation"
+        if name != "epoch" and str(metrics.get(name)) != value:
+            yield f"{where}: {name} {metrics.get(name)}, and {value} in the last evaluation"
 
 
 def _last_evaluation(run: Recorded) -> Mapping[str, str]:

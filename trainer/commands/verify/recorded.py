@@ -109,7 +109,7 @@ def kept_attempts(manifest: Manifest) -> list[Attempt]:
 
 
 def had_checksums(run: Recorded, step: int) -> bool:
-    """Whether checksums.jsonl should have records of that step: log.fingerprints may change on resume."""
+    """Returns True if checksums.jsonl should have that step: log.fingerprints may change on resume."""
     return trained_by(kept_attempts(run.manifest), step).checksums
 
 

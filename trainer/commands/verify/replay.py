@@ -88,11 +88,11 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
     # One that began from another run's checkpoint has that, and starts from nothing else.
     before = run.manifest if run.manifest.begun_from else None
     _, pretrained, _ = resolve_pretrained(recipe, before, run.path)
-    there, here = run.manifest.fingerprint, data_of(make_task(recipe), pretrained)
+    recorded, here = run.manifest.fingerprint, data_of(make_task(recipe), pretrained)
     other = [
-        f"{name}: {there.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
+        f"{name}: {recorded.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
+        for name in {**recorded, **here}
+        if recorded.get(name) != here.get(name)
     ]
     if other:
         raise BadInputError(

@@ -67,9 +67,9 @@ def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     lines = []
     for name in _ENVIRONMENT:
         section, _, key = name.rpartition(".")
-        there, here = (manifest.get(section, {}) if section else manifest for manifest in (before, now))
-        if key in there and there[key] != here.get(key):
-            lines.append(f"{name}: {_shown(there[key])}, now {_shown(here.get(key))}")
+        recorded, here = (manifest.get(section, {}) if section else manifest for manifest in (before, now))
+        if key in recorded and recorded[key] != here.get(key):
+            lines.append(f"{name}: {_shown(recorded[key])}, now {_shown(here.get(key))}")
     return lines
 
 

@@ -25,7 +25,7 @@ from trainer.data.left_out import one, tally
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
-from trainer.host.files import open_regular
+from trainer.host.files import open_regular_file
 
 TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
@@ -275,7 +275,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _json(file: Path) -> Mapping[str, Any]:
     try:
-        with os.fdopen(open_regular(file), "rb") as opened:
+        with os.fdopen(open_regular_file(file), "rb") as opened:
             data = opened.read(strict_json.LARGEST + 1)
         values = strict_json.parse_quickly(data)
     except OSError as error:

@@ -14,7 +14,7 @@ from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import rename, sync_folder
-from trainer.observe.console import counted
+from trainer.observe.console import progress_bar
 
 Advance = Callable[[int], object]
 
@@ -61,7 +61,7 @@ def tokenize(
         # Without its JSON file a token file is refused, with the wrong one it would be misread: that goes
         # first, and comes last.
         with _replacing(about) as beside, _replacing(target, about) as file:
-            with counted(f"tokenizing {source}", sum(map(_size, files))) as advance:
+            with progress_bar(f"tokenizing {source}", sum(map(_size, files))) as advance:
                 documents = ((path, _chunks(path, source, read, advance)) for path in files)
                 for part in encoded(documents, encoder, dtype):
                     written.update(part)

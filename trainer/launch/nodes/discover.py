@@ -42,7 +42,7 @@ class Nodes(NamedTuple):
 
     @property
     def elastic(self) -> bool:
-        """Whether the job continues with fewer nodes."""
+        """Returns True if the job continues with fewer nodes."""
         return self.least < self.most
 
     def name(self, number: int) -> str:
@@ -69,29 +69,29 @@ def find_nodes(
     Raises:
         BadInputError: If a value is missing or impossible.
     """
-    told = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _plain(environ)
+    values = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _plain(environ)
     if nnodes is not None:
-        told |= {"nodes": nnodes, "source": "--nnodes"}
-    if "nodes" not in told:
+        values |= {"nodes": nnodes, "source": "--nnodes"}
+    if "nodes" not in values:
         _not_by_srun(environ)
         given = {"--node-rank": node_rank, "--master-addr": master_addr, "--master-port": master_port}
         if flags := [flag for flag, value in given.items() if value is not None]:
             raise BadInputError(f"{flags[0]} is for several nodes: say how many by --nnodes, or leave it out")
         return None
-    source = told["source"]
-    least, most = _count(told["nodes"], source)
+    source = values["source"]
+    least, most = _count(values["nodes"], source)
     if most == 1:
         return None
-    number = str(node_rank) if node_rank is not None else told.get("number")
+    number = str(node_rank) if node_rank is not None else values.get("number")
     if number is None or not number.isdecimal() or int(number) >= most:
-        said = "nothing" if number is None else f"'{number}'"
+        stated = "nothing" if number is None else f"'{number}'"
         raise BadInputError(
-            f"{source} says {most} nodes, and {said} which one this is: give --node-rank (or NODE_RANK), "
+            f"{source} says {most} nodes, and {stated} which one this is: give --node-rank (or NODE_RANK), "
             f"from 0 to {most - 1}, another on each"
         )
-    said_port = told.get("port", str(PORT)) if master_port is None else str(master_port)
-    host, port = _meeting_point(master_addr or told.get("master", ""), said_port, source)
-    return Nodes(least, most, int(number), host, port, tuple(told.get("names", "").split()), source)
+    stated_port = values.get("port", str(PORT)) if master_port is None else str(master_port)
+    host, port = _meeting_point(master_addr or values.get("master", ""), stated_port, source)
+    return Nodes(least, most, int(number), host, port, tuple(values.get("names", "").split()), source)
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -103,19 +103,19 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
     if tasks <= max(1, nodes) or any(name in environ for name in _RANK):
         return {}
-    told = _slurm_place(environ)
+    values = _slurm_place(environ)
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(tasks // nodes),
-        "MASTER_ADDR": environ.get("MASTER_ADDR", told["master"]),
-        "MASTER_PORT": environ.get("MASTER_PORT", told["port"]),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", values["master"]),
+        "MASTER_PORT": environ.get("MASTER_PORT", values["port"]),
     }
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that torchrun or Slurm started. (Ranks of our launcher don't ask.)"""
+    """Returns True if this process is a rank of torchrun or Slurm. (Ranks of our launcher don't ask.)"""
     ranked = all(name in environ for name in _RANK) and not started_by_rank(environ)
     return ranked and not is_launcher_task(environ)
 
@@ -130,12 +130,12 @@ def mark_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def started_by_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process inherited its rank's variables from a rank that started it, and so is no rank."""
+    """Returns True if a rank started this process, which inherited its variables and so is no rank."""
     return mark_of_rank(environ).items() <= environ.items()
 
 
 def is_launcher_task(environ: Mapping[str, str]) -> bool:
-    """Whether this is a Slurm node's only task: the launcher, although enroot's hook marks it as a rank."""
+    """Returns True if this is a Slurm node's only task: the launcher, though enroot's hook marks a rank."""
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
     return (
         0 < tasks == nodes
@@ -189,8 +189,8 @@ def _expand_one(part: str) -> list[str]:
 def _plain(environ: Mapping[str, str]) -> dict[str, str]:
     """Reads NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, which our own jobs and many scripts set."""
     names = {"nodes": "NNODES", "number": "NODE_RANK", "master": "MASTER_ADDR", "port": "MASTER_PORT"}
-    told = {key: environ[name] for key, name in names.items() if environ.get(name)}
-    return told | ({"source": "NNODES"} if "nodes" in told else {})
+    values = {key: environ[name] for key, name in names.items() if environ.get(name)}
+    return values | ({"source": "NNODES"} if "nodes" in values else {})
 
 
 def _kubeflow(environ: Mapping[str, str]) -> dict[str, str]:
@@ -200,11 +200,11 @@ def _kubeflow(environ: Mapping[str, str]) -> dict[str, str]:
         "master": "PET_MASTER_ADDR",
         "port": "PET_MASTER_PORT",
     }
-    told = {key: environ[name] for key, name in names.items() if environ.get(name)}
-    if "master" not in told and environ.get("PET_RDZV_ENDPOINT"):
-        told["master"], _, port = environ["PET_RDZV_ENDPOINT"].partition(":")
-        told |= {"port": port} if port else {}
-    return told | ({"source": "PET_NNODES"} if "nodes" in told else {})
+    values = {key: environ[name] for key, name in names.items() if environ.get(name)}
+    if "master" not in values and environ.get("PET_RDZV_ENDPOINT"):
+        values["master"], _, port = environ["PET_RDZV_ENDPOINT"].partition(":")
+        values |= {"port": port} if port else {}
+    return values | ({"source": "PET_NNODES"} if "nodes" in values else {})
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from trainer.launch.nodes.rendezvous import (
     Outcome,
     Rendezvous,
     Round,
-    counted,
+    timed_from_start,
 )
 
 
@@ -66,7 +66,7 @@ class Follower(Rendezvous):
 
     def conclude(self, records: Sequence[ExitRecord], leaving: bool) -> Outcome:
         """See `Rendezvous`."""
-        self._tell(ended=self._number, records=counted(records, self._began), leaving=leaving)
+        self._tell(ended=self._number, records=timed_from_start(records, self._began), leaving=leaving)
         while (said := self._heard()) is not None and not self.presence.blind:
             if said.end is not None:
                 return Outcome(False, said.end, said.text)

@@ -18,8 +18,8 @@ from trainer.launch.nodes.rendezvous import (
     Outcome,
     Rendezvous,
     Round,
-    counted,
     outcome_of,
+    timed_from_start,
 )
 
 # With enough nodes for an elastic job, how long the others may still take: at first, and between rounds.
@@ -95,7 +95,7 @@ class Leader(Rendezvous):
         left = [f"{self.nodes.name(number)} leaves" for number in sorted(gone | ({0} if leaving else set()))]
         left += [f"{self.nodes.name(number)} has come" for number in sorted(self._came)]
         outcome = outcome_of(
-            [*counted(records, self._began), *self._known()],
+            [*timed_from_start(records, self._began), *self._known()],
             self._round.world,
             list(self._lost.values()),
             left,
@@ -194,9 +194,9 @@ class Leader(Rendezvous):
                 "give each its own number"
             )
         for what, here in self._said.same.items():
-            if (there := one.said.same.get(what)) != here:
+            if (value := one.said.same.get(what)) != here:
                 line = (
-                    f"node {one.node} ({name}) has another {what} than node 0: {there}, not {here}; "
+                    f"node {one.node} ({name}) has another {what} than node 0: {value}, not {here}; "
                     "give every node the same image, files and command"
                 )
                 if self._round is None and not self.nodes.elastic:

@@ -104,7 +104,7 @@ class Seen(NamedTuple):
 
     @property
     def beats(self) -> bool:
-        """Whether it has changed lately, after it was first seen: a killed launcher leaves its file."""
+        """Returns True if it changed lately, after it was first seen: a killed launcher leaves its file."""
         return self.silent < min(self.age, SILENT_SECONDS)
 
 
@@ -138,7 +138,7 @@ class Presence:
 
     @property
     def stands(self) -> bool:
-        """Whether this launcher's file exists."""
+        """Returns True if this launcher's file exists."""
         return self._written is not None
 
     def say(self, said: Said) -> None:

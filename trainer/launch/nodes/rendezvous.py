@@ -136,7 +136,7 @@ class Rendezvous:
             raise BadInputError(f"--out {self.folder}: {self.presence.unwritten}")
 
 
-def counted(records: Sequence[ExitRecord], began: float) -> tuple[ExitRecord, ...]:
+def timed_from_start(records: Sequence[ExitRecord], began: float) -> tuple[ExitRecord, ...]:
     """Converts exit records for other nodes: hosts' clocks differ, so times count from the round's start."""
     return tuple(
         replace(record, time=min(record.time - began, _NEVER), traceback=record.traceback[-_TRACEBACK:])

@@ -103,8 +103,8 @@ def make_axis(
 def _tick(value: float, decimals: int) -> str:
     if decimals > 4 or abs(value) >= 1e6:
         # As many digits as it takes to tell neighbors apart.
-        whole = math.floor(math.log10(abs(value))) if value else 0
-        return number(value, max(3, whole + decimals + 2))
+        exponent = math.floor(math.log10(abs(value))) if value else 0
+        return number(value, max(3, exponent + decimals + 2))
     return f"{value:,.{decimals}f}".replace("-", "\u2212")
 
 

@@ -103,7 +103,7 @@ def line_chart(
     places = [[(step, round(HEIGHT * up.at(cell.mean))) for step, cell in one.drawn] for one in lines]
     over = [places[:n].count(place) for n, place in enumerate(places)]  # to the pixel at the same places
     named = [one for one in lines if one.look >= 0]
-    told = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
+    described = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
     parts = [
         axes(up, along),
         STRETCHED,
@@ -114,7 +114,7 @@ def line_chart(
     ]
     key = _key(lines) if keyed and len(lines) > 1 else ""
     notes = ["logarithmic"] * up.log + ["dashed: equal to another"] * any(over)
-    return figure_of(title, parts, ", ".join(notes), key, f"{title}. {told}")
+    return figure_of(title, parts, ", ".join(notes), key, f"{title}. {described}")
 
 
 def _told(one: Line, kind: AxisKind, unit: str) -> str:
@@ -128,12 +128,14 @@ def _told(one: Line, kind: AxisKind, unit: str) -> str:
     )
 
 
-def figure_of(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> Markup:
+def figure_of(
+    title: str, parts: Iterable[str], note: str, key: str, described: str, wide: bool = False
+) -> Markup:
     """Builds a plot with its title, a note, a legend (HTML), and a description for screen readers."""
     noted, wide_ = f"<span>{note}</span>" * bool(note), ' class="wide"' * wide
     return Markup(
         f"<figure{wide_}><figcaption><b>{escaped(title)}</b>{noted}{key}</figcaption>"
-        f'<svg class="plot" height="{HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
+        f'<svg class="plot" height="{HEIGHT}" role="img" aria-label="{escaped(described, 1000)}">'
         f"{''.join(parts)}</svg></figure>"
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError, StopRun
 from trainer.host.files import write_whole
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.host.latest import MANIFEST
 from trainer.observe.console import warn
 from trainer.observe.text import plain
@@ -53,7 +53,7 @@ def report_failure(folder: Path, code: int) -> int:
     if code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_BAD_INPUT) and (folder / MANIFEST).is_file():
         leave_report(folder)
         there = folder / NAME if (folder / NAME).exists() else folder
-        warn(f"the run folder is {shown(folder)}; its report: {shown(there)}")
+        warn(f"the run folder is {path_shown(folder)}; its report: {path_shown(there)}")
     return code
 
 

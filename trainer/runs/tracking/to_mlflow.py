@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import BadInputError
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.observe.rows import PICTURES, pictures_of
 from trainer.runs.differences import flat
 from trainer.runs.tracking.tracker import metrics_of, silent
@@ -69,8 +69,8 @@ class ToMlflow:
             self._client.log_batch(self._id, params=params[start : start + _PARAMS])
         if server:
             return self._id, f"run {self._id} of {server}"
-        shows = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shown(folder)}"
-        return self._id, f"in {shown(folder)}; see it by {shows}"
+        shows = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {path_shown(folder)}"
+        return self._id, f"in {path_shown(folder)}; see it by {shows}"
 
     def _earlier(self, about: dict[str, Any], experiment: str) -> Any:
         mine = f"tags.`{_RUN_ID}` = '{about['run_id']}'"

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.errors import BadInputError
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.observe.rows import pictures_of, tag
 from trainer.runs.tracking.tracker import metrics_of, silent
 
@@ -92,7 +92,7 @@ class ToWandb:
             return "off (WANDB_MODE)"
         if self._run.offline:
             files = Path(self._run.dir).parent.parent / f"offline-run-*-{self._run.id}"
-            return f"offline; upload it by wandb sync {shown(files)}"
+            return f"offline; upload it by wandb sync {path_shown(files)}"
         return str(self._run.url)
 
     def log(self, rows: list[dict[str, Any]]) -> None:
@@ -106,8 +106,10 @@ class ToWandb:
                 self._run.summary.update(metrics_of(row))
             else:
                 at = {"step": row["step"], "_timestamp": row["time"]}
-                shown = {tag("hook", n): wandb.Image(str(file)) for n, file in pictures_of(row, self._folder)}
-                self._run.log({**metrics_of(row), **shown, **at}, step=self._rows, commit=True)
+                pictures = {
+                    tag("hook", n): wandb.Image(str(file)) for n, file in pictures_of(row, self._folder)
+                }
+                self._run.log({**metrics_of(row), **pictures, **at}, step=self._rows, commit=True)
                 self._rows += 1
 
     def close(self, status: str) -> None:

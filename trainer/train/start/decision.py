@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.recipe import Recipe
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.host.here import shown
+from trainer.host.here import path_shown
 from trainer.host.latest import LATEST
 from trainer.runs.differences import differences, of_end, other_arithmetic, other_data
 from trainer.runs.manifest import BegunFrom, Manifest, Pretrained, read_run, read_stored
@@ -81,7 +81,7 @@ def decide(
     config, plan = recipe.model_dump(mode="json"), make_plan(recipe, task)
     data = data_of(task, pretrained, plan.draws)
     check_resumable(folder, stored, config, device_kind(recipe), data, resume, plan.steps)
-    return ended(shown(folder), stored, config, resume, plan.steps) or Resume(stored)
+    return ended(path_shown(folder), stored, config, resume, plan.steps) or Resume(stored)
 
 
 def check_resumable(

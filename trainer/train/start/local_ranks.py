@@ -9,7 +9,7 @@ import torch
 
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.host.affinity import CpuShares, gpu_nodes, read_topology, share_cpus, within
+from trainer.host.affinity import CpuShares, gpu_nodes, limits_within, read_topology, share_cpus
 from trainer.host.allocator import CUBLAS_WORKSPACE, allocator_variables
 from trainer.host.gpus import chosen_gpus
 from trainer.host.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
@@ -32,7 +32,7 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     count, environment = _devices(recipe, gpus, ranks)
     environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
     shares = _cpus(recipe, count, {**os.environ, **environment})
-    limits = within(read_limits(), shares)
+    limits = limits_within(read_limits(), shares)
     environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
     if device_kind(recipe) == "cuda":
         environment |= _nccl_variables(os.environ, torch.__version__)

@@ -21,7 +21,7 @@ from trainer.distributed.parallel import (
 )
 from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
-from trainer.host.affinity import unpin_main_thread, within
+from trainer.host.affinity import limits_within, unpin_main_thread
 from trainer.host.allocator import check_allocator
 from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
@@ -277,4 +277,4 @@ def _is_first() -> bool:
 
 def _limits() -> Limits:
     """Returns the limits of all ranks of this host, with their CPUs as they are bound."""
-    return within(read_limits(), cpu_shares())
+    return limits_within(read_limits(), cpu_shares())

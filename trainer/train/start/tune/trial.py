@@ -21,7 +21,7 @@ from trainer.data.sampling.plan import evaluation_share
 from trainer.data.workers import Loading
 from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
-from trainer.host.affinity import unpin_main_thread, within
+from trainer.host.affinity import limits_within, unpin_main_thread
 from trainer.host.allocator import check_allocator
 from trainer.host.limits import read_limits
 from trainer.host.memory_room import cap_own
@@ -87,7 +87,7 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
     task = make_task(recipe)
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(kind, recipe.parallel.timeout_s))
-        limits, local = within(read_limits(), cpu_shares()), int(os.environ["LOCAL_WORLD_SIZE"])
+        limits, local = limits_within(read_limits(), cpu_shares()), int(os.environ["LOCAL_WORLD_SIZE"])
         settings = [Loading(*setting) for setting in request["settings"]]
         # Where settings take turns, each brings its own workers.
         setting = Loading(0, 1) if settings else choose_loading(recipe, task, limits, local).setting
