@@ -17,7 +17,15 @@ import numpy as np
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
 from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_of
-from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered, printable, shown, whole
+from trainer.data.formats.labels import (
+    LabelError,
+    as_integer,
+    label_of,
+    labels_in,
+    numbered,
+    printable,
+    quoted,
+)
 from trainer.data.formats.records import Records
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text
@@ -93,7 +101,7 @@ class ArrowTable:
         """
         if self.columns.count(name) != 1:
             times = "no column" if name not in self.columns else "more than one column"
-            there = ", ".join(map(shown, self.columns[:_NAMED])) + ", …" * (len(self.columns) > _NAMED)
+            there = ", ".join(map(quoted, self.columns[:_NAMED])) + ", …" * (len(self.columns) > _NAMED)
             raise BadInputError(f"{self.folder}: {times} '{name}' (there are: {there}); name it by {key}")
         if name not in self._read:
             parts = [column_of(file, name) for file in self._files]
@@ -188,7 +196,11 @@ def _classes(folder: Path, name: str, column: Any, names: list[str] | None) -> t
     try:
         texts, given = list[str](), labels_in(column)
         for row, value in enumerate(given):
-            if value is None or value == "" or (names is not None and not 0 <= whole(value) < len(names)):
+            if (
+                value is None
+                or value == ""
+                or (names is not None and not 0 <= as_integer(value) < len(names))
+            ):
                 raise BadInputError(f"{folder}: row {row} has no label (column '{name}' is {value!r})")
             texts.append(sys.intern(label_of(value)))
         if not given:
@@ -261,7 +273,7 @@ def _files(folder: Path) -> list[Path]:
     if told.get("_indices_data_files") or told.get("_indices_files"):
         raise BadInputError(f"{state}: chooses rows by a table of their numbers; save the data again")
     if odd := next((name for name in names if "/" in name or "\0" in name), ""):
-        raise BadInputError(f"{state}: {shown(odd)} isn't the name of a file beside it; save the data again")
+        raise BadInputError(f"{state}: {quoted(odd)} isn't the name of a file beside it; save the data again")
     for name in names:
         # data-00000-of-00003.arrow: the name says how many there should be.
         count = int(found[1]) if (found := _COUNTED.fullmatch(name)) else len(set(names))

@@ -6,7 +6,7 @@ What a file says of itself is checked before it is used: lengths, offsets, and t
 from pathlib import Path
 from typing import Any
 
-from trainer.data.formats.labels import shown
+from trainer.data.formats.labels import quoted
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
 from trainer.host.reading import kind_of
@@ -38,9 +38,9 @@ def column_of(file: Path, name: str) -> Any:
     schema = schema_of(file)
     place = schema.get_field_index(name)
     if place < 0:
-        raise BadInputError(f"{file}: no column {shown(name)}, which other files have; save the data again")
+        raise BadInputError(f"{file}: no column {quoted(name)}, which other files have; save the data again")
     if "_view" in (kind := str(schema.field(place).type)):  # whose rows may all be the same gigabyte
-        raise BadInputError(f"{file}: column {shown(name)} holds {kind[:60]}; save the data again")
+        raise BadInputError(f"{file}: column {quoted(name)} holds {kind[:60]}; save the data again")
     try:
         _check_not_compressed(file)
         source, stream = _opened(file, [place])

@@ -13,7 +13,7 @@ from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field, spread
 from trainer.data.formats.audio_end import behind, past_id3, samples_of_wav
-from trainer.data.formats.files import Files, NotAFileError, open_regular, readable
+from trainer.data.formats.files import Files, NotAFileError, open_sample_file, readable
 from trainer.data.formats.records import RecordsDataset
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
@@ -110,7 +110,7 @@ class AudioFolder(RecordsDataset):
         """Writes a cut, int16 (length,): the center if `random`, in [0, 1), is None."""
         try:
             # Opened here: soundfile doesn't tell a missing file from a corrupt one.
-            file, facts = open_regular(path)
+            file, facts = open_sample_file(path)
             try:
                 try:
                     self._decode(path, file, facts.st_size, random, out)
@@ -195,7 +195,7 @@ def _odd(path: bytes) -> tuple[str, str]:
     import soundfile
 
     try:
-        file, facts = open_regular(path)
+        file, facts = open_sample_file(path)
     except OSError:  # whoever trains on it says so
         return "", ""
     rest, loud = "", 0.0

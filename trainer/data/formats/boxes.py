@@ -195,10 +195,10 @@ class BoxedImages:
         def fill(row: int, sample: int) -> None:
             image: Any = out[IMAGE][row]
             if self._augment is None:
-                made = place(picture := _with_areas(self.pictures.read(sample)), image, 1.0, 0.0, 0.0)
+                made = paste(picture := _with_areas(self.pictures.read(sample)), image, 1.0, 0.0, 0.0)
                 out[PIXEL][row] = _pixel(picture.image, image)
             elif numbers is None:
-                made = place(self.pictures.read(sample), image, 1.0, 0.0, 0.0)
+                made = paste(self.pictures.read(sample), image, 1.0, 0.0, 0.0)
             else:
                 made = self._augmented(self._augment, sample, numbers[row], image)
             if self._augment is not None:
@@ -228,7 +228,7 @@ class BoxedImages:
         return mosaic([self.pictures.read(sample), *pictures], out, augment, (rest[1], rest[2]), draws)
 
 
-def place(picture: Picture, out: Pixels, scale: float, down: float, right: float) -> Picture:
+def paste(picture: Picture, out: Pixels, scale: float, down: float, right: float) -> Picture:
     """Draws an image at its aspect into another, cropped where it is larger.
 
     Args:
@@ -282,7 +282,7 @@ def moved(picture: Picture, out: Pixels, augment: BoxAugment, numbers: Sequence[
     picture = flipped(picture) if flip < augment.flip else picture
     if low == high == 1:
         down = right = 0.0
-    return place(picture, out, low * (high / low) ** scale, down, right)
+    return paste(picture, out, low * (high / low) ** scale, down, right)
 
 
 def mosaic(

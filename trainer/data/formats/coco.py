@@ -20,7 +20,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
 from trainer.data.formats.files import Files, Listed
-from trainer.data.formats.labels import folded, shown
+from trainer.data.formats.labels import folded, quoted
 from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
@@ -65,7 +65,7 @@ class CocoPictures:
         """Reads the whole file of instances; `check.check_data` looks whether all images are there."""
         from trainer.data.formats import decode
 
-        self._decode = decode.whole
+        self._decode = decode.decode_whole
         self._orientation = partial(orientation, formats=decode.formats())
         file, folder = _places(root, part)
         told = _load(file)
@@ -226,7 +226,7 @@ def _load(file: Path) -> Mapping[str, Any]:
             raise BadInputError(f"{file}: no list '{name}': not COCO's format of instances")
         for place, entry in enumerate(told[name]):
             if not isinstance(entry, dict) or (number := _whole(entry.get("id"))) is None:
-                value = f" ({shown(entry['id'])})" if isinstance(entry, dict) and "id" in entry else ""
+                value = f" ({quoted(entry['id'])})" if isinstance(entry, dict) and "id" in entry else ""
                 raise BadInputError(
                     f"{file}: entry {place} of '{name}' has no id that is a whole number{value}"
                 )
@@ -292,8 +292,8 @@ def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) ->
     for number, name in names.items():
         if (other := by_sight.setdefault(folded(name), number)) != number:
             raise BadInputError(
-                f"{file}: category {number} ({shown(name)}) can hardly be told from category {other} "
-                f"({shown(names[other])}); make them one, or rename one"
+                f"{file}: category {number} ({quoted(name)}) can hardly be told from category {other} "
+                f"({quoted(names[other])}); make them one, or rename one"
             )
     return names
 
@@ -329,11 +329,11 @@ def _instances(
     for entry in told["annotations"]:
         number, where = _whole(entry.get("image_id")), f"{file}: annotation {entry['id']}"
         if number is None or number not in images:
-            raise BadInputError(f"{where}: there is no image {shown(entry.get('image_id'))}")
+            raise BadInputError(f"{where}: there is no image {quoted(entry.get('image_id'))}")
         category, crowd = _whole(entry.get("category_id")), entry.get("iscrowd", 0)
         if category is None or category not in class_of:
             raise BadInputError(
-                f"{where} of image {number}: there is no category {shown(entry.get('category_id'))}"
+                f"{where} of image {number}: there is no category {quoted(entry.get('category_id'))}"
             )
         if crowd not in (0, 1):
             raise BadInputError(f"{where} of image {number}: iscrowd is {crowd!r}, neither 0 nor 1")

@@ -22,10 +22,10 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, central_window, snapped_cut
 from trainer.data.formats.orientation import (
     UPRIGHT,
+    apply_orientation,
     orientation,
     orientation_of,
     stored_box,
-    turned,
     turned_size,
 )
 from trainer.data.formats.quiet import without_lines_of_libraries
@@ -138,7 +138,7 @@ def cut_out(
             found = _decoded(data, header, choose, side if scaled else 0, reading)
         image, box, turn = found or _with_pil(data, choose, reading)
     cut = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
-    return cut if turn == UPRIGHT else turned(cut, turn)
+    return cut if turn == UPRIGHT else apply_orientation(cut, turn)
 
 
 def _check_scans(data: bytearray, pixels: int) -> None:
@@ -148,7 +148,7 @@ def _check_scans(data: bytearray, pixels: int) -> None:
         raise Corrupt(f"a JPEG of {scans:,} scans, which would take minutes")
 
 
-def whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008
+def decode_whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008
     """Decodes an image; see `cut_out`."""
     return cut_out(data, lambda height, width: Box(0, 0, height, width), reading=reading)
 

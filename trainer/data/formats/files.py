@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.config.data import DataConfig
-from trainer.data.check import Wrong, counted, unreadable
+from trainer.data.check import Wrong, unreadable, unreadable_line
 from trainer.data.dataset import spread
 from trainer.data.formats.labels import in_order
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Records
-from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
-from trainer.data.shared import Columns, joined
+from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
+from trainer.data.shared import Columns, name_columns
 from trainer.errors import BadInputError
 
 _JPEG = (".jpg", ".jpeg", ".jfif", ".jpe")
@@ -68,7 +68,7 @@ class Files(Records):
         self._root = os.fsencode(root)
         self.left_out = tally(left_out)
         self.classes: Sequence[str] = tuple(classes)
-        columns = {**joined(names), "label": np.asarray(labels, dtype=np.int64)}
+        columns = {**name_columns(names), "label": np.asarray(labels, dtype=np.int64)}
         self._listed = None if listed is None else listed[:2]
         if listed is not None:
             columns["number"] = np.asarray(listed.numbers, dtype=np.int64)
@@ -99,14 +99,14 @@ class Files(Records):
             wrong[0] = Wrong(number, reason + hint(self._root, names[number]))
         if self._listed is None:
             what = f"files below {readable(self._root)}"
-            return counted(wrong, len(self), what, self.name, "mend or remove what is wrong")
+            return unreadable_line(wrong, len(self), what, self.name, "mend or remove what is wrong")
         table, unit = self._listed
 
         def place(sample: int) -> str:
             return f"{unit} {self._columns['number'][sample]}: {self.name(sample)}"
 
         remedy = f"add it, or take its {unit} out (paths are relative to {readable(self._root)})"
-        return counted(wrong, len(self), f"files named in {table}", place, remedy)
+        return unreadable_line(wrong, len(self), f"files named in {table}", place, remedy)
 
     def name(self, sample: int) -> str:
         """Path, readable."""
@@ -130,7 +130,7 @@ class NotAFileError(OSError):
     """Error for a folder, a pipe or a device in the place of a file."""
 
 
-def open_regular(path: bytes | Path) -> tuple[int, os.stat_result]:
+def open_sample_file(path: bytes | Path) -> tuple[int, os.stat_result]:
     """Opens a regular file for reading.
 
     Raises:
@@ -208,7 +208,7 @@ def in_folder(
         raise BadInputError(f"{where}: can't be listed ({error.strerror})") from error
     left_out = sorted(left_out, key=lambda each: each.first)
     if not found:
-        more = f"; {told(tally(left_out))}" if left_out else ""
+        more = f"; {left_out_line(tally(left_out))}" if left_out else ""
         raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders{more}")
     names = [readable(os.fsencode(name)) for name in folders]
     return kind(root, [path for _, path in found], [number for number, _ in found], names, left_out=left_out)
@@ -295,7 +295,7 @@ def _size(path: bytes) -> int:
 
 
 def _content(path: bytes) -> bytearray:
-    file, facts = open_regular(path)
+    file, facts = open_sample_file(path)
     try:
         return read_exactly(file, 0, facts.st_size)
     finally:

@@ -52,21 +52,21 @@ def label_of(value: object) -> str:
         case str():
             return _checked(value)
         case int() | float() | decimal.Decimal() | np.floating() | np.integer():
-            return str(whole(value))
+            return str(as_integer(value))
         case None:
             raise LabelError("label is empty")
         case _:
-            raise LabelError(f"label {shown(value)} is {_kind(value)}, neither a name nor a number")
+            raise LabelError(f"label {quoted(value)} is {_kind(value)}, neither a name nor a number")
 
 
-def whole(value: object) -> int:
+def as_integer(value: object) -> int:
     """A number of a class, which may be written as a float.
 
     Raises:
         LabelError: If it isn't a whole number from 0 on.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | decimal.Decimal | np.number):
-        raise LabelError(f"label {shown(value)} isn't a number")
+        raise LabelError(f"label {quoted(value)} isn't a number")
     if not math.isfinite(value):
         raise LabelError(f"label {value} stands for a missing value")
     if value != int(value):
@@ -98,7 +98,7 @@ def labels_in(column: Any) -> list[Any]:
         chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
         return [value for chunk in chunks for value in _values(chunk)]
     kind = str(column.type).partition("<")[0]
-    first = f" {shown(column[0].as_py())}" if len(column) and not types.is_temporal(column.type) else ""
+    first = f" {quoted(column[0].as_py())}" if len(column) and not types.is_temporal(column.type) else ""
     raise LabelError(f"label{first} is of type {kind}, neither a name nor a number")
 
 
@@ -129,7 +129,7 @@ def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
         return [place[numbers[label]] for label in labels], [str(number) for number in order]
     if pair := alike(names):
         at = sorted(map(labels.index, pair))
-        first, second = (shown(labels[place]) for place in at)
+        first, second = (quoted(labels[place]) for place in at)
         raise LabelError(f"label {second} can hardly be told from {first}", at[1])
     classes = in_order(list(names))
     number_of = {name: number for number, name in enumerate(classes)}
@@ -161,7 +161,7 @@ def folded(name: str) -> str:
     return " ".join(unicodedata.normalize("NFC", seen).split())
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """A value on one line, in ASCII: what looks alike can be told apart."""
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
@@ -178,11 +178,11 @@ def _checked(text: str) -> str:
     if not bare:
         raise LabelError("label is empty")
     if "\0" in text:
-        raise LabelError(f"label {shown(text)} holds a zero byte, as UTF-16 has")
+        raise LabelError(f"label {quoted(text)} holds a zero byte, as UTF-16 has")
     if bare in _MISSING:
-        raise LabelError(f"label {shown(bare)} stands for a missing value")
+        raise LabelError(f"label {quoted(bare)} stands for a missing value")
     if _NUMBER.fullmatch(bare):
-        whole(float(bare) if _FLOAT.search(bare) else int(bare))
+        as_integer(float(bare) if _FLOAT.search(bare) else int(bare))
     return printable(text)
 
 

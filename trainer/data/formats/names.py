@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from urllib.parse import unquote
 
-from trainer.data.formats.labels import folded, shown
+from trainer.data.formats.labels import folded, quoted
 
 _FARTHEST = 3  # parts of a name, from its end, that are looked for by themselves
 
@@ -25,7 +25,7 @@ def hint(root: bytes, name: bytes) -> str:
     parts = [part for part in text.replace("\\", "/").split("/") if part.strip(". ")]
     for first in dict.fromkeys((0, *range(max(0, len(parts) - _FARTHEST), len(parts)))):
         if found := _found(root, parts[first:]):
-            return f"{url}; there is {shown(found)}: write it so"
+            return f"{url}; there is {quoted(found)}: write it so"
     return url
 
 

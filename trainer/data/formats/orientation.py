@@ -62,7 +62,7 @@ def stored_box(box: Box, orientation: int, height: int, width: int) -> Box:
     return Box(top, left, box.height, box.width)
 
 
-def turned(image: torch.Tensor, orientation: int) -> torch.Tensor:
+def apply_orientation(image: torch.Tensor, orientation: int) -> torch.Tensor:
     """An image (…, height, width) or a part of it made upright, as PIL's `ImageOps.exif_transpose` does."""
     axes = [axis for axis, which in ((-2, _ROWS), (-1, _COLUMNS)) if orientation in which]
     image = image.flip(axes) if axes else image

@@ -26,8 +26,8 @@ import torch
 from trainer.checkpoint.tensor_file import encode
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.records import Reading, Records
-from trainer.data.formats.sharded import INDEX, About, Shard, hash_of, write_index
-from trainer.data.shared import Columns, joined
+from trainer.data.formats.sharded import INDEX, About, Shard, content_hash, write_index
+from trainer.data.shared import Columns, name_columns
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 
@@ -122,7 +122,7 @@ def _packed(
         columns.append(part)
     merged = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
     unreadable = np.flatnonzero(merged.pop("unreadable"))
-    merged |= joined([records.file_name(sample) for sample in range(len(records))])
+    merged |= name_columns([records.file_name(sample) for sample in range(len(records))])
     about = write_index(
         target,
         shards,
@@ -273,7 +273,7 @@ def _stored_one_by_one(
         except Corrupt as error:  # its label is another's
             raise BadInputError(f"{records.name(sample)}: {error}") from error
         stored = _stored(data, settings, records.reading)
-        rows.append((len(stored.data), hash_of(stored.data), *stored[1:]))
+        rows.append((len(stored.data), content_hash(stored.data), *stored[1:]))
         yield bytes(stored.data)
 
 
@@ -288,7 +288,7 @@ def _stored(data: bytearray, settings: PackSettings, reading: Reading) -> _Store
     from trainer.data.formats import decode  # here: torchvision takes three seconds
 
     try:
-        image = decode.whole(data, reading)
+        image = decode.decode_whole(data, reading)
     except Corrupt:
         return _Stored(data, unreadable=True)
     height, width = image.shape[2:]

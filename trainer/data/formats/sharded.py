@@ -21,9 +21,9 @@ from typing_extensions import Self
 
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.data import DataConfig
-from trainer.data.check import Wrong, counted
+from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_regular, readable
+from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_sample_file, readable
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
@@ -82,7 +82,7 @@ class ShardFolder:
 
     def open(self, shard: Shard) -> int:
         """See `Place.open`."""
-        return open_regular(self.path / shard.name)[0]
+        return open_sample_file(self.path / shard.name)[0]
 
     def __str__(self) -> str:
         return readable(os.fsencode(self.path))
@@ -135,7 +135,7 @@ class ShardedRecords(Records):
             except OSError as error:
                 more = hint(os.fsencode(str(self._place)), os.fsencode(shard.name))
                 wrong.append(Wrong(number, f"{error.strerror or error}{more}"))
-        return counted(
+        return unreadable_line(
             wrong,
             len(self.about.shards),
             f"shards of {self._place}",
@@ -161,7 +161,7 @@ class ShardedRecords(Records):
             raise BadInputError(f"{self.name(sample)}: can't have {size:,} bytes; make the index again")
         data = bytearray(size)
         self._fill(sample, 0, memoryview(data))
-        if hash_of(data) != int(self._columns["hash"][sample]):
+        if content_hash(data) != int(self._columns["hash"][sample]):
             raise Corrupt("has changed since it was indexed: bring it back, or make the index or pack again")
         return data
 
@@ -214,7 +214,7 @@ def _reading(settings: Mapping[str, Any]) -> Reading:
             return Reading()
 
 
-def hash_of(data: bytes | bytearray) -> int:
+def content_hash(data: bytes | bytearray) -> int:
     """Returns the first 64 bits of SHA-256: they find damage; they don't stop a forger."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.data import DataConfig
 from trainer.data.formats.files import Files, Listed
-from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, shown
+from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.parquet_pages import inflated_size
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
@@ -44,7 +44,7 @@ def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: A
     if not parquet.exists() and not text.exists() and path.is_dir():
         others = sorted(entry.name for entry in path.iterdir() if entry.name.startswith(f"{split}."))
         if others:
-            raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {shown(others[0])})")
+            raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {quoted(others[0])})")
     return in_table(parquet if parquet.exists() else text)
 
 
@@ -235,13 +235,13 @@ def _hint(file: Path, columns: Sequence[str], wanted: str) -> str:
         return f": this is {what}"
     close = [name for name in columns if folded(name).lower() == wanted]
     if close:
-        return f", but {shown(close[0])}: rename it"
+        return f", but {quoted(close[0])}: rename it"
     for separator in _SEPARATORS:
         if len(columns) == 1 and wanted in [
             folded(name).strip("'\"") for name in columns[0].split(separator)
         ]:
             return f": cells are separated by {separator!r}; save it with commas"
-    return f" (it has: {', '.join(map(shown, columns[:_NAMED])) or 'none'}{', …' * (len(columns) > _NAMED)})"
+    return f" (it has: {', '.join(map(quoted, columns[:_NAMED])) or 'none'}{', …' * (len(columns) > _NAMED)})"
 
 
 def _other_than_text(file: Path) -> str:
@@ -261,7 +261,7 @@ def _pair(where: str, path: Any, label: Any) -> tuple[bytes, str]:
     if path in (None, "", b"") or label in (None, ""):
         raise BadInputError(f"{where}: path or label is empty")
     if not isinstance(path, str | bytes):
-        raise BadInputError(f"{where}: path {shown(path)} is no text")
+        raise BadInputError(f"{where}: path {quoted(path)} is no text")
     if len(path) > _LONGEST or (isinstance(label, str) and len(label) > _LONGEST):
         raise BadInputError(f"{where}: path or label has more than {_LONGEST:,} letters")
     path = os.fsencode(path)

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from trainer.data.formats.files import IMAGES, read_exactly, readable
 from trainer.data.formats.labels import LabelError, label_of, numbered
-from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, hash_of, write_index
+from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, content_hash, write_index
 from trainer.data.formats.tar_members import members
-from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
-from trainer.data.shared import joined
+from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
+from trainer.data.shared import name_columns
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 
@@ -76,7 +76,7 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         left_out = list(tally(left_out))
         numbers += [number] * len(found)
     if not samples:
-        more = f"; {told(left_out)}" if left_out else ""
+        more = f"; {left_out_line(left_out)}" if left_out else ""
         raise BadInputError(
             f"{folder}: its tar files hold no sample with an image and a label (.cls, .json){more}"
         )
@@ -91,7 +91,7 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         "bytes": np.array([sample.size for sample in samples], np.int64),
         "label": np.array(labels, np.int64),
         "hash": np.array([sample.digest for sample in samples], np.uint64),
-        **joined([sample.name for sample in samples]),
+        **name_columns([sample.name for sample in samples]),
     }
     return write_index(folder, shards, columns, classes, "files", "tar shards", {}, left_out)
 
@@ -196,7 +196,7 @@ def _sample(
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = str(error) if isinstance(error, LabelError) else repr(error)
         raise BadInputError(f"{file}: the label of '{readable(name)}' can't be read ({reason})") from error
-    digest = hash_of(read_exactly(descriptor, image.offset_data, image.size))
+    digest = content_hash(read_exactly(descriptor, image.offset_data, image.size))
     yield _Sample(name, text, image.offset_data, image.size, digest)
 
 

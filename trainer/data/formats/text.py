@@ -41,7 +41,7 @@ class Text(NamedTuple):
     counts: npt.NDArray[np.bool_] | None = None
 
 
-def joined(documents: Sequence[Tokens], end: int) -> Tokens:
+def join_documents(documents: Sequence[Tokens], end: int) -> Tokens:
     """Documents one after another, each with its end."""
     mark = np.array([end], documents[0].dtype)
     return np.concatenate([part for document in documents for part in (document, mark)])
@@ -154,7 +154,7 @@ def check_tokens(path: Path, length: int, dtype: str, vocabulary: int) -> None:
         raise BadInputError(f"{path}: can't be read ({error.strerror}); check the disk") from error
 
 
-def encode(text: str, tokenizer: str, characters: str = "") -> list[int]:
+def encode_text(text: str, tokenizer: str, characters: str = "") -> list[int]:
     """Characters to tokens, for the tokenizers that need no file.
 
     Raises:
@@ -170,7 +170,7 @@ def encode(text: str, tokenizer: str, characters: str = "") -> list[int]:
     return [known[character] for character in text]
 
 
-def decode(tokens: Sequence[int], tokenizer: str, characters: str = "") -> str:
+def decode_text(tokens: Sequence[int], tokenizer: str, characters: str = "") -> str:
     """Tokens to characters; bytes that are no UTF-8 become U+FFFD."""
     if tokenizer == "bytes":
         return bytes(token for token in tokens if token < 1 << 8).decode(errors="replace")

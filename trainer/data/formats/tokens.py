@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
 
 from trainer.data.dataset import NUM_ITEMS, Arrays, Field, spread
-from trainer.data.formats.files import fill_exactly, open_regular
+from trainer.data.formats.files import fill_exactly, open_sample_file
 from trainer.data.formats.token_header import check_tokens_alone
 from trainer.errors import BadInputError
 from trainer.host import strict_json
@@ -262,7 +262,7 @@ def read_about(path: Path) -> TokenFile | None:
 
 def _opened(path: Path) -> tuple[int, os.stat_result]:
     try:
-        return open_regular(path)
+        return open_sample_file(path)
     except OSError as error:
         raise BadInputError(
             f"{path}: can't be opened ({error.strerror}); give a token file, such as train.bin"
