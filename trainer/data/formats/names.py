@@ -1,4 +1,4 @@
-"""Hints for a name that leads to no file, from the names that exist."""
+"""Hints for a file name that doesn't exist, from similar names that do."""
 
 import os
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from urllib.parse import unquote
 
 from trainer.data.formats.labels import folded, quoted
 
-_FARTHEST = 3  # parts of a name, from its end, that are looked for by themselves
+_FARTHEST = 3  # components at the end of a path that are searched for by themselves
 
 
 def hint(root: bytes, name: bytes) -> str:
-    """Returns a hint, such as "; there is 'a/x.jpg': write it so"; "" if no existing name is close.
+    """Returns a hint such as "; there is 'a/x.jpg': write it so"; "" if no existing name is similar.
 
-    Found are names that differ in Unicode form, case, spaces, the kind of slash, percent signs or folders.
+    Similar names differ in Unicode form, case, spaces, slashes, percent-encoding or folders.
 
     Args:
-        root: The folder that the name is relative to.
-        name: As it is written down.
+        root: Folder that the name is relative to.
+        name: The name that doesn't exist.
     """
     if os.path.lexists(os.path.join(root, name)):  # noqa: PTH118  (bytes)
         return ""
@@ -30,12 +30,12 @@ def hint(root: bytes, name: bytes) -> str:
 
 
 def seen(name: str) -> str:
-    """Returns a key that is equal for names that differ in Unicode form, case, spaces or percent signs."""
+    """Returns a key that is equal for names that differ in Unicode form, case, spaces or percent-encoding."""
     return folded(unquote(name)).casefold()
 
 
 def _found(root: bytes, parts: Sequence[str]) -> str:
-    """A path below a folder that looks like these parts; "" if there is none."""
+    """Returns a path below a folder that is similar to these components; "" if there is none."""
     path = ""
     for part in parts:
         try:

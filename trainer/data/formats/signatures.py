@@ -1,11 +1,11 @@
-"""Recognizes a file that can't be read as an image, from its first bytes."""
+"""Recognition of files that aren't images that can be read, by their first bytes."""
 
 import codecs
 import re
 
 _CONVERT = "which isn't read; convert it to JPEG or PNG"
 DAMAGED = "that is cut off or damaged"
-# Offset, bytes and name. The first that fits is meant.
+# Offset, bytes and name; the first match counts.
 _IMAGES = (
     (0, b"\xff\xd8", "a JPEG"),
     (0, b"\x89PNG\r\n\x1a\n", "a PNG"),
@@ -81,7 +81,7 @@ _OTHERS = (
     (0, b"OggS", "a recording (Ogg)"),
     (0, b"ID3", "a recording (MP3)"),
 )
-# Of text; the first that is found is meant.
+# Patterns of text files; the first match counts.
 _TEXTS = (
     (r"<!doctype html|<(html|head|body|title|script)\b", "an HTML page"),
     (r"\Aversion https://git-lfs", "a Git LFS pointer, not the file: `git lfs pull` fetches it"),
@@ -96,7 +96,7 @@ _LOOKED_AT, _SHOWN = 1024, 40
 
 
 def what_it_is(data: bytes | bytearray) -> str:
-    """A few words on a file that isn't an image which is read; "" if nothing is known of it."""
+    """Describes a file that isn't a readable image in a few words; "" if it is unknown."""
     if not data:
         return "empty"
     if data.count(data[0]) == len(data):

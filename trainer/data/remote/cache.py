@@ -274,7 +274,7 @@ class CachedShards(ShardedRecords):
         """
         if bool((np.diff(self._columns["shard"]) < 0).any()):
             raise BadInputError(
-                f"{self._place}: its samples are numbered across its shards, so data.cache_limit must hold "
+                f"{self._store}: its samples are numbered across its shards, so data.cache_limit must hold "
                 f"all of them ({size_text(_total([self.about]))}); raise it, or make the pack or index again"
             )
 
