@@ -134,7 +134,7 @@ def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
         ) from error
     if b"\0" in text:
         raise BadInputError(f"{file}: {what_it_is(text[:_HEAD]) or 'holds zero bytes'}; save it as UTF-8")
-    found = []
+    samples = []
     for line, path in enumerate(text.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not path.strip():
             continue
@@ -142,8 +142,8 @@ def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
             name = readable(path.strip())
             more = hint(os.fsencode(file.parent), path.strip())
             raise BadInputError(f"{file}: line {line}: no recording '{name}' below this folder{more}")
-        found.append(number[path.strip()])
-    return found
+        samples.append(number[path.strip()])
+    return samples
 
 
 def _synthetic(config: DataConfig, length: int, seed: int) -> AudioData:

@@ -108,18 +108,18 @@ class Quarantine:
             self._exchange(file, {})
             self._check(f"{file} names them")
 
-    def add(self, found: Sequence[Bad]) -> None:
+    def add(self, corrupt: Sequence[Bad]) -> None:
         """Counts corrupt samples.
 
         Raises:
             BadInputError: If there are more than the budget allows, or the file can't be written.
         """
-        new = {bad.sample: bad for bad in found if bad.sample not in self.samples}
+        new = {bad.sample: bad for bad in corrupt if bad.sample not in self.samples}
         if new and self._file is not None:
             self._exchange(self._file, new)
         self.samples.update(new)
-        if found:
-            self._check(f"the last is {found[-1].name} ({found[-1].reason})")
+        if corrupt:
+            self._check(f"the last is {corrupt[-1].name} ({corrupt[-1].reason})")
 
     def _check(self, which: str) -> None:
         if len(self.samples) > self._budget:

@@ -1,4 +1,4 @@
-"""Several evaluation sets behind one loader, which share its workers: they are evaluated in turn."""
+"""Several evaluation sets behind one loader, whose loader workers they share, one set after another."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,18 +84,18 @@ class JoinedQuarantine(Quarantine):
         """Takes a quarantine for each set."""
         self._parts, self._joined = parts, joined
 
-    def add(self, found: Sequence[Bad]) -> None:
+    def add(self, corrupt: Sequence[Bad]) -> None:
         """See `Quarantine`."""
-        part = self._joined.part_of(found[0].sample)
+        part = self._joined.part_of(corrupt[0].sample)
         first = self._joined.first(part)
-        self._parts[part].add([bad._replace(sample=bad.sample - first) for bad in found])
+        self._parts[part].add([bad._replace(sample=bad.sample - first) for bad in corrupt])
 
 
 class PartLoader:
     """Loader of one set of a joined source; its batches are numbered from 0."""
 
     def __init__(self, loader: RingLoader, source: JoinedSource, part: int) -> None:
-        """Takes the loader of all sets and the index of one; `close` of the first ends the workers."""
+        """Takes the loader of all sets and the index of one; `close` of the first ends the loader workers."""
         self._loader, self._part, self._first = loader, part, source.first(part)
         self._rows = source.sources[part].share.plan.micro_batch_size
 
@@ -112,7 +112,7 @@ class PartLoader:
         return self._loader.take_work()
 
     def close(self) -> None:
-        """Ends the workers if this is the first set."""
+        """Ends the loader workers if this is the first set."""
         if not self._part:
             self._loader.close()
 

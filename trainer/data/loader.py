@@ -332,7 +332,7 @@ class RingLoader:
         return filled.number, filled.num_items
 
     def close(self) -> None:
-        """Ends the workers and frees the memory."""
+        """Ends the loader workers and frees the memory."""
         running = getattr(self._loader, "_iterator", None)
         if running is not None:
             running._shutdown_workers()  # torch ends them only when the iterator is freed

@@ -67,14 +67,14 @@ class Sizes(NamedTuple):
 def sizes_of(
     dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0, method: str = "fork"
 ) -> Sizes:
-    """Returns the sizes of a data set's batches in the ring, and of a worker with this start method."""
+    """Returns the sizes of a data set's batches in the ring, and of a worker process by start method."""
     sample = sum(math.prod(field.shape) * field.dtype.itemsize for field in dataset.fields.values())
     process = _FORKED_BYTES if start_method(method) == "fork" else _STARTED_BYTES
     return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size, process)
 
 
 def prefetch_by_size(sizes: Sizes) -> int:
-    """Returns the batches that each worker prepares ahead: many small ones, few large ones.
+    """Returns the batches that a loader worker prepares ahead: many small ones, few large ones.
 
     4 for samples below 32 KiB (tokens, sounds, small pictures); for images, below 2 MiB, 3 while a
     micro-batch is below 16 MiB and else 2; 1 for larger samples (video).
@@ -87,7 +87,7 @@ def prefetch_by_size(sizes: Sizes) -> int:
 
 
 def prefetch_of(config: LoaderConfig, dataset: Dataset, micro_batch_size: int) -> int:
-    """Returns the batches that each worker prepares ahead, by data.prefetch or by size."""
+    """Returns the batches that a loader worker prepares ahead, by data.prefetch or by size."""
     by_size = prefetch_by_size(sizes_of(dataset, micro_batch_size))
     return by_size if config.prefetch == "auto" else config.prefetch
 
@@ -154,13 +154,13 @@ def by_rule(workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks
 
 def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> str:
     """Describes a setting's memory: "3 workers x prefetch 3 x 9.6 MB = 87 MB, …"."""
-    whole, budget = bytes_needed(setting, sizes), memory_budget(limits, ranks)
+    needed, budget = bytes_needed(setting, sizes), memory_budget(limits, ranks)
     of = "" if budget == math.inf else f" of the {megabytes(budget)} that they may take"
     text = f"{setting}"
     if setting.workers:
         ahead = setting.workers * setting.prefetch * sizes.batch
         text += f" x {megabytes(sizes.batch)} = {megabytes(ahead)}"
-    return f"{text}; with spare slots, evaluation and processes {megabytes(whole)}{of}"
+    return f"{text}; with spare slots, evaluation and processes {megabytes(needed)}{of}"
 
 
 def start_method(configured: str) -> str:
@@ -189,7 +189,7 @@ def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
 
 
 def check_importable(dataset: Dataset, method: str) -> None:
-    """Checks that a worker that isn't forked can import a data set's class, transforms and collate.
+    """Checks that a loader worker that isn't forked can import a data set's class, transforms and collate.
 
     Raises:
         BadInputError: If one is defined in a task's file or a notebook, or if importing the script would
@@ -206,7 +206,7 @@ def check_importable(dataset: Dataset, method: str) -> None:
         if method != "fork" and (module.endswith(MAIN) or notebook):
             name = getattr(thing, "__name__", type(thing).__name__)
             raise BadInputError(
-                f"data.start_method={method}: a worker can't import {name} from a task's "
+                f"data.start_method={method}: a loader worker can't import {name} from a task's "
                 "file or a notebook; import it from a module of yours, or set data.workers=0"
             )
 
@@ -246,7 +246,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 class CurrentBatches:
-    """Sampler whose batch numbers can be replaced while the workers run."""
+    """Sampler whose batch numbers can be replaced while loader workers run."""
 
     def __init__(self, numbers: list[range]) -> None:
         self._numbers = numbers

@@ -198,7 +198,7 @@ def in_folder(
     try:
         folders = _classes(root, leave_out, left_out)
         above = tuple(_inode(each.stat()) for each in (root, *root.resolve().parents))
-        found = [
+        files = [
             (number, os.fsencode(name) + b"/" + path)
             for number, name in enumerate(folders)
             for path in sorted(_below(os.fsencode(root / name), suffixes, left_out, os.fsencode(name), above))
@@ -207,11 +207,11 @@ def in_folder(
         where = readable(os.fsencode(error.filename)) if error.filename else root
         raise BadInputError(f"{where}: can't be listed ({error.strerror})") from error
     left_out = sorted(left_out, key=lambda each: each.first)
-    if not found:
+    if not files:
         more = f"; {left_out_line(tally(left_out))}" if left_out else ""
         raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders{more}")
     names = [readable(os.fsencode(name)) for name in folders]
-    return kind(root, [path for _, path in found], [number for number, _ in found], names, left_out=left_out)
+    return kind(root, [path for _, path in files], [number for number, _ in files], names, left_out=left_out)
 
 
 def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> list[str]:

@@ -24,8 +24,8 @@ def hint(root: bytes, name: bytes) -> str:
     url = "; this is a URL: fetch the files, and write their names" if "://" in text else ""
     parts = [part for part in text.replace("\\", "/").split("/") if part.strip(". ")]
     for first in dict.fromkeys((0, *range(max(0, len(parts) - _FARTHEST), len(parts)))):
-        if found := _found(root, parts[first:]):
-            return f"{url}; there is {quoted(found)}: write it so"
+        if similar := _similar(root, parts[first:]):
+            return f"{url}; there is {quoted(similar)}: write it so"
     return url
 
 
@@ -34,15 +34,15 @@ def seen(name: str) -> str:
     return folded(unquote(name)).casefold()
 
 
-def _found(root: bytes, parts: Sequence[str]) -> str:
+def _similar(root: bytes, parts: Sequence[str]) -> str:
     """Returns a path below a folder that is similar to these components; "" if there is none."""
     path = ""
     for part in parts:
         try:
-            here = os.listdir(os.path.join(root, os.fsencode(path)))  # noqa: PTH118, PTH208  (bytes)
+            entries = os.listdir(os.path.join(root, os.fsencode(path)))  # noqa: PTH118, PTH208  (bytes)
         except OSError:
             return ""
-        names = sorted(map(os.fsdecode, here))
+        names = sorted(map(os.fsdecode, entries))
         wanted = part if part in names else next((each for each in names if seen(each) == seen(part)), "")
         if not wanted:
             return ""

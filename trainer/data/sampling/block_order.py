@@ -49,23 +49,23 @@ def in_blocks(seed: int, epoch: Ints, position: Ints, shards: tuple[int, ...], s
     Returns:
         int64, same shape: for each epoch a permutation of range(sum(shards)).
     """
-    found = np.array(position, dtype=np.int64)
+    samples = np.array(position, dtype=np.int64)
     for number in np.unique(epoch).tolist():
         order = _epoch(seed, number, shards, shards_per_block)
-        here = np.asarray(epoch) == number
-        found[here] = _of_epoch(seed, number, found[here], order)
-    return found
+        chosen = np.asarray(epoch) == number
+        samples[chosen] = _of_epoch(seed, number, samples[chosen], order)
+    return samples
 
 
 def _of_epoch(seed: int, epoch: int, position: Ints, order: _Epoch) -> Ints:
     block = np.searchsorted(order.blocks, position, side="right") - 1
-    place = np.empty_like(position)
+    slot = np.empty_like(position)
     for number in np.unique(block).tolist():
-        here = block == number
+        chosen = block == number
         start, end = order.blocks[number : number + 2].tolist()
         each = key(seed, Purpose.BLOCK, number)
-        inside = position[here] - start
-        place[here] = start + permuted(each, np.full(len(inside), epoch), inside, end - start)
-    shard = np.searchsorted(order.ends, place, side="right") - 1
-    samples: Ints = order.first[shard] + place - order.ends[shard]
+        inside = position[chosen] - start
+        slot[chosen] = start + permuted(each, np.full(len(inside), epoch), inside, end - start)
+    shard = np.searchsorted(order.ends, slot, side="right") - 1
+    samples: Ints = order.first[shard] + slot - order.ends[shard]
     return samples

@@ -38,10 +38,10 @@ def in_buckets(
     late = -epoch * samples % micro_batch_size if cross else np.zeros_like(epoch)
     behind = position - late
     rest = np.where(behind < 0, position + aligned, position)
-    place = np.where((behind >= 0) & (behind < aligned), behind, rest)
+    slot = np.where((behind >= 0) & (behind < aligned), behind, rest)
     # First the micro-batches of single buckets, then the samples left over.
-    inside = place < all_micro_batches * micro_batch_size
-    number, offset = np.divmod(place, micro_batch_size)
+    inside = slot < all_micro_batches * micro_batch_size
+    number, offset = np.divmod(slot, micro_batch_size)
     if all_micro_batches:
         each = key(seed, Purpose.SHARDS)
         number = np.where(inside, permuted(each, epoch, np.where(inside, number, 0), all_micro_batches), 0)
@@ -49,7 +49,7 @@ def in_buckets(
         np.cumsum(micro_batches),
         np.cumsum(sizes - micro_batches * micro_batch_size),
     )
-    left = np.where(inside, 0, place - all_micro_batches * micro_batch_size)
+    left = np.where(inside, 0, slot - all_micro_batches * micro_batch_size)
     bucket = np.where(
         inside, np.searchsorted(micro_batch_ends, number, "right"), np.searchsorted(rest_ends, left, "right")
     )
@@ -60,10 +60,10 @@ def in_buckets(
         - (rest_ends - (sizes - micro_batches * micro_batch_size))[bucket]
     )
     index = np.where(inside, of_micro_batch, of_rest)
-    found = np.empty_like(index)
+    in_bucket = np.empty_like(index)
     for one in np.unique(bucket).tolist():
-        here = bucket == one
+        chosen = bucket == one
         each = key(seed, Purpose.BLOCK, one)
-        found[here] = permuted(each, epoch[here], index[here], int(sizes[one]))
-    result: Ints = (np.cumsum(sizes) - sizes)[bucket] + found
+        in_bucket[chosen] = permuted(each, epoch[chosen], index[chosen], int(sizes[one]))
+    result: Ints = (np.cumsum(sizes) - sizes)[bucket] + in_bucket
     return result

@@ -52,15 +52,15 @@ class MixDraws:
         shares, sizes = (np.array(one, np.int64) for one in (self.shares, self.sizes))
         ends, block = np.cumsum(shares), int(sum(self.shares))
         number, offset = np.divmod(epoch * int(sizes.sum()) + position, block)
-        place = permuted(key(seed, Purpose.DRAW), number, offset, block)
-        part = np.searchsorted(ends, place, side="right")
-        nth = number * shares[part] + place - (ends - shares)[part]
-        found = np.empty_like(nth)
+        slot = permuted(key(seed, Purpose.DRAW), number, offset, block)
+        part = np.searchsorted(ends, slot, side="right")
+        nth = number * shares[part] + slot - (ends - shares)[part]
+        in_set = np.empty_like(nth)
         for one, size in enumerate(self.sizes):
-            here = part == one
-            epochs, places = np.divmod(nth[here], size)
-            found[here] = permuted(key(seed, Purpose.BLOCK, one), epochs, places, size)
-        samples: Ints = (np.cumsum(sizes) - sizes)[part] + found
+            chosen = part == one
+            epochs, positions = np.divmod(nth[chosen], size)
+            in_set[chosen] = permuted(key(seed, Purpose.BLOCK, one), epochs, positions, size)
+        samples: Ints = (np.cumsum(sizes) - sizes)[part] + in_set
         return samples
 
 
@@ -73,8 +73,8 @@ def mixed(names: Sequence[str], sizes: Sequence[int], weights: Sequence[float]) 
     if not all(sizes):
         raise BadInputError(f"data.mix: {names[list(sizes).index(0)]} has no samples; leave it out")
     parts = [Fraction(weight).limit_denominator(_FINEST) for weight in weights]
-    whole = [int(part * lcm(*(one.denominator for one in parts))) for part in parts]
-    shares = [one // (gcd(*whole) or 1) for one in whole]
+    scaled = [int(part * lcm(*(one.denominator for one in parts))) for part in parts]
+    shares = [one // (gcd(*scaled) or 1) for one in scaled]
     if sum(shares) > _FINEST or not all(shares):
         exact = [weight / sum(weights) * _FINEST for weight in weights]
         shares = [int(one) for one in exact]
