@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 def sizes_of(
     dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0, method: str = "fork"
 ) -> Sizes:
-    """Returns the sizes of a data set's batches in the ring, and of a worker process by start method."""
+    """Returns the sizes of a data set's batches in the ring, and of a loader worker by start method."""
     sample = sum(math.prod(field.shape) * field.dtype.itemsize for field in dataset.fields.values())
     process = _FORKED_BYTES if start_method(method) == "fork" else _STARTED_BYTES
     return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size, process)
