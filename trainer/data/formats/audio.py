@@ -1,6 +1,5 @@
 """Data set of wav and flac recordings in class folders, `root/<class>/**/<file>`: int16 crops."""
 
-import contextlib
 import io
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field, spread
 from trainer.data.formats.audio_end import behind, past_id3, samples_of_wav
-from trainer.data.formats.files import Files, NotAFileError, open_sample_file, readable
+from trainer.data.formats.files import Files, NotAFileError, open_sample_file, readable, size_of
 from trainer.data.formats.records import RecordsDataset
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
@@ -89,7 +88,7 @@ class AudioFolder(RecordsDataset):
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
             if not everything:  # a flac file is read to find its end
-                sizes = np.cumsum(list(pool.map(lambda sample: _size(self.records.path(sample)), chosen)))
+                sizes = np.cumsum(list(pool.map(lambda sample: size_of(self.records.path(sample)), chosen)))
                 chosen = chosen[: int(np.searchsorted(sizes, _BYTES, "right"))]
             oddities = list(pool.map(lambda sample: _odd(self.records.path(sample)), chosen))
         lines = []
@@ -206,12 +205,6 @@ def _odd(path: bytes) -> tuple[str, str]:
     finally:
         os.close(file)
     return rest, f"up to {loud:.4g}" if loud > 1 else ""
-
-
-def _size(path: bytes) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(path).st_size  # noqa: PTH116  (bytes)
-    return 0
 
 
 def _peak(sound: Any) -> float:

@@ -350,14 +350,11 @@ def _boxes(
             left, top, wide, high = entry["bbox"]
             right, bottom = min(left + wide, width), min(top + high, height)
             box = (max(0, left), max(0, top), right, bottom)
-            area = _area(entry.get("area"), wide * high)
+            # The annotated area is of the outline.
+            area = entry.get("area")
+            area = area if _is_number(area) and area >= 0 else wide * high
             boxes[number].append((*box, class_of[category], int(crowd), area))
     return boxes
-
-
-def _area(annotated: Any, of_box: float) -> float:
-    """Returns the annotated area in pixels, which is of the outline; else the area of the box."""
-    return annotated if _is_number(annotated) and annotated >= 0 else of_box
 
 
 def _wrong(box: Any, height: int, width: int) -> str:

@@ -83,7 +83,7 @@ class Files(Records):
         for column in ("name", "name_end", "label"):
             digest.update(self._columns[column].tobytes())
         for sample in spread(len(self), _SIZES).tolist():
-            digest.update(f"{_size(self.path(sample))} ".encode())
+            digest.update(f"{size_of(self.path(sample))} ".encode())
         for sample in spread(len(self), _CONTENTS).tolist():
             with contextlib.suppress(OSError):  # training on it raises the error
                 digest.update(_content(self.path(sample)))
@@ -287,7 +287,8 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
         return False
 
 
-def _size(path: bytes) -> int:
+def size_of(path: bytes | Path) -> int:
+    """Returns the bytes of a file; -1 if it can't be read."""
     try:
         return os.stat(path).st_size  # noqa: PTH116
     except OSError:

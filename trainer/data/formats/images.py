@@ -1,7 +1,6 @@
 """Data set of images, decoded, cropped and resized into the batch: uint8, channels last."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -55,11 +54,15 @@ class ImageDataset(RecordsDataset):
         numbers = None if random is None else random[:, : self.uniforms].tolist()
 
         def fill(row: int, sample: int) -> None:
+            def choose(height: int, width: int) -> Box:
+                assert numbers is not None
+                return random_cut(height, width, *numbers[row], shares=self._crop_area)
+
             with torch.inference_mode():
                 if numbers is None:
                     image = self._resized_middle(self._cut(sample, middle_cut), self._size, self._eval_crop)
                 else:
-                    cut = self._cut(sample, partial(_by_numbers, numbers[row], self._crop_area), scaled=True)
+                    cut = self._cut(sample, choose, scaled=True)
                     image = self._resize(cut, self._size, self._size)
                 rows[row].copy_(image)
 
@@ -79,7 +82,3 @@ class ImageDataset(RecordsDataset):
         # Only the rows of the crop, which are contiguous.
         rows = torch.from_numpy(records.rows(sample, box.top, box.height))
         return rows[:, box.left : box.left + box.width].permute(2, 0, 1)[None]
-
-
-def _by_numbers(numbers: list[float], shares: tuple[float, float], height: int, width: int) -> Box:
-    return random_cut(height, width, *numbers, shares=shares)

@@ -5,7 +5,6 @@ text) or `0001.json` (with a key "label"; .cls is preferred). All other files in
 counted. See https://github.com/webdataset/webdataset.
 """
 
-import hashlib
 import os
 import posixpath
 import tarfile
@@ -25,8 +24,8 @@ from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
 from trainer.data.shared import name_columns
 from trainer.errors import BadInputError
 from trainer.host import strict_json
+from trainer.host.files import read_hashed
 
-_CHUNK = 1 << 20
 _LARGEST_LABEL = 1 << 20
 _TALLIED = 1000  # entries of `left_out` after which they are summed
 _PACKED = "compressed shard{s}"
@@ -65,13 +64,17 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
     for number, file in enumerate(files):
         try:
             in_file = list(_samples(file, image.lower().lstrip("."), left_out))
-            shards.append(Shard(name=file.name, bytes=file.stat().st_size, sha256=_sha256(file, advance)))
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                sha256 = read_hashed(stream.fileno(), size, None, advance)
+            shards.append(Shard(name=file.name, bytes=size, sha256=sha256))
         except ValidationError as error:
             raise BadInputError(
                 f"{readable(os.fsencode(file))}: an index can't hold this name; rename the shard"
             ) from error
-        except OSError as error:
-            raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
+        except (OSError, ValueError) as error:  # ValueError: the file shrank meanwhile
+            reason = getattr(error, "strerror", None) or error
+            raise BadInputError(f"{file}: can't be read ({reason})") from error
         samples += in_file
         left_out = list(tally(left_out))
         numbers += [number] * len(in_file)
@@ -207,12 +210,3 @@ def _incomplete(file: Path, group: _Group, image: tarfile.TarInfo | None) -> Ite
         elif image is None and suffix in _LABELS:
             reason = "sample{s} without an image"
         yield one(reason, f"{file.name}: '{member.name}'")
-
-
-def _sha256(file: Path, advance: Callable[[int], object]) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-            advance(len(chunk))
-    return digest.hexdigest()
