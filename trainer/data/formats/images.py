@@ -54,15 +54,12 @@ class ImageDataset(RecordsDataset):
         numbers = None if random is None else random[:, : self.uniforms].tolist()
 
         def fill(row: int, sample: int) -> None:
-            def choose(height: int, width: int) -> Box:
-                assert numbers is not None
-                return random_cut(height, width, *numbers[row], shares=self._crop_area)
-
             with torch.inference_mode():
                 if numbers is None:
                     image = self._resized_middle(self._cut(sample, middle_cut), self._size, self._eval_crop)
                 else:
-                    cut = self._cut(sample, choose, scaled=True)
+                    own, area = numbers[row], self._crop_area
+                    cut = self._cut(sample, lambda h, w: random_cut(h, w, *own, shares=area), scaled=True)
                     image = self._resize(cut, self._size, self._size)
                 rows[row].copy_(image)
 
