@@ -190,15 +190,6 @@ def test_the_end_of_an_archive_is_proven(data: bytes, told: str, tmp_path: Path)
     assert found == told if told == "2" else told in found, found
 
 
-def test_an_old_archive_behind_another(tmp_path: Path) -> None:
-    # As tar wrote them before 1988: no magic, so that only the checksum says that it is a header.
-    old = bytearray(archive(*sample("c"), format=tarfile.USTAR_FORMAT))
-    old[257:265] = bytes(8)
-    old[148:156] = b" " * 8
-    old[148:156] = b"%06o\0 " % sum(old[:512])
-    assert "goes on with a member" in indexed(tmp_path, BOTH + bytes(old[:1024]))
-
-
 def header_of_size(name: bytes, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     """As GNU writes a size that eleven digits can't hold, which may be any number."""
     block = bytearray(512)

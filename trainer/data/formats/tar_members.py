@@ -150,7 +150,7 @@ def _look(file: Path, end: int) -> _Rest:
             if filled := chunk.rstrip(b"\0"):
                 if rest.first < 0:
                     first = at + len(chunk) - len(chunk.lstrip(b"\0"))
-                    rest = rest._replace(first=first, header=_old_header(file, end, first))
+                    rest = rest._replace(first=first)
                 rest = rest._replace(last=at + len(filled))
                 window = before + chunk
                 if rest.header < 0 and (offset := _header_in(window)) >= 0:
@@ -168,14 +168,6 @@ def _header_in(window: bytes) -> int:
             return begin
         at = window.find(_MAGIC, at + 1)
     return -1
-
-
-def _old_header(file: Path, end: int, first: int) -> int:
-    """Returns the offset of the first nonzero block if it is a header (old ones have no magic), else -1."""
-    begin = end + (first - end) // _BLOCK * _BLOCK
-    with file.open("rb") as stream:
-        stream.seek(begin)
-        return begin if _is_header(stream.read(_BLOCK)) else -1
 
 
 def _is_header(block: bytes) -> bool:
