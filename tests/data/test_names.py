@@ -84,9 +84,9 @@ def commands(root: Path, listed: bytes) -> Path:
     return root
 
 
-@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
-def test_lists_of_recordings(tmp_path: Path, mark: bytes) -> None:
-    root = commands(tmp_path, mark + "a/é_1.wav\r\n\r\n".encode())
+@pytest.mark.parametrize(("mark", "times"), [(b"", 1), (codecs.BOM_UTF8, 1), (b"", 2)])
+def test_lists_of_recordings(tmp_path: Path, mark: bytes, times: int) -> None:
+    root = commands(tmp_path, mark + "a/é_1.wav\r\n\r\n".encode() * times)
     assert [len(part) for part in split_by_lists(root, "validation")] == [1, 1]
 
 

@@ -122,7 +122,7 @@ def split_by_lists(root: Path, part: str) -> tuple[Files, Files]:
     rest = [sample for sample in range(len(files)) if sample not in held_out]
     if not rest or not wanted:
         raise BadInputError(f"{root}: its lists leave nothing {'to measure on' if rest else 'to train on'}")
-    return files.only(np.array(rest)), files.only(np.array(sorted(wanted)))
+    return files.only(np.array(rest)), files.only(np.array(sorted(set(wanted))))
 
 
 def _samples(file: Path, number: dict[bytes, int]) -> list[int]:

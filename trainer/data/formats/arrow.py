@@ -63,7 +63,10 @@ def splits(path: Path, held: str | None) -> tuple[Path, Path]:
             f"{path}: holds one set without splits; save both, such as "
             "dataset.train_test_split(0.1).save_to_disk(DIR)"
         )
-    names = _json(path / "dataset_dict.json").get("splits", [])
+    file = path / "dataset_dict.json"
+    names = _json(file).get("splits", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadInputError(f"{file}: 'splits' isn't a list of names; save the data again")
     chosen = held or next((name for name in _HELD if name in names), _HELD[0])
     for name in (TRAIN, chosen):
         if name not in names:
@@ -121,9 +124,12 @@ class ArrowTable:
 
     def names_of(self, column: str) -> list[str] | None:
         """Returns the class names of a column, or None."""
-        features = _json(self.folder / "dataset_info.json").get("features") or {}
-        feature = features.get(column)
+        file = self.folder / "dataset_info.json"
+        features = _json(file).get("features") or {}
+        feature = features.get(column) if isinstance(features, dict) else None
         names = feature.get("names") if isinstance(feature, dict) else None
+        if not isinstance(features, dict) or not isinstance(names, list | None):
+            raise BadInputError(f"{file}: the features aren't what save_to_disk writes; save the data again")
         return None if names is None else [str(name) for name in names]
 
 
