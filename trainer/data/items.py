@@ -98,7 +98,7 @@ class ItemDataset:
             ) from error
         if not count:
             raise BadInputError(f"{what} data: {self._name} has no samples")
-        self.brought = (items, *transforms, *([collate] if collate else []))
+        self.user_objects = (items, *transforms, *([collate] if collate else []))
         self.num_items, self.uniforms, self.in_process = num_items, _UNIFORMS, False
         self.arrays: Arrays | None = None
         self.buckets: tuple[int, ...] = ()
