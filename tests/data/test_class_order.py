@@ -185,7 +185,7 @@ def test_odd_labels_are_refused(labels: Any, message: str) -> None:
 def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:
     recipe = load_recipe("digits", ["data.class_weights={3: 5}", "data.limit=200"])
     task = make_task(recipe)
-    line = make_plan(recipe, task).draws.summary()  # type: ignore[union-attr]
+    line = make_plan(recipe, task).draws.told()  # type: ignore[union-attr]
     assert line.startswith("data.class_weights: an epoch is 200 draws with replacement; 3 ")
     other = load_recipe("digits", ["data.class_weights={3: 6}", "data.limit=200"])
     orders = {data_of(task, draws=draws_of(one, task))["order"] for one in (recipe, other)} | {

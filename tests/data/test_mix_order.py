@@ -94,7 +94,7 @@ def test_sets_of_conversations_are_mixed(sets: Path) -> None:
     recipe = recipe_of(sets, {"a": 1, "b": 3})
     task = make_task(recipe)
     plan = make_plan(recipe, task)
-    assert plan.draws is not None and f"3 of {sets}/b.jsonl" in plan.draws.summary()
+    assert plan.draws is not None and f"3 of {sets}/b.jsonl" in plan.draws.told()
     arrays = task.train_data.arrays
     assert arrays is not None
     labels = arrays["label"][plan.read(np.arange(40)).sample.reshape(-1)]
@@ -102,7 +102,7 @@ def test_sets_of_conversations_are_mixed(sets: Path) -> None:
     assert len(task.evaluation_data) > 1
     limited = recipe_of(sets, {"a": 1, "b": 3}, limit=4)
     draws = make_plan(limited, make_task(limited)).draws
-    assert draws is not None and "4 draws" in draws.summary()
+    assert draws is not None and "4 draws" in draws.told()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.documents import IGNORED
-from trainer.data.formats.text import decode_text
+from trainer.data.formats.text import decode_text as decode
 from trainer.errors import BadInputError
 from trainer.tasks.language import Language
 from trainer.train.components.task import left_out_of, make_plan, make_task
@@ -75,7 +75,7 @@ def _decoder(task: Language) -> Callable[[Sequence[int]], str]:
         tokenizer: Any = task.chat.tokenizer
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
     said = task.describe()
-    return lambda ids: decode_text(ids, said["tokenizer"], said["characters"])
+    return lambda ids: decode(ids, said["tokenizer"], said["characters"])
 
 
 def _text(document: Document, decoded: Callable[[Sequence[int]], str], marks: tuple[str, str]) -> str:

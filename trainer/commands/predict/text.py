@@ -9,7 +9,7 @@ import torch
 
 from trainer.config.models import HF
 from trainer.data.formats.encoders import Encoder, read_tokenizer
-from trainer.data.formats.text import decode_text, encode_text
+from trainer.data.formats.text import decode_text as decode, encode_text as encode
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.gpt import generate, generated
 from trainer.models.hf_files import generation_config, model_folder
@@ -90,13 +90,13 @@ def _tokens(text: str, said: Mapping[str, Any], encoder: Encoder | None) -> list
         return list(encoder.tokenizer.encode(text, add_special_tokens=False).ids)
     if said["tokenizer"] == "bytes":
         return list(os.fsencode(text))  # the terminal's bytes, whatever their encoding
-    return encode_text(text, str(said["tokenizer"]), str(said["characters"])) if text else []
+    return encode(text, str(said["tokenizer"]), str(said["characters"])) if text else []
 
 
 def _text(tokens: Sequence[int], said: Mapping[str, Any], encoder: Encoder | None) -> str:
     if encoder is not None and encoder.tokenizer is not None:
         return str(encoder.tokenizer.decode(list(tokens)))
-    return str(decode_text(tokens, str(said["tokenizer"]), str(said["characters"])))
+    return str(decode(tokens, str(said["tokenizer"]), str(said["characters"])))
 
 
 def _first(said: Mapping[str, Any]) -> int:

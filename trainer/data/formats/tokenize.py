@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from trainer.data.formats.encoders import encoded, read_tokenizer
-from trainer.data.formats.files import size_of
 from trainer.data.formats.tokens import TokenFile, about_path
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
@@ -62,7 +61,7 @@ def tokenize(
         # The JSON file is removed first and written last: a token file without it is refused, with a wrong
         # one it would be misread.
         with _replacing(about) as beside, _replacing(target, about) as file:
-            with counted(f"tokenizing {source}", sum(map(size_of, files))) as advance:
+            with counted(f"tokenizing {source}", sum(map(_size, files))) as advance:
                 documents = ((path, _chunks(path, source, read, advance)) for path in files)
                 for part in encoded(documents, encoder, dtype):
                     written.update(part)
@@ -135,6 +134,13 @@ def _chunks(file: Path, source: Path, read: Any, advance: Advance) -> Iterator[b
         raise BadInputError(f"{file}: can't be read ({error.strerror}); leave it out with --files") from error
     name = os.fsencode(file.relative_to(source))
     read.update(b"%d %s" % (len(name), name) + content.digest())
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # reading it raises the error
+        return 0
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class ClassDraws:
         digest = hashlib.sha256(self.by_class.tobytes() + self.counts.tobytes() + self.chances.tobytes())
         return f"drawn by class {digest.hexdigest()[:16]}"
 
-    def summary(self) -> str:
+    def told(self) -> str:
         """Returns a line with each class's fraction of the data and of an epoch's draws."""
         samples = len(self.by_class)
         shown = np.argsort(-self.chances / np.maximum(self.counts, 1), kind="stable")

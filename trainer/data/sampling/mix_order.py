@@ -34,12 +34,12 @@ class MixDraws:
     shares: tuple[int, ...]
 
     def fingerprint(self) -> str:
-        """Returns a hash of sizes and draws."""
+        """Returns a text that differs with sizes and shares."""
         digest = hashlib.sha256(repr((self.sizes, self.shares)).encode())
         return f"mixed {digest.hexdigest()[:16]}"
 
-    def summary(self) -> str:
-        """Returns a line with each set's draws and repetitions in an epoch."""
+    def told(self) -> str:
+        """Describes an epoch: draws and samples of each set, in a line."""
         block, samples = sum(self.shares), sum(self.sizes)
         each = ", ".join(
             f"{share} of {name} ({size:,} samples, {share * samples / block / size:.3g} times an epoch)"

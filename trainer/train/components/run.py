@@ -150,7 +150,7 @@ def build(
         notes=(
             *getattr(task, "notes", ()),
             *left_out_lines(left_out_of(task)),
-            *([] if plan.draws is None else [plan.draws.summary()]),
+            *([] if plan.draws is None else [plan.draws.told()]),
             *prepared.notes,
             *found.notes,
             *([] if rows is None else [rows.note]),
