@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.data.formats.records import Records
-from trainer.data.formats.sharded import Shard, hash_of, in_shards, write_index
+from trainer.data.formats.sharded import Shard, content_hash, in_shards, write_index
 from trainer.data.formats.tables import in_table
 from trainer.data.sampling.plan import Plan
-from trainer.data.shared import joined
+from trainer.data.shared import name_columns
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import last_names
 from trainer.observe.conditions import conditions
@@ -255,12 +255,12 @@ def _write_index(folder: Path, count: int, shards: int) -> None:
     number = np.arange(count, dtype=np.int64)
     names = [b"n%08d/%d.jpg" % (n % 1000, n) for n in range(count)]
     columns = {
-        **joined(names),
+        **name_columns(names),
         "shard": (number // of_each).astype(np.int32),
         "offset": number % of_each * _BYTES,
         "bytes": np.full(count, _BYTES, np.int64),
         "label": number % 1000,
-        "hash": np.full(count, hash_of(bytes(_BYTES)), np.uint64),
+        "hash": np.full(count, content_hash(bytes(_BYTES)), np.uint64),
     }
     about = []
     for shard in range(shards):

@@ -25,7 +25,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.formats.audio import AUDIO, AudioFolder
 from trainer.data.formats.boxes import BoxAugment, BoxedImages
 from trainer.data.formats.crop import Box
-from trainer.data.formats.decode import cut_out, resize, whole
+from trainer.data.formats.decode import cut_out, decode_whole, resize
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.tokens import TokenDataset, inputs_and_targets
 from trainer.errors import EXIT_DONE, BadInputError
@@ -87,7 +87,7 @@ def image_stages(folder: Path) -> Stages:
     floats, policy = normalize(byte, True).clone(), make_policy("randaugment")
     assert policy is not None
     return {
-        "decode a JPEG": lambda: [whole(each) for each in data],
+        "decode a JPEG": lambda: [decode_whole(each) for each in data],
         "cut 300 x 300 and resize": lambda: [resize(cut, _SIDE, _SIDE) for cut in cuts],
         "normalize": lambda: normalize(byte, True),
         "flip and normalize": lambda: normalize(byte, True, random[:, :1]),
@@ -153,7 +153,7 @@ def box_stages(folder: Path) -> Stages:
 
     big = [_enlarged(each) for each in data]
     return {
-        f"decode a JPEG of {_PIXELS} x 480": lambda: [whole(each) for each in big],
+        f"decode a JPEG of {_PIXELS} x 480": lambda: [decode_whole(each) for each in big],
         "place": with_boxes(BoxAugment()),
         "flip": with_boxes(BoxAugment(flip=1.0)),
         "scale, smaller": with_boxes(BoxAugment(scale=(0.5, 0.9))),

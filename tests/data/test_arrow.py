@@ -204,6 +204,11 @@ def state(text: str) -> Any:
     return lambda path: (path / "train/state.json").write_text(text)
 
 
+def json_file(name: str, content: Any) -> Any:
+    return lambda path: (path / name).write_text(json.dumps(content))
+
+
+ODD_FEATURES = ([1], "label", 3, {"label": {"names": "cat"}}, {"label": {"names": 2}})
 ONE_OF_TWO = json.dumps({"_data_files": [{"filename": LAST.removeprefix("train/")}]})
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
@@ -250,6 +255,14 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         ),
         {},
         "train: row 1 has no label (column 'label' is 1)",
+    ),
+    *(
+        (json_file("dataset_dict.json", {"splits": odd}), {}, "'splits' isn't a list")
+        for odd in (5, [{}], "train")
+    ),
+    *(
+        (json_file("train/dataset_info.json", {"features": odd}), {}, "features aren't what")
+        for odd in ODD_FEATURES
     ),
 ]
 

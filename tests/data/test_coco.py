@@ -29,7 +29,7 @@ from trainer.data.formats.boxes import (
     flipped,
     mosaic,
     moved,
-    place,
+    paste,
 )
 from trainer.data.formats.coco import CocoPictures
 from trainer.data.loader import RingLoader
@@ -89,7 +89,7 @@ def test_boxes_stay_on_what_they_frame(picture: Picture, numbers: Any, scale: fl
     assert_inside(made, 64, 64)
     factor = min(64 / picture.image.shape[0], 64 / picture.image.shape[1])
     assert_white_inside(made, factor * scale)
-    everything = place(picture, out, 1.0, 0.0, 0.0)
+    everything = paste(picture, out, 1.0, 0.0, 0.0)
     assert everything.label.tolist() == picture.label.tolist(), "an image that fits loses no box"
     np.testing.assert_allclose(everything.boxes, picture.boxes * factor, atol=0.6)
 
@@ -112,7 +112,7 @@ def test_a_box_whose_middle_is_cropped_away_is_gone() -> None:
     image = np.zeros((40, 40, 1), np.uint8)
     boxes = np.array([[0, 0, 10, 10], [15, 15, 25, 25], [2, 2, 38, 38]], np.float32)
     picture = Picture(image, boxes, np.arange(3), np.zeros(3, np.bool_))
-    made = place(picture, np.zeros((40, 40, 1), np.uint8), 2.0, 0.5, 0.5)
+    made = paste(picture, np.zeros((40, 40, 1), np.uint8), 2.0, 0.5, 0.5)
     assert made.label.tolist() == [1, 2]
     np.testing.assert_array_equal(made.boxes, [[10, 10, 30, 30], [0, 0, 40, 40]])
 

@@ -33,7 +33,7 @@ _SHOWN = 40
 
 def _ours(data: bytes) -> npt.NDArray[np.uint8] | str:
     try:
-        return decode.whole(bytearray(data))[0].permute(1, 2, 0).numpy()
+        return decode.decode_whole(bytearray(data))[0].permute(1, 2, 0).numpy()
     except Corrupt as error:
         return str(error)
 
@@ -91,8 +91,8 @@ def test_the_comparison_sees_what_differs(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "d.txt").write_text("no image")
     monkeypatch.setenv("TRAINER_CORPUS", str(tmp_path))
     test_a_corpus_is_what_pillow_makes_of_it()
-    whole = decode.whole
-    monkeypatch.setattr(decode, "whole", lambda data: torch.bitwise_xor(whole(data), 8))
+    decode_whole = decode.decode_whole
+    monkeypatch.setattr(decode, "decode_whole", lambda data: torch.bitwise_xor(decode_whole(data), 8))
     assert odd(tmp_path / "a.png") == "up to 8 levels apart"
     with pytest.raises(AssertionError, match=r"3 of 4:\n +a.png: up to 8"):
         test_a_corpus_is_what_pillow_makes_of_it()

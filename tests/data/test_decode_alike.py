@@ -18,9 +18,9 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box, snapped_cut
 from trainer.data.formats.orientation import (
+    apply_orientation,
     orientation as orientation_of_file,
     stored_box,
-    turned,
     turned_size,
 )
 from trainer.data.formats.records import Reading
@@ -35,7 +35,7 @@ def rows(image: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 def refused(data: bytes | bytearray, **options: Any) -> str:
     with pytest.raises(Corrupt) as raised:
-        decode.whole(bytearray(data), **options)
+        decode.decode_whole(bytearray(data), **options)
     return str(raised.value)
 
 
@@ -57,13 +57,13 @@ def noise(width: int, height: int, grain: int = 8) -> Image.Image:
 def test_a_turned_part_is_that_part_of_the_turned_image(orientation: int) -> None:
     data = encoded(picture(size=(41, 30)), "PNG", exif=exif(orientation))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
-    assert np.array_equal(rows(decode.whole(data, UPRIGHT)), expected)
+    assert np.array_equal(rows(decode.decode_whole(data, UPRIGHT)), expected)
     box = Box(3, 5, 9, 20)
     cut = rows(decode.cut_out(data, lambda *_: box, reading=UPRIGHT))
     assert np.array_equal(cut, expected[3:12, 5:25])
     height, width = expected.shape[:2]
     assert decode.cut_out(data, lambda *size: Box(0, 0, *size), reading=UPRIGHT).shape[2:] == (height, width)
-    assert rows(decode.whole(data)).shape[:2] == (30, 41), "not by itself"
+    assert rows(decode.decode_whole(data)).shape[:2] == (30, 41), "not by itself"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
     data = encoded(picture(size=(40, 24)), kind, **({"exif": exif(6)} | options))
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
     assert expected.shape == (40, 24, 3)
-    found = rows(decode.whole(data, UPRIGHT))
+    found = rows(decode.decode_whole(data, UPRIGHT))
     assert np.abs(found.astype(int) - expected).max() <= (2 if kind == "JPEG" else 0)
     assert orientation_of_file(data, decode.formats()) == (1 if kind == "TIFF" else 6), "PIL turns a TIFF"
 
@@ -88,7 +88,7 @@ def test_every_kind_is_turned_as_pillow_does(kind: str, options: dict[str, Any])
 @pytest.mark.parametrize("tags", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0" + b"\xff" * 40])
 def test_damaged_exif_turns_nothing(tags: bytes) -> None:
     data = encoded(picture(), "JPEG", exif=tags)
-    assert torch.equal(decode.whole(data, UPRIGHT), decode.whole(data))
+    assert torch.equal(decode.decode_whole(data, UPRIGHT), decode.decode_whole(data))
 
 
 def test_a_scaled_cut_is_turned_too() -> None:
@@ -105,13 +105,13 @@ def test_a_scaled_cut_is_turned_too() -> None:
 def test_boxes_go_there_and_back() -> None:
     image = torch.arange(5 * 7).reshape(1, 1, 5, 7)
     for orientation in range(1, 9):
-        upright = turned(image, orientation)
+        upright = apply_orientation(image, orientation)
         assert tuple(upright.shape[2:]) == turned_size(orientation, 5, 7)
         top, left, height, width = box = Box(1, 2, 3, 2)
         there = stored_box(box, orientation, 5, 7)
         cut = image[:, :, there.top : there.top + there.height, there.left : there.left + there.width]
         expected = upright[:, :, top : top + height, left : left + width]
-        assert torch.equal(turned(cut, orientation), expected)
+        assert torch.equal(apply_orientation(cut, orientation), expected)
 
 
 # 16 bits
@@ -128,15 +128,15 @@ def test_sixteen_bits_that_would_be_black_are_named(kind: str, most: int, bits: 
     data = deep(most, kind)
     assert f"largest value is {most:,} would be (nearly) black" in (line := refused(data))
     assert f"({bits}?)" in line
-    found = rows(decode.whole(data, Reading(bits=bits)))[..., 0]
+    found = rows(decode.decode_whole(data, Reading(bits=bits)))[..., 0]
     ramp = np.linspace(0, most, 1200).astype(np.uint16).reshape(30, 40)
     assert np.array_equal(found, ramp >> (bits - 8))
-    assert rows(decode.whole(data, Reading(bits=16))).max() == most >> 8, "as it is, if that is wanted"
+    assert rows(decode.decode_whole(data, Reading(bits=16))).max() == most >> 8, "as it is, if that is wanted"
 
 
 def test_what_is_black_in_truth_and_what_is_too_large_for_its_bits() -> None:
-    assert rows(decode.whole(deep(0, "PNG"))).max() == 0
-    assert rows(decode.whole(deep(60_000, "PNG"), Reading(bits=12))).max() == 255
+    assert rows(decode.decode_whole(deep(0, "PNG"))).max() == 0
+    assert rows(decode.decode_whole(deep(60_000, "PNG"), Reading(bits=12))).max() == 255
 
 
 @pytest.mark.parametrize("maximum", [65535, 4095])
@@ -147,10 +147,10 @@ def test_colors_of_sixteen_bits(maximum: int) -> None:
         ramp = np.linspace(0, most, 36).astype(">u2")
         return b"P6 4 3 %d\n" % maximum + ramp.tobytes()
 
-    assert rows(decode.whole(bytearray(ppm(maximum)))).max() == 255
+    assert rows(decode.decode_whole(bytearray(ppm(maximum)))).max() == 255
     assert "nearly) black" in refused(ppm(maximum // 100))
     assert "save it as PNG" in refused(ppm(maximum), reading=Reading(bits=12))
-    assert rows(decode.whole(bytearray(ppm(maximum // 100)), Reading(bits=16))).max() <= 3
+    assert rows(decode.decode_whole(bytearray(ppm(maximum // 100)), Reading(bits=16))).max() <= 3
 
 
 def test_twelve_bits_of_sixteen_in_a_ppm() -> None:
@@ -185,7 +185,7 @@ def with_junk(data: bytearray, where: bytes, junk: bytes) -> bytearray:
 def test_bytes_before_a_marker_are_skipped_as_pillow_does(where: bytes, junk: bytes) -> None:
     data = with_junk(encoded(picture(), "JPEG", quality=90), where, junk)
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    assert np.abs(rows(decode.whole(data)).astype(int) - expected).max() <= 2
+    assert np.abs(rows(decode.decode_whole(data)).astype(int) - expected).max() <= 2
 
 
 def verdict(data: bytearray, side: int) -> str:
@@ -216,15 +216,15 @@ def test_a_jpeg_that_torchvision_refuses_is_pillow_s() -> None:
     with pytest.raises(RuntimeError, match="incomplete"):
         tvio.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    assert np.array_equal(rows(decode.whole(data)), expected)
+    assert np.array_equal(rows(decode.decode_whole(data)), expected)
     assert {verdict(data, side) for side in (0, 100, 60, 30)} == {""}
 
 
 def test_a_size_that_the_decoder_does_not_give_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(picture(size=(40, 30)), "PNG")
-    expected = rows(decode.whole(data))
+    expected = rows(decode.decode_whole(data))
     monkeypatch.setattr(decode, "look", lambda _: decode.Header("png", 20, 30))
-    assert np.array_equal(rows(decode.whole(data)), expected)
+    assert np.array_equal(rows(decode.decode_whole(data)), expected)
 
 
 def test_the_cut_of_a_scaled_decode_is_exact() -> None:
@@ -328,7 +328,9 @@ def test_what_pillow_can_read_is_read(kind: str) -> None:
     if not features.check({"AVIF": "avif", "JPEG2000": "jpg_2000"}[kind]):
         pytest.skip(f"this PIL doesn't read {kind}")
     data = encoded(picture(), kind)
-    assert np.array_equal(rows(decode.whole(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    assert np.array_equal(
+        rows(decode.decode_whole(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    )
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="no AVIF")
@@ -364,7 +366,7 @@ def noisy_files() -> list[bytearray]:
 def test_libraries_write_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     for data in noisy_files():
         try:
-            decode.whole(data)
+            decode.decode_whole(data)
         except Corrupt as error:
             assert "\n" not in str(error)
     os.write(2, b"ours\n")

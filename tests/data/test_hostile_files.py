@@ -127,9 +127,9 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded() -> None:
     data = jpeg(4000, 4000)
     scans = data[data.find(b"\xff\xda") : -2]
     with pytest.raises(Corrupt, match="scans"):
-        decode.whole(bytearray(data[:-2] + scans * 3000 + data[-2:]))
+        decode.decode_whole(bytearray(data[:-2] + scans * 3000 + data[-2:]))
     small = jpeg(8, 8)
-    assert decode.whole(bytearray(small)).shape == (1, 3, 8, 8)
+    assert decode.decode_whole(bytearray(small)).shape == (1, 3, 8, 8)
 
 
 @pytest.mark.parametrize("filling", [b"\xff", b"\xff\xe0\0\0"])
@@ -145,7 +145,7 @@ def test_a_png_of_too_many_pixels_is_told_by_its_header(size: int) -> None:
     chunk = b"IHDR" + said
     png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
     with pytest.raises(Corrupt, match="too many"):
-        decode.whole(bytearray(png))
+        decode.decode_whole(bytearray(png))
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "JPEG2000", "AVIF"])
@@ -158,10 +158,10 @@ def test_a_picture_of_few_bytes_is_not_decoded_to_gigabytes(
     file = io.BytesIO()
     Image.new("RGB", (40, 30)).save(file, kind)
     data = bytearray(file.getvalue())
-    assert decode.whole(data).shape == (1, 3, 30, 40)
+    assert decode.decode_whole(data).shape == (1, 3, 30, 40)
     monkeypatch.setattr(decode, "_MOST_BYTES", 15 * 40 * 30)
     with pytest.raises(Corrupt, match=f"40 x 30 pixels are too many: more than .* of {kind} aren't read"):
-        decode.whole(data)
+        decode.decode_whole(data)
 
 
 def test_a_tag_before_gigabytes_is_not_taken_off_in_memory(tmp_path: Path) -> None:

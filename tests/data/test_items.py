@@ -23,7 +23,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
 from trainer.data.items import ItemDataset
-from trainer.data.workers import check_known_there
+from trainer.data.workers import check_importable
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, OwnCodeError
 from trainer.tasks.custom import CustomTask
@@ -397,9 +397,9 @@ def test_functions_of_the_file_go_only_to_forked_workers() -> None:
 
     mine.__module__ = MAIN
     dataset: Any = task_of(transforms=lambda _: mine).train_data
-    check_known_there(dataset, "fork")
+    check_importable(dataset, "fork")
     with pytest.raises(BadInputError, match="can't import mine from a task's file"):
-        check_known_there(dataset, "spawn")
+        check_importable(dataset, "spawn")
 
 
 FILE = """

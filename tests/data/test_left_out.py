@@ -22,7 +22,7 @@ from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.sharded import in_shards
 from trainer.data.formats.tar_shards import index_shards
 from trainer.data.formats.tokens import TokenDataset
-from trainer.data.left_out import one, tally, told
+from trainer.data.left_out import left_out_line, one, tally
 from trainer.data.sources import load_images
 from trainer.errors import BadInputError
 from trainer.tasks.detection import Detection
@@ -31,18 +31,22 @@ JPEG = bytes(encoded(picture(), "JPEG"))
 
 
 def told_of(found: Any) -> str:
-    return told(tuple(found.left_out))
+    return left_out_line(tuple(found.left_out))
 
 
 def test_the_line() -> None:
-    assert told(()) == ""
+    assert left_out_line(()) == ""
     found = tally(
         [one(".heic", "a/1.heic"), one("box{es}", "x"), one(".heic", "a/2.heic"), one("categor{y}", "y")]
     )
-    assert told(found) == "left out: 2 .heic (a/1.heic), 1 box (x), 1 category (y)"
-    assert told(tally([*found, *found])).endswith("4 .heic (a/1.heic), 2 boxes (x), 2 categories (y)")
-    assert told((one(".a\nb", b"\xff\n\x07"),)) == "left out: 1 .a\\nb (\\xff\\n\\x07)", "one line, printable"
-    line = told(tally(one(f".{n}", f"x{n}") for n in range(999)))
+    assert left_out_line(found) == "left out: 2 .heic (a/1.heic), 1 box (x), 1 category (y)"
+    assert left_out_line(tally([*found, *found])).endswith(
+        "4 .heic (a/1.heic), 2 boxes (x), 2 categories (y)"
+    )
+    assert left_out_line((one(".a\nb", b"\xff\n\x07"),)) == "left out: 1 .a\\nb (\\xff\\n\\x07)", (
+        "one line, printable"
+    )
+    line = left_out_line(tally(one(f".{n}", f"x{n}") for n in range(999)))
     assert "743 files of other kinds (x256), 1 .0 (x0)" in line
     assert line.endswith(" and 245 of 245 other kinds")
 
@@ -184,15 +188,6 @@ def with_bytes(at: int, data: bytes, of: bytes = BOTH) -> bytes:
 def test_the_end_of_an_archive_is_proven(data: bytes, told: str, tmp_path: Path) -> None:
     found = indexed(tmp_path, data)
     assert found == told if told == "2" else told in found, found
-
-
-def test_an_old_archive_behind_another(tmp_path: Path) -> None:
-    # As tar wrote them before 1988: no magic, so that only the checksum says that it is a header.
-    old = bytearray(archive(*sample("c"), format=tarfile.USTAR_FORMAT))
-    old[257:265] = bytes(8)
-    old[148:156] = b" " * 8
-    old[148:156] = b"%06o\0 " % sum(old[:512])
-    assert "goes on with a member" in indexed(tmp_path, BOTH + bytes(old[:1024]))
 
 
 def header_of_size(name: bytes, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data.test_coco import change, told, written
-from trainer.data.audio_sets import listed
+from trainer.data.audio_sets import split_by_lists
 from trainer.data.check import CheckedData, check_data
 from trainer.data.formats.boxes import BoxedImages
 from trainer.data.formats.coco import CocoPictures
@@ -84,10 +84,10 @@ def commands(root: Path, listed: bytes) -> Path:
     return root
 
 
-@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
-def test_lists_of_recordings(tmp_path: Path, mark: bytes) -> None:
-    root = commands(tmp_path, mark + "a/é_1.wav\r\n\r\n".encode())
-    assert [len(part) for part in listed(root, "validation")] == [1, 1]
+@pytest.mark.parametrize(("mark", "times"), [(b"", 1), (codecs.BOM_UTF8, 1), (b"", 2)])
+def test_lists_of_recordings(tmp_path: Path, mark: bytes, times: int) -> None:
+    root = commands(tmp_path, mark + "a/é_1.wav\r\n\r\n".encode() * times)
+    assert [len(part) for part in split_by_lists(root, "validation")] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_lists_of_recordings(tmp_path: Path, mark: bytes) -> None:
 )
 def test_lists_that_cant_be_meant(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
-        listed(commands(tmp_path, content), "validation")
+        split_by_lists(commands(tmp_path, content), "validation")
 
 
 # Exports of annotation tools.

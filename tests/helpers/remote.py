@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from trainer.data.formats.sharded import About, Shard, hash_of, write_index
-from trainer.data.shared import joined
+from trainer.data.formats.sharded import About, Shard, content_hash, write_index
+from trainer.data.shared import name_columns
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 BUCKET = "bucket"
@@ -164,7 +164,7 @@ def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:
             pixels = random.integers(0, 60, (12, 12, 3), dtype=np.uint8) + np.uint8(label * 60)
             Image.fromarray(pixels).save(file, "PNG")
             content.write(file.getvalue())
-            rows.append((number, at, len(file.getvalue()), label, hash_of(file.getvalue())))
+            rows.append((number, at, len(file.getvalue()), label, content_hash(file.getvalue())))
         data, name = content.getvalue(), f"{number} #ä%20.bin"
         (folder / name).write_bytes(data)
         shards.append(Shard(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
@@ -173,7 +173,7 @@ def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:
         name: np.array(column, dtype)
         for (name, dtype), column in zip(types.items(), zip(*rows, strict=True), strict=True)
     }
-    columns |= joined([f"{sample}.png".encode() for sample in range(len(rows))])
+    columns |= name_columns([f"{sample}.png".encode() for sample in range(len(rows))])
     return write_index(folder, shards, columns, list("abcd"), "files", "made up", {})
 
 

@@ -20,7 +20,7 @@ from trainer.config.beside import MAIN
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.data.loader import Batch
-from trainer.data.workers import check_known_there
+from trainer.data.workers import check_importable
 from trainer.errors import BadInputError
 from trainer.tasks.custom import CustomTask
 from trainer.train.start import resolve as start
@@ -29,10 +29,10 @@ from trainer.train.start import resolve as start
 def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
     inner: Any = CustomTask(Small(), "small").train_data
     of_the_file = type("Mine", (type(inner),), {"__module__": MAIN})({"x": np.zeros((8, 2))})
-    check_known_there(of_the_file, "fork")
-    check_known_there(inner, "spawn")
+    check_importable(of_the_file, "fork")
+    check_importable(inner, "spawn")
     with pytest.raises(BadInputError, match="can't import Mine from a task's file"):
-        check_known_there(of_the_file, "forkserver")
+        check_importable(of_the_file, "forkserver")
 
 
 def test_a_right_one_passes() -> None:

@@ -15,7 +15,7 @@ from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import LanguageConfig
-from trainer.data.formats.text import decode, encode
+from trainer.data.formats.text import decode_text, encode_text
 from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokens import TOKENS
 from trainer.errors import BadInputError
@@ -125,16 +125,16 @@ def test_a_character_file_is_shared_as_in_nanogpt(tmp_path: Path) -> None:
     assert len(task.train_data) == first - 16, "a sample at every character"
     out = {TOKENS: np.zeros((1, 17), np.uint8)}
     task.train_data.read(np.array([3]), None, out)
-    assert decode(out[TOKENS][0].tolist(), "characters", about["characters"]) == content[3:20]
+    assert decode_text(out[TOKENS][0].tolist(), "characters", about["characters"]) == content[3:20]
     assert task.metric == "loss"
 
 
 def test_text_becomes_tokens_and_text_again() -> None:
-    assert decode(encode("größer", "bytes"), "bytes") == "größer"
-    assert decode([103, 195], "bytes") == "g\ufffd"
-    assert decode(encode("cab", "characters", "abc"), "characters", "abc") == "cab"
+    assert decode_text(encode_text("größer", "bytes"), "bytes") == "größer"
+    assert decode_text([103, 195], "bytes") == "g\ufffd"
+    assert decode_text(encode_text("cab", "characters", "abc"), "characters", "abc") == "cab"
     with pytest.raises(BadInputError, match="holds no 'x'"):
-        encode("x", "characters", "abc")
+        encode_text("x", "characters", "abc")
 
 
 def test_generating_is_what_the_model_says() -> None:

@@ -1,4 +1,4 @@
-"""Recordings by name: embedded telephone tones, synthetic noise, and folders."""
+"""Audio data sets by data.name: embedded telephone tones, synthetic noise, and folders."""
 
 import codecs
 import os
@@ -18,10 +18,10 @@ from trainer.data.sources import class_notes, common_classes, data_path
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key
 
-# Of Speech Commands (Warden, 2018): paths below its folder, of what isn't for training.
+# Lists of Speech Commands (Warden, 2018): paths of recordings that aren't for training.
 VALIDATION, TESTING = "validation_list.txt", "testing_list.txt"
 _HEAD = 4096
-_NOISE = "_background_noise_"  # its folder of long recordings, which is no class
+_NOISE = "_background_noise_"  # Speech Commands' folder of long recordings, which isn't a class
 
 
 class AudioData(NamedTuple):
@@ -34,17 +34,17 @@ class AudioData(NamedTuple):
 
 
 def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, seed: int) -> AudioData:
-    """Opens the data set that the configuration names.
+    """Opens the recordings that data.name and data.path say.
 
     Args:
-        config: Names it.
-        seconds: Length of a cut.
-        sample_rate: In Hz.
-        part: "validation" or "testing": what is measured on where lists say which files these are.
-        seed: For synthetic noise.
+        config: Data configuration.
+        seconds: Length of a sample.
+        sample_rate: Sample rate in Hz.
+        part: "validation" or "testing": the list of Speech Commands that evaluation uses, if there are lists.
+        seed: Seed of synthetic noise.
 
     Raises:
-        BadInputError: If it isn't there or isn't what it should be.
+        BadInputError: If the data is missing or malformed.
     """
     length = round(seconds * sample_rate)
     if config.name == "dtmf":
@@ -62,7 +62,7 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
     root = Path(data_path(config))
     # `train/` and `val/` by class, or one folder by class with the lists of Speech Commands.
     if (root / VALIDATION).exists() or (root / TESTING).exists():
-        train, evaluation = listed(root, part)
+        train, evaluation = split_by_lists(root, part)
     else:
         train, evaluation = (in_folder(root / split, SUFFIXES) for split in ("train", "val"))
     classes = common_classes(root, train, evaluation)
@@ -77,14 +77,18 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
 def more_audio(
     config: DataConfig, seconds: float, sample_rate: int, split: str | None, seed: int
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """Recordings to measure on, and their classes.
+    """Opens one split of recordings for evaluation and returns it with its classes.
 
     Args:
-        split: A folder below data.path; or, where lists say which files these are, validation or testing;
-            None: val, or validation.
+        config: Data configuration.
+        seconds: Length of a sample.
+        sample_rate: Sample rate in Hz.
+        split: Folder below data.path, or "validation" or "testing" if there are lists; None: "val", or
+            "validation".
+        seed: Seed of synthetic noise.
 
     Raises:
-        BadInputError: If it isn't there or isn't what it should be.
+        BadInputError: If the split is missing or malformed.
     """
     if config.name in ("dtmf", "synthetic"):
         audio = load_audio(config, seconds, sample_rate, "validation", seed)
@@ -94,17 +98,21 @@ def more_audio(
         part = split or "validation"
         if part not in ("validation", "testing"):
             raise BadInputError(f"data.split={part}: {root} has lists, of validation and testing; name one")
-        records = listed(root, part)[1]
+        records = split_by_lists(root, part)[1]
     else:
         records = in_folder(root / (split or "val"), SUFFIXES)
     return AudioFolder(records, seconds, sample_rate, False, config.on_corrupt), tuple(records.classes)
 
 
-def listed(root: Path, part: str) -> tuple[Files, Files]:
-    """Splits one folder of classes by its lists: what is in neither of them, and what is in that of `part`.
+def split_by_lists(root: Path, part: str) -> tuple[Files, Files]:
+    """Splits one folder of classes by its lists: returns the files in neither list, and those in one.
+
+    Args:
+        root: Folder of classes, with both lists.
+        part: "validation" or "testing", the second list that is returned.
 
     Raises:
-        BadInputError: If a list is missing, names what isn't there, or leaves nothing.
+        BadInputError: If a list is missing, names a missing file, or a split is empty.
     """
     files = in_folder(root, SUFFIXES, leave_out=(VALIDATION, TESTING, _NOISE))
     number = {files.file_name(sample): sample for sample in range(len(files))}
@@ -114,7 +122,7 @@ def listed(root: Path, part: str) -> tuple[Files, Files]:
     rest = [sample for sample in range(len(files)) if sample not in held_out]
     if not rest or not wanted:
         raise BadInputError(f"{root}: its lists leave nothing {'to measure on' if rest else 'to train on'}")
-    return files.only(np.array(rest)), files.only(np.array(sorted(wanted)))
+    return files.only(np.array(rest)), files.only(np.array(sorted(set(wanted))))
 
 
 def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
@@ -126,7 +134,7 @@ def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
         ) from error
     if b"\0" in text:
         raise BadInputError(f"{file}: {what_it_is(text[:_HEAD]) or 'holds zero bytes'}; save it as UTF-8")
-    found = []
+    samples = []
     for line, path in enumerate(text.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not path.strip():
             continue
@@ -134,12 +142,12 @@ def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
             name = readable(path.strip())
             more = hint(os.fsencode(file.parent), path.strip())
             raise BadInputError(f"{file}: line {line}: no recording '{name}' below this folder{more}")
-        found.append(number[path.strip()])
-    return found
+        samples.append(number[path.strip()])
+    return samples
 
 
 def _synthetic(config: DataConfig, length: int, seed: int) -> AudioData:
-    """White noise with random labels: for measuring speed, not for learning."""
+    """Returns white noise with random labels, to measure speed."""
     random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
 
     def recordings(count: int) -> ArrayDataset:

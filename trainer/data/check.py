@@ -1,4 +1,4 @@
-"""Check of a data set's files before ranks start: missing ones, and on request every sample decoded."""
+"""Check of a data set before ranks start: missing files, and with data.check=full every sample decoded."""
 
 import os
 import stat
@@ -17,8 +17,8 @@ from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
 from trainer.observe.console import warn
 
-_THREADS = 16  # of a network file system's round trips, that many at once
-_FEW = 4  # names in a folder that are cheaper asked for one by one than listed with all beside them
+_THREADS = 16  # concurrent round trips to a network file system
+_FEW = 4  # names in a folder up to which single stat calls are cheaper than listing the folder
 _STEP = 1000
 
 
@@ -26,8 +26,8 @@ class Wrong(NamedTuple):
     """A file that can't be read as a sample.
 
     Attributes:
-        number: Its place among those that were looked up.
-        reason: What is wrong.
+        number: Index of the file in the list that was checked.
+        reason: Reason, for people.
     """
 
     number: int
@@ -35,7 +35,7 @@ class Wrong(NamedTuple):
 
 
 class CheckedData(NamedTuple):
-    """A data set, and how many of its samples may be corrupt."""
+    """Data set to be checked, and the number of its samples that may be corrupt."""
 
     what: str
     dataset: Dataset
@@ -43,15 +43,15 @@ class CheckedData(NamedTuple):
 
 
 def check_data(how: Check, remote: bool, parts: Sequence[CheckedData]) -> None:
-    """Looks a data set's files up.
+    """Checks the files of data sets, and with data.check=full all samples.
 
     Args:
-        how: What data.check says.
-        remote: Whether it lies behind a URL: its shards are checked as they are fetched, not here.
-        parts: Training and evaluation.
+        how: data.check.
+        remote: True for data behind a URL, whose shards are checked when they are fetched.
+        parts: Training and evaluation sets.
 
     Raises:
-        BadInputError: Names how many files are missing, and the first.
+        BadInputError: If files are missing (their number and the first one), or samples can't be used.
     """
     if how == "none" or remote:
         return
@@ -71,12 +71,12 @@ def check_data(how: Check, remote: bool, parts: Sequence[CheckedData]) -> None:
 def unreadable(root: bytes, names: Sequence[bytes]) -> list[Wrong]:
     """Returns the files that don't exist or aren't regular.
 
-    A folder is listed once, which also tells the kind of each entry; only what a listing doesn't settle
-    (links, names in other spellings, few names in a folder) takes a call for each.
+    Each folder is listed once. A stat call per file is needed only for links, names that the listing doesn't
+    have, and folders with few names.
 
     Args:
         root: Folder that the names are relative to.
-        names: Paths.
+        names: Paths of the files.
     """
     folders: dict[bytes, list[int]] = {}
     for number, name in enumerate(names):
@@ -89,10 +89,10 @@ def unreadable(root: bytes, names: Sequence[bytes]) -> list[Wrong]:
             if len(named) <= _FEW:
                 return named
             with os.scandir(os.path.join(root, folder)) as entries:  # noqa: PTH118  (bytes)
-                there = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+                regular = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
         except OSError:
             return named
-        return [number for number in named if names[number].rpartition(b"/")[2] not in there]
+        return [number for number in named if names[number].rpartition(b"/")[2] not in regular]
 
     def looked_up(some: Sequence[int]) -> list[Wrong]:
         reasons = ((number, _wrong(os.path.join(root, names[number]))) for number in some)  # noqa: PTH118
@@ -115,15 +115,17 @@ def _wrong(path: bytes) -> str:
     return "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
 
 
-def counted(wrong: Sequence[Wrong], total: int, what: str, name: Callable[[int], str], remedy: str) -> str:
-    """Returns one line on samples that can't be read: how many, and the first; "" if there is none.
+def unreadable_line(
+    wrong: Sequence[Wrong], total: int, what: str, name: Callable[[int], str], remedy: str
+) -> str:
+    """Returns one line with the number of files that can't be read, and the first; "" if there are none.
 
     Args:
-        wrong: What was found.
-        total: Of how many.
-        what: These, such as "files named in train.csv".
-        name: Where one stands, from its number.
-        remedy: What to do.
+        wrong: Files that can't be read.
+        total: Number of files that were checked.
+        what: Description of the files, such as "files named in train.csv".
+        name: Returns the name of a file from its number.
+        remedy: How to fix it.
     """
     if not wrong:
         return ""
@@ -136,7 +138,7 @@ def _decode_all(part: CheckedData) -> None:
     """Reads each sample once, as training would.
 
     Raises:
-        BadInputError: If one can't be used, or more are corrupt than the budget allows.
+        BadInputError: If a sample can't be used, or more are corrupt than the budget allows.
     """
     what, data, budget = part
     random = np.full((1, data.uniforms), 0.5, np.float32) if data.uniforms else None
@@ -151,7 +153,7 @@ def _decode_all(part: CheckedData) -> None:
             return str(error), ()
 
     threads = torch.get_num_threads()
-    # Else torch keeps threads of its own here, without which a process that is forked later waits forever.
+    # Otherwise torch starts a thread pool here, and a process that is forked later waits forever for it.
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(max(1, int(read_limits().cpus))) as pool:

@@ -1,4 +1,4 @@
-"""Samples that can't be decoded: refused, or replaced by the same others on every rank and after a resume."""
+"""Samples that can't be decoded: an error, or replaced by others that depend on the sample number alone."""
 
 import contextlib
 import fcntl
@@ -18,20 +18,20 @@ from trainer.rng import Ints, Purpose, key
 _TRIES = 32
 
 
-class Corrupt(Exception):  # noqa: N818  (a finding about a file, not a mistake of the caller)
-    """A sample whose content can't be decoded; the message is the reason.
+class Corrupt(Exception):  # noqa: N818  (a finding about a file, not an error of the caller)
+    """Raised for a sample that can't be decoded; the message is the reason.
 
-    Never raised for an error of reading: that may pass, and the next run would train on other samples.
+    Not raised for read errors, which may be temporary: a replay would then train on other samples.
     """
 
 
 class Bad(NamedTuple):
-    """A sample that was replaced.
+    """A corrupt sample, which was replaced.
 
     Attributes:
-        sample: Its number.
-        name: Where it lies.
-        reason: Why it couldn't be decoded.
+        sample: Number of the sample.
+        name: Path, for people.
+        reason: Reason, for people.
     """
 
     sample: int
@@ -46,22 +46,23 @@ def fill_rows(
     on_corrupt: OnCorrupt,
     of: int,
 ) -> list[Bad]:
-    """Fills the rows of a batch, and those of corrupt samples with others.
+    """Fills the rows of a batch; corrupt samples are replaced by others.
 
-    Which sample stands in is looked up by the number of the corrupt one, and so is the same in each epoch.
+    The replacement is a function of the corrupt sample's number, so it is the same in each epoch and on each
+    rank.
 
     Args:
         samples: int64 (micro_batch_size,).
-        fill: Writes a sample into a row, given both; raises Corrupt if it can't be decoded.
-        name: Where a sample lies, for people.
-        on_corrupt: Whether to replace.
+        fill: Writes into a row (first argument) a sample (second); raises Corrupt if it can't be decoded.
+        name: Returns the path of a sample, for people.
+        on_corrupt: data.on_corrupt; "fail" raises.
         of: Number of samples in the data set.
 
     Returns:
-        What was replaced, also what would have stood in and was corrupt too.
+        Corrupt samples, including corrupt candidates for a replacement.
 
     Raises:
-        BadInputError: If a sample is corrupt and nothing may, or can, stand in for it.
+        BadInputError: If a sample is corrupt and `on_corrupt` is "fail" or no replacement can be decoded.
     """
     bad = list[Bad]()
     for row, first in enumerate(samples.tolist()):
@@ -86,39 +87,39 @@ def fill_rows(
 
 
 class Quarantine:
-    """Counts the corrupt samples of a run against its budget, and writes them down.
+    """Counts the corrupt samples of a run against data.corrupt_budget, and lists them in a file.
 
-    With a file the count is that of all ranks and attempts; without one, this rank's in this attempt.
+    With a file, all ranks and attempts are counted; without one, this rank in this attempt.
 
     Args:
-        what: Which data set: "training" or "evaluation".
-        budget: How many different samples may be corrupt.
-        file: Where they are written, one JSON object per line, or None.
+        what: "training" or "evaluation".
+        budget: Number of distinct samples that may be corrupt.
+        file: File with one JSON object per line, or None.
 
     Raises:
         BadInputError: If an earlier attempt found too many, or the file can't be read.
     """
 
     def __init__(self, what: str, budget: int, file: Path | None = None) -> None:
-        """Starts with none, or with what is in the file."""
+        """Reads the corrupt samples of earlier attempts from the file, if there is one."""
         self._what, self._budget, self._file = what, budget, file
         self.samples = set[int]()
         if file is not None and os.path.lexists(file):
             self._exchange(file, {})
             self._check(f"{file} names them")
 
-    def add(self, found: Sequence[Bad]) -> None:
-        """Takes note of corrupt samples.
+    def add(self, corrupt: Sequence[Bad]) -> None:
+        """Counts corrupt samples.
 
         Raises:
             BadInputError: If there are more than the budget allows, or the file can't be written.
         """
-        new = {bad.sample: bad for bad in found if bad.sample not in self.samples}
+        new = {bad.sample: bad for bad in corrupt if bad.sample not in self.samples}
         if new and self._file is not None:
             self._exchange(self._file, new)
         self.samples.update(new)
-        if found:
-            self._check(f"the last is {found[-1].name} ({found[-1].reason})")
+        if corrupt:
+            self._check(f"the last is {corrupt[-1].name} ({corrupt[-1].reason})")
 
     def _check(self, which: str) -> None:
         if len(self.samples) > self._budget:
@@ -128,7 +129,7 @@ class Quarantine:
             )
 
     def _exchange(self, path: Path, new: Mapping[int, Bad]) -> None:
-        """Reads what all ranks have found, and adds what none of them has."""
+        """Reads the samples that all ranks have listed, and appends those that none has."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b") as file:
@@ -141,7 +142,7 @@ class Quarantine:
                     for bad in new.values()
                     if bad.sample not in self.samples
                 ]
-                # What a kill cut off stays a line of its own.
+                # A line that a kill cut off stays a line of its own.
                 start = "\n" if lines and text and not text.endswith(b"\n") else ""
                 file.write((start + "".join(lines)).encode())
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Interface of a data set, and two implementations: arrays in memory."""
+"""Interface of a data set, and the implementation for arrays in memory."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,12 @@ NUM_ITEMS = "num_items"
 LENGTH = "length"
 
 _HASHED_BYTES = 16 << 20  # of each field: 10 ms
-
-
 _KINDS = "biuf"
 _WIDEST_BYTES = 8  # of a float: longdouble has more
 
 
 class Field(NamedTuple):
-    """Shape and dtype of one sample's part of a batch."""
+    """Shape and dtype of a field of one sample."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
@@ -34,20 +32,19 @@ class Dataset(Protocol):
     """Samples that can be read at random.
 
     Attributes:
-        fields: What a sample consists of. A field named "num_items" (int64, shape ()) says how many items
-            the loss of the sample is a sum over, where that differs between samples (valid tokens). One
-            named "length" (int64, shape ()) says how many of its places are in use, where that is more.
-        num_items: Items of a sample, or their upper bound where there is a "num_items" field.
-        uniforms: Random numbers that `read` wants for each sample in training.
-        arrays: The whole data set, (samples, *shape) for each field, where it is held in memory; it may
-            then live on the device.
-        in_process: True where a batch costs less than handing it over between processes: read it where it
-            is used, without workers.
+        fields: Fields of a sample. "num_items" (int64, shape ()) is the number of items that the sample's
+            loss is a sum over (valid tokens), if it differs between samples. "length" (int64, shape ()) is
+            the number of positions in use, if that is more.
+        num_items: Items of a sample, or their upper bound if there is a field "num_items".
+        uniforms: Random numbers per sample that `read` takes in training.
+        arrays: All samples, (samples, *shape) for each field, if they are in memory; they may then be kept
+            on the device. Else None.
+        in_process: True if reading a batch costs less than passing it between processes: no loader workers.
 
-    A data set may have `buckets`, the number of samples in each of its buckets of similar length, whose
-    samples have consecutive numbers: then those of a micro-batch are of one bucket. It may have `records`,
-    which are looked up before ranks start (`formats.records`), `labels`, the class of each sample, by which
-    `data.class_weights` draws, and `only(samples)`, which gives the data set of some of its samples.
+    Optional attributes: `buckets`, the number of samples in each bucket of similar length, with consecutive
+    sample numbers (all samples of a micro-batch come from one bucket); `records`, checked before ranks start
+    (`formats.records`); `labels`, the class of each sample, for `data.class_weights`; `only(samples)`, which
+    returns the data set of some samples.
     """
 
     fields: Mapping[str, Field]
@@ -61,29 +58,29 @@ class Dataset(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Number of samples and a hash: other words for other data, whatever host and folder it lies in."""
+        """Sample count and content hash; independent of host and path."""
         ...
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad] | None:
-        """Writes samples into a batch, all at once.
+        """Reads samples into a batch.
 
         Args:
             samples: int64 (micro_batch_size,).
             random: float32 (micro_batch_size, at least `uniforms`) in [0, 1), keyed by sample and epoch;
                 None in evaluation.
-            out: For each field an array (micro_batch_size, *shape) to be filled.
+            out: Array (micro_batch_size, *shape) for each field, to be filled.
 
         Returns:
-            The corrupt samples that others stand in for (see `corrupt.fill_rows`), if there were any.
+            Corrupt samples that were replaced by others (see `corrupt.fill_rows`); None or empty if none.
         """
         ...
 
 
 class ArrayDataset:
-    """A data set that is held in memory."""
+    """Data set of arrays in memory."""
 
     def __init__(self, arrays: Arrays) -> None:
-        """Takes over arrays of shape (samples, *shape), without a copy."""
+        """Takes arrays (samples, *shape), without a copy."""
         self.arrays: Arrays | None = arrays
         self._arrays = arrays
         self.uniforms = 0
@@ -99,12 +96,12 @@ class ArrayDataset:
 
     @property
     def labels(self) -> npt.NDArray[np.generic] | None:
-        """The field label, where that is one number for each sample."""
+        """The field "label" if it is one number per sample, else None."""
         label = self._arrays.get("label")
         return label if label is not None and label.ndim == 1 else None
 
     def fingerprint(self) -> str:
-        """Fingerprint of all rows, or of evenly spaced ones if they are many; see `Dataset.fingerprint`."""
+        """Returns the sample count and a hash of all rows, or of evenly spaced ones above 16 MiB."""
         digest = hashlib.sha256()
         for name, array in sorted(self._arrays.items()):
             digest.update(f"{name} {array.dtype} {array.shape};".encode())
@@ -119,10 +116,10 @@ class ArrayDataset:
 
 
 def as_numbers(name: str, value: Any) -> npt.NDArray[Any]:
-    """Returns a field as a contiguous array in the machine's byte order, of numbers that torch has types for.
+    """Returns a field as a contiguous array in native byte order, of a dtype that torch has.
 
     Raises:
-        ValueError: If it isn't one; the message begins with the field's name.
+        ValueError: If it can't be converted; the message begins with the field's name.
     """
     if np.ma.is_masked(value):
         raise ValueError(
@@ -143,5 +140,5 @@ def as_numbers(name: str, value: Any) -> npt.NDArray[Any]:
 
 
 def spread(count: int, budget: int) -> Ints:
-    """Indices of all of `count` things, or of `budget` of them from the first to the last: int64 (n,)."""
+    """Returns min(count, budget) evenly spaced indices from 0 to count - 1: int64 (n,)."""
     return np.linspace(0, count - 1, min(count, budget)).astype(np.int64)

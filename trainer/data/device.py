@@ -1,4 +1,4 @@
-"""Batches cross to the GPU on a side stream, one ahead of the computation."""
+"""Copies of batches to the GPU on a side stream, one batch ahead of the computation."""
 
 import functools
 from collections import deque
@@ -16,23 +16,23 @@ _BATCHES_AHEAD = 4
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all copies to a device: memory that is freed on one stream serves that stream alone."""
+    """Returns the device's one stream for copies: the caching allocator reuses memory per stream."""
     return torch.cuda.Stream(device)
 
 
 def copied_ahead(
     slots: Iterator[tuple[torch.Tensor, NumItems]], device: torch.device, staged: bool
 ) -> Iterator[tuple[torch.Tensor, NumItems]]:
-    """Copies slots to a CUDA device while the batch before is being computed.
+    """Copies slots to a CUDA device while the previous batch is being computed.
 
-    Before the next slot is asked for, the copy of the last but one has completed: from then on its slot
-    may be written again (`RingLoader` keeps two slots for this). That wait is on a copy that was started
-    two batches ago, and nearly always over.
+    Before the next slot is requested, the copy of the second last one has completed, so that its slot may be
+    overwritten (`RingLoader` has two spare slots for this). That copy began two batches ago, so the wait is
+    nearly always over at once.
 
     Args:
-        slots: uint8 host tensors (slot_bytes,) and the items of the batch in it.
+        slots: uint8 host tensors (slot_bytes,), each with the items of its batch.
         device: A CUDA device.
-        staged: True where the slots are not page-locked: they pass through two page-locked buffers.
+        staged: True if the slots aren't page-locked: they are copied through two page-locked buffers.
 
     Yields:
         The slot on the device, safe to use on the current stream, and its items.
@@ -71,7 +71,7 @@ def copied_ahead(
             used = torch.cuda.Event()
             used.record(current)
             in_use.append(used)
-            # The host may be a few batches ahead of the GPU; each holds its memory until it is computed.
+            # Bounds how far the host runs ahead: each batch holds its memory until it is computed.
             if len(in_use) > _BATCHES_AHEAD:
                 in_use.popleft().synchronize()
         if ahead is None:

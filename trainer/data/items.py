@@ -1,7 +1,7 @@
-"""A data set of torch's kind, `dataset[i]` and `len(dataset)`, read as the trainer reads its own.
+"""Adapter for map-style data sets (`dataset[i]` and `len(dataset)`, as torch.utils.data.Dataset).
 
-Whatever an item draws from torch, numpy.random or random is keyed by (seed, epoch, sample): so neither
-workers nor ranks nor a resume change a bit of it, and the order is the plan's.
+torch, numpy.random and random are seeded by (seed, epoch, sample) before each item, so an item doesn't depend
+on the number of loader workers or ranks, nor on a resume. The order of the samples is the plan's.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class ArrayItems:
-    """Arrays (samples, …) by name as a data set of torch's kind: an item is a dict of their rows."""
+    """Map-style data set over named arrays (samples, …); an item is a dict of copied rows."""
 
     def __init__(self, arrays: Arrays) -> None:
-        """Takes the arrays."""
+        """Takes arrays of the same length, without a copy."""
         self._arrays = arrays
 
     def __len__(self) -> int:
@@ -49,15 +49,16 @@ class ArrayItems:
         return ArrayDataset(self._arrays).labels
 
     def __getitem__(self, sample: int) -> dict[str, Any]:
-        """A sample's own copy: a transform may change it."""
+        """Returns copies of a sample's rows, which a transform may change in place."""
         return {name: array[sample].copy() for name, array in self._arrays.items()}
 
 
 class ItemDataset:
-    """Reads items of a data set of torch's kind into batches.
+    """Reads items of a map-style data set into batches.
 
     Attributes:
-        brought: What of it is somebody's own code: see `workers.check_known_there`.
+        user_objects: The data set, its transforms and collate function, which loader workers must be able to
+            import (see `workers.check_importable`).
     """
 
     def __init__(
@@ -68,18 +69,18 @@ class ItemDataset:
         transforms: Sequence[Callable[[Any], Any]] = (),
         num_items: int = 1,
     ) -> None:
-        """Reads two samples, to see what they are.
+        """Reads the first and the last sample to learn the fields.
 
         Args:
             items: Has __getitem__ and __len__.
             what: "training" or "evaluation", for messages.
-            collate: Makes of a list of items tensors by name, (n, …) each, of the same shapes each time;
-                None: an item is a dict or a tuple of arrays, which are stacked.
-            transforms: Called with each item, one after another.
-            num_items: Items of a sample at most, where there is a field of that name.
+            collate: Converts a list of items to named tensors (n, …), of the same shapes each time; None
+                stacks the arrays of items that are dicts or tuples.
+            transforms: Applied to each item in this order.
+            num_items: Largest number of items of a sample, if there is a field "num_items".
 
         Raises:
-            BadInputError: If it has no length, or gives what can't be put into a batch.
+            BadInputError: If the data set has no length, or its items can't be batched.
         """
         self._items, self._what, self._collate, self._transforms = items, what, collate, tuple(transforms)
         self._name = type(items).__name__
@@ -97,7 +98,7 @@ class ItemDataset:
             ) from error
         if not count:
             raise BadInputError(f"{what} data: {self._name} has no samples")
-        self.brought = (items, *transforms, *([collate] if collate else []))
+        self.user_objects = (items, *transforms, *([collate] if collate else []))
         self.num_items, self.uniforms, self.in_process = num_items, _UNIFORMS, False
         self.arrays: Arrays | None = None
         self.buckets: tuple[int, ...] = ()
@@ -125,7 +126,7 @@ class ItemDataset:
         return _labels_of(self._items)
 
     def fingerprint(self) -> str:
-        """Fingerprint of some samples from the first to the last, or the data set's own."""
+        """Returns the data set's own fingerprint if it has one, else a hash of 16 evenly spaced samples."""
         if hasattr(self._items, "fingerprint"):
             return str(self._items.fingerprint())
         digest = hashlib.sha256()
@@ -170,11 +171,11 @@ class ItemDataset:
             raise self._wrong(str(error)) from error
 
     def _raised(self, error: Exception, method: str, samples: list[int]) -> OwnCodeError:
-        """Returns the error of a user's own code, with the place in it."""
+        """Returns an error that names the file and line in the user's code."""
         # Without the frame of this file.
         within = error.__traceback__ and error.__traceback__.tb_next
         frames = [frame for frame in traceback.extract_tb(within) if not frame.filename.startswith(_OURS)]
-        # The last one of their own code: what a library does with what it was given comes after it.
+        # The last frame of the user's code: frames of libraries that it called follow.
         own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames[:1]
         where = f" in {path_shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
         numbers = ", ".join(map(str, samples[:_NAMED])) + ", …" * (len(samples) > _NAMED)
@@ -203,7 +204,11 @@ class ItemDataset:
             raise self._wrong(f"{odd}: give the task a method collate(items) that pads them") from error
 
     def _tried(self, samples: list[int]) -> dict[str, npt.NDArray[Any]]:
-        """A few samples, with what goes wrong in somebody's code as one line."""
+        """Reads a few samples; an error in the user's code becomes one line.
+
+        Raises:
+            BadInputError: If the user's code raises, or the arrays don't have one row per sample.
+        """
         try:
             arrays = self._batch(samples, [key(Purpose.ITEM, sample) for sample in samples])
         except OwnCodeError as error:
@@ -216,7 +221,7 @@ class ItemDataset:
         return arrays
 
     def _check(self, arrays: Mapping[str, npt.NDArray[Any]], samples: Ints) -> None:
-        """Checks that a batch has the layout of the first one."""
+        """Checks that a batch has the names, dtypes and shapes of the first one."""
         more = ", …" if len(samples) > _NAMED else ""
         where = f"of the samples {', '.join(map(str, samples[:_NAMED]))}{more}"
         if arrays.keys() != self.fields.keys():
@@ -239,7 +244,7 @@ class ItemDataset:
 
 
 def is_items(part: Any) -> bool:
-    """Whether this is a data set of torch's kind."""
+    """True for a map-style data set: torch's Dataset, or a user's class with __getitem__."""
     return isinstance(part, torch.utils.data.Dataset) or (
         hasattr(part, "__getitem__") and not isinstance(part, str | bytes | list | tuple | np.ndarray)
     )
@@ -271,14 +276,14 @@ def _by_name(item: Any) -> dict[str, Any]:
 
 def _seed(each: int) -> None:
     random.seed(each)
-    # With a third word: numpy.random and random are the same generator, and would give the same numbers.
+    # The third word keeps numpy.random from the numbers of random: both are MT19937.
     np.random.seed([each & 0xFFFFFFFF, each >> 32, 1])
     torch.default_generator.manual_seed(each >> 1)
 
 
 @contextmanager
 def _state_kept() -> Iterator[None]:
-    """Keeps the state of random generators, which the training shares where there are no workers."""
+    """Restores the global random generators afterwards: without loader workers, training uses them."""
     ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

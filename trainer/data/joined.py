@@ -1,4 +1,4 @@
-"""Several evaluation sets behind one loader: they are measured one after another, so one has its workers."""
+"""Several evaluation sets behind one loader, whose loader workers they share, one set after another."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,31 +18,31 @@ from trainer.rng import Float32, Ints
 
 
 class JoinedDataset:
-    """Data sets of the same layout, whose samples are numbered on; those of a read are of one of them."""
+    """Concatenation of data sets of the same layout; all samples of a `read` belong to one of them."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
-        """Takes the parts."""
+        """Takes data sets with equal fields."""
         self.parts, self._ends = tuple(parts), list(accumulate(map(len, parts)))
         first = parts[0]
         self.fields: Mapping[str, Field] = first.fields
         self.num_items, self.uniforms, self.in_process = first.num_items, first.uniforms, False
         self.arrays: Arrays | None = None
-        self.brought = tuple(own for part in parts for own in getattr(part, "brought", ()))
+        self.user_objects = tuple(own for part in parts for own in getattr(part, "user_objects", ()))
 
     def __len__(self) -> int:
-        """Samples of all."""
+        """Number of samples of all sets."""
         return self._ends[-1]
 
     def fingerprint(self) -> str:
-        """Fingerprint of each part."""
+        """Fingerprints of all sets."""
         return "; ".join(part.fingerprint() for part in self.parts)
 
     def first(self, part: int) -> int:
-        """The number that a part's first sample has here."""
+        """Returns the joined number of a set's first sample."""
         return self._ends[part - 1] if part else 0
 
     def part_of(self, sample: int) -> int:
-        """The part that a sample is of."""
+        """Returns the index of the set that a sample belongs to."""
         return bisect_right(self._ends, sample)
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
@@ -55,22 +55,22 @@ class JoinedDataset:
 
 @dataclass(frozen=True)
 class JoinedSource(Source):
-    """This rank's shares of several sets, their batches numbered on.
+    """Source of this rank's batches of several sets, numbered consecutively.
 
     Attributes:
-        sources: The sets, in the order of the data set's parts.
-        ends: Where the batches of each end.
+        sources: Sources of the sets, in the order of the joined data set.
+        ends: Batches up to the end of each set.
     """
 
     sources: tuple[Source, ...] = ()
     ends: tuple[int, ...] = ()
 
     def first(self, part: int) -> int:
-        """The number that a part's first batch has here."""
+        """Returns the joined number of a set's first batch."""
         return self.ends[part - 1] if part else 0
 
     def extras(self, batches: Ints) -> tuple[Ints, dict[str, npt.NDArray[Any]]]:
-        """See `Source`; the batches are of one part."""
+        """See `Source`; all batches belong to one set."""
         part = bisect_right(self.ends, int(batches[0]))
         sample, extras = self.sources[part].extras(batches - self.first(part))
         assert isinstance(self.dataset, JoinedDataset)
@@ -78,30 +78,30 @@ class JoinedSource(Source):
 
 
 class JoinedQuarantine(Quarantine):
-    """Counts the corrupt samples of each part against a budget of its own."""
+    """Counts the corrupt samples of each set against the set's own budget."""
 
     def __init__(self, parts: Sequence[Quarantine], joined: JoinedDataset) -> None:
-        """Hands on what is found."""
+        """Takes a quarantine for each set."""
         self._parts, self._joined = parts, joined
 
-    def add(self, found: Sequence[Bad]) -> None:
+    def add(self, corrupt: Sequence[Bad]) -> None:
         """See `Quarantine`."""
-        part = self._joined.part_of(found[0].sample)
+        part = self._joined.part_of(corrupt[0].sample)
         first = self._joined.first(part)
-        self._parts[part].add([bad._replace(sample=bad.sample - first) for bad in found])
+        self._parts[part].add([bad._replace(sample=bad.sample - first) for bad in corrupt])
 
 
 class PartLoader:
-    """Loader of one part of a joined source with workers; its batches are numbered from 0 on."""
+    """Loader of one set of a joined source; its batches are numbered from 0."""
 
-    def __init__(self, whole: RingLoader, source: JoinedSource, part: int) -> None:
-        """Takes a part; `close` of the first one ends the workers of all."""
-        self._whole, self._part, self._first = whole, part, source.first(part)
+    def __init__(self, loader: RingLoader, source: JoinedSource, part: int) -> None:
+        """Takes the loader of all sets and the index of one; `close` of the first ends the loader workers."""
+        self._loader, self._part, self._first = loader, part, source.first(part)
         self._rows = source.sources[part].share.plan.micro_batch_size
 
     def __call__(self, batches: range) -> Iterator[Batch]:
         """Yields these batches of the rank; see `RingLoader`."""
-        for batch in self._whole(range(batches.start + self._first, batches.stop + self._first)):
+        for batch in self._loader(range(batches.start + self._first, batches.stop + self._first)):
             # A slot has room for a batch of the set with the largest ones.
             fields = {name: tensor[: self._rows] for name, tensor in batch.fields.items()}
             weight = None if batch.weight is None else batch.weight[: self._rows]
@@ -109,12 +109,12 @@ class PartLoader:
 
     def take_work(self) -> dict[str, float]:
         """See `RingLoader`."""
-        return self._whole.take_work()
+        return self._loader.take_work()
 
     def close(self) -> None:
-        """Ends the workers, once."""
+        """Ends the loader workers if this is the first set."""
         if not self._part:
-            self._whole.close()
+            self._loader.close()
 
 
 EvaluationLoader = Loader | PartLoader
@@ -127,24 +127,24 @@ def make_loaders(
     cpu_workers: int,
     quarantines: Sequence[Quarantine],
 ) -> list[EvaluationLoader]:
-    """Chooses loaders for evaluation sets, of which one at a time is used: no more workers than for one.
+    """Makes loaders for evaluation sets; sets that need workers and have one layout share them.
 
     Args:
-        sources: The sets.
-        device: Where the batches are wanted.
-        config: How.
+        sources: Source of each set.
+        device: Device of the batches.
+        config: Loader configuration.
         cpu_workers: See `make_loader`.
-        quarantines: Of each.
+        quarantines: Quarantine of each set.
 
     Returns:
-        One for each of them.
+        A loader for each set.
     """
     joined = [
         number
         for number, source in enumerate(sources)
         if workers_of(config, source.dataset, cpu_workers) and not is_resident(config, source.dataset)
     ]
-    # Those that lie in the ring as the first one does; any other is read by the rank itself.
+    # Sets whose slots look like those of the first share its ring; the rank itself reads the others.
     layouts = [_layout(source.dataset) for source in sources]
     joined = [number for number in joined if layouts[number] == layouts[joined[0]]]
     parts = dict[int, PartLoader]()
@@ -156,8 +156,8 @@ def make_loaders(
         source = JoinedSource(data, largest.share, sources=some, ends=ends)
         quarantine = JoinedQuarantine([quarantines[number] for number in joined], data)
         workers = workers_of(config, some[0].dataset, cpu_workers)
-        whole = RingLoader(source, device, workers, config, quarantine)
-        parts = {number: PartLoader(whole, source, part) for part, number in enumerate(joined)}
+        loader = RingLoader(source, device, workers, config, quarantine)
+        parts = {number: PartLoader(loader, source, part) for part, number in enumerate(joined)}
     here = config.model_copy(update={"workers": 0})
     return [
         parts.get(number)

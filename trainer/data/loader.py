@@ -1,7 +1,7 @@
-"""Loaders: they turn a rank's share of a plan into batches on its device.
+"""Loaders, which turn a rank's micro-batches of a plan into batches on its device.
 
-What a batch holds depends on (seed, epoch, sample) alone, so the number of workers, the prefetch and the
-place where the data lives change nothing but the time it takes.
+The content of a batch depends on (seed, epoch, sample) alone; loader workers, prefetch and whether the data
+is resident on the device affect speed only.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from trainer.data.workers import (
     CurrentBatches,
     Work,
     begin_worker,
-    check_known_there,
+    check_importable,
     end_by_kill,
     prefetch_of,
     start_method,
@@ -43,12 +43,12 @@ from trainer.rng import Ints, uniforms
 _RESIDENT_BYTES = 256 << 20
 _CHUNK_SAMPLES = 8192
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-# What travels beside a batch's fields, under names that no field may have: see `is_field_name`.
+# Names of the arrays that accompany the fields in a slot; no field may be named so, see `is_field_name`.
 _WEIGHT, _UNIFORM = "\0weight", "\0uniform"
 
 
 def is_field_name(name: object) -> bool:
-    """Whether a field may be called so: any text that can't be one of ours."""
+    """True if a field may have this name: text without a zero byte, which the loader's own names have."""
     return isinstance(name, str) and "\0" not in name
 
 
@@ -57,12 +57,11 @@ class Batch(NamedTuple):
 
     Attributes:
         fields: A tensor (micro_batch_size, *shape) for each field of the data set.
-        weight: float32 (micro_batch_size,), 0 for padding; None where nothing is padded.
+        weight: float32 (micro_batch_size,), 0 for padding; None if batches are never padded.
         uniform: float32 (micro_batch_size, n) in [0, 1), keyed by sample and epoch, for the augmentation;
-            None where none was asked for.
-        num_items: What the loss of this micro-batch is a sum over: samples, or valid tokens.
-        longest: Items of the sample that has most, or its length where that is more; known to the host, as
-            `num_items` is. 0: not known.
+            None if none was requested.
+        num_items: Samples or valid tokens that the loss of this micro-batch is a sum over.
+        longest: Most items, or greatest length, of a sample; a host number, as `num_items`. 0: unknown.
     """
 
     fields: Mapping[str, torch.Tensor]
@@ -73,7 +72,7 @@ class Batch(NamedTuple):
 
 
 class NumItems(NamedTuple):
-    """Items of a micro-batch, and of the sample of it that has most (its length, where that is more)."""
+    """Items of a micro-batch, and the most items (or the greatest length) of one of its samples."""
 
     all: int
     longest: int
@@ -81,7 +80,7 @@ class NumItems(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a loader: the data set, this rank's part of it, and the fields added to each sample."""
+    """Source of a loader: the data set, this rank's part of the plan, and the random numbers per sample."""
 
     dataset: data.Dataset
     share: Share
@@ -89,11 +88,11 @@ class Source:
 
     @property
     def padded(self) -> bool:
-        """Whether micro-batches carry weights."""
+        """True if micro-batches have weights."""
         return self.share.plan.last == "weighted"
 
     def extras(self, batches: Ints) -> tuple[Ints, dict[str, npt.NDArray[Any]]]:
-        """Samples (n, micro_batch_size) of some batches, and their weights and random numbers."""
+        """Returns the samples (n, micro_batch_size) of some batches, and their weights and random numbers."""
         epoch, sample, weight = self.share.plan.read(self.share.micro_batches(batches))
         extras = {}
         if self.padded:
@@ -103,24 +102,24 @@ class Source:
         return sample, extras
 
     def chunks(self, batches: range) -> Iterator[range]:
-        """Parts of a range of batches whose order is worth computing at once."""
+        """Yields parts of a range of batches whose order is computed in one call."""
         size = max(1, _CHUNK_SAMPLES // self.share.plan.micro_batch_size)
         return (batches[first : first + size] for first in range(0, len(batches), size))
 
     def each(self, batches: range) -> Iterator[tuple[int, Ints, dict[str, npt.NDArray[Any]]]]:
-        """Number, samples and what they carry along, of one batch after another."""
+        """Yields number, samples (micro_batch_size,) and extra arrays of each batch."""
         for numbers in self.chunks(batches):
             sample, extras = self.extras(np.arange(numbers.start, numbers.stop))
             for index, number in enumerate(numbers):
                 yield number, sample[index], {name: array[index] for name, array in extras.items()}
 
     def batch(self, fields: dict[str, torch.Tensor], num_items: "NumItems") -> Batch:
-        """Sorts what travelled together into a batch."""
+        """Makes a batch of the tensors of a slot."""
         return Batch(fields, fields.pop(_WEIGHT, None), fields.pop(_UNIFORM, None), *num_items)
 
 
 class ResidentLoader:
-    """The data set lies on the device; a batch is a gather there."""
+    """Loader of a data set that is resident on the device; a batch is an index_select."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
         assert source.dataset.arrays is not None
@@ -136,7 +135,7 @@ class ResidentLoader:
             name: torch.from_numpy(array if array.flags.writeable else array.copy())
             for name, array in arrays.items()
         }
-        # torch gathers no unsigned integers of these types: their bits travel as signed ones.
+        # index_select doesn't support these unsigned types: they are viewed as signed.
         self._unsigned = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype in _SIGNED}
         self._tensors = {
             name: tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype)).to(device)
@@ -183,10 +182,16 @@ class ResidentLoader:
 
 
 class _Filled(NamedTuple):
-    """A batch that lies in its slot; `failed` is the message where it could not be filled.
+    """Result of filling a batch's slot.
 
-    A message and not an exception, which would arrive with a worker's traceback in its text. `trace` is what
-    somebody's own code raised.
+    Attributes:
+        number: Of the batch.
+        num_items: Its items.
+        replaced: Corrupt samples that were replaced.
+        failed: Error message, if the slot couldn't be filled. An exception would arrive with the loader
+            worker's traceback in its text.
+        trace: Traceback of an error in user code.
+        work: Time that was spent.
     """
 
     number: int
@@ -198,7 +203,7 @@ class _Filled(NamedTuple):
 
 
 class _Filler(TorchDataset[_Filled]):
-    """Loader worker's work: fills the slot of a batch."""
+    """Data set of a DataLoader whose items are filled slots."""
 
     def __init__(self, source: Source, ring: Ring) -> None:
         self._source = source
@@ -209,7 +214,7 @@ class _Filler(TorchDataset[_Filled]):
         return self._fill(batch, sample[0], {name: array[0] for name, array in extras.items()})
 
     def in_process(self, batches: range) -> Iterator[_Filled]:
-        """Fills one after another; their order is computed for many at once."""
+        """Fills the slots of batches in this process, one after another."""
         for number, sample, extras in self._source.each(batches):
             yield self._fill(number, sample, extras)
 
@@ -219,7 +224,7 @@ class _Filler(TorchDataset[_Filled]):
         return filled._replace(work=began.until_now(len(sample)))
 
     def _read(self, batch: int, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> _Filled:
-        # Of several evaluation sets the ring has room for the largest batches.
+        # With several evaluation sets, a slot has room for the largest batch.
         out = {name: array[: len(sample)] for name, array in self._ring.arrays(batch).items()}
         for name, array in extras.items():
             out[name][...] = array
@@ -240,7 +245,7 @@ class _Filler(TorchDataset[_Filled]):
 
 
 class RingLoader:
-    """Workers read and decode; batches cross to the device from a ring of shared memory."""
+    """Loader whose workers fill a ring of shared memory, from which batches are copied to the device."""
 
     def __init__(
         self,
@@ -250,15 +255,15 @@ class RingLoader:
         config: LoaderConfig,
         quarantine: Quarantine | None = None,
     ) -> None:
-        """Makes the ring and starts the workers, which stay until `close`.
+        """Allocates the ring and starts the loader workers, which run until `close`.
 
         Raises:
-            BadInputError: If the data set can't be sent to workers that aren't forked.
+            BadInputError: If the data set can't be pickled for workers that aren't forked.
         """
         plan = source.share.plan
         method = start_method(config.start_method)
         if workers:
-            check_known_there(source.dataset, method)
+            check_importable(source.dataset, method)
         fields = {
             name: data.Field((plan.micro_batch_size, *field.shape), field.dtype)
             for name, field in source.dataset.fields.items()
@@ -289,8 +294,8 @@ class RingLoader:
                 multiprocessing_context=multiprocessing.get_context(method),
                 worker_init_fn=partial(begin_worker, None if method == "forkserver" else os.getpid()),
             )
-            # With nothing to read yet, this starts the workers: before there are threads that a fork
-            # would cut short, and before the ring is registered with CUDA.
+            # Iterating over no batches starts the workers: before there are threads, which a fork doesn't
+            # copy, and before the ring is registered with CUDA.
             try:
                 list(self._loader)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -298,7 +303,7 @@ class RingLoader:
             end_by_kill(self._loader._iterator._workers)  # type: ignore[union-attr]
 
     def __call__(self, batches: range) -> Iterator[Batch]:
-        """Yields these batches of the rank; a CPU batch is valid until the next but one is asked for."""
+        """Yields these batches of the rank; a CPU batch is valid until the second next one is requested."""
         self._numbers[0] = batches
         results = iter(self._loader) if self._loader else self._filler.in_process(batches)
         filled = map(self._checked, results)
@@ -312,7 +317,7 @@ class RingLoader:
             yield self._source.batch(self._ring.unpack(slot), num_items)
 
     def take_work(self) -> dict[str, float]:
-        """Returns the times of filling since the last call, `loader/*`; empty if nothing was filled."""
+        """Returns the metrics `loader/*` since the last call; {} if nothing was filled."""
         work, self._work = self._work, Work()
         return work.metrics(self._workers)
 
@@ -327,10 +332,10 @@ class RingLoader:
         return filled.number, filled.num_items
 
     def close(self) -> None:
-        """Ends the workers and gives the memory back."""
+        """Ends the loader workers and frees the memory."""
         running = getattr(self._loader, "_iterator", None)
         if running is not None:
-            running._shutdown_workers()  # torch ends them only when nobody holds the iterator
+            running._shutdown_workers()  # torch ends them only when the iterator is freed
         self._loader = None
         if self._pinned:
             with contextlib.suppress(RuntimeError):  # of a run that failed already
@@ -358,14 +363,14 @@ def make_loader(
     cpu_workers: int,
     quarantine: Quarantine | None = None,
 ) -> Loader:
-    """Chooses the loader.
+    """Makes the loader that suits the data set and the configuration.
 
     Args:
-        source: What to load.
-        device: Where the batches are wanted.
-        config: How.
-        cpu_workers: What `workers: auto` stands for where the data is not resident.
-        quarantine: Takes note of samples that were replaced.
+        source: Data set and the rank's part of the plan.
+        device: Device of the batches.
+        config: Loader configuration.
+        cpu_workers: Loader workers for `data.workers=auto` if the data isn't resident.
+        quarantine: Counts replaced samples.
 
     Returns:
         A loader; call it with a range of batch numbers.
@@ -376,10 +381,10 @@ def make_loader(
 
 
 def is_resident(config: LoaderConfig, dataset: data.Dataset) -> bool:
-    """Whether a data set lives on the device, so that nothing has to be loaded.
+    """True if a data set is kept on the device, so that nothing has to be loaded.
 
     Raises:
-        BadInputError: If that is asked for and can't be.
+        BadInputError: If data.resident=true and it can't be.
     """
     arrays, resident = dataset.arrays, config.resident
     if resident == "auto":

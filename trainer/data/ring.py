@@ -1,8 +1,8 @@
-"""Batches travel in a ring: fixed slots in anonymous shared memory that loader workers write into.
+"""Ring of fixed slots in anonymous shared memory, which loader workers fill with batches.
 
-A worker hands over a batch number, not the batch. Batch b lies in slot b mod slots, so nothing has to be
-agreed. The memory is anonymous: it works in a container whose /dev/shm has 64 MB, where both of torch's
-sharing strategies end with a bus error (pytorch#5040).
+A loader worker sends the number of a batch, not the batch; batch b is in slot b mod slots. Anonymous memory
+isn't limited by /dev/shm, which has 64 MB in a container by default and where both of torch's sharing
+strategies end with a bus error (pytorch#5040).
 """
 
 import math
@@ -27,14 +27,14 @@ class Ring:
     """Slots of one fixed layout.
 
     Args:
-        fields: The parts of a batch, with shapes that include the micro-batch dimension.
+        fields: Fields of a batch, with shapes that include the micro-batch dimension.
         slots: Number of slots.
-        inherited: True where workers are forked and so share the mapping; otherwise it is backed by a
-            memory file whose descriptor is sent to them.
+        inherited: True if workers are forked and so inherit the mapping; otherwise it is backed by a memory
+            file whose descriptor is sent to them.
     """
 
     def __init__(self, fields: Mapping[str, Field], slots: int, inherited: bool) -> None:
-        """Maps the memory; pages are taken when first written."""
+        """Maps the memory; pages are allocated when first written."""
         self.fields = dict(fields)
         self.slots = slots
         self.offsets: dict[str, int] = {}
@@ -65,15 +65,15 @@ class Ring:
         }
 
     def arrays(self, batch: int) -> dict[str, npt.NDArray[np.generic]]:
-        """The slot of a batch, as one writable array per field."""
+        """Returns the slot of a batch as one writable array per field."""
         return self._views[batch % self.slots]
 
     def slot(self, batch: int) -> torch.Tensor:
-        """The slot of a batch as bytes: uint8 (slot_bytes,), no copy."""
+        """Returns the slot of a batch as bytes, uint8 (slot_bytes,), without a copy."""
         return self._bytes[batch % self.slots]
 
     def unpack(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields of a slot that may have been copied to a device; no copy."""
+        """Returns the fields of a slot, on whichever device it is, as views."""
         tensors = {}
         for name, field in self.fields.items():
             dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
@@ -83,7 +83,7 @@ class Ring:
         return tensors
 
     def pin(self) -> bool:
-        """Page-locks the slots for CUDA, in place; False where the driver refuses (ulimit memlock)."""
+        """Page-locks the slots for CUDA in place; returns False if the driver refuses (ulimit memlock)."""
         size = self.slot_bytes * self.slots
         return page_lock(torch.cuda.cudart(), str(torch.version.cuda), self._bytes.data_ptr(), size)
 
@@ -92,18 +92,18 @@ class Ring:
         torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
 
     def close(self) -> None:
-        """Lets go of the file; the memory goes with the last tensor in it."""
+        """Closes the memory file; the memory is freed with the last tensor in it."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Called when a worker is started without fork: sends the descriptor, not the bytes."""
+        """Pickles the file descriptor instead of the bytes, for workers that aren't forked."""
         kept = {name: self.__dict__[name] for name in ("fields", "slots", "offsets", "slot_bytes")}
         return kept | {"_file": reduction.DupFd(self._file)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Maps the same memory in a worker."""
+        """Maps the same memory in a loader worker."""
         self.__dict__.update(state)
         self._file = state["_file"].detach()
         self._map()

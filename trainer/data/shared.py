@@ -1,4 +1,4 @@
-"""Memory that loader workers share with the process that started them, in whichever way it did."""
+"""Read-only memory that loader workers share with their parent process, for all start methods."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ from trainer.checkpoint.tensor_file import encode, header_size, parse_header
 
 
 def anonymous_file() -> int:
-    """Descriptor of an empty file that has no name: in memory where the system knows such files."""
+    """Returns the descriptor of an empty unnamed file, in memory where the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("trainer")
     with tempfile.TemporaryFile() as file:  # macOS: deleted already
@@ -25,15 +25,15 @@ def anonymous_file() -> int:
 class Columns:
     """Named arrays in one read-only mapping of a safetensors file.
 
-    A list of a million Python objects is copied page by page into every worker as its reference counts are
-    touched (pytorch#13246), and pickled for each that isn't forked. These are in the machine once.
+    A list of a million Python objects is copied into every loader worker as reference counts are touched
+    (pytorch#13246), and pickled for each that isn't forked. The mapping exists once per machine.
     """
 
     def __init__(self, file: int) -> None:
-        """Maps a file, and closes its descriptor with the mapping.
+        """Maps a file; its descriptor is closed when the object is freed.
 
         Raises:
-            ValueError: If it isn't safetensors.
+            ValueError: If the file isn't safetensors.
         """
         self._file = file
         size = os.fstat(file).st_size
@@ -56,7 +56,7 @@ class Columns:
 
     @classmethod
     def copy(cls, data: bytes) -> "Columns":
-        """Copies the content of a file, which may then be cut off without a bus error here.
+        """Copies the content of a safetensors file: mapping the file itself risks SIGBUS if it is truncated.
 
         Raises:
             ValueError: If it isn't safetensors.
@@ -73,25 +73,25 @@ class Columns:
         return cls(file)
 
     def rows(self, samples: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Copies of some samples' rows, in this order; names are cut out of what was `joined`."""
+        """Returns copies of some samples' rows, in this order, including their names."""
         arrays = {name: array[samples] for name, array in self._arrays.items() if name != "name"}
         if "name" in self:
-            arrays |= joined([name_at(self, sample) for sample in samples.tolist()])
+            arrays |= name_columns([name_at(self, sample) for sample in samples.tolist()])
         return arrays
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """An array; writing to it is an error."""
+        """Returns a read-only array."""
         return self._arrays[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 
     def __getstate__(self) -> Any:
-        """Called when a worker is started without fork: sends the descriptor, not the bytes."""
+        """Pickles the file descriptor instead of the bytes, for workers that aren't forked."""
         return reduction.DupFd(self._file)
 
     def __setstate__(self, state: Any) -> None:
-        """Maps the same memory in a worker."""
+        """Maps the same memory in a loader worker."""
         self.__init__(state.detach())  # type: ignore[misc]
 
     def __del__(self) -> None:
@@ -100,14 +100,14 @@ class Columns:
             os.close(file)
 
 
-def joined(names: list[bytes]) -> dict[str, npt.NDArray[Any]]:
-    """Byte strings as two columns: "name" uint8 (all bytes,), and "name_end" int64 (n,)."""
+def name_columns(names: list[bytes]) -> dict[str, npt.NDArray[Any]]:
+    """Packs byte strings into two columns: "name", uint8 (all bytes,), and "name_end", int64 (n,)."""
     ends = np.cumsum([len(name) for name in names], dtype=np.int64)
     return {"name": np.frombuffer(bytearray().join(names), np.uint8), "name_end": ends}
 
 
 def name_at(columns: Columns, index: int) -> bytes:
-    """Returns one of the byte strings that were `joined`."""
+    """Returns one of the byte strings that `name_columns` packed."""
     ends = columns["name_end"]
     start = int(ends[index - 1]) if index else 0
     return columns["name"][start : int(ends[index])].tobytes()

@@ -1,4 +1,4 @@
-"""Data sets by name: embedded digits, synthetic images, and images from folders, tables, shards and packs."""
+"""Image data sets by data.name: embedded digits, synthetic, CIFAR-10, folders, tables, shards, packs."""
 
 import os
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.cifar10 import odd_sizes, open_cifar10
 from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.labels import alike, shown
+from trainer.data.formats.labels import alike, quoted
 from trainer.data.formats.records import Records, reading_of
 from trainer.data.formats.sharded import ShardedRecords
-from trainer.data.left_out import told
+from trainer.data.left_out import left_out_line
 from trainer.data.remote.access import join
 from trainer.data.remote.cache import CachedShards, fitting_shards_per_block, open_cached
 from trainer.errors import BadInputError
@@ -29,15 +29,15 @@ LABEL = "label"
 
 
 class ImageData(NamedTuple):
-    """Images for training and evaluation, and what the model must know of them.
+    """Images for training and evaluation, and what the model needs to know about them.
 
     Attributes:
         train: Data set with the fields image, uint8 (height, width, channels), and label, int64 ().
-        evaluation: The same for evaluation.
+        evaluation: Data set of the same fields.
         classes: Names of the classes.
         channels: Number of channels.
         mean: Mean of each channel on the scale 0 to 1.
-        std: Standard deviation likewise.
+        std: Standard deviation of each channel on the same scale.
         notes: Lines for the user.
     """
 
@@ -51,10 +51,10 @@ class ImageData(NamedTuple):
 
 
 def load_images(config: DataConfig, seed: int) -> ImageData:
-    """Opens the data set that the configuration names.
+    """Opens the images that data.name and data.path say.
 
     Raises:
-        BadInputError: If it isn't there or isn't what it should be.
+        BadInputError: If they are missing or malformed.
     """
     if config.name == "digits":
         return _digits()
@@ -75,20 +75,20 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         channels=3,
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        notes=(*class_notes(classes, train, evaluation), *_of_nobody(classes, train)),
+        notes=(*class_notes(classes, train, evaluation), *_empty_classes(classes, train)),
     )
 
 
 def more_images(config: DataConfig, split: str | None, seed: int) -> tuple[Dataset, tuple[str, ...]]:
-    """Images to measure on, and their classes; of what lies in files only this split is opened.
+    """Opens one split of images for evaluation and returns it with its classes; other splits aren't opened.
 
     Args:
         config: Names the data set.
-        split: Which part; None: val, or what hf data has to measure on.
-        seed: For synthetic images.
+        split: Name of the split; None: "val", or data.eval_split of hf data.
+        seed: Seed of synthetic images.
 
     Raises:
-        BadInputError: If it isn't there or isn't what it should be.
+        BadInputError: If the split is missing or malformed.
     """
     if not in_files(config):
         images = load_images(config, seed)
@@ -98,7 +98,7 @@ def more_images(config: DataConfig, split: str | None, seed: int) -> tuple[Datas
 
 
 def in_files(config: DataConfig) -> bool:
-    """Whether images come from files of any size, so that each is cut and resized."""
+    """True if images are files of any size, which are cropped and resized."""
     return bool(FORMATS[config.name].opens)
 
 
@@ -108,16 +108,16 @@ def _cut(records: Records, config: DataConfig, training: bool) -> ImageDataset:
 
 
 def check_alike(dataset: Dataset, classes: Sequence[str], main: Dataset, known: Sequence[str]) -> None:
-    """Makes sure that a model of the main data can be measured on another set.
+    """Checks that a model of the main data can be evaluated on another set.
 
     Args:
         dataset: The other set.
         classes: Its classes; the last ones may be missing.
-        main: What is measured on besides.
+        main: The main evaluation set.
         known: The model's classes.
 
     Raises:
-        BadInputError: If classes or samples are others.
+        BadInputError: If classes or fields differ.
     """
     if tuple(classes) != tuple(known[: len(classes)]):
         odd = next((name for name in classes if name not in known), None)
@@ -142,10 +142,10 @@ def _by(shape: Sequence[int]) -> str:
 
 
 def data_path(config: DataConfig) -> Path | str:
-    """The folder of the data, or its URL.
+    """Returns data.path, a folder or a URL.
 
     Raises:
-        BadInputError: If it isn't given, or there is no such folder.
+        BadInputError: If it isn't given or there is no such folder.
     """
     if config.path is None:
         raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
@@ -161,10 +161,10 @@ def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
     Args:
         config: Names the format.
         path: From `data_path`; a string if it is a URL.
-        split: "train", "val", or another that lies at the path.
+        split: "train", "val", or another split at the path.
 
     Raises:
-        BadInputError: If it isn't there or isn't what it should be.
+        BadInputError: If the split is missing or malformed.
     """
     if isinstance(path, str):
         assert config.cache is not None
@@ -183,7 +183,7 @@ def open_records(config: DataConfig, path: Path | str, split: str) -> Records:
 
 
 def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:
-    """Samples of each shard, and of how many shards they are shuffled together; () and 0: of all."""
+    """Returns the samples of each shard and the shards per shuffle block; () and 0 to shuffle all samples."""
     records = getattr(dataset, "records", None)
     if isinstance(records, CachedShards) and records.shards_per_block:
         return tuple(records.sizes), records.shards_per_block
@@ -191,10 +191,10 @@ def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:
 
 
 def check_folder(path: Path) -> None:
-    """Makes sure that data.path is a folder.
+    """Checks that data.path is a folder.
 
     Raises:
-        BadInputError: If it isn't there, or is a file.
+        BadInputError: If it doesn't exist or is a file.
     """
     if not path.is_dir():
         what = "isn't a folder, which this data needs" if os.path.lexists(path) else "no such folder"
@@ -212,16 +212,16 @@ def _at_home(key: str, path: Path | str) -> Path | str:
 def common_classes(
     path: Path | str, train: Records, evaluation: Records, gaps: bool = False
 ) -> tuple[str, ...]:
-    """Returns the classes of both parts; where classes are numbers, one part may lack the last.
+    """Returns the classes of both splits; if classes are numbers, one split may lack the last ones.
 
     Args:
-        path: What data.path says.
-        train: To learn from.
-        evaluation: To measure on.
-        gaps: Whether a number may be nobody's label, as in a table.
+        path: data.path, for messages.
+        train: Training split.
+        evaluation: Evaluation split.
+        gaps: True if a class number may have no samples at all, as in a table.
 
     Raises:
-        BadInputError: If they differ, or a class has nothing to learn from.
+        BadInputError: If the classes differ, or one has no training samples.
     """
     longer, shorter = sorted((tuple(train.classes), tuple(evaluation.classes)), key=len, reverse=True)
     numbers = longer[0] == "0"
@@ -239,8 +239,8 @@ def common_classes(
         more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
         if pair := alike(each for each, _ in alone):
             raise BadInputError(
-                f"{path}: class {shown(pair[0])} is in one part and {shown(pair[1])} in the other; they look "
-                "alike, so name both the same"
+                f"{path}: class {quoted(pair[0])} is in one part and {quoted(pair[1])} in the other; they "
+                "look alike, so name both the same"
             )
         enough = " (an empty folder will do)" if part == "train" and not gaps else ""
         raise BadInputError(
@@ -253,13 +253,13 @@ def common_classes(
         raise BadInputError(
             f"{path}: class '{longer[empty[0]]}'{more} has no samples in train, and "
             f"{measured[empty].sum():,} in val; add some to learn from, or remove it"
-            f"{'; ' if train.left_out else ''}{told(train.left_out)}"
+            f"{'; ' if train.left_out else ''}{left_out_line(train.left_out)}"
         )
     return longer
 
 
 def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> tuple[str, ...]:
-    """Lines on what can't be told apart, or isn't measured."""
+    """Returns notes on a single class, and on classes without evaluation samples."""
     notes = list[str]()
     if len(classes) == 1:
         notes.append(
@@ -273,26 +273,24 @@ def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> 
     return tuple(notes)
 
 
-def _of_nobody(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:
-    """A line on numbers that are nobody's label; they cost an output each."""
-    there = np.unique(train.labels)
-    if len(there) == len(classes):
+def _empty_classes(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:
+    """Returns a note on classes without samples, each of which still costs an output of the model."""
+    empty = np.setdiff1d(np.arange(len(classes)), train.labels)
+    if not empty.size:
         return ()
-    first = classes[np.setdiff1d(np.arange(len(classes)), there)[0]]
     return (
-        f"{len(classes) - len(there):,} of {len(classes):,} classes have no samples; the first is '{first}'",
+        f"{empty.size:,} of {len(classes):,} classes have no samples; the first is '{classes[empty[0]]}'",
     )
 
 
 def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """UCI's handwritten digits, its file optdigits.tes: 1797 images of 8 x 8, 17 gray levels.
+    """Returns UCI's handwritten digits, file optdigits.tes: 1797 images of 8 x 8, 17 gray levels.
 
     E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits (1998), UCI Machine Learning
     Repository, https://doi.org/10.24432/C50P49, CC BY 4.0. A test compares them with scikit-learn's.
 
-    A fifth of them, 360 drawn at random once and for all (whatever the run's seed), is the test set.
-    The file is sorted by writer: with its last 360 as the test set, all from writers that the model
-    hasn't seen, the task is harder.
+    The test set is a fifth of the images, 360 drawn at random independently of the run's seed. The file is
+    sorted by writer: its last 360 images, by writers that the model hasn't seen, would be a harder test set.
 
     Returns:
         Images, uint8 (n, 8, 8, 1), and labels, int64 (n,): for training, and for testing.
@@ -325,7 +323,7 @@ def _cifar10(path: Path) -> ImageData:
 
 
 def _synthetic(config: DataConfig, seed: int) -> ImageData:
-    """Random images with random labels: for measuring speed, not for learning."""
+    """Returns random images with random labels, to measure speed."""
     random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
     size = (config.image_size, config.image_size, 3)
 

@@ -1,4 +1,4 @@
-"""Loader workers: how many and how far ahead, how they are started, what their time goes into."""
+"""Loader workers: their number and prefetch, how they are started, and how their time is spent."""
 
 import ast
 import ctypes
@@ -31,19 +31,19 @@ Given = int | Literal["auto"]
 _SMALL_BYTES = 32 << 10
 _VIDEO_BYTES = 2 << 20
 _LARGE_BATCH_BYTES = 16 << 20
-# Of the container's memory, for what loads: the rest is for weights, activations and the page cache.
-_SHARE_OF_MEMORY = 0.25
-# What a loader process adds to the PSS of all, decoding included: 31 to 49 MiB were seen where it is forked,
-# 380 where it is started anew and so imports torch (photographs; torch 2.9.1, see docs/results/tune.md).
+# Fraction of the container's memory for loading; the rest is for weights, activations and the page cache.
+_MEMORY_FRACTION = 0.25
+# Bytes that a loader process adds to the PSS of all, decoding included: 31 to 49 MiB were seen where it is
+# forked, 380 where it is spawned and so imports torch (photographs; torch 2.9.1, see docs/results/tune.md).
 _FORKED_BYTES = 48 << 20
 _STARTED_BYTES = 384 << 20
-# The batch in use and the one that is being copied, besides those that workers prepare.
+# The batch in use and the one that is being copied, in addition to those that workers prepare.
 SPARE_SLOTS = 2
 _EVALUATION_WORKERS = 2
 
 
 class Loading(NamedTuple):
-    """Setting of a loader: processes of a rank, and batches that each prepares ahead."""
+    """Loader workers of a rank, and batches that each prepares ahead."""
 
     workers: int
     prefetch: int
@@ -56,7 +56,7 @@ class Loading(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of a sample, a micro-batch, a batch of the evaluation, as they lie in the ring; of a process."""
+    """Bytes of a sample, a micro-batch and an evaluation batch in the ring, and of a loader process."""
 
     sample: int
     batch: int
@@ -67,17 +67,17 @@ class Sizes(NamedTuple):
 def sizes_of(
     dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0, method: str = "fork"
 ) -> Sizes:
-    """Sizes of a data set's batches, as they lie in the ring, and of workers that are started by a method."""
+    """Returns the sizes of a data set's batches in the ring, and of a loader worker by start method."""
     sample = sum(math.prod(field.shape) * field.dtype.itemsize for field in dataset.fields.values())
     process = _FORKED_BYTES if start_method(method) == "fork" else _STARTED_BYTES
     return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size, process)
 
 
 def prefetch_by_size(sizes: Sizes) -> int:
-    """Batches for each worker to prepare ahead: many of what is small, few of what is large.
+    """Returns the batches that a loader worker prepares ahead: many small ones, few large ones.
 
     4 for samples below 32 KiB (tokens, sounds, small pictures); for images, below 2 MiB, 3 while a
-    micro-batch is below 16 MiB and else 2; 1 for larger samples (video): one batch is much already.
+    micro-batch is below 16 MiB and else 2; 1 for larger samples (video).
     """
     if sizes.sample < _SMALL_BYTES:
         return 4
@@ -87,24 +87,24 @@ def prefetch_by_size(sizes: Sizes) -> int:
 
 
 def prefetch_of(config: LoaderConfig, dataset: Dataset, micro_batch_size: int) -> int:
-    """Returns how many batches each worker of a loader with this configuration prepares ahead."""
+    """Returns the batches that a loader worker prepares ahead, by data.prefetch or by size."""
     by_size = prefetch_by_size(sizes_of(dataset, micro_batch_size))
     return by_size if config.prefetch == "auto" else config.prefetch
 
 
 def without_workers(config: LoaderConfig) -> bool:
-    """Whether no workers were asked for."""
+    """True if data.workers requests no workers."""
     return config.workers in ("auto", 0)
 
 
 def workers_of(config: LoaderConfig, dataset: Dataset, cpu_workers: int) -> int:
-    """Returns the number of workers for a data set that isn't in memory; `cpu_workers` stands for `auto`."""
+    """Returns the loader workers for a data set that isn't resident; `cpu_workers` is the value of `auto`."""
     able = 0 if dataset.in_process else cpu_workers
     return able if config.workers == "auto" else config.workers
 
 
 def bytes_needed(setting: Loading, sizes: Sizes) -> int:
-    """Memory of a rank's loaders: both rings with their spare slots, and the processes."""
+    """Returns the memory of a rank's loaders: both rings with their spare slots, and the processes."""
     measuring = min(setting.workers, _EVALUATION_WORKERS)
     rings = sum(
         (workers * setting.prefetch + SPARE_SLOTS) * size
@@ -114,28 +114,28 @@ def bytes_needed(setting: Loading, sizes: Sizes) -> int:
 
 
 def memory_budget(limits: Limits, ranks: int) -> float:
-    """Bytes that the loaders of one rank may take: its part of a quarter of the container's memory."""
-    return limits.memory_bytes * _SHARE_OF_MEMORY / ranks if limits.memory_bytes else math.inf
+    """Returns the bytes that a rank's loaders may take: a quarter of the container's memory / ranks."""
+    return limits.memory_bytes * _MEMORY_FRACTION / ranks if limits.memory_bytes else math.inf
 
 
 def fits(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> bool:
-    """Whether a rank may load so: within the memory budget, its share of the CPUs, and the limit of pids."""
+    """True if a setting is within the rank's memory budget, its CPUs and the limit of pids."""
     room = bytes_needed(setting, sizes) <= memory_budget(limits, ranks)
     return room and setting.workers <= workers_per_rank(limits, ranks, quarters=4)
 
 
 def by_rule(workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks: int) -> Loading:
-    """Replaces `auto` by rules, without measuring; a number that was given stays.
+    """Replaces `auto` by rules, without measuring; given numbers are kept.
 
-    Workers from 75 % of the rank's share of the CPUs, prefetch by the size of a sample; where both together
-    would take more than the memory budget, less prefetch, down to 1, and then fewer workers.
+    Workers are 75 % of the rank's CPUs, prefetch follows from the size of a sample. If both exceed the memory
+    budget, first prefetch is lowered, down to 1, then workers.
 
     Args:
-        workers: As configured.
-        prefetch: As configured.
-        sizes: Of what is loaded.
-        limits: What the ranks share.
-        ranks: In this container.
+        workers: data.workers.
+        prefetch: data.prefetch.
+        sizes: Sizes of samples and batches.
+        limits: Limits of the container.
+        ranks: Ranks in the container.
     """
     chosen = Loading(
         workers_per_rank(limits, ranks) if workers == "auto" else workers,
@@ -154,27 +154,27 @@ def by_rule(workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks
 
 def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> str:
     """Describes a setting's memory: "3 workers x prefetch 3 x 9.6 MB = 87 MB, …"."""
-    whole, budget = bytes_needed(setting, sizes), memory_budget(limits, ranks)
+    needed, budget = bytes_needed(setting, sizes), memory_budget(limits, ranks)
     of = "" if budget == math.inf else f" of the {megabytes(budget)} that they may take"
     text = f"{setting}"
     if setting.workers:
         ahead = setting.workers * setting.prefetch * sizes.batch
         text += f" x {megabytes(sizes.batch)} = {megabytes(ahead)}"
-    return f"{text}; with spare slots, evaluation and processes {megabytes(whole)}{of}"
+    return f"{text}; with spare slots, evaluation and processes {megabytes(needed)}{of}"
 
 
 def start_method(configured: str) -> str:
-    """Returns the start method of workers: as configured, or a safe one."""
+    """Returns the start method of loader workers: as configured, or a safe one."""
     if configured != "auto":
         return configured
     if sys.platform != "linux":
         return "spawn"
-    # A fork leaves the other threads behind, with whatever lock they held.
+    # A fork doesn't copy other threads, and locks that they hold stay locked.
     return "fork" if threading.active_count() == 1 else "forkserver"
 
 
 def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
-    """Returns one line that names the attribute of a data set that can't be sent to a worker."""
+    """Returns one line that names the attribute of a data set that can't be pickled for a loader worker."""
     where, value = type(dataset).__name__, dataset
     while True:
         parts = getattr(value, "__dict__", {})
@@ -188,31 +188,31 @@ def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
     )
 
 
-def check_known_there(dataset: Dataset, method: str) -> None:
-    """Makes sure that a worker that isn't forked can import the class of a data set, and what it calls.
+def check_importable(dataset: Dataset, method: str) -> None:
+    """Checks that a loader worker that isn't forked can import a data set's class, transforms and collate.
 
     Raises:
-        BadInputError: If one of them is of a task's own file, or of a notebook; or if the script, which a
-            worker imports, would train again.
+        BadInputError: If one is defined in a task's file or a notebook, or if importing the script would
+            train again.
     """
-    if method != "fork" and (line := _runs_anew()):
+    if method != "fork" and (line := _unguarded_line()):
         raise BadInputError(
             f"data.start_method={method}: a loader worker imports the script, which would train again in "
             f'line {line}: put that under if __name__ == "__main__":, or set data.workers=0'
         )
-    for thing in (dataset, *getattr(dataset, "brought", ())):
+    for thing in (dataset, *getattr(dataset, "user_objects", ())):
         module = getattr(thing, "__module__", "")
         notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
         if method != "fork" and (module.endswith(MAIN) or notebook):
             name = getattr(thing, "__name__", type(thing).__name__)
             raise BadInputError(
-                f"data.start_method={method}: a worker can't import {name} from a task's "
+                f"data.start_method={method}: a loader worker can't import {name} from a task's "
                 "file or a notebook; import it from a module of yours, or set data.workers=0"
             )
 
 
-def _runs_anew() -> int | None:
-    """The line of this process's script that led here, if it is run when the script is imported."""
+def _unguarded_line() -> int | None:
+    """Returns the line of the main script that led here if importing the script runs it, else None."""
     main, frame, line = sys.modules["__main__"], sys._getframe(), None
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
@@ -229,10 +229,10 @@ def _runs_anew() -> int | None:
 
 
 class _PickleTrial(pickle.Pickler):
-    """Passes over what only a starting process can send."""
+    """Pickler that skips descriptors, which can be sent only while a process is started."""
 
     def persistent_id(self, value: Any) -> str | None:
-        from trainer.data.shared import Columns  # which imports torch; `trainer doctor` asks this file, too
+        from trainer.data.shared import Columns  # imports torch, which `trainer doctor` doesn't need
 
         return "shared" if isinstance(value, Columns) else None
 
@@ -246,7 +246,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 class CurrentBatches:
-    """A sampler whose batches can be set anew while the workers stay."""
+    """Sampler whose batch numbers can be replaced while loader workers run."""
 
     def __init__(self, numbers: list[range]) -> None:
         self._numbers = numbers
@@ -259,13 +259,13 @@ class CurrentBatches:
 
 
 def begin_worker(parent: int | None, _worker: int) -> None:
-    """Prepares a worker at its start; `parent` is the process whose end also ends it, if it is its child."""
+    """Prepares a loader worker; it ends together with the process `parent`, if that is its parent."""
     if sys.platform == "linux" and parent is not None:
-        # torch's workers look for their parent every five seconds, and for the wrong one if it ended before.
+        # torch's workers check for their parent every five seconds, and not at all if it ended before.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-    # What it got from its parent is never garbage: looking through it would copy page after page.
+    # Objects of the parent are never garbage; a collection would copy their pages.
     gc.freeze()
     # Ctrl-C and a scheduler's signal reach every process of the job (Slurm's scancel, systemd), but the rank
     # needs its workers until it has reached the step at which all ranks save a checkpoint.
@@ -274,23 +274,23 @@ def begin_worker(parent: int | None, _worker: int) -> None:
 
 
 def end_by_kill(workers: Iterable[BaseProcess]) -> None:
-    """Lets torch and multiprocessing end these by SIGKILL: they ignore the SIGTERM that both would send."""
+    """Makes torch and multiprocessing end workers by SIGKILL: they ignore SIGTERM."""
     for worker in workers:
         worker._popen.terminate = worker._popen.kill  # type: ignore[attr-defined]
 
 
 class Work(NamedTuple):
-    """Nanoseconds of filling batches, in one or many workers.
+    """Nanoseconds that loader workers spent filling batches.
 
-    The kernel counts computing and waiting for a CPU for each thread: CLOCK_THREAD_CPUTIME_ID, and in
-    /proc/thread-self/schedstat (https://docs.kernel.org/scheduler/sched-stats.html). For the rest it was
-    blocked, by a disk or a network.
+    CPU time is CLOCK_THREAD_CPUTIME_ID, waiting for a CPU is from /proc/thread-self/schedstat
+    (https://docs.kernel.org/scheduler/sched-stats.html). The rest of the wall time the thread was blocked, by
+    disk or network.
 
     Attributes:
-        wall: In all.
-        cpu: Computing: decoding, cropping, copying.
-        queued: Ready to run, without a CPU.
-        samples: How many were filled.
+        wall: Wall time.
+        cpu: CPU time: decoding, cropping, copying.
+        queued: Runnable, waiting for a CPU.
+        samples: Samples that were filled.
     """
 
     wall: int = 0
@@ -300,20 +300,20 @@ class Work(NamedTuple):
 
     @staticmethod
     def now() -> "Work":
-        """The clocks of this thread."""
+        """Reads this thread's clocks."""
         return Work(time.perf_counter_ns(), time.thread_time_ns(), queued_ns())
 
     def until_now(self, samples: int) -> "Work":
-        """Returns the work since the given clocks of this thread."""
+        """Returns the time since `now`, for so many samples."""
         wall, cpu, queued, _ = Work.now()
         return Work(wall - self.wall, cpu - self.cpu, queued - self.queued, samples)
 
     def plus(self, other: "Work") -> "Work":
-        """Both together."""
+        """Returns the sum of both."""
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def metrics(self, workers: int) -> dict[str, float]:
-        """Shares of the time, for a row of metrics; empty if nothing was filled."""
+        """Returns fractions of the wall time for a metrics record; {} if nothing was filled."""
         if not self.samples or not self.wall:
             return {}
         cpu, queued = (min(1.0, part / self.wall) for part in (self.cpu, self.queued))

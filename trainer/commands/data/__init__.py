@@ -187,11 +187,11 @@ def _pack(options: argparse.Namespace) -> int:
 def _unreadable(records: Any, samples: Any) -> str:
     """Says how many samples of a pack are stored undecoded, and why the first is."""
     from trainer.data.corrupt import Corrupt
-    from trainer.data.formats.decode import whole
+    from trainer.data.formats.decode import decode_whole
 
     first, reason = int(samples[0]), ""
     try:
-        whole(records.read(first), records.reading)
+        decode_whole(records.read(first), records.reading)
     except Corrupt as error:
         reason = f" ({error})"
     return (
@@ -217,9 +217,9 @@ def _index(options: argparse.Namespace) -> int:
 
 
 def _tell_left_out(found: Sequence["LeftOut"]) -> None:
-    from trainer.data.left_out import told
+    from trainer.data.left_out import left_out_line
 
-    if line := told(found):
+    if line := left_out_line(found):
         print(f"  {line}")
 
 
@@ -290,9 +290,9 @@ def _stats(options: argparse.Namespace) -> int:
     print("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
     for line in (line for figures in found.values() for line in figures.unreadable):
         print(line)
-    from trainer.data.left_out import told_of_sets
+    from trainer.data.left_out import left_out_lines
 
-    for line in told_of_sets({name: figures.left_out for name, figures in found.items()}):
+    for line in left_out_lines({name: figures.left_out for name, figures in found.items()}):
         print(line)
     return EXIT_DONE
 

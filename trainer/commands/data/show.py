@@ -10,7 +10,7 @@ import numpy as np
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.documents import IGNORED
-from trainer.data.formats.text import decode
+from trainer.data.formats.text import decode_text as decode
 from trainer.errors import BadInputError
 from trainer.tasks.language import Language
 from trainer.train.components.task import left_out_of, make_plan, make_task

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from trainer.config.training import MAIN_SET
-from trainer.data.left_out import LeftOut, told as line_of
+from trainer.data.left_out import LeftOut, left_out_line as line_of
 from trainer.observe.table import table
 from trainer.observe.text import escaped
 

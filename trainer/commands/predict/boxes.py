@@ -12,7 +12,7 @@ import torch
 from trainer.commands.predict.classes import code_for, read_each, show_rows
 from trainer.commands.predict.images import content, reading_of_run, whole_box
 from trainer.data.dataset import spread
-from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, place
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.files import check_writable, written_whole
@@ -103,7 +103,7 @@ def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
         image = np.array(Image.fromarray(image).convert("L"))[:, :, None]
     nothing = Picture(image, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_))
     out = np.zeros((height, width, channels), np.uint8)
-    place(nothing, out, 1.0, 0.0, 0.0)
+    paste(nothing, out, 1.0, 0.0, 0.0)
     return ModelInput(str(path), out, min(height / image.shape[0], width / image.shape[1]))
 
 

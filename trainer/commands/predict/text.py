@@ -9,7 +9,7 @@ import torch
 
 from trainer.config.models import HF
 from trainer.data.formats.encoders import Encoder, read_tokenizer
-from trainer.data.formats.text import decode, encode
+from trainer.data.formats.text import decode_text as decode, encode_text as encode
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.gpt import generate, generated
 from trainer.models.hf_files import generation_config, model_folder

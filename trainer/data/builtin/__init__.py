@@ -1,1 +1,1 @@
-"""Real and made-up data that need no download: made from keyed numbers, or from what Python itself brings."""
+"""Data sets that need no download: synthesized from keyed random numbers, or part of Python itself."""

@@ -1,4 +1,4 @@
-"""Handwritten digits on a noisy canvas: the embedded data set for detection, drawn from keyed numbers."""
+"""Handwritten digits on noisy canvases: the embedded data set for detection, drawn from keyed numbers."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,23 +11,23 @@ from trainer.data.sources import digits
 from trainer.rng import Ints, Purpose, key, keys
 
 SIZE = 96  # of a canvas, in pixels
-SMALLEST, LARGEST = 16, 36  # side of a digit's square, in pixels
+SMALLEST, LARGEST = 16, 36  # side of a digit, in pixels
 MOST = 6  # digits on a canvas; at least one
-OVERLAP = 0.1  # largest share of a digit's own box that another one may cover
-INK = 80  # gray level from which a pixel of a digit counts as ink: its box is the least around these
+OVERLAP = 0.1  # largest fraction of a digit's box that another digit may cover
+INK = 80  # gray level from which a pixel counts as ink; a digit's box is the bounding box of its ink
 TRAIN, TEST = 4096, 512
 
-_LEVEL = _NOISE = 48  # most of the background, and of what each pixel has on top of it
+_LEVEL = _NOISE = 48  # upper bounds of the background's level, and of the noise added to each pixel
 _BRIGHTEST = 255 - _LEVEL - _NOISE
 _TRIES = 8
 
 
 class DigitsCanvas:
-    """Canvases in memory: those for training show training digits, those for testing test digits.
+    """Canvases in memory, of training or of test digits.
 
     Args:
         part: 0 for training, 1 for testing.
-        count: How many canvases.
+        count: Number of canvases.
     """
 
     channels = 1
@@ -43,7 +43,7 @@ class DigitsCanvas:
         return len(self._pictures)
 
     def fingerprint(self) -> str:
-        """Fingerprint of all pixels and boxes."""
+        """Returns the number of canvases and a hash of all pixels and boxes."""
         digest = hashlib.sha256()
         for picture in self._pictures:
             for array in picture:
@@ -51,45 +51,45 @@ class DigitsCanvas:
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
     def name(self, sample: int) -> str:
-        """Returns the sample's number."""
+        """Returns "canvas N"."""
         return f"canvas {sample}"
 
     def read(self, sample: int) -> Picture:
-        """A canvas."""
+        """Returns a canvas with its boxes."""
         return self._pictures[sample]
 
 
 def _draw(own: int, images: npt.NDArray[np.uint8], labels: Ints) -> Picture:
-    """A canvas of its own number: digits in their order, each where it covers little of the others."""
+    """Draws a canvas from its key: digits one after another, each where it overlaps the others little."""
     canvas = _noise(own)
     number = (keys(key(own, 1), np.arange(2 + MOST * (3 + 2 * _TRIES))) >> np.uint64(11)) * 2.0**-53
     boxes = list[list[int]]()
-    found = list[int]()
+    classes = list[int]()
     for draw in number[2:].reshape(MOST, -1)[: 1 + int(number[0] * MOST)]:
         which = int(draw[0] * len(labels))
         side = SMALLEST + int(draw[1] * (LARGEST - SMALLEST + 1))
         ink = enlarged(images[which, :, :, 0], side)
         rows, columns = (np.flatnonzero((ink >= INK).any(axis)) for axis in (1, 0))
         for down, right in draw[3:].reshape(_TRIES, 2):
-            top, left = (int(share * (SIZE - side + 1)) for share in (down, right))
+            top, left = (int(number * (SIZE - side + 1)) for number in (down, right))
             box = [left + columns[0], top + rows[0], left + columns[-1] + 1, top + rows[-1] + 1]
             if all(_covered(box, other) <= OVERLAP for other in boxes):
                 view = canvas[top : top + side, left : left + side]
                 view += ink * (0.5 + 0.5 * draw[2]) * (_BRIGHTEST / 255)
                 boxes.append(box)
-                found.append(int(labels[which]))
+                classes.append(int(labels[which]))
                 break
     pixels = np.clip(np.rint(canvas), 0, 255).astype(np.uint8)[:, :, None]
     return Picture(
         pixels,
         np.array(boxes, np.float32).reshape(-1, 4),
-        np.array(found, np.int64),
-        np.zeros(len(found), np.bool_),
+        np.array(classes, np.int64),
+        np.zeros(len(classes), np.bool_),
     )
 
 
 def enlarged(image: Pixels, side: int) -> npt.NDArray[np.float64]:
-    """Bilinear, pixel middles on pixel middles: (h, w) to float64 (side, side)."""
+    """Resizes bilinearly, aligned at pixel centers: (h, w) to float64 (side, side)."""
     middle = (np.arange(side) + 0.5) * len(image) / side - 0.5
     below = np.clip(np.floor(middle).astype(np.int64), 0, len(image) - 2)
     weight = np.clip(middle - below, 0, 1)
@@ -100,14 +100,14 @@ def enlarged(image: Pixels, side: int) -> npt.NDArray[np.float64]:
 
 
 def _noise(own: int) -> npt.NDArray[np.float64]:
-    """A background of one level, and noise on each pixel."""
+    """Returns a background of one level with noise on each pixel, float64 (SIZE, SIZE)."""
     bits = keys(key(own, 0), np.arange(SIZE * SIZE // 8 + 1))
     byte = bits.astype("<u8").view(np.uint8).astype(np.float64)
     return np.asarray(byte[: SIZE * SIZE].reshape(SIZE, SIZE) * (_NOISE / 255) + byte[-1] * (_LEVEL / 255))
 
 
 def _covered(one: list[int], other: list[int]) -> float:
-    """Overlap of two boxes, as a share of the smaller one."""
+    """Returns the overlap of two boxes, as a fraction of the smaller one's area."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     least = min((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))

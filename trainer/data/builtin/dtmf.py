@@ -1,7 +1,7 @@
 """Telephone tones (DTMF, ITU-T Q.23) in noise, synthesized: the embedded data set for audio.
 
-A key sounds as two sinusoids, one of a low and one of a high group. Each recording has one key in white
-noise, and everything else about it is drawn at random, keyed by its number.
+A key is the sum of two sinusoids, of a low and of a high group of frequencies. Each recording has one key in
+white noise; all other parameters are random, keyed by the recording's number.
 """
 
 import functools
@@ -17,13 +17,16 @@ from trainer.rng import Ints, Purpose, key, keys
 # ITU-T Recommendation Q.23, in Hz.
 LOW = (697, 770, 852, 941)
 HIGH = (1209, 1336, 1477, 1633)
-KEYS = "123A456B789C*0#D"  # by rows: LOW[k // 4] and HIGH[k % 4]
+KEYS = "123A456B789C*0#D"  # key k: LOW[k // 4] and HIGH[k % 4]
 
 RATE = 8000
 LENGTH = 1024  # samples: 0.128 s
-SHORTEST, LONGEST = 320, 800  # samples of a tone: 40 ms (the shortest that Q.24 wants recognized) to 100 ms
-OFFSET = 0.015  # largest relative error of a frequency, of each of the two on its own
-TWIST = 6.0  # dB: the high tone over the low one, either way
+SHORTEST, LONGEST = (
+    320,
+    800,
+)  # samples of a tone: 40 ms (the shortest that Q.24 requires to be recognized) to 100 ms
+OFFSET = 0.015  # largest relative error of each frequency
+TWIST = 6.0  # dB, largest level difference between the two tones
 LEVELS = (-24.0, 0.0)  # dB, of the whole recording, below LOUDEST
 LOUDEST = 4000.0  # root mean square of the tone, in int16 steps: the sum of tone and noise seldom clips
 TRAIN, TEST = 8192, 2048
@@ -33,18 +36,17 @@ _CHUNK = 1024
 
 
 class Recordings(NamedTuple):
-    """Recordings before they are added up and rounded.
+    """Components of recordings, before they are summed and rounded.
 
     Attributes:
-        tone: float64 (n, LENGTH), of mean square 1 over the tone's own duration, 0 elsewhere.
-        noise: float64 (n, LENGTH), white and Gaussian, of variance 1: 0 dB of signal to noise while the tone
-            sounds.
+        tone: float64 (n, LENGTH), of mean square 1 over the tone's duration, 0 elsewhere.
+        noise: float64 (n, LENGTH), white and Gaussian, of variance 1: a signal-to-noise ratio of 0 dB.
         key: int64 (n,), index into KEYS.
-        frequency: float64 (n, 2): of the low and of the high tone, in Hz.
-        twist: float64 (n,): level of the high tone over that of the low one, in dB.
-        start: int64 (n,): the tone's first sample.
-        duration: int64 (n,): its samples.
-        gain: float64 (n,): int16 steps for 1.
+        frequency: float64 (n, 2), of the low and the high tone in Hz.
+        twist: float64 (n,), level of the high tone relative to the low one in dB.
+        start: int64 (n,), first sample of the tone.
+        duration: int64 (n,), samples of the tone.
+        gain: float64 (n,), factor to int16.
     """
 
     tone: _Floats
@@ -58,7 +60,7 @@ class Recordings(NamedTuple):
 
 
 def synthesize(part: int, number: Ints) -> Recordings:
-    """Makes recordings from their numbers alone; number modulo 16 is the key.
+    """Synthesizes recordings from their numbers; number modulo 16 is the key.
 
     Args:
         part: 0 for training, 1 for testing: two streams of random numbers.
@@ -77,7 +79,7 @@ def synthesize(part: int, number: Ints) -> Recordings:
     sine = np.sin(angle)
     tone = sine[:, 0] + 10 ** (twist[:, None] / 20) * sine[:, 1]
     tone[(time < start[:, None]) | (time >= (start + duration)[:, None])] = 0
-    # Of the samples themselves: over a few periods two sinusoids don't have their long-term mean square.
+    # Measured, as over a few periods two sinusoids don't have their long-term mean square.
     tone /= np.sqrt((tone**2).sum(1) / duration)[:, None]
     gain = LOUDEST * 10 ** ((LEVELS[0] + (LEVELS[1] - LEVELS[0]) * level) / 20)
     return Recordings(tone, _gaussian(own), which, frequency, twist, start, duration, gain)
@@ -98,12 +100,12 @@ def recordings(part: int, count: int) -> ArrayDataset:
 
 
 def _unit(bits: npt.NDArray[np.uint64]) -> _Floats:
-    """Uniform in [0, 1), 53 bits."""
+    """Converts random bits to floats in [0, 1), of 53 bits."""
     return np.asarray((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def _gaussian(own: npt.NDArray[np.uint64]) -> _Floats:
-    """Box and Muller's pairs, (n, LENGTH), from the keys (n,)."""
+    """Returns normal random numbers (n, LENGTH) by Box and Muller's method, from keys (n,)."""
     half = LENGTH // 2
     first, second = np.split(_unit(keys(1, own[:, None], np.arange(LENGTH))), 2, axis=1)
     radius, angle = np.sqrt(-2 * np.log1p(-first)), 2 * np.pi * second

@@ -1,7 +1,7 @@
-"""The embedded text: the source of the standard library of the Python that runs this.
+"""Embedded text: the source of the running Python's standard library.
 
-Another Python has another library, so figures hold for one version: the fingerprint of the data tells them
-apart.
+It differs between Python versions, and so does the data fingerprint; losses are comparable for one version
+only.
 """
 
 import hashlib
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.formats.text import Text, joined
+from trainer.data.formats.text import Text, join_documents
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key
 
-END = 0  # source text holds no byte 0: Python refuses it
-HELD_OUT = 20  # one module in so many
+END = 0  # Python source holds no byte 0
+HELD_OUT = 20  # one module in 20 is for evaluation
 
-# Tests, tables that are generated (of character sets and of the documentation), and what isn't the library.
+# Tests, generated tables (character sets, documentation), and packages that aren't the library.
 _LEFT_OUT = {
     "__pycache__",
     "dist-packages",
@@ -32,13 +32,13 @@ _LEFT_OUT = {
 
 
 def read_modules(folder: Path | None = None) -> dict[str, bytes]:
-    """The modules' source, by their path below the library, in the order of these.
+    """Returns the modules' source by path, sorted by path.
 
     Args:
-        folder: Where the library is; None: that of this Python.
+        folder: Folder of the library; None: the running Python's.
 
     Raises:
-        BadInputError: If there is no source text, or it can't be read.
+        BadInputError: If there is too little source text, or it can't be read.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     modules = {}
@@ -62,14 +62,14 @@ def read_modules(folder: Path | None = None) -> dict[str, bytes]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a module is measured on and not learned from: by a hash of its name alone."""
+    """True if a module is for evaluation, by a hash of its path."""
     digest = hashlib.sha256(name.encode()).digest()
     return key(Purpose.SPLIT, int.from_bytes(digest[:8], "big")) % HELD_OUT == 0
 
 
 def stdlib_text() -> tuple[Text, Text]:
-    """Returns the texts for training and for evaluation: each module, in order, with a byte 0 after it."""
+    """Returns the texts for training and evaluation: the modules in order, each followed by a byte 0."""
     modules = read_modules()
     parts = [[text for name, text in modules.items() if is_held_out(name) is held] for held in (False, True)]
-    learned, held = (joined([np.frombuffer(text, np.uint8) for text in part], END) for part in parts)
+    learned, held = (join_documents([np.frombuffer(text, np.uint8) for text in part], END) for part in parts)
     return Text(learned, 256, END, "bytes"), Text(held, 256, END, "bytes")

@@ -1,4 +1,4 @@
-"""Random images with random boxes: for measuring speed and for trying a recipe out, not for learning."""
+"""Random images with random boxes, to measure speed and to try a recipe."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ class SyntheticPictures:
     """Square images of noise, each with 1 to 8 boxes.
 
     Args:
-        size: Of an image, in pixels.
-        classes: How many.
+        size: Height and width of an image, in pixels.
+        classes: Number of classes.
         count: Number of images.
-        seed: Of the random numbers.
+        seed: Seed of the random numbers.
     """
 
     channels = 3
@@ -23,7 +23,7 @@ class SyntheticPictures:
     in_memory = True
 
     def __init__(self, size: int, classes: int, count: int, seed: int) -> None:
-        """Draws the boxes, and noise that all images are cut from."""
+        """Draws the boxes, and the noise that all images are slices of."""
         self.classes: Sequence[str] = tuple(str(number) for number in range(classes))
         self._size, self._count = size, count
         random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
@@ -39,15 +39,15 @@ class SyntheticPictures:
         return self._count
 
     def fingerprint(self) -> str:
-        """Fingerprint of the sizes alone: the pixels are noise."""
+        """Returns count, size and classes: the pixels are noise."""
         return f"{self._count} samples of noise, {self._size} pixels, {len(self.classes)} classes"
 
     def name(self, sample: int) -> str:
-        """Returns the sample's number."""
+        """Returns "image N"."""
         return f"image {sample}"
 
     def read(self, sample: int) -> Picture:
-        """An image; no two are the same."""
+        """Returns an image with its boxes; no two images are equal."""
         size, boxes = self._size, int(self._counts[sample])
         image = self._noise[sample : sample + size * size * 3].reshape(size, size, 3)
         crowd = np.zeros(boxes, np.bool_)

@@ -1,7 +1,7 @@
-"""Folders that Hugging Face's `datasets` writes by `save_to_disk`: a folder of Arrow files for each split.
+"""Folders that Hugging Face's `datasets` writes by `save_to_disk`: Arrow files for each split.
 
-Read by pyarrow alone, mapped into memory: `datasets` would bring pandas, dill and others for what three JSON
-files and Arrow's stream format say.
+They are read by pyarrow, mapped into memory. `datasets` itself would bring pandas, dill and other
+dependencies for three JSON files and Arrow's stream format.
 """
 
 import hashlib
@@ -17,7 +17,15 @@ import numpy as np
 from trainer.config.data import DataConfig
 from trainer.data.dataset import spread
 from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_of
-from trainer.data.formats.labels import LabelError, label_of, labels_in, numbered, printable, shown, whole
+from trainer.data.formats.labels import (
+    LabelError,
+    as_integer,
+    label_of,
+    labels_in,
+    numbered,
+    printable,
+    quoted,
+)
 from trainer.data.formats.records import Records
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text
@@ -29,8 +37,8 @@ from trainer.host.files import open_regular_file
 
 TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
-_CONTENTS = 32  # rows of which the fingerprint holds the content
-_END = 0  # of a document: text of people has no such byte
+_CONTENTS = 32  # rows whose content is in the fingerprint
+_END = 0  # ends a document: text holds no byte 0
 _COUNTED = re.compile(r"data-\d+-of-(\d+)\.arrow")
 _BLOCK = 1 << 16
 _ROWS, _NAMED, _LONGEST_TYPE = (
@@ -41,34 +49,37 @@ _ROWS, _NAMED, _LONGEST_TYPE = (
 
 
 def splits(path: Path, held: str | None) -> tuple[Path, Path]:
-    """The folders to learn from and to measure on.
+    """Returns the folders of the training and the evaluation split.
 
     Args:
-        path: What data.path says.
-        held: What data.eval_split says.
+        path: data.path.
+        held: data.eval_split; None: the first of the usual names that exists.
 
     Raises:
-        BadInputError: If they aren't there.
+        BadInputError: If a split is missing.
     """
     if (path / "state.json").exists():
         raise BadInputError(
             f"{path}: holds one set without splits; save both, such as "
             "dataset.train_test_split(0.1).save_to_disk(DIR)"
         )
-    there = _json(path / "dataset_dict.json").get("splits", [])
-    chosen = held or next((name for name in _HELD if name in there), _HELD[0])
+    file = path / "dataset_dict.json"
+    names = _json(file).get("splits", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadInputError(f"{file}: 'splits' isn't a list of names; save the data again")
+    chosen = held or next((name for name in _HELD if name in names), _HELD[0])
     for name in (TRAIN, chosen):
-        if name not in there:
+        if name not in names:
             key = "" if name == TRAIN else "; name what to measure on by data.eval_split"
-            raise BadInputError(f"{path}: no split '{name}' (there are: {', '.join(there) or 'none'}){key}")
+            raise BadInputError(f"{path}: no split '{name}' (there are: {', '.join(names) or 'none'}){key}")
     return path / TRAIN, path / chosen
 
 
 class ArrowTable:
-    """The rows of a split, mapped into memory by each process for itself."""
+    """Rows of a split, mapped into memory by each process."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads what columns there are.
+        """Reads the names of the columns.
 
         Raises:
             BadInputError: If pyarrow isn't installed, or a file can't be read.
@@ -82,19 +93,23 @@ class ArrowTable:
         self.columns: Sequence[str] = schema_of(self._files[0]).names
 
     def __getstate__(self) -> dict[str, Any]:
-        """Called when a worker is started without fork."""
+        """Drops the mapped columns: a loader worker maps its own."""
         return {**self.__dict__, "_read": {}}
 
     def column(self, name: str, key: str) -> Any:
-        """A column; the others, which may be large, aren't read.
+        """Returns one column; others, which may be large, aren't read.
+
+        Args:
+            name: Name of the column.
+            key: Configuration key that names it, for messages.
 
         Raises:
-            BadInputError: If there is none of that name, or a file can't be read.
+            BadInputError: If there is no such column, or a file can't be read.
         """
         if self.columns.count(name) != 1:
             times = "no column" if name not in self.columns else "more than one column"
-            there = ", ".join(map(shown, self.columns[:_NAMED])) + ", …" * (len(self.columns) > _NAMED)
-            raise BadInputError(f"{self.folder}: {times} '{name}' (there are: {there}); name it by {key}")
+            names = ", ".join(map(quoted, self.columns[:_NAMED])) + ", …" * (len(self.columns) > _NAMED)
+            raise BadInputError(f"{self.folder}: {times} '{name}' (there are: {names}); name it by {key}")
         if name not in self._read:
             parts = [column_of(file, name) for file in self._files]
             if odd := next((number for number, part in enumerate(parts) if part.type != parts[0].type), 0):
@@ -108,21 +123,24 @@ class ArrowTable:
         return self._read[name]
 
     def names_of(self, column: str) -> list[str] | None:
-        """The names of a column's classes, if it has any."""
-        features = _json(self.folder / "dataset_info.json").get("features") or {}
-        feature = features.get(column)
+        """Returns the class names of a column, or None."""
+        file = self.folder / "dataset_info.json"
+        features = _json(file).get("features") or {}
+        feature = features.get(column) if isinstance(features, dict) else None
         names = feature.get("names") if isinstance(feature, dict) else None
+        if not isinstance(features, dict) or not isinstance(names, list | None):
+            raise BadInputError(f"{file}: the features aren't what save_to_disk writes; save the data again")
         return None if names is None else [str(name) for name in names]
 
 
 class ArrowImages(Records):
-    """Encoded images and their labels, of two columns."""
+    """Images and labels of two columns."""
 
     def __init__(self, folder: Path, image: str, label: str) -> None:
         """Reads the labels.
 
         Raises:
-            BadInputError: If a column isn't there, or holds something else.
+            BadInputError: If a column is missing, or of another type.
         """
         self._table, self._image = ArrowTable(folder), image
         self.left_out = self._table.left_out
@@ -145,7 +163,7 @@ class ArrowImages(Records):
         return f"{self._row(sample):08d}".encode()
 
     def fingerprint(self) -> str:
-        """Fingerprint of all labels, and of the content of some rows."""
+        """Returns the sample count and a hash of all labels and the content of 32 rows."""
         digest = hashlib.sha256(repr(tuple(self.classes)).encode() + self.labels.tobytes())
         for sample in spread(len(self), _CONTENTS).tolist():
             digest.update(hashlib.sha256(self._bytes(sample) or b"").digest())
@@ -156,39 +174,43 @@ class ArrowImages(Records):
         return ""
 
     def name(self, sample: int) -> str:
-        """Row and folder."""
+        """Returns folder and row."""
         return f"{self._table.folder} row {self._row(sample)}"
 
     def read(self, sample: int) -> bytearray:
         """See `Records.read`."""
-        found = self._bytes(sample)
-        if found is None:
+        content = self._bytes(sample)
+        if content is None:
             raise BadInputError(
                 f"{self.name(sample)}: holds no bytes of an image, maybe only its path; save the data again "
                 "where the files are"
             )
-        return bytearray(found)
+        return bytearray(content)
 
     def _row(self, sample: int) -> int:
         return int(self._columns["row"][sample])
 
     def _bytes(self, sample: int) -> bytes | None:
         value = self._table.column(self._image, "data.input_column")[self._row(sample)].as_py()
-        found: bytes | None = value.get("bytes") if self._in_struct and value is not None else value
-        return found
+        content: bytes | None = value.get("bytes") if self._in_struct and value is not None else value
+        return content
 
 
 def _classes(folder: Path, name: str, column: Any, names: list[str] | None) -> tuple[list[int], list[str]]:
-    """Labels as numbers, and the classes: those that the column names, or those that are there.
+    """Returns labels as numbers, and the classes: those of the column's metadata, or those that occur.
 
     Raises:
-        BadInputError: If there are no rows, or one holds no label.
+        BadInputError: If there are no rows, or one has no valid label.
     """
     row = 0
     try:
         texts, given = list[str](), labels_in(column)
         for row, value in enumerate(given):
-            if value is None or value == "" or (names is not None and not 0 <= whole(value) < len(names)):
+            if (
+                value is None
+                or value == ""
+                or (names is not None and not 0 <= as_integer(value) < len(names))
+            ):
                 raise BadInputError(f"{folder}: row {row} has no label (column '{name}' is {value!r})")
             texts.append(sys.intern(label_of(value)))
         if not given:
@@ -205,10 +227,10 @@ def _classes(folder: Path, name: str, column: Any, names: list[str] | None) -> t
 
 
 def arrow_text(path: Path, held: str | None, column: str) -> tuple[Text, Text]:
-    """A column of text as bytes, each row a document with a byte 0 after it: to learn from, to measure on.
+    """Returns a column of text as bytes, for training and evaluation: each row a document, ended by a byte 0.
 
     Raises:
-        BadInputError: If it isn't there, or isn't text.
+        BadInputError: If the column is missing or isn't text.
     """
     learned, measured = (split_text(folder, column) for folder in splits(path, held))
     return learned, measured
@@ -239,32 +261,32 @@ def split_text(folder: Path, column: str) -> Text:
 
 
 def _type(column: Any) -> str:
-    """The type of a column, which may have a name of any length for each of its fields."""
+    """Returns the type of a column, cut to a printable length."""
     text = str(column.type)
     return text if len(text) <= _LONGEST_TYPE else f"{text[:_LONGEST_TYPE]}…"
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a split, all that its names count.
+    """Returns the files of a split, as state.json names them.
 
     Raises:
-        BadInputError: If one isn't named, or rows are chosen by a table of their numbers.
+        BadInputError: If state.json is invalid, lacks files, or selects rows by an index table.
     """
     state = folder / "state.json"
-    told = _json(state)
+    content = _json(state)
     try:
-        names = [str(one["filename"]) for one in told.get("_data_files") or []]
+        names = [str(one["filename"]) for one in content.get("_data_files") or []]
     except (KeyError, TypeError, AttributeError) as error:
         raise BadInputError(f"{state}: isn't what save_to_disk writes; save the data again") from error
     if not names:
         raise BadInputError(f"{state}: names no files; save the data again")
-    if told.get("_indices_data_files") or told.get("_indices_files"):
+    if content.get("_indices_data_files") or content.get("_indices_files"):
         raise BadInputError(f"{state}: chooses rows by a table of their numbers; save the data again")
     if odd := next((name for name in names if "/" in name or "\0" in name), ""):
-        raise BadInputError(f"{state}: {shown(odd)} isn't the name of a file beside it; save the data again")
+        raise BadInputError(f"{state}: {quoted(odd)} isn't the name of a file beside it; save the data again")
     for name in names:
-        # data-00000-of-00003.arrow: the name says how many there should be.
-        count = int(found[1]) if (found := _COUNTED.fullmatch(name)) else len(set(names))
+        # data-00000-of-00003.arrow: the name has the number of files.
+        count = int(match[1]) if (match := _COUNTED.fullmatch(name)) else len(set(names))
         if len(names) != count or len(set(names)) != count:
             raise BadInputError(
                 f"{state}: names {len(set(names)):,} files, and {name} is one of {count:,}; save the data "
@@ -294,7 +316,7 @@ def _json(file: Path) -> Mapping[str, Any]:
 
 
 def images_split(config: DataConfig, path: Path, split: str) -> ArrowImages:
-    """Opens the images to learn from ("train"), or those to measure on (data.eval_split)."""
+    """Opens the images of the training split ("train") or the evaluation split (data.eval_split)."""
     learned, held = splits(path, config.eval_split)
     folder = learned if split == TRAIN else held
     return ArrowImages(folder, config.input_column or "image", config.label_column)

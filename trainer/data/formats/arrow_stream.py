@@ -1,19 +1,19 @@
-"""Columns of Arrow's stream format: read where they lie, up to the end that a file must have.
+"""Columns of Arrow's stream format, mapped into memory and read up to the end-of-stream marker.
 
-What a file says of itself is checked before it is used: lengths, offsets, and that nothing is inflated.
+Lengths and offsets in a file are validated before use; compressed columns are refused.
 """
 
 from pathlib import Path
 from typing import Any
 
-from trainer.data.formats.labels import shown
+from trainer.data.formats.labels import quoted
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
 from trainer.host.reading import kind_of
 
-_GOES_ON, _STOPS = b"\xff" * 4, bytes(4)  # before a message of a stream, and what ends it
+_CONTINUATION, _END = b"\xff" * 4, bytes(4)  # before each message of a stream, and at its end
 _BLOCK = 1 << 16
-_ROWS = 1 << 20  # that a file of fewer bytes may have
+_ROWS = 1 << 20  # rows that a file of fewer bytes may have
 # https://github.com/apache/arrow/tree/main/format: fields of tables in Message.fbs.
 _HEADER, _DATA, _COMPRESSION = 2, 1, 3
 _KIND, _DICTIONARY = 1, 2
@@ -29,23 +29,23 @@ def schema_of(file: Path) -> Any:
 
 
 def column_of(file: Path, name: str) -> Any:
-    """Reads one column of a file; the others, which may be large, stay where they are.
+    """Reads one column of a file; others, which may be large, aren't read.
 
     Raises:
-        BadInputError: If it can't be read, ends elsewhere, or says what isn't so.
+        BadInputError: If the file can't be read, is truncated or invalid.
     """
     pyarrow = import_pyarrow()
     schema = schema_of(file)
-    place = schema.get_field_index(name)
-    if place < 0:
-        raise BadInputError(f"{file}: no column {shown(name)}, which other files have; save the data again")
-    if "_view" in (kind := str(schema.field(place).type)):  # whose rows may all be the same gigabyte
-        raise BadInputError(f"{file}: column {shown(name)} holds {kind[:60]}; save the data again")
+    index = schema.get_field_index(name)
+    if index < 0:
+        raise BadInputError(f"{file}: no column {quoted(name)}, which other files have; save the data again")
+    if "_view" in (kind := str(schema.field(index).type)):  # all rows may refer to the same gigabyte
+        raise BadInputError(f"{file}: column {quoted(name)} holds {kind[:60]}; save the data again")
     try:
         _check_not_compressed(file)
-        source, stream = _opened(file, [place])
+        source, stream = _opened(file, [index])
         table = stream.read_all()
-        # Also each offset: pyarrow reads what they lead to, whatever that is.
+        # Including each offset: pyarrow reads memory at unchecked offsets.
         table.validate(full=True)
     except (OSError, OverflowError, MemoryError, pyarrow.ArrowException) as error:
         raise _unreadable(file, error) from error
@@ -59,7 +59,7 @@ def column_of(file: Path, name: str) -> Any:
 
 
 def import_pyarrow() -> Any:
-    """Returns the package.
+    """Imports pyarrow.
 
     Raises:
         BadInputError: If it isn't installed.
@@ -75,17 +75,17 @@ def import_pyarrow() -> Any:
 
 
 def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
-    """A file mapped into memory, and what reads its batches.
+    """Maps a file into memory and opens its stream.
 
     Raises:
         BadInputError: If it can't be read.
     """
     pyarrow = import_pyarrow()
-    if kind_of(file) == "other":  # a pipe would wait for who writes to it
+    if kind_of(file) == "other":  # opening a pipe would block
         raise BadInputError(f"{file}: isn't a regular file; save the data again")
     try:
         source = pyarrow.memory_map(str(file))
-        # Without threads of its own, which a fork would leave behind.
+        # Without threads, which a fork doesn't copy.
         options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
         return source, pyarrow.ipc.open_stream(source, options=options)
     except (OSError, pyarrow.ArrowException) as error:
@@ -93,10 +93,10 @@ def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
 
 
 def _check_not_compressed(file: Path) -> None:
-    """Looks at each message: `save_to_disk` compresses none, and a few bytes inflate to any size.
+    """Checks that no message is compressed: `save_to_disk` compresses none, and a few bytes may be gigabytes.
 
     Raises:
-        BadInputError: If one is compressed.
+        BadInputError: If a message is compressed.
     """
     pyarrow = import_pyarrow()
     with pyarrow.memory_map(str(file)) as source:
@@ -109,9 +109,9 @@ def _check_not_compressed(file: Path) -> None:
 
 
 def _compressed(message: bytes) -> bool:
-    """Whether a message holds compressed rows, which pyarrow reads from it but doesn't tell.
+    """True if a message holds compressed rows, which pyarrow doesn't expose.
 
-    pyarrow has verified the flatbuffer (https://flatbuffers.dev/internals) before.
+    pyarrow has already verified the flatbuffer (https://flatbuffers.dev/internals).
     """
     table = _number(message, 0, 4)
     header = _field(message, table, _HEADER)
@@ -128,10 +128,10 @@ def _compressed(message: bytes) -> bool:
 
 
 def _field(message: bytes, table: int, number: int) -> int:
-    """Returns where a field of a table lies; 0 if it is absent."""
-    facts = table - _number(message, table, 4)
+    """Returns the offset of a field of a flatbuffer table; 0 if it is absent."""
+    vtable = table - _number(message, table, 4)
     at = 4 + 2 * number
-    offset = _number(message, facts + at, 2) if at < _number(message, facts, 2) else 0
+    offset = _number(message, vtable + at, 2) if at < _number(message, vtable, 2) else 0
     return table + offset if offset else 0
 
 
@@ -140,17 +140,15 @@ def _number(message: bytes, at: int, size: int) -> int:
 
 
 def _check_end(file: Path, source: Any) -> None:
-    """Makes sure that a stream's end stands behind its last batch.
-
-    A reader takes the end of the file for the end of the stream, as if nothing were missing.
+    """Checks that the end-of-stream marker follows the last batch: pyarrow accepts a file without it.
 
     Raises:
-        BadInputError: If it doesn't, or something else follows.
+        BadInputError: If the marker is missing, or other bytes follow it.
     """
     end = source.tell()
     source.seek(0)
-    begin = source.read(len(_GOES_ON))
-    mark = _GOES_ON + _STOPS if begin == _GOES_ON else _STOPS
+    begin = source.read(len(_CONTINUATION))
+    mark = _CONTINUATION + _END if begin == _CONTINUATION else _END
     source.seek(max(0, end - len(mark)))
     if source.read(len(mark)) != mark:
         raise BadInputError(f"{file}: is cut off at byte {end:,}, after a whole batch; save the data again")

@@ -1,6 +1,5 @@
-"""A folder of recordings by class, wav or flac: `root/<class>/**/<file>`; int16 crops for the device."""
+"""Data set of wav and flac recordings in class folders, `root/<class>/**/<file>`: int16 crops."""
 
-import contextlib
 import io
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field, spread
 from trainer.data.formats.audio_end import behind, past_id3, samples_of_wav
-from trainer.data.formats.files import Files, NotAFileError, open_regular, readable
+from trainer.data.formats.files import Files, NotAFileError, open_sample_file, readable, size_of
 from trainer.data.formats.records import RecordsDataset
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
@@ -28,25 +27,25 @@ _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _FLOATS = ("FLOAT", "DOUBLE")
 _LARGEST_TAGGED = 1 << 30
 _BLOCK = 1 << 20
-_LOOKED_AT, _BYTES, _THREADS = 1000, 1 << 30, 16  # recordings whose ends are looked at before a run
-_HEAD = 4096  # bytes that tell what a file is
-_LOUDEST = 16.0  # of floats: 24 dB above full scale; 16-bit values written as floats are in the thousands
+_LOOKED_AT, _BYTES, _THREADS = 1000, 1 << 30, 16  # recordings that are checked before a run
+_HEAD = 4096  # bytes by which the kind of a file is recognized
+_LOUDEST = 16.0  # largest float: 24 dB above full scale; 16-bit values stored as floats are in the thousands
 
 
 class AudioFolder(RecordsDataset):
-    """Recordings below one folder for each class, cut to one length and mixed to one channel.
+    """Recordings in class folders, cropped to one length and mixed to one channel.
 
-    A cut of training starts at random (one random number, keyed by sample and epoch), one of evaluation
-    is the center; a shorter recording is followed by zeros. Only the cut is read.
+    Training takes a random crop (one random number, keyed by sample and epoch), evaluation the center; a
+    shorter recording is padded with zeros. Only the crop is read.
 
     The field `audio` is int16 (round(seconds * sample_rate),), `label` int64 ().
 
     Args:
         files: The recordings.
-        seconds: Length of a cut.
-        sample_rate: In Hz; a file with another one is an error, not resampled and not corrupt.
+        seconds: Length of a crop.
+        sample_rate: Sample rate in Hz; a file with another one is an error, neither resampled nor corrupt.
         random_crop: True for training.
-        on_corrupt: What to do about a file that can't be decoded.
+        on_corrupt: data.on_corrupt, for files that can't be decoded.
     """
 
     records: Files
@@ -58,46 +57,45 @@ class AudioFolder(RecordsDataset):
         if length < 1:
             raise BadInputError(f"{seconds} s at {sample_rate} Hz hold no sample; raise one of them")
         try:
-            import soundfile  # noqa: F401  (so that workers that are forked have it)
+            import soundfile  # noqa: F401  (imported before workers are forked)
         except (ImportError, OSError) as error:
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
         super().__init__(files, {AUDIO: Field((length,), np.dtype(np.int16))}, on_corrupt)
         self._length, self._rate = length, sample_rate
-        self._measured = set[bytes]()  # recordings of floats, each measured once by a process
+        self._measured = set[bytes]()  # recordings of floats whose peak this process has checked
         self.uniforms = 1 if random_crop else 0
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
-        """Decodes cuts straight into the batch; see `Dataset.read`.
+        """Decodes crops into the batch; see `Dataset.read`.
 
         Raises:
             BadInputError: If a file can't be read, has another sample rate, or is corrupt and not replaced.
         """
         audio = out[AUDIO]
-        where = random[:, 0].tolist() if random is not None and self.uniforms else None
+        starts = random[:, 0].tolist() if random is not None and self.uniforms else None
 
         def fill(row: int, sample: int) -> None:
-            self._cut(self.records.path(sample), None if where is None else where[row], audio[row])
+            self._cut(self.records.path(sample), None if starts is None else starts[row], audio[row])
 
         return self._filled(samples, fill, out)
 
     def remarks(self, everything: bool) -> str:
-        """A line on recordings with more behind their end, or with floats that are clipped; or "".
+        """Returns a line on recordings with bytes behind their end or clipped floats; "" if there are none.
 
         Args:
-            everything: Whether each recording is looked at, or some of them.
+            everything: True to check every recording, not a part of them.
         """
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
-            if not everything:  # the end of flac is found by reading all before it
-                sizes = np.cumsum(list(pool.map(lambda sample: _size(self.records.path(sample)), chosen)))
+            if not everything:  # a flac file is read to find its end
+                sizes = np.cumsum(list(pool.map(lambda sample: size_of(self.records.path(sample)), chosen)))
                 chosen = chosen[: int(np.searchsorted(sizes, _BYTES, "right"))]
-            found = list(pool.map(lambda sample: _odd(self.records.path(sample)), chosen))
+            oddities = list(pool.map(lambda sample: _odd(self.records.path(sample)), chosen))
         lines = []
-        for place, kind in enumerate(
-            ("have more behind their end", "hold floats beyond 1.0, which are clipped")
-        ):
+        kinds = ("have more behind their end", "hold floats beyond 1.0, which are clipped")
+        for index, kind in enumerate(kinds):
             if odd := [
-                (sample, what[place]) for sample, what in zip(chosen, found, strict=True) if what[place]
+                (sample, each[index]) for sample, each in zip(chosen, oddities, strict=True) if each[index]
             ]:
                 first, what = odd[0]
                 lines.append(
@@ -107,15 +105,15 @@ class AudioFolder(RecordsDataset):
         return "; ".join(lines)
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
-        """Writes a cut, int16 (length,): the center if `random`, in [0, 1), is None."""
+        """Writes a crop, int16 (length,), by a random number in [0, 1); None: the center."""
         try:
-            # Opened here: soundfile doesn't tell a missing file from a corrupt one.
-            file, facts = open_regular(path)
+            # Opened here, as soundfile doesn't distinguish a missing file from a corrupt one.
+            file, facts = open_sample_file(path)
             try:
                 try:
                     self._decode(path, file, facts.st_size, random, out)
                 except Corrupt:
-                    _read_all(file)  # or is it the disk?
+                    _read_all(file)  # raises OSError if the disk is the cause
                     raise
             finally:
                 os.close(file)
@@ -152,14 +150,14 @@ class AudioFolder(RecordsDataset):
                         "IN -c:a pcm_s16le OUT.wav)"
                     )
                 if sound.format == "FLAC":
-                    # Where a file is cut short, its end is missing: found for any cut, not only for some.
+                    # The last sample is read so that a truncated file is found whatever the crop.
                     sound.seek(frames - 1)
                     if len(sound.read(1, "int16")) < 1:
                         raise Corrupt("is cut short")
                 spare = max(0, frames - self._length)
                 start = spare // 2 if random is None else int(random * (spare + 1))
                 wanted = min(frames, self._length)
-                # Of floats soundfile would only keep the whole part, which is 0.
+                # soundfile would convert floats to int16 by truncation, which gives 0.
                 floats = sound.subtype in _FLOATS
                 if floats and path not in self._measured:
                     _peak(sound)
@@ -167,12 +165,10 @@ class AudioFolder(RecordsDataset):
                 sound.seek(start)
                 channels = sound.read(wanted, "float64" if floats else "int16", always_2d=True)
         except soundfile.SoundFileError as error:
-            # Without its beginning, which names the descriptor, another one each time.
-            what, said = (
-                what_it_is(read_at(file, 0, _HEAD)),
-                getattr(error, "error_string", first_line(error)),
-            )
-            reason = said if what.startswith("a recording") else what or said
+            # The full message names the descriptor, which differs each time.
+            text = getattr(error, "error_string", first_line(error))
+            what = what_it_is(read_at(file, 0, _HEAD))
+            reason = text if what.startswith("a recording") else what or text
             raise Corrupt(f"can't be decoded: {reason}") from error
         if len(channels) < wanted:
             raise Corrupt(f"is cut short: {len(channels)} samples of {wanted}")
@@ -181,7 +177,7 @@ class AudioFolder(RecordsDataset):
 
 
 def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-    """Mean of the channels, (samples, channels) to int16 (samples,); floats are clipped to [-1, 1]."""
+    """Averages channels, (samples, channels) to int16 (samples,); floats are clipped to [-1, 1]."""
     count = channels.shape[1]
     if channels.dtype == np.float64:
         mean = np.clip(channels.mean(1), -1, 1)
@@ -191,12 +187,12 @@ def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
 
 
 def _odd(path: bytes) -> tuple[str, str]:
-    """Describes bytes behind the end of a recording, and floats beyond full scale; "" if there are none."""
+    """Describes bytes behind the end of a recording, and floats beyond full scale; "" for none."""
     import soundfile
 
     try:
-        file, facts = open_regular(path)
-    except OSError:  # whoever trains on it says so
+        file, facts = open_sample_file(path)
+    except OSError:  # training on it raises the error
         return "", ""
     rest, loud = "", 0.0
     try:
@@ -211,17 +207,11 @@ def _odd(path: bytes) -> tuple[str, str]:
     return rest, f"up to {loud:.4g}" if loud > 1 else ""
 
 
-def _size(path: bytes) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(path).st_size  # noqa: PTH116  (bytes)
-    return 0
-
-
 def _peak(sound: Any) -> float:
-    """The largest of a recording's floats, all of it: what is wrong with it doesn't depend on the cut.
+    """Returns the peak of a recording of floats, over its full length: errors don't depend on the crop.
 
     Raises:
-        Corrupt: If a value isn't finite, or so large that another range was meant.
+        Corrupt: If a value isn't finite, or too large for a full scale of 1.0.
     """
     largest = 0.0
     sound.seek(0)
@@ -238,7 +228,7 @@ def _peak(sound: Any) -> float:
 
 
 def _without_tag(file: int, size: int) -> int | io.BytesIO:
-    """The file, or what lies behind an ID3 tag at its beginning: libsndfile can't seek in FLAC with one."""
+    """Returns the file, or its bytes after an ID3 tag: libsndfile can't seek in FLAC with a tag."""
     begin = past_id3(file, 0)
     if begin and size - begin > _LARGEST_TAGGED:
         raise Corrupt(f"has an ID3 tag before {size - begin:,} bytes, which are read at once: take it off")

@@ -1,4 +1,4 @@
-"""Where the samples of a wav or flac file end, and what lies behind them."""
+"""End of the samples of a wav or flac file, and the bytes behind it."""
 
 import re
 from typing import Literal, NamedTuple
@@ -12,31 +12,31 @@ _ORDERS: dict[bytes, Literal["little", "big"]] = {
     b"RF64": "little",
     b"BW64": "little",
 }
-_CHUNKS = 64  # of a wav file that may come before its samples, or behind them
-_UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
+_CHUNKS = 64  # most chunks of a wav file before its samples, or behind them
+_UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # sizes in files written to a pipe
 _UNKNOWN_LONG = (0, (1 << 63) - 1, (1 << 64) - 1)
 _CHUNK_NAME = re.compile(rb"(?!RIFF|RIFX|RF64|BW64|data|fLaC|OggS|FORM)\w[\w ]{3}", re.ASCII)
 _BLOCK = 1 << 20
-_HEAD = 4096  # bytes that tell what it is
-# The beginning of a flac, wav or ogg file.
+_HEAD = 4096  # bytes by which the kind of a file is recognized
+# The first bytes of a flac, wav or ogg file.
 _RECORDING = re.compile(
     rb"fLaC[\x00\x80]\x00\x00\x22|(?:RIFF|RIFX|RF64|BW64).{4}WAVE|OggS\x00\x02\x00{8}", re.DOTALL
 )
 
 
 class Span(NamedTuple):
-    """Bytes of a file's samples; an end behind that of the file says that it is cut short."""
+    """Range of a file's samples in bytes; if the file is truncated, `end` is beyond its size."""
 
     begin: int
     end: int
 
 
 def samples_of_wav(file: int, size: int) -> Span | None:
-    """Where the samples of a wav file lie; None if it isn't one.
+    """Returns the range of a wav file's samples; None for other files.
 
     Args:
-        file: An open file.
-        size: Its bytes.
+        file: Descriptor of an open file.
+        size: Size of the file in bytes.
     """
     header = read_at(file, 0, 12)
     order = _ORDERS.get(header[:4])
@@ -48,7 +48,7 @@ def samples_of_wav(file: int, size: int) -> Span | None:
         if len(chunk) < 8:
             return Span(position, size + 1)
         length, begin = int.from_bytes(chunk[4:], order), position + 8
-        if chunk[:4] == b"ds64":  # of files beyond 4 GB
+        if chunk[:4] == b"ds64":  # in files above 4 GB
             long = int.from_bytes(read_at(file, begin + 8, 8), "little")
         if chunk[:4] == b"data":
             if length == 0xFFFFFFFF and long not in _UNKNOWN_LONG:
@@ -59,17 +59,16 @@ def samples_of_wav(file: int, size: int) -> Span | None:
 
 
 def behind(file: int, size: int) -> str:
-    """What lies behind the end of a recording, such as "9 bytes at byte 244: …"; "" for what belongs there.
+    """Describes bytes behind a recording, such as "9 bytes at byte 244: …"; "" if there are none.
 
-    Tags, zeros and whole chunks of a wav file belong there; a second recording doesn't. Behind a flac file
-    nothing else is found.
+    Tags, zeros and complete wav chunks are ignored. Behind a flac file only a second recording is found.
     """
     begin = _past_tags(file, 0, size)
     if read_at(file, begin, 4) == b"fLaC":
         end = _end_of_flac(file, begin, size)
     elif span := samples_of_wav(file, size):
         order = _ORDERS[read_at(file, 0, 4)]
-        # Odd samples are followed by a byte, which some leave out.
+        # Samples of an odd size are followed by a padding byte, which some writers omit.
         end = max(_past_chunks(file, span.end + odd, size, order) for odd in {0, (span.end - span.begin) % 2})
     else:
         return ""
@@ -90,17 +89,17 @@ def _past_chunks(file: int, position: int, size: int, order: Literal["little", "
 
 
 def past_id3(file: int, position: int) -> int:
-    """The place behind an ID3 tag (version 2) that begins at another; that one if none does."""
+    """Returns the position after an ID3 tag (version 2), or `position` if there is none."""
     header = read_at(file, position, 10)
     if header[:3] != b"ID3" or len(header) < 10:
         return position
-    # Four digits of seven bits; a footer repeats the header.
+    # Four bytes of seven bits; a footer repeats the header.
     length = sum(digit << shift for digit, shift in zip(header[6:10], (21, 14, 7, 0), strict=True))
     return position + 10 + length + 10 * bool(header[5] & 0x10)
 
 
 def _past_tags(file: int, position: int, size: int) -> int:
-    """The place behind zeros and tags (ID3, APE) that begin at another."""
+    """Returns the position after zeros and tags (ID3, APE)."""
     before = -1
     while before < position < size:
         before = position
@@ -117,14 +116,14 @@ def _past_tags(file: int, position: int, size: int) -> int:
 
 
 def _end_of_flac(file: int, begin: int, size: int) -> int:
-    """Where a second recording begins behind the blocks of a flac file's header; `size` if none does.
+    """Returns the position of a second recording after the metadata blocks of a flac file; `size` if none.
 
-    Nothing in the file says where its last frame ends: what is no recording may be a part of it.
+    A flac file doesn't state where its last frame ends, so other bytes may be part of it.
     """
     position, last = begin + 4, False
     while not last and len(header := read_at(file, position, 4)) == 4:
         last, position = header[0] >= 0x80, position + 4 + int.from_bytes(header[1:], "big")
     for at in range(position, size, _BLOCK):
-        if found := _RECORDING.search(read_at(file, at, _BLOCK + 16)):
-            return at + found.start()
+        if match := _RECORDING.search(read_at(file, at, _BLOCK + 16)):
+            return at + match.start()
     return size

@@ -1,4 +1,4 @@
-"""Images with boxes as a data set: brought to one size, augmented together with their boxes."""
+"""Data set of images with boxes, resized to one size and augmented together with their boxes."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from trainer.data.left_out import LeftOut
 from trainer.rng import Float32, Ints
 
 IMAGE, BOXES, LABEL, CROWD, COUNT = "image", "boxes", "label", "crowd", "count"
-AREA, PIXEL = "area", "pixel"  # of evaluation images: of their boxes, and of a pixel, in pixels of the file
+AREA, PIXEL = "area", "pixel"  # of evaluation images: areas of boxes and of a pixel, in pixels of the file
 WRONG_BOX = "box{es} that can't be meant"
-BACKGROUND = (124, 116, 104)  # ImageNet's mean: what lies beside an image is 0 once it is normalized
+BACKGROUND = (124, 116, 104)  # ImageNet's mean, so that pixels outside an image are 0 once normalized
 
 _PLACE = 4  # random numbers of one image: flip, scale, down, right
 _MOSAIC = 3 + 3 * (1 + _PLACE)  # whether, the middle, and the other three images
@@ -26,14 +26,15 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class Picture(NamedTuple):
-    """An image and what is in it.
+    """An image with its boxes.
 
     Attributes:
         image: uint8 (height, width, channels).
         boxes: float32 (k, 4): left, top, right, bottom in pixels; right and bottom are exclusive.
         label: int64 (k,).
-        crowd: bool (k,): boxes around many things of a class, which nothing is learned from.
-        area: float32 (k,): of the things in pixels of the file, as the annotations say; None: of the boxes.
+        crowd: bool (k,): boxes around groups of objects, which aren't trained on.
+        area: float32 (k,): areas of the objects by the annotations, in pixels of the file; None: of the
+            boxes.
     """
 
     image: Pixels
@@ -48,9 +49,9 @@ class Pictures(Protocol):
 
     Attributes:
         classes: Names of the classes.
-        channels: Of all images.
+        channels: Channels of all images.
         most: Largest number of boxes of an image.
-        in_memory: Whether reading costs nothing.
+        in_memory: True if images are in memory.
     """
 
     classes: Sequence[str]
@@ -71,42 +72,42 @@ class Pictures(Protocol):
         ...
 
     def read(self, sample: int) -> Picture:
-        """An image; raises Corrupt if it can't be decoded."""
+        """Reads an image; raises Corrupt if it can't be decoded."""
         ...
 
 
 class SomePictures:
-    """Some pictures of many, numbered anew."""
+    """Subset of pictures, renumbered."""
 
-    def __init__(self, whole: Pictures, samples: Ints) -> None:
-        self._whole, self._samples = whole, samples
-        self.classes, self.channels = whole.classes, whole.channels
-        self.most, self.in_memory = whole.most, whole.in_memory
+    def __init__(self, pictures: Pictures, samples: Ints) -> None:
+        self._pictures, self._samples = pictures, samples
+        self.classes, self.channels = pictures.classes, pictures.channels
+        self.most, self.in_memory = pictures.most, pictures.in_memory
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def fingerprint(self) -> str:
-        """Fingerprint of all pictures, and the number of these."""
-        return f"{len(self)} evenly spaced of {self._whole.fingerprint()}"
+        """Returns the number of pictures and the fingerprint of the full set."""
+        return f"{len(self)} evenly spaced of {self._pictures.fingerprint()}"
 
     def name(self, sample: int) -> str:
         """See `Pictures`."""
-        return self._whole.name(int(self._samples[sample]))
+        return self._pictures.name(int(self._samples[sample]))
 
     def read(self, sample: int) -> Picture:
         """See `Pictures`."""
-        return self._whole.read(int(self._samples[sample]))
+        return self._pictures.read(int(self._samples[sample]))
 
 
 class BoxAugment(NamedTuple):
     """Augmentation of training images.
 
     Attributes:
-        flip: Share of the images that are mirrored left to right.
-        scale: Smallest and largest factor of an image's size, drawn uniformly in its logarithm. What doesn't
-            fit is cropped at a random place; where there is room, the image lies at a random place.
-        mosaic: Share of the images that are put together with three others around a random middle.
+        flip: Fraction of the images that are mirrored left to right.
+        scale: Smallest and largest factor of an image's size, drawn log-uniformly. A larger image is cropped
+            at a random position, a smaller one put at a random position.
+        mosaic: Fraction of the images that are combined with three others around a random center.
     """
 
     flip: float = 0.0
@@ -115,7 +116,7 @@ class BoxAugment(NamedTuple):
 
     @property
     def uniforms(self) -> int:
-        """Random numbers that an image takes."""
+        """Random numbers per image."""
         if self == BoxAugment():
             return 0
         return _PLACE + (_MOSAIC if self.mosaic else 0)
@@ -124,17 +125,17 @@ class BoxAugment(NamedTuple):
 class BoxedImages:
     """Images of one size with up to `most` boxes, for training or for evaluation.
 
-    An image keeps its aspect and is resized to fit a square, at whose top left it lies. The fields are
-    image, uint8 (size, size, channels); boxes, float32 (most, 4); label, int64 (most,); crowd, uint8
-    (most,); count, int64 (): how many boxes are valid, which are the first. Training leaves crowds out.
-    Evaluation has `area`, float32 (most,), and `pixel`, float32 (): COCO's sizes are those of the files.
+    An image is resized to fit a square, keeping its aspect, and put at the top left. The fields are image,
+    uint8 (size, size, channels); boxes, float32 (most, 4); label, int64 (most,); crowd, uint8 (most,); count,
+    int64 (): the number of valid boxes, which come first. Training leaves crowds out. Evaluation has also
+    `area`, float32 (most,), and `pixel`, float32 (), as COCO's size ranges refer to pixels of the file.
 
     Args:
-        pictures: Where the images come from.
-        size: Of the square, in pixels.
-        most: Boxes of an image; a mosaic that has more loses its smallest.
-        augment: What training images go through; None for evaluation.
-        on_corrupt: What becomes of images that can't be decoded.
+        pictures: Source of the images.
+        size: Height and width of the square, in pixels.
+        most: Largest number of boxes; a mosaic that has more loses its smallest.
+        augment: Augmentation of training images; None for evaluation.
+        on_corrupt: data.on_corrupt, for images that can't be decoded.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class BoxedImages:
         augment: BoxAugment | None,
         on_corrupt: OnCorrupt = "fail",
     ) -> None:
-        from trainer.data.formats import decode  # noqa: F401  (three seconds, before workers are forked)
+        from trainer.data.formats import decode  # noqa: F401  (torchvision takes 3 s: imported before workers are forked)
 
         self.pictures, self._size, self._most, self._augment = pictures, size, most, augment
         self._on_corrupt = on_corrupt
@@ -168,24 +169,24 @@ class BoxedImages:
         return len(self.pictures)
 
     def only(self, samples: Ints) -> "BoxedImages":
-        """Some of them, numbered anew in this order."""
+        """Returns the subset of some images, renumbered in this order."""
         part, only = copy.copy(self), getattr(self.pictures, "only", None)
         part.pictures = SomePictures(self.pictures, samples) if only is None else only(samples)
         return part
 
     @property
     def records(self) -> object:
-        """Returns the records of the pictures, if they are in files."""
+        """Records of the pictures if they are files, else None."""
         return getattr(self.pictures, "records", None)
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Lists files beside the pictures and their boxes that aren't used."""
-        found: tuple[LeftOut, ...] = getattr(self.pictures, "left_out", ())
-        return found
+        """Images and boxes that aren't used, by reason."""
+        left_out: tuple[LeftOut, ...] = getattr(self.pictures, "left_out", ())
+        return left_out
 
     def fingerprint(self) -> str:
-        """Fingerprint of the pictures."""
+        """Returns the fingerprint of the pictures."""
         return self.pictures.fingerprint()
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
@@ -195,10 +196,10 @@ class BoxedImages:
         def fill(row: int, sample: int) -> None:
             image: Any = out[IMAGE][row]
             if self._augment is None:
-                made = place(picture := _with_areas(self.pictures.read(sample)), image, 1.0, 0.0, 0.0)
+                made = paste(picture := _with_areas(self.pictures.read(sample)), image, 1.0, 0.0, 0.0)
                 out[PIXEL][row] = _pixel(picture.image, image)
             elif numbers is None:
-                made = place(self.pictures.read(sample), image, 1.0, 0.0, 0.0)
+                made = paste(self.pictures.read(sample), image, 1.0, 0.0, 0.0)
             else:
                 made = self._augmented(self._augment, sample, numbers[row], image)
             if self._augment is not None:
@@ -222,34 +223,34 @@ class BoxedImages:
         others = [rest[3 + i * (1 + _PLACE) :][: 1 + _PLACE] for i in range(3)]
         try:
             pictures = [self.pictures.read(int(other[0] * len(self))) for other in others]
-        except Corrupt:  # it is named when its own turn comes
+        except Corrupt:  # it is reported when it is read as a sample itself
             return moved(self.pictures.read(sample), out, augment, own)
         draws = [own, *(other[1:] for other in others)]
         return mosaic([self.pictures.read(sample), *pictures], out, augment, (rest[1], rest[2]), draws)
 
 
-def place(picture: Picture, out: Pixels, scale: float, down: float, right: float) -> Picture:
-    """Draws an image at its aspect into another, cropped where it is larger.
+def paste(picture: Picture, out: Pixels, scale: float, down: float, right: float) -> Picture:
+    """Resizes an image, keeping its aspect, and draws it into another; a larger one is cropped.
 
     Args:
-        picture: Of any size.
-        out: uint8 (height, width, channels): is filled, beside the image with the background.
-        scale: Of the image; 1: as large as fits.
-        down: In [0, 1): where the crop is taken, or where the image lies if there is room; 0: at the top.
-        right: Likewise; 0: at the left.
+        picture: Image of any size with its boxes.
+        out: uint8 (height, width, channels), to be filled; background around the image.
+        scale: Scale of the image; 1: as large as fits.
+        down: Vertical position of the crop or the image, in [0, 1); 0: at the top.
+        right: Horizontal position in [0, 1); 0: at the left.
 
     Returns:
-        `out` with the boxes there: those whose middle is visible, clipped to what is.
+        `out` with the boxes whose center is visible, clipped to the visible area.
     """
     height, width = picture.image.shape[:2]
     factor = scale * min(out.shape[0] / height, out.shape[1] / width)
     rows, columns = (
-        _along(side, there, factor, number)
-        for side, there, number in ((height, out.shape[0], down), (width, out.shape[1], right))
+        _along(side, room, factor, number)
+        for side, room, number in ((height, out.shape[0], down), (width, out.shape[1], right))
     )
     cut = picture.image[rows.first : rows.first + rows.length, columns.first : columns.first + columns.length]
     if (rows.size, columns.size) != out.shape[:2]:
-        # By rows: numpy fills three bytes at a time in ten times as long.
+        # Row by row: broadcasting three bytes per pixel takes numpy ten times as long.
         out[...] = np.tile(np.asarray(BACKGROUND[: out.shape[2]], np.uint8), (out.shape[1], 1))
     out[rows.at : rows.at + rows.size, columns.at : columns.at + columns.size] = _resized(
         cut, rows.size, columns.size
@@ -258,17 +259,17 @@ def place(picture: Picture, out: Pixels, scale: float, down: float, right: float
     end = begin + [columns.length, rows.length] * 2
     stretch = np.array([columns.size / columns.length, rows.size / rows.length] * 2)
     boxes = picture.boxes.astype(np.float64)
-    middle = (boxes[:, :2] + boxes[:, 2:]) / 2
-    seen = ((middle >= begin[:2]) & (middle < end[:2])).all(1)
-    there = (np.clip(boxes, begin, end) - begin) * stretch + [columns.at, rows.at] * 2
-    made = picture._replace(image=out, boxes=there.astype(np.float32))
-    # A sliver may round to nothing.
+    center = (boxes[:, :2] + boxes[:, 2:]) / 2
+    seen = ((center >= begin[:2]) & (center < end[:2])).all(1)
+    moved_boxes = (np.clip(boxes, begin, end) - begin) * stretch + [columns.at, rows.at] * 2
+    made = picture._replace(image=out, boxes=moved_boxes.astype(np.float32))
+    # A sliver may be empty in float32.
     empty = (made.boxes[:, 2:] <= made.boxes[:, :2]).any(1)
     return _without(made, np.asarray(~seen | empty))
 
 
 def flipped(picture: Picture) -> Picture:
-    """Mirrored left to right."""
+    """Mirrors an image and its boxes left to right."""
     image = torch.from_numpy(picture.image).flip(1).numpy()  # ten times as fast as numpy's
     boxes = picture.boxes.copy()
     boxes[:, [0, 2]] = image.shape[1] - picture.boxes[:, [2, 0]]
@@ -276,13 +277,13 @@ def flipped(picture: Picture) -> Picture:
 
 
 def moved(picture: Picture, out: Pixels, augment: BoxAugment, numbers: Sequence[float]) -> Picture:
-    """Flips, scales and places an image by four random numbers in [0, 1)."""
+    """Flips, scales and pastes an image by four random numbers in [0, 1)."""
     flip, scale, down, right = numbers
     low, high = augment.scale
     picture = flipped(picture) if flip < augment.flip else picture
     if low == high == 1:
         down = right = 0.0
-    return place(picture, out, low * (high / low) ** scale, down, right)
+    return paste(picture, out, low * (high / low) ** scale, down, right)
 
 
 def mosaic(
@@ -292,24 +293,24 @@ def mosaic(
     middle: tuple[float, float],
     numbers: Sequence[Sequence[float]],
 ) -> Picture:
-    """Four images around a middle in the inner half (Bochkovskiy et al., 2020), each as large as alone.
+    """Combines four images around a center (Bochkovskiy et al., 2020), each at the scale that it has alone.
 
     Args:
-        pictures: Four.
-        out: uint8 (height, width, channels): is filled.
-        augment: For each of them.
-        middle: In [0, 1): how far down and right.
-        numbers: For each picture four, in [0, 1).
+        pictures: Four pictures.
+        out: uint8 (height, width, channels), to be filled.
+        augment: Augmentation of each picture.
+        middle: Vertical and horizontal position of the center within the inner half, in [0, 1).
+        numbers: Four random numbers in [0, 1) for each picture.
     """
     height, width, _ = out.shape
     row, column = (
-        int(side * (0.25 + 0.5 * share)) for side, share in zip((height, width), middle, strict=True)
+        int(side * (0.25 + 0.5 * number)) for side, number in zip((height, width), middle, strict=True)
     )
     parts = []
     for index, (picture, own) in enumerate(zip(pictures, numbers, strict=True)):
         top, left = (0, row)[index // 2], (0, column)[index % 2]
         view = out[top : row if index < 2 else height, left : column if index % 2 == 0 else width]
-        # As large as in the whole: a quarter of it would show everything at half its size.
+        # Relative to the full square: relative to its quarter, everything would have half its size.
         alone = min(height / picture.image.shape[0], width / picture.image.shape[1])
         fits = min(view.shape[0] / picture.image.shape[0], view.shape[1] / picture.image.shape[1])
         low, high = (alone / fits * edge for edge in augment.scale)
@@ -320,7 +321,7 @@ def mosaic(
 
 
 class _Span(NamedTuple):
-    """Pixels of an image along one axis, `first` and `length`, and where they come to lie: `at`, `size`."""
+    """Range of pixels of an image along one axis (`first`, `length`) and in the output (`at`, `size`)."""
 
     first: int
     length: int
@@ -328,12 +329,12 @@ class _Span(NamedTuple):
     size: int
 
 
-def _along(side: int, there: int, factor: float, number: float) -> _Span:
-    if side * factor > there + 0.5:
-        length = max(1, min(side, round(there / factor)))
-        return _Span(int(number * (side - length + 1)), length, 0, there)
-    size = max(1, min(there, round(side * factor)))
-    return _Span(0, side, int(number * (there - size + 1)), size)
+def _along(side: int, room: int, factor: float, number: float) -> _Span:
+    if side * factor > room + 0.5:
+        length = max(1, min(side, round(room / factor)))
+        return _Span(int(number * (side - length + 1)), length, 0, room)
+    size = max(1, min(room, round(side * factor)))
+    return _Span(0, side, int(number * (room - size + 1)), size)
 
 
 def _resized(image: Pixels, height: int, width: int) -> Pixels:
@@ -369,10 +370,8 @@ def _with_areas(picture: Picture) -> Picture:
 
 
 def _pixel(image: Pixels, out: Pixels) -> float:
-    """Pixels of an image for each one of `out` that `place` shows it in, whole."""
-    factor = min(there / side for there, side in zip(out.shape[:2], image.shape[:2], strict=True))
-    shown = 1
-    for side, there in zip(image.shape[:2], out.shape[:2], strict=True):
-        shown *= _along(side, there, factor, 0.0).size
-    height, width = image.shape[:2]
-    return float(height * width / shown)
+    """Returns the pixels of an image per pixel of `out` that `paste` fits it into."""
+    sides = list(zip(image.shape[:2], out.shape[:2], strict=True))
+    factor = min(room / side for side, room in sides)
+    rows, columns = (_along(side, room, factor, 0.0).size for side, room in sides)
+    return float(image.shape[0] * image.shape[1] / (rows * columns))

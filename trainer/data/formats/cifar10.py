@@ -1,6 +1,6 @@
-"""CIFAR-10's binary version (Krizhevsky, 2009): five files to learn from and one to measure on.
+"""CIFAR-10's binary version (Krizhevsky, 2009): five training files and one test file.
 
-Its other version holds Python pickles, and nothing pickled is read here.
+The Python version holds pickles, which aren't read.
 """
 
 from pathlib import Path
@@ -18,17 +18,17 @@ _RECORD = 1 + 3 * _SIDE * _SIDE
 
 
 def open_cifar10(folder: Path) -> tuple[ArrayDataset, ArrayDataset, tuple[str, ...]]:
-    """Reads all of it into memory: 184 MB.
+    """Reads CIFAR-10 into memory, 184 MB.
 
     Args:
-        folder: Holds the files, or cifar-10-batches-bin that does.
+        folder: Folder of the files, or of cifar-10-batches-bin.
 
     Returns:
-        What to learn from, what to measure on (fields image, uint8 (32, 32, 3), and label, int64 ()), and
-        the names of the classes.
+        Training set and test set, with the fields image, uint8 (32, 32, 3), and label, int64 (); and the
+        class names.
 
     Raises:
-        BadInputError: If a file is missing, torn or holds a label that is no class.
+        BadInputError: If a file is missing or truncated, or holds an invalid label.
     """
     folder = _inner(folder)
     if not (folder / _TRAIN[0]).exists() and (folder / "data_batch_1").exists():
@@ -45,7 +45,7 @@ def _inner(folder: Path) -> Path:
 
 
 def odd_sizes(folder: Path) -> tuple[str, ...]:
-    """A line on files of whole images, of which there are fewer or more than CIFAR-10 has."""
+    """Returns a note on files with fewer or more images than CIFAR-10's."""
     folder = _inner(folder)
     sizes = {name: (folder / name).stat().st_size // _RECORD for name in (*_TRAIN, *_TEST)}
     odd = [name for name, images in sizes.items() if images != _IMAGES]

@@ -1,4 +1,4 @@
-"""Images with boxes as COCO describes them: a JSON file of instances, checked before training.
+"""COCO data sets: images with boxes from a JSON file of instances, which is checked before training.
 
 See https://cocodataset.org/#format-data.
 """
@@ -20,7 +20,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
 from trainer.data.formats.files import Files, Listed
-from trainer.data.formats.labels import folded, shown
+from trainer.data.formats.labels import folded, quoted
 from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
@@ -31,25 +31,25 @@ from trainer.host import strict_json
 from trainer.rng import Ints
 
 _YEARS = ("", "2017", "2014")
-_ROBOFLOWS = {"val": ("valid",)}  # its name of a part
+_ROBOFLOWS = {"val": ("valid",)}  # Roboflow's names of splits
 _HEAD = 4096
 _LOOKED_AT, _THREADS = 1000, 16
 _LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
 _LARGEST_NUMBER = 1 << 62
-_EDGE = 1.0  # pixels that a box may stick out of its image: COCO's own are rounded
+_EDGE = 1.0  # pixels that a box may extend beyond its image: COCO's are rounded
 
 
 class CocoPictures:
-    """Images below a folder, and their boxes from a file of instances.
+    """Images of a folder with their boxes from a file of instances.
 
     Args:
         root: data.path, with `train/` (or `train2017/`), `val/` and `annotations/instances_train.json`.
         part: "train" or "val".
-        on_corrupt: "fail": a box that is wrong is an error; else it is left out.
-        reading: How the pixels are taken.
+        on_corrupt: "fail": an invalid box is an error; else it is left out.
+        reading: Settings for reading pixels.
 
     Raises:
-        BadInputError: If a file is missing or says what can't be, with the id of the image.
+        BadInputError: If a file is missing or invalid, with the id of the image.
     """
 
     channels = 3
@@ -62,33 +62,33 @@ class CocoPictures:
         on_corrupt: OnCorrupt,
         reading: Reading = Reading(),  # noqa: B008  (a tuple)
     ) -> None:
-        """Reads the whole file of instances; `check.check_data` looks whether all images are there."""
+        """Reads the file of instances; `check.check_data` checks that all images exist."""
         from trainer.data.formats import decode
 
-        self._decode = decode.whole
+        self._decode = decode.decode_whole
         self._orientation = partial(orientation, formats=decode.formats())
         file, folder = _places(root, part)
-        told = _load(file)
+        instances = _load(file)
         left_out = list[LeftOut]()
-        self.categories = _categories(file, told, left_out)
+        self.categories = _categories(file, instances, left_out)
         self.classes: Sequence[str] = tuple(self.categories.values())
-        images = _images(file, folder, told)
-        found = _instances(file, told, images, self.categories, on_corrupt == "fail", left_out)
-        self.boxes = len(told["annotations"])
+        images = _images(file, folder, instances)
+        boxes = _boxes(file, instances, images, self.categories, on_corrupt == "fail", left_out)
+        self.boxes = len(instances["annotations"])
         if part == "train":
-            # As torchvision's reference does: nothing is learned from an image without boxes.
-            bare = {number for number in images if all(box[5] for box in found[number])}
+            # As in torchvision's reference, images without boxes aren't trained on.
+            bare = {number for number in images if all(box[5] for box in boxes[number])}
             left_out += [
                 one("image{s} without a box", f"{file.name}: {images[number][0]}") for number in sorted(bare)
             ]
-            crowds = [file_of[0] for n, file_of in images.items() for box in found[n] if box[5]]
+            crowds = [file_of[0] for n, file_of in images.items() for box in boxes[n] if box[5]]
             left_out += [one("box{es} around a crowd", f"{file.name}: {name}") for name in crowds]
             images = {number: image for number, image in images.items() if number not in bare}
-            _no_empty_class(file, self.categories, [row for each in found.values() for row in each])
+            _no_empty_class(file, self.categories, [row for each in boxes.values() for row in each])
         self.left_out = tally(left_out)
         if not images:
             raise BadInputError(f"{file}: holds no images{' with boxes' if part == 'train' else ''}")
-        rows = [found[number] for number in images]
+        rows = [boxes[number] for number in images]
         self._sizes = np.array([image[1:] for image in images.values()], np.int64)
         self._ends = np.cumsum([len(each) for each in rows])
         numbers = np.array([row for each in rows for row in each], np.float64).reshape(-1, 7)
@@ -104,32 +104,32 @@ class CocoPictures:
         return len(self.records)
 
     def only(self, samples: Ints) -> "CocoPictures":
-        """Some of them, numbered anew in this order."""
+        """Returns the subset of some images, renumbered in this order."""
         part = copy.copy(self)
         part.records, part._sizes = self.records.only(samples), self._sizes[samples]
         counts = np.diff(self._ends, prepend=0)[samples]
         part._ends = np.cumsum(counts)
-        # Of each box: where its image's begin, and its place there.
+        # Index of each box: the start of its image's boxes, and the position among them.
         rows = np.repeat(self._ends[samples] - part._ends, counts) + np.arange(counts.sum())
         part._rows, part._areas = self._rows[rows], self._areas[rows]
         return part
 
     def fingerprint(self) -> str:
-        """Fingerprint of the boxes, the categories and the files."""
+        """Returns a hash of the boxes and categories, and the fingerprint of the files."""
         digest = hashlib.sha256(repr(self.categories).encode())
         for array in (self._rows, self._ends, self._sizes):
             digest.update(array.tobytes())
         return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}{self.records.reading}"
 
     def name(self, sample: int) -> str:
-        """Path of an image."""
+        """Returns the path of an image."""
         return self.records.name(sample)
 
     def read(self, sample: int) -> Picture:
         """Decodes an image.
 
         Raises:
-            Corrupt: If it can't be, or hasn't the size that the annotations say.
+            Corrupt: If it can't be decoded, or its size differs from the annotations'.
         """
         data = self.records.read(sample)
         image = self._decode(data, self.records.reading)[0].permute(1, 2, 0).numpy()
@@ -151,7 +151,7 @@ class CocoPictures:
         )
 
     def _because_of_exif(self, data: bytearray) -> str:
-        """Whether that the sizes of an image differ may be due to how the camera was held."""
+        """Returns a hint if the EXIF orientation may explain a difference in size."""
         if (turn := self._orientation(data)) < SWAPPED:
             return ""
         if self.records.reading.upright:
@@ -161,32 +161,32 @@ class CocoPictures:
         return f"; its EXIF orientation is {turn}: data.exif_orientation=apply turns it"
 
     def remarks(self, everything: bool) -> str:
-        """A line on images whose EXIF says that they are to be turned or mirrored, which isn't done; or "".
+        """Returns a line on images with an EXIF orientation that isn't applied; "" if there are none.
 
-        Whether boxes were drawn on the stored image or the upright one no size tells where it is a square, or
-        mirrored, or upside down.
+        Their size doesn't show whether boxes were drawn on the stored or the upright image if it is square,
+        mirrored or upside down.
 
         Args:
-            everything: Whether each image is looked at, or 1000 of them.
+            everything: True to read every image, not 1000 of them.
         """
         if self.records.reading.upright:
             return ""
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
 
-        def turned(sample: int) -> bool:
+        def is_turned(sample: int) -> bool:
             try:
                 return self._orientation(self.records.read(sample)) != UPRIGHT
-            except BadInputError:  # whoever trains on it says so
+            except BadInputError:  # training on it raises the same error
                 return False
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = [sample for sample, odd in zip(chosen, pool.map(turned, chosen), strict=True) if odd]
-        if not found:
+            turned = [sample for sample, odd in zip(chosen, pool.map(is_turned, chosen), strict=True) if odd]
+        if not turned:
             return ""
         looked = "" if len(chosen) == len(self) else f" that were looked at of {len(self):,}"
         return (
-            f"{len(found):,} of {len(chosen):,} images{looked} are to be turned or mirrored by their EXIF "
-            f"orientation, the first: {self.name(found[0])}; they are taken as they are stored, and so must "
+            f"{len(turned):,} of {len(chosen):,} images{looked} are to be turned or mirrored by their EXIF "
+            f"orientation, the first: {self.name(turned[0])}; they are taken as they are stored, and so must "
             "their boxes be: if they were drawn on upright images, set data.exif_orientation=apply"
         )
 
@@ -212,9 +212,9 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
 
 def _load(file: Path) -> Mapping[str, Any]:
     try:
-        # The outlines of things are most of such a file, and nobody here reads them.
+        # Outlines ("segmentation") are most of such a file and aren't used.
         data = file.read_bytes()
-        told = strict_json.parse_quickly(data, _LARGEST, object_pairs_hook=_without_outlines)
+        instances = strict_json.parse_quickly(data, _LARGEST, object_pairs_hook=_without_outlines)
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -222,19 +222,19 @@ def _load(file: Path) -> Mapping[str, Any]:
         reason = first_line(error) if not what or what.startswith("text that begins") else what
         raise BadInputError(f"{file}: not readable JSON ({reason})") from error
     for name in ("images", "annotations", "categories"):
-        if not isinstance(told, dict) or not isinstance(told.get(name), list):
+        if not isinstance(instances, dict) or not isinstance(instances.get(name), list):
             raise BadInputError(f"{file}: no list '{name}': not COCO's format of instances")
-        for place, entry in enumerate(told[name]):
-            if not isinstance(entry, dict) or (number := _whole(entry.get("id"))) is None:
-                value = f" ({shown(entry['id'])})" if isinstance(entry, dict) and "id" in entry else ""
+        for index, entry in enumerate(instances[name]):
+            if not isinstance(entry, dict) or (number := _as_id(entry.get("id"))) is None:
+                value = f" ({quoted(entry['id'])})" if isinstance(entry, dict) and "id" in entry else ""
                 raise BadInputError(
-                    f"{file}: entry {place} of '{name}' has no id that is a whole number{value}"
+                    f"{file}: entry {index} of '{name}' has no id that is a whole number{value}"
                 )
             entry["id"] = number
-        [(most, times)] = Counter(entry["id"] for entry in told[name]).most_common(1) or [(0, 0)]
+        [(most, times)] = Counter(entry["id"] for entry in instances[name]).most_common(1) or [(0, 0)]
         if times > 1:
             raise BadInputError(f"{file}: id {most} is there twice in '{name}'")
-    return told  # type: ignore[no-any-return]
+    return instances  # type: ignore[no-any-return]
 
 
 def _without_outlines(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -246,19 +246,15 @@ def _without_outlines(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entry
 
 
-def _whole(value: Any) -> int | None:
-    """A number of a thing, which may be written as a float: 3.0 is 3; None if it is none."""
+def _as_id(value: Any) -> int | None:
+    """Returns an id, which may be written as a float (3.0 is 3); None if it isn't a whole number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return value if _is_id(value) else None
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and _is_number(value)
+    return value if isinstance(value, int) and _is_number(value) else None
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number, of a size that can be reckoned with: JSON's integers have no end."""
+    """True for a finite number below 2^62: integers in JSON are unbounded."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
 
 
@@ -266,19 +262,21 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.encode(errors="ignore").decode() == value
 
 
-def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) -> dict[int, str]:
-    """Names by id, in the order of the ids."""
-    for entry in told["categories"]:
+def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut]) -> dict[int, str]:
+    """Returns category names by id, sorted by id."""
+    for entry in instances["categories"]:
         if not _is_name(entry.get("name")):
             raise BadInputError(f"{file}: category {entry['id']} has no name")
-    if not told["categories"]:
+    if not instances["categories"]:
         raise BadInputError(f"{file}: has no categories")
-    used = {_whole(entry.get("category_id")) for entry in told["annotations"]}
-    above = {name for entry in told["categories"] if isinstance(name := entry.get("supercategory"), str)}
+    used = {_as_id(entry.get("category_id")) for entry in instances["annotations"]}
+    parents = {
+        name for entry in instances["categories"] if isinstance(name := entry.get("supercategory"), str)
+    }
     names = dict[int, str]()
-    for entry in sorted(told["categories"], key=lambda entry: entry["id"]):
-        # Roboflow's exports have one over all others, which no box is of.
-        if entry["name"] in above and entry.get("supercategory") == "none" and entry["id"] not in used:
+    for entry in sorted(instances["categories"], key=lambda entry: entry["id"]):
+        # Roboflow's exports have a parent of all categories, which has no boxes.
+        if entry["name"] in parents and entry.get("supercategory") == "none" and entry["id"] not in used:
             left_out.append(one("supercategor{y} without a box", f"{file.name}: {entry['name']!r}"))
         else:
             names[entry["id"]] = entry["name"]
@@ -292,18 +290,18 @@ def _categories(file: Path, told: Mapping[str, Any], left_out: list[LeftOut]) ->
     for number, name in names.items():
         if (other := by_sight.setdefault(folded(name), number)) != number:
             raise BadInputError(
-                f"{file}: category {number} ({shown(name)}) can hardly be told from category {other} "
-                f"({shown(names[other])}); make them one, or rename one"
+                f"{file}: category {number} ({quoted(name)}) can hardly be told from category {other} "
+                f"({quoted(names[other])}); make them one, or rename one"
             )
     return names
 
 
-def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tuple[str, int, int]]:
-    """File name, height and width by id."""
+def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int, tuple[str, int, int]]:
+    """Returns file name, height and width by image id."""
     images = {}
-    for entry in told["images"]:
+    for entry in instances["images"]:
         number, name = entry["id"], entry.get("file_name")
-        height, width = (_whole(entry.get(side)) for side in ("height", "width"))
+        height, width = (_as_id(entry.get(side)) for side in ("height", "width"))
         if not _is_name(name) or "\0" in name:
             raise BadInputError(f"{file}: image {number} has no file_name")
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -315,25 +313,25 @@ def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tupl
     return images
 
 
-def _instances(
+def _boxes(
     file: Path,
-    told: Mapping[str, Any],
+    instances: Mapping[str, Any],
     images: Mapping[int, tuple[str, int, int]],
     categories: Mapping[int, str],
     strict: bool,
     left_out: list[LeftOut],
 ) -> dict[int, list[tuple[float, ...]]]:
-    """Left, top, right, bottom, class, whether it is a crowd, and area of each box, by the image's id."""
+    """Returns left, top, right, bottom, class, iscrowd and area of each box, by image id."""
     class_of = {number: index for index, number in enumerate(categories)}
-    found: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
-    for entry in told["annotations"]:
-        number, where = _whole(entry.get("image_id")), f"{file}: annotation {entry['id']}"
+    boxes: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
+    for entry in instances["annotations"]:
+        number, where = _as_id(entry.get("image_id")), f"{file}: annotation {entry['id']}"
         if number is None or number not in images:
-            raise BadInputError(f"{where}: there is no image {shown(entry.get('image_id'))}")
-        category, crowd = _whole(entry.get("category_id")), entry.get("iscrowd", 0)
+            raise BadInputError(f"{where}: there is no image {quoted(entry.get('image_id'))}")
+        category, crowd = _as_id(entry.get("category_id")), entry.get("iscrowd", 0)
         if category is None or category not in class_of:
             raise BadInputError(
-                f"{where} of image {number}: there is no category {shown(entry.get('category_id'))}"
+                f"{where} of image {number}: there is no category {quoted(entry.get('category_id'))}"
             )
         if crowd not in (0, 1):
             raise BadInputError(f"{where} of image {number}: iscrowd is {crowd!r}, neither 0 nor 1")
@@ -352,18 +350,15 @@ def _instances(
             left, top, wide, high = entry["bbox"]
             right, bottom = min(left + wide, width), min(top + high, height)
             box = (max(0, left), max(0, top), right, bottom)
-            area = _area(entry.get("area"), wide * high)
-            found[number].append((*box, class_of[category], int(crowd), area))
-    return found
-
-
-def _area(told: Any, of_box: float) -> float:
-    """Pixels of a thing: what the annotation says, of its outline; else those of its box."""
-    return told if _is_number(told) and told >= 0 else of_box
+            # The annotated area is of the outline.
+            area = entry.get("area")
+            area = area if _is_number(area) and area >= 0 else wide * high
+            boxes[number].append((*box, class_of[category], int(crowd), area))
+    return boxes
 
 
 def _wrong(box: Any, height: int, width: int) -> str:
-    """Says what is wrong with a box; "" if nothing is."""
+    """Returns what is wrong with a box; "" if nothing is."""
     if not isinstance(box, list) or len(box) != 4 or any(isinstance(v, bool) for v in box):
         return "isn't a list of four numbers"
     if not all(map(_is_number, box)):
@@ -381,9 +376,9 @@ def _wrong(box: Any, height: int, width: int) -> str:
 
 
 def _no_empty_class(file: Path, categories: Mapping[int, str], rows: Sequence[tuple[float, ...]]) -> None:
-    there, of_crowds = ({int(row[4]) for row in rows if bool(row[5]) is crowd} for crowd in (False, True))
+    labeled, of_crowds = ({int(row[4]) for row in rows if bool(row[5]) is crowd} for crowd in (False, True))
     for index, (number, name) in enumerate(categories.items()):
-        if index not in there:
+        if index not in labeled:
             crowds = " but around crowds (iscrowd=1, as CVAT marks masks)" if index in of_crowds else ""
             raise BadInputError(
                 f"{file}: category {number} ('{name}') has no box to learn from{crowds}; add some, or leave "

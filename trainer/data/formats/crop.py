@@ -1,4 +1,4 @@
-"""Choice of the part of an image that a sample is."""
+"""Choice of the crop of an image."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _LONGEST = 32
 
 
 class Box(NamedTuple):
-    """Part of an image, in pixels."""
+    """Crop of an image, in pixels."""
 
     top: int
     left: int
@@ -20,17 +20,17 @@ class Box(NamedTuple):
 
 
 def snapped_cut(box: Box, side: int, height: int, width: int) -> tuple[Box, int]:
-    """A cut that a JPEG decoded at 1/2, 1/4 or 1/8 of its size has exactly.
+    """Aligns a crop to a divisor by which a JPEG can be shrunk while decoding.
 
     Args:
-        box: The cut that was drawn.
-        side: Of the square that it will be resized to.
-        height: Of the image.
-        width: Of the image.
+        box: Crop that was drawn.
+        side: Side of the square that the crop will be resized to.
+        height: Height of the image.
+        width: Width of the image.
 
     Returns:
-        The nearest cut whose edges are multiples of the divisor, at least `side` times that large both ways,
-        and the divisor; the cut that was drawn and 1 where it isn't twice as large as `side`.
+        The nearest crop whose edges are multiples of the divisor, and the largest divisor of 8, 4 and 2 by
+        which the crop is larger than `side`; `box` and 1 if it isn't twice as large.
     """
     most = min(box.height, box.width) // side if side else 0
     by = max((divisor for divisor in (8, 4, 2) if divisor <= most), default=1)
@@ -41,38 +41,39 @@ def snapped_cut(box: Box, side: int, height: int, width: int) -> tuple[Box, int]
 
 def _snapped(start: int, length: int, all_of_it: int, by: int) -> tuple[int, int]:
     blocks = min((2 * length + by) // (2 * by), all_of_it // by)
-    first = (2 * start + length - blocks * by + by) // (2 * by)  # the middle moves as little as can be
+    first = (2 * start + length - blocks * by + by) // (2 * by)  # moves the center as little as possible
     return max(0, min(first, all_of_it // by - blocks)) * by, blocks * by
 
 
 def middle_cut(height: int, width: int) -> Box:
-    """All of an image; where it is longer than 32 times its short side the middle, for memory's sake."""
+    """Returns the full image, or the center of one longer than 32 times its short side, to bound memory."""
     rows, columns = min(height, _LONGEST * width), min(width, _LONGEST * height)
     return Box((height - rows) // 2, (width - columns) // 2, rows, columns)
 
 
-def central_window(height: int, width: int, side: int, share: float) -> tuple[int, int, Box]:
-    """To which height and width an image is resized for evaluation, and the square that is taken of that.
+def central_window(height: int, width: int, side: int, fraction: float) -> tuple[int, int, Box]:
+    """Returns the height and width that evaluation resizes to, and the center crop.
 
-    torchvision's Resize(side / share) and CenterCrop(side), such as 256 and 224.
+    As torchvision's Resize(side / fraction) and CenterCrop(side), such as 256 and 224.
     """
-    short = round(side / share)
+    short = round(side / fraction)
     rows, columns = max(short, short * height // width), max(short, short * width // height)
     return rows, columns, Box(round((rows - side) / 2), round((columns - side) / 2), side, side)
 
 
 def random_cut(height: int, width: int, *numbers: float, shares: tuple[float, float] = (0.08, 1.0)) -> Box:
-    """A part of the area at 3:4 to 4:3, as torchvision's RandomResizedCrop draws it.
+    """Draws a crop of aspect ratio 3:4 to 4:3, as torchvision's RandomResizedCrop.
 
-    After Szegedy et al., "Going deeper with convolutions", 2015: what doesn't fit is drawn again, ten times
-    at most, and then it is the middle.
+    After Szegedy et al., "Going deeper with convolutions", 2015: a crop that doesn't fit is drawn again, at
+    most ten times; then the center is taken.
 
     Args:
-        height: Of the image.
-        width: Of the image.
-        *numbers: Four in [0, 1): area, ratio, and place down and right. What is drawn again follows from
-            them.
-        shares: Of the area, the smallest and the largest.
+        height: Height of the image.
+        width: Width of the image.
+        *numbers: Four random numbers in [0, 1): area, ratio, vertical and horizontal position. Further draws
+        are
+            keyed by them.
+        shares: Smallest and largest fraction of the area.
     """
     area, ratio, top, left = numbers
     for attempt in range(1, _ATTEMPTS + 1):
@@ -87,7 +88,7 @@ def random_cut(height: int, width: int, *numbers: float, shares: tuple[float, fl
 
 
 def _drawn_again(numbers: Sequence[float], attempt: int) -> list[float]:
-    """Four other numbers in [0, 1), of 24 bits each."""
+    """Returns four other numbers in [0, 1), of 24 bits each."""
     first = key(*(int(number * _STEPS) for number in numbers), attempt)
     second = key(first)
     return [bits % _STEPS / _STEPS for bits in (first, first >> 32, second, second >> 32)]

@@ -1,7 +1,7 @@
-"""The one place where images are decoded: bytes of a file in, uint8 pixels out.
+"""Decoding of images: bytes of a file to uint8 pixels.
 
-JPEG and ordinary PNG go through torchvision's libjpeg-turbo and libpng. Everything else, and what these
-refuse, goes to PIL, whose word is the last: it refuses a file that was cut off.
+JPEG and ordinary PNG are decoded by torchvision's libjpeg-turbo and libpng; other formats, and files that
+these refuse, by PIL, which refuses a truncated file.
 """
 
 import io
@@ -22,46 +22,46 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, central_window, snapped_cut
 from trainer.data.formats.orientation import (
     UPRIGHT,
+    apply_orientation,
     orientation,
     orientation_of,
     stored_box,
-    turned,
     turned_size,
 )
 from trainer.data.formats.quiet import without_lines_of_libraries
 from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import DAMAGED, what_it_is
 
-# What PIL takes for a decompression bomb; above half of it, it warns.
+# PIL's limit for decompression bombs, in pixels; it warns above half of it.
 LARGEST_IMAGE = 2 * 89_478_485
-# Bytes that decoding takes at most: the image and its copies, 15 a pixel of the largest. Measured in
-# docs/results/attacks.md: some formats take more for each pixel, so they may have fewer.
+# Most bytes for decoding: 15 per pixel of the largest image, copies included. Formats that take more bytes
+# per pixel may have fewer pixels (measured in docs/results/attacks.md).
 _MOST_BYTES, _COPIES = 15 * LARGEST_IMAGE, 15
 _COPIES_OF = {"WEBP": 24, "JPEG2000": 28, "AVIF": 20}
 
 _RESIZE = torch.ops.aten._upsample_bilinear2d_aa
 _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
-_SCANS, _SMALLEST_SCAN = 64, 10  # of an image of as many pixels as are read; bytes
-_SEGMENTS = 1 << 16  # that are looked at for the one with the size
+_SCANS, _SMALLEST_SCAN = 64, 10  # most scans of the largest image; bytes
+_SEGMENTS = 1 << 16  # segments that are searched for the frame header
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)
 _PNG = b"\x89PNG\r\n\x1a\n"
-# Not all that PIL knows: its plugin for EPS runs Ghostscript.
+# A subset of PIL's formats: its plugin for EPS runs Ghostscript.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-_OPTIONAL = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # and the feature that PIL is built with for it
+_OPTIONAL = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # format: feature of PIL's build
 _RGB = tvio.ImageReadMode.RGB
-_DARK = 1 << 12  # what a 16-bit image that uses 12 bits doesn't reach
-logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it logs, it raises as well
+_DARK = 1 << 12  # above all values of a 16-bit image that uses 12 bits
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # PIL also raises what it logs
 _ADDRESS = re.compile(r"<([\w.]+)[^<>]* at 0x[0-9a-f]+>")
 
 
 class Header(NamedTuple):
-    """Facts from the first bytes of a file.
+    """Kind and size of an image by its first bytes.
 
     Attributes:
-        kind: "jpeg" or "png" where torchvision decodes it, else "other".
-        height: In pixels; 0 for "other", as PIL will say.
-        width: Likewise.
+        kind: "jpeg" or "png" if torchvision decodes it, else "other".
+        height: Height in pixels; 0 for "other".
+        width: Width in pixels; 0 for "other".
     """
 
     kind: str
@@ -73,7 +73,7 @@ _OTHER = Header("other", 0, 0)
 
 
 def look(data: bytes | bytearray) -> Header:
-    """Reads kind and size of an image without decoding it: 3 us. What it can't make out is "other"."""
+    """Reads kind and size of an image without decoding it, in 3 us."""
     if data.startswith(_PNG) and data[12:16] == b"IHDR":
         return _sized("png", data[20:24], data[16:20])
     if not data.startswith(b"\xff\xd8\xff"):
@@ -108,22 +108,22 @@ def cut_out(
     scaled: bool = False,
     reading: Reading = Reading(),  # noqa: B008  (a tuple)
 ) -> torch.Tensor:
-    """Decodes an image and takes a part of it.
+    """Decodes an image and returns a crop of it.
 
     Args:
-        data: The file.
-        choose: Gives the part, from height and width.
-        side: Of the square that the part will be resized to, in pixels.
-        scaled: Whether a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size where the part is at least that
-            much larger than `side` both ways. That is cheaper, and not the same pixels; the part is then the
-            nearest that such an image has exactly, see `snapped_cut`.
-        reading: How pixels are taken.
+        data: Bytes of the file.
+        choose: Returns the crop from height and width.
+        side: Side of the square that the crop will be resized to, in pixels.
+        scaled: True if a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size where the crop is at least that
+            much larger than `side` both ways. This is cheaper and gives other pixels; the crop is then
+            aligned to the divisor, see `snapped_cut`.
+        reading: Settings for reading pixels.
 
     Returns:
         uint8 (1, 3, height, width), channels last in memory; a view.
 
     Raises:
-        Corrupt: If it can't be decoded, with the reason.
+        Corrupt: If the image can't be decoded, with the reason.
     """
     if not data:
         raise Corrupt("the file is empty")
@@ -133,44 +133,44 @@ def cut_out(
     if header.kind == "jpeg":
         _check_scans(data, header.height * header.width)
     with without_lines_of_libraries():
-        found = None
+        decoded = None
         if header.kind != "other":
-            found = _decoded(data, header, choose, side if scaled else 0, reading)
-        image, box, turn = found or _with_pil(data, choose, reading)
+            decoded = _decoded(data, header, choose, side if scaled else 0, reading)
+        image, box, turn = decoded or _with_pil(data, choose, reading)
     cut = image[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
-    return cut if turn == UPRIGHT else turned(cut, turn)
+    return cut if turn == UPRIGHT else apply_orientation(cut, turn)
 
 
 def _check_scans(data: bytearray, pixels: int) -> None:
-    """Each scan of a progressive JPEG costs as much as the whole image; a few bytes make one."""
+    """Refuses a progressive JPEG with too many scans: each takes a few bytes, and as long as the image."""
     most = _SCANS * LARGEST_IMAGE
     if len(data) // _SMALLEST_SCAN * pixels > most and (scans := data.count(b"\xff\xda")) * pixels > most:
         raise Corrupt(f"a JPEG of {scans:,} scans, which would take minutes")
 
 
-def whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008
-    """Decodes an image; see `cut_out`."""
+def decode_whole(data: bytearray, reading: Reading = Reading()) -> torch.Tensor:  # noqa: B008
+    """Decodes a full image; see `cut_out`."""
     return cut_out(data, lambda height, width: Box(0, 0, height, width), reading=reading)
 
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Bilinear with antialiasing, as PIL does it: uint8 (1, 3, h, w) to uint8 (1, 3, height, width)."""
-    # Contiguous first, with the batch's stride as well: others take a path that is half as fast.
+    """Resizes bilinearly with antialiasing, as PIL: uint8 (1, 3, h, w) to uint8 (1, 3, height, width)."""
+    # Contiguous, including the stride of the batch dimension: other layouts take a path of half the speed.
     image = image[0].permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     resized: torch.Tensor = _RESIZE(image, [height, width], False, None, None)
     return resized
 
 
-def resized_middle(image: torch.Tensor, side: int, share: float = EVAL_CROP) -> torch.Tensor:
-    """The central square of an image as evaluation sees it: uint8 (1, 3, h, w) to (1, 3, side, side)."""
+def resized_middle(image: torch.Tensor, side: int, fraction: float = EVAL_CROP) -> torch.Tensor:
+    """Returns the center crop for evaluation: uint8 (1, 3, h, w) to (1, 3, side, side)."""
     height, width = image.shape[2:]
-    rows, columns, box = central_window(height, width, side, share)
+    rows, columns, box = central_window(height, width, side, fraction)
     resized = resize(image, rows, columns)
     return resized[:, :, box.top : box.top + side, box.left : box.left + side]
 
 
 class _Decoded(NamedTuple):
-    """An image, uint8 (1, 3, height, width), where the part that is wanted lies in it, and orientation."""
+    """An image, uint8 (1, 3, height, width), the crop's box in it, and its EXIF orientation."""
 
     image: torch.Tensor
     box: Box
@@ -180,7 +180,7 @@ class _Decoded(NamedTuple):
 def _decoded(
     data: bytearray, header: Header, choose: Callable[[int, int], Box], side: int, reading: Reading
 ) -> _Decoded | None:
-    """A JPEG or PNG, maybe at a part of its size; None if it is refused, or isn't what its header says."""
+    """Decodes a JPEG or PNG by torchvision; returns None if that fails or its header is wrong."""
     turn = orientation(data) if reading.upright else UPRIGHT
     kind, height, width = header
     box = stored_box(choose(*turned_size(turn, height, width)), turn, height, width)
@@ -204,7 +204,7 @@ def _decoded(
 
 
 def _smaller(data: bytearray, header: Header, shrink: int) -> torch.Tensor | None:
-    """A JPEG at a part of its size; None if it can't be decoded so, or isn't what its header says."""
+    """Decodes a JPEG at 1/shrink of its size; returns None if that fails or its header is wrong."""
     from PIL import Image
 
     try:
@@ -217,17 +217,17 @@ def _smaller(data: bytearray, header: Header, shrink: int) -> torch.Tensor | Non
                 return _of_rows(np.array(file.convert("RGB")))
     except MemoryError:
         raise
-    except Exception:  # who decodes it whole says what is wrong
+    except Exception:  # decoding at full size gives the reason
         return None
 
 
 @cache
 def formats() -> tuple[str, ...]:
-    """Returns the formats that PIL, as it is built here, is asked to read."""
+    """Returns the formats that PIL reads, by its build."""
     from PIL import features
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of features that an older one doesn't know
+        warnings.simplefilter("ignore")  # of features unknown to an older PIL
         return (*_FORMATS, *(name for name, feature in _OPTIONAL.items() if features.check(feature)))
 
 
@@ -247,18 +247,18 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], reading: Readi
     except Image.DecompressionBombError as error:
         raise Corrupt(_too_large("its pixels are")) from error
     except Exception as error:
-        # Its plugins raise whatever struct, zlib and their own arithmetic do; the bytes are here already, so
-        # it is never an error of reading.
+        # Plugins raise any exception of struct, zlib and their arithmetic; the bytes are in memory, so it
+        # isn't a read error.
         raise Corrupt(f"not a readable image ({_reason(data, error)})") from error
     height, width = image.shape[2:]
     return _Decoded(image, stored_box(choose(*turned_size(turn, height, width)), turn, height, width), turn)
 
 
 def _check_room(file: Any) -> None:
-    """A few bytes may be gigabytes of pixels.
+    """Checks that an image isn't too large to decode.
 
     Raises:
-        Corrupt: If decoding takes more than is given to it.
+        Corrupt: If decoding would take too much memory.
     """
     pixels, most = file.width * file.height, _MOST_BYTES // _COPIES_OF.get(file.format, _COPIES)
     if pixels > most:
@@ -272,15 +272,15 @@ def _of_rows(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
 
 
 def _pixels(file: Any, bits: int) -> npt.NDArray[np.uint8]:
-    """uint8 (height, width, 3), of the first frame."""
-    deep = _more_than_eight(file)  # before it is loaded, which forgets it
+    """Returns the pixels of the first frame, uint8 (height, width, 3)."""
+    deep = _more_than_eight(file)  # before loading, which resets `tile`
     if file.mode.startswith("I;16") or (file.mode == "I" and file.format == "PPM"):
         gray = _eight_bits(np.asarray(file).astype(np.int32), bits)
         return np.repeat(gray[:, :, None], 3, axis=2)
     if file.mode in ("I", "F"):
         raise Corrupt("pixels of 32 bits or with a sign, whose range isn't known; convert it to 8 or 16 bits")
     pixels = np.array(file.convert("RGB"))
-    # Rounded, not cut off: of PPM 4095 is as 16 of 255.
+    # PIL rounds PPM, so that 4095 becomes 16.
     if deep and bits < 16 and (bits or pixels.max() < (_DARK >> 8) + (file.format == "PPM")):
         raise Corrupt(
             "16 bits a channel of which PIL takes the upper 8, so that it would be (nearly) black; save "
@@ -292,7 +292,7 @@ def _pixels(file: Any, bits: int) -> npt.NDArray[np.uint8]:
 
 
 def _more_than_eight(file: Any) -> bool:
-    """Whether PIL drops the lower bits of an image by itself: of TIFF, PPM, PNG that libpng refuses."""
+    """True if PIL drops the lower bits of a 16-bit image: TIFF, PPM, and PNG that libpng refuses."""
     if file.format not in ("TIFF", "PPM", "PNG") or not file.tile or file.mode.startswith("I"):
         return False
     arguments = file.tile[0][3]
@@ -303,10 +303,10 @@ def _more_than_eight(file: Any) -> bool:
 
 
 def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """The upper 8 of the bits that are in use.
+    """Returns the upper 8 of the bits in use.
 
     Raises:
-        Corrupt: If nobody said how many are, and hardly anything would be left.
+        Corrupt: If data.image_bits isn't set and the image uses 12 bits or fewer.
     """
     most = int(deep.max(initial=0))
     if not bits and 0 < most < _DARK:
@@ -315,7 +315,7 @@ def _eight_bits(deep: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
             f"an image of 16 bits whose largest value is {most:,} would be (nearly) black; set "
             f"data.image_bits to the bits in use ({likely}?), or to 16 if it is as dark as that"
         )
-    shifted = deep >> ((bits or 16) - 8)  # such an image may take a gigabyte: no further copy
+    shifted = deep >> ((bits or 16) - 8)  # in place: such an image may take a gigabyte
     pixels: npt.NDArray[np.uint8] = np.minimum(shifted, 255, out=shifted).astype(np.uint8)
     return pixels
 
@@ -325,7 +325,7 @@ def _too_large(what: str, most: int = LARGEST_IMAGE, of: str = "") -> str:
 
 
 def _reason(data: bytearray, error: Exception) -> str:
-    """Says what is wrong with a file, in one line that is the same in every run."""
+    """Returns why a file can't be decoded, in one line that is the same in every run."""
     from PIL import UnidentifiedImageError
 
     what = what_it_is(data)

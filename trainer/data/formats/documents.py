@@ -1,10 +1,9 @@
-"""Samples of text in memory: a stream cut at equal lengths, documents packed, or documents padded.
+"""Samples of text in memory: a stream cut at equal lengths, packed documents, or padded documents.
 
-A document is what stands before an end token, and that token. The model is given the end of the document
-before (of any, the token is the same) and says the first token, and so on to the end: so every token is a
-target exactly once. A document longer than a sample is cut; a later part is given the token before it.
-In a text that says where its documents begin, the first token of each is given, and never said.
-Where only some tokens count, the other targets are -100.
+A document ends with the end token. Its first input is an end token and its first target is its first token,
+so every token is a target exactly once. A document longer than a sample is cut; the first input of a later
+part is the token before it. If a text states where its documents begin, the first token of each is an input
+only. If only some tokens count in the loss, the other targets are -100.
 """
 
 import hashlib
@@ -22,29 +21,29 @@ from trainer.host.limits import read_limits
 from trainer.rng import Float32, Ints
 
 TARGETS, SEGMENT = "targets", "segment"
-IGNORED = -100  # a target that doesn't count
+IGNORED = -100  # target that doesn't count in the loss
 
 _HASHED_TOKENS = 4 << 20
 
 
 class StreamDataset:
-    """Sequences of a text in memory: sample i is `length` + 1 tokens from i * stride on.
+    """Sequences of a text in memory: sample i is `length` + 1 tokens from token i * stride.
 
-    The field `tokens` has shape (length + 1,), the last being there to be predicted.
+    The field `tokens` has shape (length + 1,); the last token is only a target.
 
     Args:
-        tokens: (n,).
-        length: Tokens that a sample predicts.
-        stride: From the start of a sample to that of the next; None: `length`, so that every token but the
-            first is a target once and a rest shorter than `length` isn't.
-        whole: Whether the rest becomes a sample too, padded and with a field `num_items`.
+        tokens: (n,), of an unsigned integer type.
+        length: Targets of a sample.
+        stride: Tokens between the starts of samples; None: `length`, so that every token but the first is a
+            target once, except for a rest shorter than `length`.
+        whole: True to make a sample of the rest too, padded and with a field `num_items`.
 
     Raises:
-        BadInputError: If there is no sample in it.
+        BadInputError: If the text is shorter than a sample.
     """
 
     def __init__(self, tokens: Tokens, length: int, stride: int | None = None, whole: bool = False) -> None:
-        """Takes over the tokens, without a copy unless there is something to pad."""
+        """Takes the tokens, without a copy unless they are padded."""
         targets = len(tokens) - 1
         step = length if stride is None else stride
         if targets < (1 if whole else length):
@@ -68,7 +67,7 @@ class StreamDataset:
         return self._samples
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tokens, or of evenly spaced ones; see `Dataset.fingerprint`."""
+        """Returns the sample count and a hash of the tokens, or of 4 Mi evenly spaced ones."""
         some = self._tokens[spread(len(self._tokens), _HASHED_TOKENS)]
         about = f"{some.dtype} {self._length} {self._step} {len(self._tokens)};".encode()
         return f"{len(self)} samples {hashlib.sha256(about + some.tobytes()).hexdigest()[:16]}"
@@ -85,8 +84,8 @@ class Pieces(NamedTuple):
     """Parts of documents, each within a sample.
 
     Attributes:
-        first: int64 (n,), where the first target stands in the text.
-        targets: int64 (n,), how many there are.
+        first: int64 (n,), index of the first target in the text.
+        targets: int64 (n,), number of targets.
     """
 
     first: Ints
@@ -101,13 +100,13 @@ def pieces_of(text: Text, length: int) -> Pieces:
     """
     begins, ends = _documents(text)
     parts = -(-(ends - begins) // length)
-    within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-    first = np.repeat(begins, parts) + within * length
+    part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = np.repeat(begins, parts) + part * length
     return Pieces(first, np.minimum(np.repeat(ends, parts) - first, length))
 
 
 def _documents(text: Text) -> tuple[Ints, Ints]:
-    """Where the first target of each document stands, and where its targets end."""
+    """Returns the index of the first target of each document, and of the end of its targets."""
     if text.begins is not None:
         return text.begins + 1, np.append(text.begins[1:], len(text.tokens))
     if text.end is None or not len(text.tokens):
@@ -122,11 +121,11 @@ def _documents(text: Text) -> tuple[Ints, Ints]:
 
 
 def padded(text: Text, length: int) -> ArrayDataset:
-    """A piece of a document in each sample, in the order of their lengths.
+    """Makes a sample of each piece of a document, padded, sorted by length.
 
-    The fields are `tokens` and `targets` (length,), of the text's type, and `num_items`, the number of
-    targets; what is behind these is padding. Where only some targets count, `num_items` is how many,
-    `targets` are int32, -100 for the others, and the field `length` has the number of all.
+    The fields are `tokens` and `targets` (length,), of the text's dtype, padded at the end, and `num_items`,
+    the number of targets. If only some targets count, `num_items` is their number, `targets` is int32 with
+    -100 for the others, and the field `length` is the number of all targets.
     """
     pieces = pieces_of(text, length)
     order = np.argsort(pieces.targets, kind="stable")
@@ -135,10 +134,10 @@ def padded(text: Text, length: int) -> ArrayDataset:
 
 
 def packed(text: Text, length: int) -> ArrayDataset:
-    """Packs pieces into samples, best fit with the longest first.
+    """Packs pieces of documents into samples, by best fit with the longest first.
 
-    Fields as those of `padded`, and `segment`, int16 or int32 (length,): the number of the piece in the
-    sample from 1 on, 0 for padding.
+    The fields are those of `padded`, and `segment`, int16 or int32 (length,): the number of the piece in the
+    sample from 1, and 0 for padding.
     """
     pieces = pieces_of(text, length)
     order = np.argsort(-pieces.targets, kind="stable")
@@ -154,46 +153,47 @@ def packed(text: Text, length: int) -> ArrayDataset:
 
 
 def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) -> Arrays:
-    """The fields of samples that hold pieces from a place on."""
+    """Returns the fields of samples, given the sample and the position of each piece."""
     count = int(sample.max()) + 1
-    # An end before all: what the first token of the text is predicted from.
-    given = np.concatenate((np.array([text.end or 0], text.tokens.dtype), text.tokens))
-    _check_room(2 * count * length * given.dtype.itemsize)
-    said: npt.NDArray[Any] = text.tokens
+    # The end token before the text is the input for its first token.
+    inputs = np.concatenate((np.array([text.end or 0], text.tokens.dtype), text.tokens))
+    _check_room(2 * count * length * inputs.dtype.itemsize)
+    labels: npt.NDArray[Any] = text.tokens
     padding = 0
     if text.counts is not None:
-        said, padding = np.where(text.counts, text.tokens.astype(np.int32), np.int32(IGNORED)), IGNORED
-    tokens, targets = np.zeros((count, length), given.dtype), np.full((count, length), padding, said.dtype)
-    places = zip(pieces.first.tolist(), pieces.targets.tolist(), sample.tolist(), start.tolist(), strict=True)
-    for first, size, row, begin in places:
-        tokens[row, begin : begin + size] = given[first : first + size]
-        targets[row, begin : begin + size] = said[first : first + size]
-    places_used = np.bincount(sample, pieces.targets, count).astype(np.int64)
+        labels, padding = np.where(text.counts, text.tokens.astype(np.int32), np.int32(IGNORED)), IGNORED
+    tokens, targets = np.zeros((count, length), inputs.dtype), np.full((count, length), padding, labels.dtype)
+    spans = zip(pieces.first.tolist(), pieces.targets.tolist(), sample.tolist(), start.tolist(), strict=True)
+    for first, size, row, begin in spans:
+        tokens[row, begin : begin + size] = inputs[first : first + size]
+        targets[row, begin : begin + size] = labels[first : first + size]
+    lengths = np.bincount(sample, pieces.targets, count).astype(np.int64)
     if text.counts is None:
-        return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: places_used}
+        return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: lengths}
     num_items = (targets != IGNORED).sum(1, dtype=np.int64)
-    return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: num_items, LENGTH: places_used}
+    return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: num_items, LENGTH: lengths}
 
 
 def _check_room(needed: int) -> None:
-    """Every rank holds such samples in memory: an error before the kernel ends one."""
-    there = read_limits().memory_bytes
-    if there and needed > there // 2:
+    """Refuses samples that take more than half of the memory: every rank holds them."""
+    memory = read_limits().memory_bytes
+    if memory and needed > memory // 2:
         raise BadInputError(
             f"language.text=packed or padded: the samples take {needed / 1e9:.1f} GB, more than half of the "
-            f"{there / 1e9:.1f} GB of memory; use language.text=stream, or a shorter language.sequence_length"
+            f"{memory / 1e9:.1f} GB of memory; "
+            "use language.text=stream, or a shorter language.sequence_length"
         )
 
 
 def _best_fit(counts: Ints, length: int) -> tuple[Ints, Ints]:
-    """Puts pieces, the longest first, each where the least room is left that it fits in.
+    """Assigns pieces, sorted with the longest first, each to the fullest sample that it fits in.
 
     Returns:
-        The sample of each piece, and its place there.
+        Sample of each piece, and its position in the sample.
     """
     sample, start = np.empty_like(counts), np.empty_like(counts)
     with_room: list[list[int]] = [[] for _ in range(length + 1)]
-    rooms, samples = 0, 0  # bit r of rooms: there is a sample with room for r tokens
+    rooms, samples = 0, 0  # bit r of rooms: some sample has room for r tokens
     for index, count in enumerate(counts.tolist()):
         enough = rooms >> count
         if enough:

@@ -1,7 +1,7 @@
-"""Tokenizers, and documents through them in bounded memory.
+"""Tokenizers, and the encoding of documents in bounded memory.
 
-A long document is cut into pieces at ends of lines where the cut is seen to change no token, and the pieces
-are encoded side by side by the library's own threads.
+A long document is cut at ends of lines where a trial shows that no token changes, and the pieces are encoded
+in parallel by the library's threads.
 """
 
 import codecs
@@ -21,28 +21,28 @@ from trainer.host.files import read_bounded
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# A file, and its content in chunks.
+# A file and its content in chunks.
 Document = tuple[Path, Iterator[bytes]]
 
-PIECE = 1 << 18  # characters that are encoded as one, at least
-_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 4096  # that are encoded side by side
-_LONGEST = 1 << 25  # characters without a place to cut
-_CUT = re.compile(r"(?<=\w)(?=[\r\n])")  # between a word and what ends its line
-_CUTS = 64  # places that are tried
-_AROUND = 512  # characters on each side of a cut that are encoded to see whether it is harmless
+PIECE = 1 << 18  # least characters of a piece
+_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 4096  # encoded in parallel
+_LONGEST = 1 << 25  # most characters without a cut
+_CUT = re.compile(r"(?<=\w)(?=[\r\n])")  # between a word and the end of its line
+_CUTS = 64  # cuts that are tried
+_AROUND = 512  # characters on each side of a cut that are encoded to try it
 _LARGEST_TOKENIZER = 1 << 30
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Encoder(NamedTuple):
-    """A tokenizer, ready to be used.
+    """A tokenizer.
 
     Attributes:
-        name: As it is written down: "bytes", or "bpe:" and the name of its file.
-        sha256: Of its file.
-        vocabulary: Every token is below it.
-        end: The token that ends a document.
-        tokenizer: None for bytes.
+        name: "bytes", or "bpe:" and the name of its file.
+        sha256: SHA-256 of its file; None for bytes.
+        vocabulary: Largest token + 1.
+        end: Token that ends a document.
+        tokenizer: Tokenizer of the library; None for bytes.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Encoder(NamedTuple):
 
 
 def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
-    """Reads a tokenizer; see `tokenize`. Nothing is fetched.
+    """Reads a tokenizer from a local file; see `tokenize`.
 
     Raises:
-        BadInputError: If it isn't one, or the token that ends a document isn't clear.
+        BadInputError: If the file is invalid, or the token that ends a document is ambiguous.
     """
     if tokenizer == "bytes":
         if end is not None:
@@ -78,10 +78,9 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
         raise BadInputError(f"{name}: can't be read ({error.strerror}); give a tokenizer.json") from error
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises nothing narrower, and where it panics this
+    except BaseException as error:  # the library raises bare Exception, and BaseException if it panics
         raise BadInputError(f"{name}: not a tokenizer.json ({error})") from error
-    # Made for single sentences these would cut documents off; and what looks like a special token in a text
-    # is text.
+    # Truncation and padding are for single sentences; special tokens in a text are encoded as text.
     read.no_truncation()
     read.no_padding()
     read.encode_special_tokens = True
@@ -95,10 +94,10 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
 
 
 def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iterator[bytes]:
-    """Encodes documents: the tokens of each, then its end.
+    """Encodes documents, each followed by the end token.
 
     Args:
-        documents: In order; the chunks of one are read before the next is asked for.
+        documents: Documents in order; the chunks of one are read before the next is requested.
         encoder: The tokenizer.
         dtype: uint16 or uint32.
 
@@ -106,7 +105,7 @@ def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iter
         Bytes of the token file.
 
     Raises:
-        BadInputError: If a document isn't UTF-8 (except for "bytes"), or can't be cut.
+        BadInputError: If a document isn't UTF-8 (except for "bytes"), or is too long and can't be cut.
     """
     kind = np.dtype(dtype)
     end = np.array([encoder.end], kind).tobytes()
@@ -141,7 +140,7 @@ def _encode(
 
 @contextlib.contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Says in one line that the library failed: it panics after 10^7 tries of a regular expression."""
+    """Turns an error of the library into one line; it panics after 10^7 steps of a regular expression."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -153,7 +152,7 @@ def one_line(what: str) -> Iterator[None]:
 
 
 def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator[tuple[str, bool]]:
-    """Cuts a document where that changes no token: pieces, and whether each is the last."""
+    """Cuts a document where no token changes; yields pieces, and True with the last one."""
     held = ""
     for part in text:
         held += part
@@ -169,14 +168,14 @@ def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator
 
 
 def _harmless_cut(text: str, tokenizer: "Tokenizer") -> int:
-    """A place after `PIECE` characters where both sides are encoded as they are together; 0 if none."""
+    """Returns a cut after `PIECE` characters that changes no token; 0 if there is none."""
 
     def ids(part: str) -> list[int]:
         with one_line("--tokenizer"):
             return list(tokenizer.encode(part, add_special_tokens=False).ids)
 
-    found = _CUT.finditer(text, PIECE, len(text) - _AROUND)
-    for cut in (match.start() for match in islice(found, _CUTS)):
+    matches = _CUT.finditer(text, PIECE, len(text) - _AROUND)
+    for cut in (match.start() for match in islice(matches, _CUTS)):
         left, right = text[max(0, cut - _AROUND) : cut], text[cut : cut + _AROUND]
         if ids(left) + ids(right) == ids(left + right):
             return cut
@@ -184,10 +183,10 @@ def _harmless_cut(text: str, tokenizer: "Tokenizer") -> int:
 
 
 def _text(chunks: Iterator[bytes], file: Path) -> Iterator[str]:
-    """Decodes UTF-8 that comes in chunks."""
+    """Decodes UTF-8 in chunks."""
     decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
     for chunk in chain(chunks, [b""]):
-        held = len(decoder.getstate()[0])  # of a character that the last chunk ended in
+        held = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut
         try:
             yield decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:

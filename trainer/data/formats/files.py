@@ -1,4 +1,4 @@
-"""Samples that are files, in a folder of classes."""
+"""Samples that are files in class folders."""
 
 import contextlib
 import errno
@@ -12,31 +12,31 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.config.data import DataConfig
-from trainer.data.check import Wrong, counted, unreadable
+from trainer.data.check import Wrong, unreadable, unreadable_line
 from trainer.data.dataset import spread
 from trainer.data.formats.labels import in_order
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Records
-from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
-from trainer.data.shared import Columns, joined
+from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
+from trainer.data.shared import Columns, name_columns
 from trainer.errors import BadInputError
 
 _JPEG = (".jpg", ".jpeg", ".jfif", ".jpe")
 _JPEG2000 = (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx")
 IMAGES = (*_JPEG, ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".avif", *_JPEG2000)
 
-# Of how many files the fingerprint holds the size, and of how many the content.
+# Files whose size, and whose content, is in the fingerprint.
 _SIZES, _CONTENTS = 10_000, 32
-LARGEST_FILE = 2 << 30  # more than an image of as many pixels as are decoded has in any format
+LARGEST_FILE = 2 << 30  # above the size of the largest image that is decoded, in any format
 
 
 class Listed(NamedTuple):
-    """Source of the names of files.
+    """File that lists the names of samples.
 
     Attributes:
-        file: A table or annotations.
-        unit: What of it names one: "line", "row", "image".
-        numbers: Of the line, row or image of each.
+        file: Table or annotations.
+        unit: Unit that names a sample: "line", "row" or "image".
+        numbers: Number of the line, row or image of each sample.
     """
 
     file: Path
@@ -45,15 +45,15 @@ class Listed(NamedTuple):
 
 
 class Files(Records):
-    """Files below a root, each a sample.
+    """Files below a folder, each a sample.
 
     Args:
-        root: A folder.
-        names: Paths below it, in the order of the samples.
-        labels: The class of each.
-        classes: Their names.
-        listed: Where the names are written down, if they aren't those that the folder holds.
-        left_out: What lies beside them and isn't read.
+        root: The folder.
+        names: Paths relative to it, in the order of the samples.
+        labels: Class of each file.
+        classes: Class names.
+        listed: File that lists the names; None if they are from the folder itself.
+        left_out: Files that aren't read.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class Files(Records):
         self._root = os.fsencode(root)
         self.left_out = tally(left_out)
         self.classes: Sequence[str] = tuple(classes)
-        columns = {**joined(names), "label": np.asarray(labels, dtype=np.int64)}
+        columns = {**name_columns(names), "label": np.asarray(labels, dtype=np.int64)}
         self._listed = None if listed is None else listed[:2]
         if listed is not None:
             columns["number"] = np.asarray(listed.numbers, dtype=np.int64)
         self._columns = Columns.hold(columns)
 
     def fingerprint(self) -> str:
-        """Fingerprint of all names and labels, the sizes of some files and the content of a few.
+        """Returns the sample count and a hash of all names and labels, 10,000 sizes and 32 contents.
 
-        Asking for a size is a round trip on a network file system: not for each of a million files.
+        A size takes a round trip on a network file system, too long for each of a million files.
         """
         digest = hashlib.sha256(repr(tuple(self.classes)).encode())
         for column in ("name", "name_end", "label"):
             digest.update(self._columns[column].tobytes())
         for sample in spread(len(self), _SIZES).tolist():
-            digest.update(f"{_size(self.path(sample))} ".encode())
+            digest.update(f"{size_of(self.path(sample))} ".encode())
         for sample in spread(len(self), _CONTENTS).tolist():
-            with contextlib.suppress(OSError):  # who trains on it says which it is
+            with contextlib.suppress(OSError):  # training on it raises the error
                 digest.update(_content(self.path(sample)))
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
@@ -99,17 +99,17 @@ class Files(Records):
             wrong[0] = Wrong(number, reason + hint(self._root, names[number]))
         if self._listed is None:
             what = f"files below {readable(self._root)}"
-            return counted(wrong, len(self), what, self.name, "mend or remove what is wrong")
+            return unreadable_line(wrong, len(self), what, self.name, "mend or remove what is wrong")
         table, unit = self._listed
 
-        def place(sample: int) -> str:
+        def listed_name(sample: int) -> str:
             return f"{unit} {self._columns['number'][sample]}: {self.name(sample)}"
 
         remedy = f"add it, or take its {unit} out (paths are relative to {readable(self._root)})"
-        return counted(wrong, len(self), f"files named in {table}", place, remedy)
+        return unreadable_line(wrong, len(self), f"files named in {table}", listed_name, remedy)
 
     def name(self, sample: int) -> str:
-        """Path, readable."""
+        """Returns the path for people."""
         return readable(self.path(sample))
 
     def read(self, sample: int) -> bytearray:
@@ -122,22 +122,22 @@ class Files(Records):
             ) from error
 
     def path(self, sample: int) -> bytes:
-        """Path of a sample."""
+        """Returns the path of a sample."""
         return os.path.join(self._root, self.file_name(sample))  # noqa: PTH118  (bytes)
 
 
 class NotAFileError(OSError):
-    """Error for a folder, a pipe or a device in the place of a file."""
+    """Raised for a folder, a pipe or a device instead of a file."""
 
 
-def open_regular(path: bytes | Path) -> tuple[int, os.stat_result]:
+def open_sample_file(path: bytes | Path) -> tuple[int, os.stat_result]:
     """Opens a regular file for reading.
 
     Raises:
         NotAFileError: If it is something else.
         OSError: If it can't be opened.
     """
-    # O_NONBLOCK: a pipe that nobody writes to would keep its reader waiting.
+    # O_NONBLOCK: opening a pipe without a writer would block.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     facts = os.fstat(file)
     if not stat.S_ISREG(facts.st_mode):
@@ -147,10 +147,10 @@ def open_regular(path: bytes | Path) -> tuple[int, os.stat_result]:
 
 
 def read_exactly(file: int, start: int, count: int) -> bytearray:
-    """Bytes of an open file.
+    """Reads bytes of an open file.
 
     Raises:
-        OSError: If there are fewer, or more than any image has.
+        OSError: If the file ends before, or `count` is above any image's size.
     """
     if count > LARGEST_FILE:
         raise OSError(errno.EFBIG, f"has {count:,} bytes, and an image {LARGEST_FILE:,} at most")
@@ -163,7 +163,7 @@ def fill_exactly(file: int, start: int, view: memoryview) -> None:
     """Fills memory with bytes of an open file.
 
     Raises:
-        OSError: If there are fewer.
+        OSError: If the file ends before.
     """
     done = 0
     while done < len(view):
@@ -174,31 +174,31 @@ def fill_exactly(file: int, start: int, view: memoryview) -> None:
 
 
 def readable(path: bytes) -> str:
-    """A path that can be printed, whatever bytes it is made of."""
+    """Returns a path as printable text; bytes that aren't UTF-8 are escaped."""
     return path.decode("utf-8", "backslashreplace")
 
 
 def in_folder(
     root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = (), kind: type[Files] = Files
 ) -> Files:
-    """`root/<class>/**/<file>`, in the order of the classes and then of the paths.
+    """Finds `root/<class>/**/<file>`, sorted by class and path.
 
     Args:
         root: The folder.
-        suffixes: Of the files that count, in lower case.
-        leave_out: Names below the root that are no classes.
-        kind: What is made of them: `Files`, or a class derived from it that reads other contents.
+        suffixes: Suffixes of samples, in lower case.
+        leave_out: Names in the folder that aren't classes.
+        kind: Class of the result, `Files` or a subclass.
 
     Raises:
-        BadInputError: If the folder is missing or holds none.
+        BadInputError: If the folder is missing or holds no samples.
     """
     if not root.is_dir():
         raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
     left_out = list[LeftOut]()
     try:
         folders = _classes(root, leave_out, left_out)
-        above = tuple(_place(each.stat()) for each in (root, *root.resolve().parents))
-        found = [
+        above = tuple(_inode(each.stat()) for each in (root, *root.resolve().parents))
+        files = [
             (number, os.fsencode(name) + b"/" + path)
             for number, name in enumerate(folders)
             for path in sorted(_below(os.fsencode(root / name), suffixes, left_out, os.fsencode(name), above))
@@ -207,20 +207,20 @@ def in_folder(
         where = readable(os.fsencode(error.filename)) if error.filename else root
         raise BadInputError(f"{where}: can't be listed ({error.strerror})") from error
     left_out = sorted(left_out, key=lambda each: each.first)
-    if not found:
-        more = f"; {told(tally(left_out))}" if left_out else ""
+    if not files:
+        more = f"; {left_out_line(tally(left_out))}" if left_out else ""
         raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders{more}")
     names = [readable(os.fsencode(name)) for name in folders]
-    return kind(root, [path for _, path in found], [number for number, _ in found], names, left_out=left_out)
+    return kind(root, [path for _, path in files], [number for number, _ in files], names, left_out=left_out)
 
 
 def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> list[str]:
-    """Names of the class folders, in their order; what else lies there is left out."""
+    """Returns the class folders in order; other entries are appended to `left_out`."""
     folders = list[str]()
     for entry in sorted(root.iterdir()):
         if entry.name in leave_out:
             continue
-        if entry.is_symlink() and not entry.exists():  # a class, else lost
+        if entry.is_symlink() and not entry.exists():  # a class that would be lost
             raise BadInputError(f"{entry}: a link that leads nowhere; mend or remove it")
         if not entry.is_dir():
             hidden = entry.name.startswith(".")
@@ -247,24 +247,24 @@ def _below(
     above: tuple[tuple[int, int], ...],
     prefix: bytes = b"",
 ) -> Iterator[bytes]:
-    """Yields the files below a folder that have one of these suffixes, in any order.
+    """Yields the files below a folder that have one of the suffixes, in any order.
 
     Args:
-        folder: Its path.
-        suffixes: In lower case.
-        left_out: Takes what isn't yielded.
-        shown: The folder's name, for people.
-        above: Device and inode of each folder that it lies in.
-        prefix: Of what is yielded.
+        folder: Path of the folder.
+        suffixes: Suffixes in lower case.
+        left_out: Receives files that aren't yielded.
+        shown: Name of the folder, for people.
+        above: Device and inode of each parent folder.
+        prefix: Prefix of the paths that are yielded.
     """
-    above = (*above, _place(os.stat(folder)))  # noqa: PTH116  (bytes)
+    above = (*above, _inode(os.stat(folder)))  # noqa: PTH116  (bytes)
     with os.scandir(folder) as entries:
         for entry in entries:
             name, path = os.fsdecode(entry.name), shown + b"/" + entry.name
             is_folder = _is_folder(entry)
             if name.startswith("."):
                 left_out.append(one("hidden folder{s}" if is_folder else "hidden file{s}", path))
-            elif is_folder and _place(entry.stat()) in above:
+            elif is_folder and _inode(entry.stat()) in above:
                 left_out.append(one("link{s} to a folder that it lies in", path))
             elif is_folder:
                 yield from _below(entry.path, suffixes, left_out, path, above, prefix + entry.name + b"/")
@@ -274,7 +274,7 @@ def _below(
                 left_out.append(one(by_suffix(name), path))
 
 
-def _place(facts: os.stat_result) -> tuple[int, int]:
+def _inode(facts: os.stat_result) -> tuple[int, int]:
     return facts.st_dev, facts.st_ino
 
 
@@ -282,12 +282,13 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a link to itself: no folder, and no file, as `absent` says
+        if error.errno != errno.ELOOP:  # a link to itself, which `absent` reports as a file
             raise
         return False
 
 
-def _size(path: bytes) -> int:
+def size_of(path: bytes | Path) -> int:
+    """Returns the bytes of a file; -1 if it can't be read."""
     try:
         return os.stat(path).st_size  # noqa: PTH116
     except OSError:
@@ -295,7 +296,7 @@ def _size(path: bytes) -> int:
 
 
 def _content(path: bytes) -> bytearray:
-    file, facts = open_regular(path)
+    file, facts = open_sample_file(path)
     try:
         return read_exactly(file, 0, facts.st_size)
     finally:

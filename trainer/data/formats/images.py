@@ -1,7 +1,6 @@
-"""Images as a data set: decoded, cut and resized to uint8, channels last, straight into the batch."""
+"""Data set of images, decoded, cropped and resized into the batch: uint8, channels last."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,17 +16,17 @@ from trainer.rng import Float32, Ints
 class ImageDataset(RecordsDataset):
     """Images of one size from records of any size.
 
-    Training images are cut by a random area and aspect ratio and resized, evaluation images resized and cut
-    at the center, with antialiasing. The cut draws from the four random numbers that the loader keys by
-    sample and epoch.
+    Training takes a crop of random area and aspect ratio and resizes it, evaluation resizes and takes the
+    center crop, with antialiasing. The random crop uses four random numbers, which the loader keys by sample
+    and epoch.
 
     Args:
-        records: Where the images come from.
+        records: Stored images.
         size: Height and width of the images that are returned, in pixels.
         random_crop: True for training.
-        on_corrupt: What becomes of images that can't be decoded.
-        crop_area: Smallest and largest share of the area that training cuts out.
-        eval_crop: Share of the short side that evaluation sees.
+        on_corrupt: data.on_corrupt, for images that can't be decoded.
+        crop_area: Smallest and largest fraction of the area that training crops.
+        eval_crop: Fraction of the short side that evaluation crops.
     """
 
     def __init__(
@@ -39,15 +38,12 @@ class ImageDataset(RecordsDataset):
         crop_area: tuple[float, float] = (0.08, 1.0),
         eval_crop: float = EVAL_CROP,
     ) -> None:
-        # Here: torchvision takes three seconds, and not every run needs it; but before workers are forked,
-        # of which each would take 150 MB for it.
+        # Imported here, as torchvision takes 3 s and not every run needs it; and before workers are forked,
+        # which would take 150 MB each.
         from trainer.data.formats import decode
 
-        self._cut_out, self._resize, self._resized_middle = (
-            decode.cut_out,
-            decode.resize,
-            decode.resized_middle,
-        )
+        self._cut_out, self._resize = decode.cut_out, decode.resize
+        self._resized_middle = decode.resized_middle
         super().__init__(records, {"image": Field((size, size, 3), np.dtype(np.uint8))}, on_corrupt)
         self._size, self._crop_area, self._eval_crop = size, crop_area, eval_crop
         self.uniforms = 4 if random_crop else 0
@@ -62,27 +58,24 @@ class ImageDataset(RecordsDataset):
                 if numbers is None:
                     image = self._resized_middle(self._cut(sample, middle_cut), self._size, self._eval_crop)
                 else:
-                    cut = self._cut(sample, partial(_by_numbers, numbers[row], self._crop_area), scaled=True)
+                    own, area = numbers[row], self._crop_area
+                    cut = self._cut(sample, lambda h, w: random_cut(h, w, *own, shares=area), scaled=True)
                     image = self._resize(cut, self._size, self._size)
                 rows[row].copy_(image)
 
         return self._filled(samples, fill, out)
 
     def _cut(self, sample: int, choose: Callable[[int, int], Box], scaled: bool = False) -> torch.Tensor:
-        """uint8 (1, 3, height, width)."""
+        """Returns the crop that `choose` takes of a sample, uint8 (1, 3, height, width)."""
         records, side = self.records, self._size if scaled else 0
         if not records.raw:
             return self._cut_out(records.read(sample), choose, side, scaled, records.reading)
         height, width = records.shape(sample)
         if not height:
-            # It is stored as it was: says why.
+            # It was stored as it was: decoding gives the reason.
             self._cut_out(records.read(sample), choose, reading=records.reading)
             raise Corrupt("was not a readable image when it was packed")
         box = choose(height, width)
-        # Only the rows of the cut: they lie one after another.
+        # Only the rows of the crop, which are contiguous.
         rows = torch.from_numpy(records.rows(sample, box.top, box.height))
         return rows[:, box.left : box.left + box.width].permute(2, 0, 1)[None]
-
-
-def _by_numbers(numbers: list[float], shares: tuple[float, float], height: int, width: int) -> Box:
-    return random_cut(height, width, *numbers, shares=shares)

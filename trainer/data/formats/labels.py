@@ -1,4 +1,4 @@
-"""Labels: a name, or a whole number from 0 on; alike in tables, shards and Arrow folders."""
+"""Labels of tables, tar shards and Arrow folders: names, or integers from 0."""
 
 import decimal
 import functools
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 _MOST_GAPS = 100
-_LARGEST_EXACT = 2.0**53  # of a float: beyond, two whole numbers are one
+_LARGEST_EXACT = 2.0**53  # above, a float doesn't represent every integer
 _SHOWN = 60
-# What pandas and C write for a value that isn't there.
+# Texts by which pandas and C write missing values.
 _MISSING = frozenset(
     (
         *("nan", "-nan", "NaN", "-NaN", "NAN", "-NAN", "nan(ind)", "-nan(ind)"),
@@ -21,30 +21,30 @@ _MISSING = frozenset(
         *("NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "NULL", "null", "None", "NaT"),
     )
 )
-# With two digits of an exponent, as floats are written: 12e4 may be a name.
+# The exponent has at least two digits, as floats are written: 12e4 may be a name.
 _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})([eE][+-]\d{2,4})?", re.ASCII)
 _FLOAT = re.compile(r"[.eE]")
 _WHOLE = re.compile(r"0|[1-9]\d{0,400}", re.ASCII)
 
 
 class LabelError(ValueError):
-    """Labels that can't be meant.
+    """Raised for invalid labels.
 
     Attributes:
-        at: The place of the first among those that were given.
+        at: Index of the first invalid label.
     """
 
     def __init__(self, line: str, at: int = 0) -> None:
-        """With the line."""
+        """Takes the message and the index."""
         super().__init__(line)
         self.at = at
 
 
 def label_of(value: object) -> str:
-    """The text of a label, however it is stored.
+    """Returns the text of a label, whatever type it is stored as.
 
     Raises:
-        LabelError: If it is neither a name nor a whole number from 0 on.
+        LabelError: If it is neither a name nor an integer from 0.
     """
     match value:
         case bool():
@@ -52,21 +52,21 @@ def label_of(value: object) -> str:
         case str():
             return _checked(value)
         case int() | float() | decimal.Decimal() | np.floating() | np.integer():
-            return str(whole(value))
+            return str(as_integer(value))
         case None:
             raise LabelError("label is empty")
         case _:
-            raise LabelError(f"label {shown(value)} is {_kind(value)}, neither a name nor a number")
+            raise LabelError(f"label {quoted(value)} is {_kind(value)}, neither a name nor a number")
 
 
-def whole(value: object) -> int:
-    """A number of a class, which may be written as a float.
+def as_integer(value: object) -> int:
+    """Converts a class number, which may be stored as a float.
 
     Raises:
-        LabelError: If it isn't a whole number from 0 on.
+        LabelError: If it isn't an integer from 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | decimal.Decimal | np.number):
-        raise LabelError(f"label {shown(value)} isn't a number")
+        raise LabelError(f"label {quoted(value)} isn't a number")
     if not math.isfinite(value):
         raise LabelError(f"label {value} stands for a missing value")
     if value != int(value):
@@ -79,10 +79,10 @@ def whole(value: object) -> int:
 
 
 def labels_in(column: Any) -> list[Any]:
-    """The values of an Arrow column, if its type can hold labels.
+    """Returns the values of an Arrow column of labels.
 
     Raises:
-        LabelError: If it can't: lists, structs, bytes, times.
+        LabelError: If its type can't hold labels: lists, structs, bytes, times.
     """
     from pyarrow import types
 
@@ -93,43 +93,43 @@ def labels_in(column: Any) -> list[Any]:
         values: list[Any] = column.to_pylist()
         return values
     if str(kind) in texts:
-        # Each name once, however many rows have it: a dictionary makes gigabytes of a file of kilobytes.
+        # Each name once: a dictionary may expand a file of kilobytes to gigabytes.
         encoded = column.dictionary_encode()
         chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
         return [value for chunk in chunks for value in _values(chunk)]
     kind = str(column.type).partition("<")[0]
-    first = f" {shown(column[0].as_py())}" if len(column) and not types.is_temporal(column.type) else ""
+    first = f" {quoted(column[0].as_py())}" if len(column) and not types.is_temporal(column.type) else ""
     raise LabelError(f"label{first} is of type {kind}, neither a name nor a number")
 
 
 def _values(chunk: Any) -> Iterator[Any]:
-    """The values of an Arrow dictionary's rows: the same object wherever the value is the same."""
+    """Yields the values of an Arrow dictionary's rows; equal values are one object."""
     values = [*chunk.dictionary.to_pylist(), None]
-    return (values[-1 if place is None else place] for place in chunk.indices.to_pylist())
+    return (values[-1 if index is None else index] for index in chunk.indices.to_pylist())
 
 
 def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Labels as numbers, and the classes: in the order of their names, or 0 to the largest number.
+    """Returns labels as numbers, and the classes: sorted by name, or 0 to the largest number.
 
     Args:
-        labels: From `label_of`; 5 and 5.0 are the same number.
+        labels: Results of `label_of`; 5 and 5.0 are the same number.
 
     Raises:
-        LabelError: If two of them look alike and aren't the same.
+        LabelError: If two different labels look alike.
     """
     names = set(labels)
     numbers = {name: number for name in names if (number := _whole_text(name)) is not None}
     if len(numbers) == len(names):
         largest = max(numbers.values())
-        # Else they are no numbers of classes but dates, say.
+        # Sparser numbers aren't class numbers (dates, for example).
         if largest < _MOST_GAPS * len(set(numbers.values())) + 1000:
             return [numbers[label] for label in labels], [str(number) for number in range(largest + 1)]
         order = sorted(set(numbers.values()))
-        place = {number: index for index, number in enumerate(order)}
-        return [place[numbers[label]] for label in labels], [str(number) for number in order]
+        index_of = {number: index for index, number in enumerate(order)}
+        return [index_of[numbers[label]] for label in labels], [str(number) for number in order]
     if pair := alike(names):
         at = sorted(map(labels.index, pair))
-        first, second = (shown(labels[place]) for place in at)
+        first, second = (quoted(labels[index]) for index in at)
         raise LabelError(f"label {second} can hardly be told from {first}", at[1])
     classes = in_order(list(names))
     number_of = {name: number for number, name in enumerate(classes)}
@@ -137,14 +137,14 @@ def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Classes by their numbers where all are numbers, else by name."""
+    """Sorts classes by number if all are numbers, else by name."""
     if all(_is_number(name) for name in names):
         return sorted(names, key=int)
     return sorted(names)
 
 
 def alike(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names that look the same: they differ in spaces, Unicode form, or signs without a width."""
+    """Returns two names that differ only in spaces, Unicode form or invisible characters, or None."""
     seen = dict[str, str]()
     for name in sorted(names):
         other = seen.setdefault(folded(name), name)
@@ -154,21 +154,21 @@ def alike(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def folded(name: str) -> str:
-    """Returns the visible part of a name; a number without leading zeros."""
+    """Returns the visible form of a name; a number without leading zeros."""
     if (number := _whole_text(name.strip().lstrip("+0") or "0")) is not None:
         return str(number)
     seen = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
     return " ".join(unicodedata.normalize("NFC", seen).split())
 
 
-def shown(value: object) -> str:
-    """A value on one line, in ASCII: what looks alike can be told apart."""
+def quoted(value: object) -> str:
+    """Returns a value in ASCII on one line, so that similar characters are distinct."""
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def printable(text: str) -> str:
-    """Text without halves of surrogate pairs, which neither JSON nor a terminal takes."""
+    """Returns text with lone surrogates escaped, which JSON and terminals don't accept."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -178,16 +178,16 @@ def _checked(text: str) -> str:
     if not bare:
         raise LabelError("label is empty")
     if "\0" in text:
-        raise LabelError(f"label {shown(text)} holds a zero byte, as UTF-16 has")
+        raise LabelError(f"label {quoted(text)} holds a zero byte, as UTF-16 has")
     if bare in _MISSING:
-        raise LabelError(f"label {shown(bare)} stands for a missing value")
+        raise LabelError(f"label {quoted(bare)} stands for a missing value")
     if _NUMBER.fullmatch(bare):
-        whole(float(bare) if _FLOAT.search(bare) else int(bare))
+        as_integer(float(bare) if _FLOAT.search(bare) else int(bare))
     return printable(text)
 
 
 def _whole_text(text: str) -> int | None:
-    """The number that a text is, 5 as well as 5.0 and 5.0e+00; None for 007, which is a name."""
+    """Returns the integer that a text denotes (5, 5.0, 5.0e+00); None for 007, which is a name."""
     bare = text.strip()
     if _is_number(bare):
         return int(bare)

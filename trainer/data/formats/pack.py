@@ -1,7 +1,7 @@
-"""Packs: samples decoded, shrunk and encoded again once, so that every epoch costs less; several to a file.
+"""Packs: shards of samples that were shrunk and encoded again once, so that each epoch decodes less.
 
-The samples keep their numbers, so a pack is read in the same order as what it was made from. Each shard is
-made by one process, whatever their number, and is kept when the work is cut off: the next call goes on.
+Samples keep their numbers, so a pack is read in the same order as its source. A shard is written by one
+process and kept if packing is interrupted; the next call continues.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ import torch
 from trainer.checkpoint.tensor_file import encode
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.records import Reading, Records
-from trainer.data.formats.sharded import INDEX, About, Shard, hash_of, write_index
-from trainer.data.shared import Columns, joined
+from trainer.data.formats.sharded import INDEX, About, Shard, content_hash, write_index
+from trainer.data.shared import Columns, name_columns
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 
 Advance = Callable[[int], object]
 
 UNFINISHED = ".unfinished"
-_LONGEST_JPEG = 65_500  # pixels, of either side
+_LONGEST_JPEG = 65_500  # pixels per side
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class PackSettings:
     """Form in which samples are stored.
 
     Attributes:
-        short_side: Images whose short side is longer are shrunk to it, in pixels; None: none is.
-        quality: Of the JPEG that a shrunk image becomes, 1 to 95.
-        raw: Stores pixels instead.
+        short_side: Short side in pixels that larger images are shrunk to; None: no image is shrunk.
+        quality: JPEG quality of shrunk images, 1 to 95.
+        raw: True to store pixels instead of JPEG.
     """
 
     short_side: int | None = None
@@ -53,16 +53,16 @@ class PackSettings:
 
     @property
     def decodes(self) -> bool:
-        """Whether images are decoded at all."""
+        """True if images are decoded."""
         return self.short_side is not None or self.raw
 
 
 class Packed(NamedTuple):
-    """Result of a pack.
+    """A finished pack.
 
     Attributes:
-        about: Its index.
-        unreadable: Samples that can't be decoded, and are stored as they were; none where nothing is decoded.
+        about: Content of index.json.
+        unreadable: int64 (n,), samples that can't be decoded and are stored unchanged.
     """
 
     about: About
@@ -83,20 +83,20 @@ def pack(
     processes: int = 1,
     advance: Advance = lambda _: None,
 ) -> Packed:
-    """Makes a pack, or goes on with one.
+    """Makes a pack, or continues an unfinished one.
 
     Args:
-        records: What is packed.
-        target: A folder that doesn't exist yet, or holds an unfinished pack of the same.
-        settings: How samples are stored.
-        processes: How many work at once; they don't change the result.
-        advance: Told of samples that have been packed, shard by shard.
+        records: Samples to pack.
+        target: Folder that doesn't exist, is empty, or holds an unfinished pack of the same samples.
+        settings: Form in which samples are stored.
+        processes: Number of processes; it doesn't change the result.
+        advance: Called with the number of samples of each finished shard.
 
     Returns:
-        What was made. What can't be decoded is stored as it was, and training treats it as it would have.
+        The pack. Samples that can't be decoded are stored unchanged, and are corrupt in training as before.
 
     Raises:
-        BadInputError: If the target is in the way, or the source can't be read.
+        BadInputError: If the target isn't empty, or the source can't be read.
         OSError: If the target can't be written.
     """
     if records.raw:
@@ -122,7 +122,7 @@ def _packed(
         columns.append(part)
     merged = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
     unreadable = np.flatnonzero(merged.pop("unreadable"))
-    merged |= joined([records.file_name(sample) for sample in range(len(records))])
+    merged |= name_columns([records.file_name(sample) for sample in range(len(records))])
     about = write_index(
         target,
         shards,
@@ -130,34 +130,34 @@ def _packed(
         records.classes,
         "pixels" if settings.raw else "files",
         records.fingerprint(),
-        _told(records, settings),
+        _settings(records, settings),
         records.left_out,
     )
     return Packed(about, unreadable)
 
 
 def samples_per_shard(samples: int) -> int:
-    """Enough shards to share out the work, and at most 256 of more than 2048, so that all can stay open."""
+    """Returns the samples per shard: at least 16 shards for parallel work, at most 256 that stay open."""
     return max(64, min(2048, -(-samples // 16)), -(-samples // 256))
 
 
 def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
-    """Makes the folder of an unfinished pack, or finds it."""
+    """Creates the work folder of a pack, or checks the one of an unfinished pack."""
     if (target / INDEX).exists():
         raise BadInputError(f"{target}: there is a pack already; remove it, or choose another folder")
     work = target / UNFINISHED
-    plan = json.dumps({"source": records.fingerprint(), "settings": _told(records, settings)}).encode()
+    plan = json.dumps({"source": records.fingerprint(), "settings": _settings(records, settings)}).encode()
     if not work.exists():
         if target.exists() and any(target.iterdir()):
             raise BadInputError(f"{target}: isn't empty; choose another folder")
         target.mkdir(parents=True, exist_ok=True)
         disk.make_folder(work)
     try:
-        there = (work / "plan.json").read_bytes()
+        earlier = (work / "plan.json").read_bytes()
     except FileNotFoundError:
         disk.write_file(work / "plan.json", [plan])
         return work
-    if there != plan:
+    if earlier != plan:
         raise BadInputError(
             f"{target}: holds an unfinished pack of other data or settings; remove it, or "
             "choose another folder"
@@ -167,7 +167,7 @@ def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
 
 @contextlib.contextmanager
 def _locked(work: Path) -> Iterator[None]:
-    """Keeps others out; a process that is killed lets go."""
+    """Locks the pack; the lock ends with the process."""
     file = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,14 +185,14 @@ def _work_off(
     advance: Advance,
     imports: Sequence[str] = (),
 ) -> None:
-    """Does the work of each shard, given its number and samples; `advance` is told of those that are done."""
+    """Calls `work` with number and samples of each shard, and `advance` with the samples of finished ones."""
     if processes < 2:
         for number, samples in enumerate(shards):
             work(number, samples)
             advance(len(samples))
         return
     context, others = multiprocessing.get_context("forkserver"), {*multiprocessing.active_children()}
-    if imports:  # by the server of the forks, once: torch and torchvision take each process five seconds
+    if imports:  # once, in the fork server: torch and torchvision take 5 s per process
         context.set_forkserver_preload(list(imports))
     try:
         with ProcessPoolExecutor(min(processes, len(shards)), context, _begin) as pool:
@@ -201,7 +201,7 @@ def _work_off(
                 for done in as_completed(under_way):
                     done.result()
                     advance(under_way[done])
-            except BaseException:  # else the pool would first finish what it has begun, also after a signal
+            except BaseException:  # otherwise the pool first finishes its shards, even after a signal
                 for process in {*multiprocessing.active_children()} - others:
                     process.terminate()
                 raise
@@ -218,7 +218,7 @@ def _begin() -> None:
 
 
 def _pack_shard(records: Records, target: Path, settings: PackSettings, number: int, samples: range) -> None:
-    """Writes a shard and its part of the index, unless that has been done."""
+    """Writes a shard and its part of the index, unless they exist."""
     part = target / UNFINISHED / f"{number:05d}.safetensors"
     if part.exists():
         return
@@ -266,29 +266,29 @@ def _stored_one_by_one(
     samples: Iterable[int],
     rows: list[tuple[int, int, int, int, bool]],
 ) -> Iterator[bytes]:
-    """The content of a shard; notes size, hash, height, width and "unreadable" of each sample."""
+    """Yields the content of a shard; appends a row of each sample's facts to `rows`."""
     for sample in samples:
         try:
             data = records.read(sample)
-        except Corrupt as error:  # its label is another's
+        except Corrupt as error:  # its label may not be its own
             raise BadInputError(f"{records.name(sample)}: {error}") from error
         stored = _stored(data, settings, records.reading)
-        rows.append((len(stored.data), hash_of(stored.data), *stored[1:]))
+        rows.append((len(stored.data), content_hash(stored.data), *stored[1:]))
         yield bytes(stored.data)
 
 
-def _told(records: Records, settings: PackSettings) -> dict[str, Any]:
-    """The settings, and how pixels were taken, for the index."""
+def _settings(records: Records, settings: PackSettings) -> dict[str, Any]:
+    """Returns the settings for the index, including those for reading pixels."""
     return {**vars(settings), "reading": records.reading._asdict()}
 
 
 def _stored(data: bytearray, settings: PackSettings, reading: Reading) -> _Stored:
     if not settings.decodes:
         return _Stored(data)
-    from trainer.data.formats import decode  # here: torchvision takes three seconds
+    from trainer.data.formats import decode  # torchvision takes 3 s to import
 
     try:
-        image = decode.whole(data, reading)
+        image = decode.decode_whole(data, reading)
     except Corrupt:
         return _Stored(data, unreadable=True)
     height, width = image.shape[2:]
@@ -297,7 +297,7 @@ def _stored(data: bytearray, settings: PackSettings, reading: Reading) -> _Store
         height, width = (round(edge * settings.short_side / short) for edge in (height, width))
         image = decode.resize(image, height, width)
     elif not settings.raw:
-        return _Stored(data)  # small enough: encoding again would only lose
+        return _Stored(data)  # small enough: encoding again would lose quality
     if not settings.raw and max(height, width) > _LONGEST_JPEG:
         return _Stored(data)
     pixels = image[0].permute(1, 2, 0).contiguous().numpy()

@@ -1,4 +1,4 @@
-"""Sizes of a Parquet file's pages by their own headers: what the footer says of them may not be so.
+"""Sizes of a Parquet file's pages by their headers; the footer may state others.
 
 Headers are Thrift's compact protocol (github.com/apache/thrift, doc/specs/thrift-compact-protocol.md) with
 the fields of PageHeader (github.com/apache/parquet-format).
@@ -13,15 +13,15 @@ _BOOLEANS, _BYTE, _NUMBERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5
 
 
 def inflated_size(file: int, start: int, size: int) -> int:
-    """Bytes that the pages of a column chunk have when they are inflated.
+    """Returns the uncompressed bytes of a column chunk's pages.
 
     Args:
-        file: Descriptor.
-        start: Of the chunk.
-        size: Of the chunk, in bytes.
+        file: Descriptor of the file.
+        start: Offset of the chunk.
+        size: Bytes of the chunk.
 
     Raises:
-        ValueError: If a header can't be read.
+        ValueError: If a page header can't be read.
     """
     at, total = start, 0
     while at < start + size:
@@ -31,7 +31,7 @@ def inflated_size(file: int, start: int, size: int) -> int:
 
 
 def _page(file: int, at: int) -> tuple[int, int]:
-    """Bytes of a page when it is inflated, and as it lies there with its header."""
+    """Returns the uncompressed bytes of a page, and its stored bytes with the header."""
     window = _FIRST_READ
     while True:
         data = read_at(file, at, window)
@@ -49,10 +49,10 @@ def _page(file: int, at: int) -> tuple[int, int]:
 
 
 def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, int], int]:
-    """The numbers among a struct's fields, and where it ends."""
+    """Returns the integer fields of a struct by number, and the offset of its end."""
     if depth > _DEEPEST:
         raise ValueError("a header of a page is nested too deeply")
-    field, found = 0, dict[int, int]()
+    field, numbers = 0, dict[int, int]()
     while kind := data[at]:
         at += 1
         if step := kind >> 4:
@@ -60,14 +60,14 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, int], int]:
         else:
             field, at = _number(data, at)
         if (kind := kind & 15) in _NUMBERS:
-            found[field], at = _number(data, at)
-        elif kind not in _BOOLEANS:  # whose value is their kind
-            at = _behind(data, at, kind, depth)
-    return found, at + 1
+            numbers[field], at = _number(data, at)
+        elif kind not in _BOOLEANS:  # a boolean's value is its kind
+            at = _value_end(data, at, kind, depth)
+    return numbers, at + 1
 
 
-def _behind(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Where a value ends, in a list or in a struct."""
+def _value_end(data: bytes, at: int, kind: int, depth: int) -> int:
+    """Returns the offset of the end of a value in a list or struct."""
     if kind == _STRUCT:
         return _struct(data, at, depth + 1)[1]
     if kind in _NUMBERS:
@@ -79,8 +79,8 @@ def _behind(data: bytes, at: int, kind: int, depth: int) -> int:
         count, of = data[at] >> 4, data[at] & 15
         count, at = _varint(data, at + 1) if count == 15 else (count, at + 1)
         for _ in range(count):
-            at = _behind(data, at, of, depth + 1)
-            data[at - 1]  # ends here where it lies behind what was read
+            at = _value_end(data, at, of, depth + 1)
+            data[at - 1]  # IndexError beyond the bytes that were read
         return at
     if kind in (*_BOOLEANS, _BYTE, _DOUBLE):
         return at + (8 if kind == _DOUBLE else 1)

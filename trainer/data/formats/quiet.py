@@ -1,4 +1,4 @@
-"""Lines that C libraries write to the terminal on their own, held back."""
+"""Suppression of lines that C libraries write to the terminal."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ _inside = 0
 
 @cache
 def _streams() -> tuple[ctypes.c_void_p, int | None, int | None] | None:
-    """glibc's variable `stderr`, what it holds, and a stream to nowhere; None with another library."""
+    """Returns glibc's variable `stderr`, its value and a stream to /dev/null; None for another C library."""
     try:
         if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
             return None
@@ -28,10 +28,10 @@ def _streams() -> tuple[ctypes.c_void_p, int | None, int | None] | None:
 
 @contextmanager
 def without_lines_of_libraries() -> Iterator[None]:
-    """Lets libjpeg, libpng and libtiff write their warnings nowhere: what they raise says what is wrong.
+    """Discards the warnings of libjpeg, libpng and libtiff, which repeat what the exceptions say.
 
-    They print to C's `stderr`, of which Python knows nothing: it is another one meanwhile. Descriptor 2 stays
-    as it is, so that what Python and faulthandler write comes through. 2 to 5 us.
+    They print to C's `stderr`, which is replaced meanwhile. Descriptor 2 isn't touched, so that lines of
+    Python and faulthandler are printed. Takes 2 to 5 us.
     """
     global _inside  # noqa: PLW0603
     streams = _streams()

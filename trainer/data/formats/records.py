@@ -1,4 +1,4 @@
-"""Stored samples with labels, read at random: what folders, tables, shards and packs have in common."""
+"""Interface of stored samples with labels: folders, tables, shards and packs."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -23,34 +23,33 @@ class Reading(NamedTuple):
     """Settings for reading the pixels of an image.
 
     Attributes:
-        upright: Whether the orientation that EXIF says is applied.
-        bits: Of those of a 16-bit image, how many are in use; 0: all, and an image that uses 12 at most is
-            corrupt.
+        upright: True to apply the EXIF orientation.
+        bits: Bits in use of a 16-bit image; 0: 16, and an image that uses 12 or fewer is corrupt.
     """
 
     upright: bool = False
     bits: int = 0
 
     def __str__(self) -> str:
-        """Suffix for a fingerprint: begins with a blank; "" for the default settings."""
+        """Suffix of a fingerprint, which begins with a blank; "" for the default settings."""
         return " upright" * self.upright + (f" {self.bits} of 16 bits" if self.bits else "")
 
 
 def reading_of(config: DataConfig, auto: Reading | None = None) -> Reading:
-    """Returns the settings by data.exif_orientation and data.image_bits; `auto` is their own default."""
+    """Returns the settings by data.exif_orientation and data.image_bits; `auto` is the data's own default."""
     auto = auto or Reading(config.name == "hf")
     exif, bits = config.exif_orientation, config.image_bits
     return Reading(auto.upright if exif == "auto" else exif == "apply", auto.bits if bits == "auto" else bits)
 
 
 class Records(ABC):
-    """Samples as they are stored, with what is known of each in columns: `only` takes their rows.
+    """Stored samples; facts about each are rows of columns in shared memory.
 
     Attributes:
-        raw: True where what is stored are pixels: uint8 (height, width, 3).
-        classes: Their names.
-        left_out: What lies beside the samples and isn't read.
-        reading: How the pixels of their images are taken.
+        raw: True if pixels are stored: uint8 (height, width, 3).
+        classes: Class names.
+        left_out: Files that aren't read, by reason.
+        reading: Settings for reading pixels.
     """
 
     raw = False
@@ -64,26 +63,26 @@ class Records(ABC):
 
     @property
     def labels(self) -> Ints:
-        """The class of each sample: int64 (n,)."""
+        """Class of each sample: int64 (n,)."""
         labels: Ints = self._columns["label"]
         return labels
 
     def only(self, samples: Ints) -> Self:
-        """Some of them, numbered anew in this order."""
+        """Returns the subset of some samples, renumbered in this order."""
         part = copy.copy(self)
         part._columns = Columns.hold(self._columns.rows(samples))
         return part
 
     def file_name(self, sample: int) -> bytes:
-        """The name of a sample below its root, the same in each format that it is brought to."""
+        """Returns the path of a sample relative to its root, which a pack keeps."""
         return name_at(self._columns, sample)
 
     def shape(self, sample: int) -> tuple[int, int]:  # noqa: ARG002
-        """Height and width where pixels are stored; (0, 0) for one that is stored as the file it was."""
+        """Returns height and width if pixels are stored; (0, 0) for a sample stored as a file."""
         return (0, 0)
 
     def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
-        """Some rows of stored pixels: (height, width, 3).
+        """Reads some rows of stored pixels: uint8 (height, width, 3).
 
         Raises:
             BadInputError: If they can't be read.
@@ -96,7 +95,7 @@ class Records(ABC):
 
     @abstractmethod
     def absent(self) -> str:
-        """Returns how many of its files can't be read, and the first; "" if all can."""
+        """Returns a line with the number of unreadable files and the first one; "" if there are none."""
 
     @abstractmethod
     def name(self, sample: int) -> str:
@@ -104,7 +103,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, sample: int) -> bytearray:
-        """Bytes of a sample.
+        """Reads the bytes of a sample.
 
         Raises:
             BadInputError: If they can't be read.
@@ -112,7 +111,7 @@ class Records(ABC):
 
 
 class RecordsDataset:
-    """Base of data sets of records: workers read them, and each has a label, int64 ()."""
+    """Base class of data sets of records with a field label, int64 (), which loader workers read."""
 
     num_items = 1
     arrays: Arrays | None = None
@@ -127,12 +126,12 @@ class RecordsDataset:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Returns what the records leave out."""
+        """Files that aren't read, by reason."""
         return self.records.left_out
 
     @property
     def labels(self) -> Ints:
-        """Returns the records' labels."""
+        """Class of each sample: int64 (n,)."""
         return self.records.labels
 
     def only(self, samples: Ints) -> Self:
@@ -142,7 +141,7 @@ class RecordsDataset:
         return part
 
     def fingerprint(self) -> str:
-        """Fingerprint of the records and of the settings for reading pixels."""
+        """Returns the fingerprint of the records and the settings for reading pixels."""
         return f"{self.records.fingerprint()}{self.records.reading}"
 
     def _filled(self, samples: Ints, fill: Callable[[int, int], None], out: Arrays) -> list[Bad]:

@@ -1,8 +1,8 @@
-"""Samples in a few large files, with an index: tar shards as they are, and packs.
+"""Samples in a few large files with an index: tar shards and packs.
 
-FOLDER/index.json           what it is: classes, shards with size and SHA-256, where it came from
-FOLDER/index.safetensors    for each sample: shard, offset, size, label, hash, name; for pixels the shape
-FOLDER/<shard> …            .tar as it was, or .bin: the samples one after another
+FOLDER/index.json           classes, shards with size and SHA-256, source
+FOLDER/index.safetensors    per sample: shard, offset, size, label, hash, name; for pixels the shape
+FOLDER/<shard> …            original .tar files, or .bin files of concatenated samples
 """
 
 import copy
@@ -21,9 +21,9 @@ from typing_extensions import Self
 
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.data import DataConfig
-from trainer.data.check import Wrong, counted
+from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_regular, readable
+from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_sample_file, readable
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
@@ -34,11 +34,11 @@ from trainer.rng import Ints
 
 INDEX, COLUMNS = "index.json", "index.safetensors"
 
-_OPEN_FILES = 512  # of each process; a limit of 1024 is common
+_OPEN_FILES = 512  # per process; the limit is often 1024
 
 
 class Shard(BaseModel):
-    """One shard, a large file."""
+    """Entry of a shard in index.json."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field(pattern=r"^[^/\\\x00]+$")
@@ -65,11 +65,11 @@ class ShardStore(Protocol):
     """Storage of shards."""
 
     def open(self, shard: Shard) -> int:
-        """Descriptor of a shard, opened for reading.
+        """Opens a shard for reading and returns its descriptor.
 
         Raises:
-            OSError: If it can't be.
-            BadInputError: If it isn't there in a way that the place can explain better.
+            OSError: If it can't be opened.
+            BadInputError: If it can't be opened, with a reason of the store.
         """
         ...
 
@@ -81,27 +81,27 @@ class ShardFolder:
         self.path = path
 
     def open(self, shard: Shard) -> int:
-        """See `Place.open`."""
-        return open_regular(self.path / shard.name)[0]
+        """See `ShardStore.open`."""
+        return open_sample_file(self.path / shard.name)[0]
 
     def __str__(self) -> str:
         return readable(os.fsencode(self.path))
 
 
 class ShardedRecords(Records):
-    """Samples of an index."""
+    """Samples of an index, read from shards of a folder or a cache."""
 
-    def __init__(self, about: About, columns: Columns, place: ShardStore) -> None:
+    def __init__(self, about: About, columns: Columns, store: ShardStore) -> None:
         self.about, self.raw = about, about.stored == "pixels"
-        self.reading = _reading(about.settings)  # what it was packed with
+        self.reading = _reading(about.settings)  # the pack's settings
         self.classes: Sequence[str] = tuple(about.classes)
-        self._columns, self._place = columns, place
+        self._columns, self._store = columns, store
         self.left_out = tuple(about.left_out)
         self._files = OrderedDict[int, int]()
 
     @property
     def decoded(self) -> bool:
-        """Whether it is a pack of which some images were decoded, and encoded again or stored as pixels."""
+        """True for a pack of images that were decoded, and encoded again or stored as pixels."""
         return self.raw or self.about.settings.get("short_side") is not None
 
     @property
@@ -111,7 +111,7 @@ class ShardedRecords(Records):
         return [int(count) for count in counts]
 
     def only(self, samples: Ints) -> Self:
-        """See `Records.only`; of the shards, those that they lie in."""
+        """See `Records.only`; keeps the shards that hold these samples."""
         part, columns = copy.copy(self), self._columns.rows(samples)
         used, shard = np.unique(columns["shard"], return_inverse=True)
         digest = hashlib.sha256(self.about.columns_sha256.encode() + samples.tobytes()).hexdigest()
@@ -122,7 +122,7 @@ class ShardedRecords(Records):
         return part
 
     def fingerprint(self) -> str:
-        """Fingerprint of the index, which has a hash of every sample."""
+        """Returns the sample count and a hash of the index, which has a hash of every sample."""
         identity = f"{self.about.columns_sha256} {self.about.classes} {self.about.stored}"
         return f"{len(self)} samples {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
@@ -133,20 +133,20 @@ class ShardedRecords(Records):
             try:
                 os.close(self._opened(shard))
             except OSError as error:
-                more = hint(os.fsencode(str(self._place)), os.fsencode(shard.name))
+                more = hint(os.fsencode(str(self._store)), os.fsencode(shard.name))
                 wrong.append(Wrong(number, f"{error.strerror or error}{more}"))
-        return counted(
+        return unreadable_line(
             wrong,
             len(self.about.shards),
-            f"shards of {self._place}",
-            lambda number: f"{self._place}/{self.about.shards[number].name}",
+            f"shards of {self._store}",
+            lambda number: f"{self._store}/{self.about.shards[number].name}",
             "copy them again, or make the pack or index again",
         )
 
     def name(self, sample: int) -> str:
-        """Shard and name."""
+        """Returns the path of the shard and the sample's name in it."""
         shard = self.about.shards[int(self._columns["shard"][sample])].name
-        return f"{self._place}/{shard}: {readable(self.file_name(sample))}"
+        return f"{self._store}/{shard}: {readable(self.file_name(sample))}"
 
     def shape(self, sample: int) -> tuple[int, int]:
         """See `Records.shape`."""
@@ -155,13 +155,17 @@ class ShardedRecords(Records):
         return int(self._columns["height"][sample]), int(self._columns["width"][sample])
 
     def read(self, sample: int) -> bytearray:
-        """See `Records.read`; Corrupt if it isn't what was indexed, whose label is another's then."""
+        """See `Records.read`.
+
+        Raises:
+            Corrupt: If the bytes differ from those that were indexed: the label may not be theirs.
+        """
         size = int(self._columns["bytes"][sample])
         if not 0 <= size <= LARGEST_FILE:
             raise BadInputError(f"{self.name(sample)}: can't have {size:,} bytes; make the index again")
         data = bytearray(size)
         self._fill(sample, 0, memoryview(data))
-        if hash_of(data) != int(self._columns["hash"][sample]):
+        if content_hash(data) != int(self._columns["hash"][sample]):
             raise Corrupt("has changed since it was indexed: bring it back, or make the index or pack again")
         return data
 
@@ -172,7 +176,7 @@ class ShardedRecords(Records):
         return pixels
 
     def _fill(self, sample: int, start: int, view: memoryview) -> None:
-        # By pread and not from a mapping: a shard that is cut off under a mapping ends the process (SIGBUS).
+        # pread instead of a mapping: truncating a mapped file ends the process (SIGBUS).
         try:
             file = self._file(int(self._columns["shard"][sample]))
             fill_exactly(file, int(self._columns["offset"][sample]) + start, view)
@@ -191,14 +195,14 @@ class ShardedRecords(Records):
         return file
 
     def _opened(self, shard: Shard) -> int:
-        file = self._place.open(shard)
+        file = self._store.open(shard)
         if (size := os.fstat(file).st_size) != shard.bytes:
             os.close(file)
             raise OSError(0, f"has {size:,} bytes and not {shard.bytes:,} as when it was indexed")
         return file
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker opens its own files."""
+        """Drops open files: a loader worker opens its own."""
         return {**self.__dict__, "_files": OrderedDict()}
 
     def __del__(self) -> None:
@@ -210,20 +214,20 @@ def _reading(settings: Mapping[str, Any]) -> Reading:
     match settings.get("reading"):
         case {"upright": bool(upright), "bits": int(bits)} if bits in (0, *range(8, 17)):
             return Reading(upright, bits)
-        case _:  # of an older index
+        case _:  # an older index
             return Reading()
 
 
-def hash_of(data: bytes | bytearray) -> int:
-    """Returns the first 64 bits of SHA-256: they find damage; they don't stop a forger."""
+def content_hash(data: bytes | bytearray) -> int:
+    """Returns the first 64 bits of SHA-256, which detect damage, not forgery."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
 def read_index(folder: Path) -> tuple[About, Columns]:
-    """Reads an index and checks it against itself.
+    """Reads an index and checks that it is consistent.
 
     Raises:
-        BadInputError: If there is none, or it is damaged.
+        BadInputError: If there is no index, or it is damaged.
     """
     file = folder / INDEX
     try:
@@ -285,7 +289,7 @@ def write_index(
     settings: Mapping[str, Any],
     left_out: Sequence[LeftOut] = (),
 ) -> About:
-    """Writes an index; index.json, which is written last, says that everything is there."""
+    """Writes an index; index.json is written last and marks it complete."""
     for name in (INDEX, COLUMNS):
         disk.remove(folder / f".{name}")
     disk.remove(folder / INDEX)
@@ -318,7 +322,7 @@ def in_shards(folder: Path) -> ShardedRecords:
     """Opens shards or a pack on this machine.
 
     Raises:
-        BadInputError: If it isn't one.
+        BadInputError: If there is no valid index.
     """
     about, columns = read_index(folder)
     return ShardedRecords(about, columns, ShardFolder(folder))

@@ -1,23 +1,20 @@
-"""Recognizes a file that can't be read as an image, from its first bytes."""
+"""Recognition of files that aren't images that can be read, by their first bytes."""
 
 import codecs
 import re
 
 _CONVERT = "which isn't read; convert it to JPEG or PNG"
 DAMAGED = "that is cut off or damaged"
-# Offset, bytes and name. The first that fits is meant.
-_IMAGES = (
+# Offset, bytes (or alternatives) and name; the first match counts.
+_Table = tuple[tuple[int, bytes | tuple[bytes, ...], str], ...]
+_IMAGES: _Table = (
     (0, b"\xff\xd8", "a JPEG"),
     (0, b"\x89PNG\r\n\x1a\n", "a PNG"),
     (0, b"GIF8", "a GIF"),
     (8, b"WEBP", "a WebP"),
-    (0, b"II*\0", "a TIFF"),
-    (0, b"MM\0*", "a TIFF"),
-    (0, b"II+\0", "a TIFF"),
-    (0, b"MM\0+", "a TIFF"),
+    (0, (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "a TIFF"),
     (0, b"BM", "a BMP"),
-    (0, b"\0\0\0\x0cjP  ", "a JPEG 2000"),
-    (0, b"\xff\x4f\xff\x51", "a JPEG 2000"),
+    (0, (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"), "a JPEG 2000"),
 )
 _BRANDS = {
     b"avif": "AVIF",
@@ -25,32 +22,18 @@ _BRANDS = {
     **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
     b"crx ": "a raw photograph (CR3)",
 }
-_FOREIGN = (
-    (0, b"\0\0\0\x0cJXL ", "JPEG XL"),
-    (0, b"\xff\x0a", "JPEG XL"),
+_FOREIGN: _Table = (
+    (0, (b"\0\0\0\x0cJXL ", b"\xff\x0a"), "JPEG XL"),
     (0, b"8BPS", "a Photoshop file (PSD)"),
-    (0, b"\0\0\1\0", "an icon (ICO)"),
-    (0, b"\0\0\2\0", "a cursor (CUR)"),
-    (0, b"\x0a\5\1", "PCX"),
     (0, b"%PDF", "a PDF"),
-    (0, b"%!PS", "PostScript"),
-    (0, b"\xc5\xd0\xd3\xc6", "PostScript"),
-    (0, b"gimp xcf", "a GIMP file (XCF)"),
+    (0, (b"%!PS", b"\xc5\xd0\xd3\xc6"), "PostScript"),
     (0, b"v/1\1", "OpenEXR"),
-    (0, b"#?RADIANCE", "Radiance HDR"),
-    (0, b"qoif", "QOI"),
     (0, b"SIMPLE  =", "FITS"),
-    (0, b"DDS ", "DDS"),
-    (0, b"\xabKTX", "KTX"),
-    (0, b"IIRO", "a raw photograph (ORF)"),
-    (0, b"IIU\0", "a raw photograph (RW2)"),
-    (0, b"FUJIFILM", "a raw photograph (RAF)"),
-    (0, b"icns", "an icon (ICNS)"),
-    (0, b"FORM", "IFF"),
+    (0, (b"IIRO", b"IIU\0", b"FUJIFILM"), "a raw photograph"),
     (128, b"DICM", "DICOM"),
     (344, b"n+1\0", "NIfTI"),
 )
-_OTHERS = (
+_OTHERS: _Table = (
     (0, b"\x1f\x8b", "gzip: unpack it"),
     (0, b"PK\3\4", "a zip archive: unpack it"),
     (0, b"PK\5\6", "an empty zip archive"),
@@ -66,12 +49,8 @@ _OTHERS = (
     (0, b"PAR1", "Parquet"),
     (0, b"ARROW1", "Arrow"),
     (0, b"SQLite format 3", "an SQLite database"),
-    (0, b"\x80\2", "a Python pickle"),
-    (0, b"\x80\3", "a Python pickle"),
-    (0, b"\x80\4", "a Python pickle"),
-    (0, b"\x80\5", "a Python pickle"),
-    (0, b"\x7fELF", "a program"),
-    (0, b"MZ", "a program"),
+    (0, (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "a Python pickle"),
+    (0, (b"\x7fELF", b"MZ"), "a program"),
     (0, b"\x1aE\xdf\xa3", "a video (Matroska, WebM)"),
     (8, b"AVI ", "a video (AVI)"),
     (0, b"\0\0\1\xba", "a video (MPEG)"),
@@ -81,7 +60,7 @@ _OTHERS = (
     (0, b"OggS", "a recording (Ogg)"),
     (0, b"ID3", "a recording (MP3)"),
 )
-# Of text; the first that is found is meant.
+# Patterns of text files; the first match counts.
 _TEXTS = (
     (r"<!doctype html|<(html|head|body|title|script)\b", "an HTML page"),
     (r"\Aversion https://git-lfs", "a Git LFS pointer, not the file: `git lfs pull` fetches it"),
@@ -96,7 +75,7 @@ _LOOKED_AT, _SHOWN = 1024, 40
 
 
 def what_it_is(data: bytes | bytearray) -> str:
-    """A few words on a file that isn't an image which is read; "" if nothing is known of it."""
+    """Describes a file that isn't a readable image in a few words; "" if it is unknown."""
     if not data:
         return "empty"
     if data.count(data[0]) == len(data):

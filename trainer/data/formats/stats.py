@@ -1,4 +1,4 @@
-"""Statistics of a data set on disk, and a comparison with its index."""
+"""Statistics of a data set on disk, and verification against its index."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ def damaged(records: ShardedRecords, advance: Callable[[int], object] = lambda _
     """Reads every sample and compares it with its hash.
 
     Yields:
-        A line for each sample that isn't what was indexed.
+        A line for each sample that differs from the index.
     """
     for sample in range(len(records)):
         try:
@@ -35,7 +35,7 @@ def damaged(records: ShardedRecords, advance: Callable[[int], object] = lambda _
 
 
 class Spread(NamedTuple):
-    """Smallest, median and largest of some numbers."""
+    """Minimum, median and maximum."""
 
     least: float
     median: float
@@ -43,23 +43,23 @@ class Spread(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of a data set; of pixels in at most 1000 images, evenly spaced.
+    """Statistics of a data set; pixel statistics are of at most 1000 evenly spaced images.
 
     Attributes:
         samples: Number of samples.
         classes: Number of classes.
-        per_class: Samples of a class.
+        per_class: Samples per class.
         empty_classes: Classes without a sample.
         looked_at: Number of images that were decoded.
-        bytes: As stored.
-        height: In pixels.
-        width: In pixels.
-        decode_us: CPU time of reading and decoding one, in microseconds.
-        mean: Of each channel over all pixels, on the scale 0 to 1.
-        std: Likewise.
-        exif_orientation: Images whose EXIF says that they are to be turned or mirrored.
-        unreadable: Names and reasons of those that can't be decoded.
-        left_out: What lies beside them and isn't read.
+        bytes: Stored size.
+        height: Height in pixels.
+        width: Width in pixels.
+        decode_us: CPU time of reading and decoding an image, in microseconds.
+        mean: Mean of each channel over all pixels, on the scale 0 to 1.
+        std: Standard deviation of each channel on the same scale.
+        exif_orientation: Images with an EXIF orientation other than upright.
+        unreadable: Names of images that can't be decoded, with the reason.
+        left_out: Files that aren't read, by reason.
     """
 
     samples: int
@@ -82,9 +82,9 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
     """Decodes some images and counts all labels.
 
     Raises:
-        BadInputError: If one can't be read, or none can be decoded.
+        BadInputError: If an image can't be read, or none can be decoded.
     """
-    from trainer.data.formats import decode  # here: torchvision takes three seconds, which no image costs
+    from trainer.data.formats import decode  # torchvision takes 3 s, which isn't to count as decoding
 
     rows, unreadable = list[tuple[float, float, float, float]](), list[str]()
     total, squares, pixels, turned = np.zeros(3), np.zeros(3), 0, 0
@@ -126,12 +126,12 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
 
 
 def _decoded(decode: ModuleType, records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any], int]:
-    """Bytes, pixels and orientation of an image."""
+    """Returns stored bytes, pixels and EXIF orientation of an image."""
     data = records.read(sample)
     height, width = records.shape(sample)
     if records.raw and height:
         return len(data), np.frombuffer(data, np.uint8).reshape(height, width, 3), UPRIGHT
-    image = decode.whole(data, records.reading)[0].permute(1, 2, 0).numpy()
+    image = decode.decode_whole(data, records.reading)[0].permute(1, 2, 0).numpy()
     if records.raw:
         raise Corrupt("was not a readable image when it was packed")
     return len(data), image, orientation(data, decode.formats())

@@ -1,4 +1,4 @@
-"""Samples that a table names: CSV or Parquet, with the columns path and label."""
+"""Image files listed in a table, CSV or Parquet, with the columns path and label."""
 
 import csv
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.data import DataConfig
 from trainer.data.formats.files import Files, Listed
-from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, shown
+from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.parquet_pages import inflated_size
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line
@@ -19,22 +19,22 @@ from trainer.host.files import read_at
 
 _WANTED = ("path", "label")
 _SEPARATORS = ";\t|"
-_NAMED = 20  # columns, in a message
-_ROWS, _FEWEST_ROWS = 4096, 16  # that are read at once
-_READ_BYTES = 1 << 28  # of pages that are inflated for them
-_LONGEST = 4096  # bytes of a path, and of a label
-_SAME_ROWS, _ROWS_A_BYTE = 1 << 20, 16  # a file of fewer bytes repeats its rows
-_MAGIC = b"PAR1"  # begins and ends a Parquet file
+_NAMED = 20  # columns in a message
+_ROWS, _FEWEST_ROWS = 4096, 16  # rows that are read at once
+_READ_BYTES = 1 << 28  # bytes of the uncompressed pages of these rows
+_LONGEST = 4096  # bytes of a path or label
+_SAME_ROWS, _ROWS_A_BYTE = 1 << 20, 16  # a file with more rows per byte repeats them
+_MAGIC = b"PAR1"  # at the start and end of a Parquet file
 _HEAD = 4096
 
 _Row = tuple[int, bytes, str]
 
 
 def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
-    """Opens `path/split.parquet`, or `path/split.csv`, see `in_table`.
+    """Opens `path/split.parquet` or `path/split.csv`, see `in_table`.
 
     Raises:
-        BadInputError: Also if both are there.
+        BadInputError: If neither or both exist, or the table is invalid.
     """
     parquet, text = path / f"{split}.parquet", path / f"{split}.csv"
     if parquet.exists() and text.exists():
@@ -44,17 +44,17 @@ def table_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: A
     if not parquet.exists() and not text.exists() and path.is_dir():
         others = sorted(entry.name for entry in path.iterdir() if entry.name.startswith(f"{split}."))
         if others:
-            raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {shown(others[0])})")
+            raise BadInputError(f"{path}: no {text.name} or {parquet.name} (there is {quoted(others[0])})")
     return in_table(parquet if parquet.exists() else text)
 
 
 def in_table(file: Path) -> Files:
-    """A CSV or Parquet file with the columns path and label; paths are relative to it.
+    """Opens a CSV or Parquet file with the columns path and label; paths are relative to its folder.
 
-    Labels are names of classes, or numbers; the classes are then 0 to the largest.
+    Labels are class names, or numbers; the classes are then 0 to the largest number.
 
     Raises:
-        BadInputError: If the table can't be read, lacks a column, or a row can't be meant.
+        BadInputError: If the table can't be read, lacks a column, or has an invalid row.
     """
     lines, paths, labels = array("q"), list[bytes](), list[str]()
     unit, rows = ("row", _parquet(file)) if file.suffix == ".parquet" else ("line", _csv(file))
@@ -62,7 +62,7 @@ def in_table(file: Path) -> Files:
         for line, path, label in rows:
             lines.append(line)
             paths.append(path)
-            labels.append(sys.intern(label))  # one text for each class, and not for each of millions of rows
+            labels.append(sys.intern(label))  # one string per class instead of one per row
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror or first_line(error)})") from error
     if not paths:
@@ -79,7 +79,7 @@ def _csv(file: Path) -> Iterator[_Row]:
         table = csv.reader(text, strict=True)
         try:
             columns = next(table, [])
-            path, label = _places(file, columns)
+            path, label = _columns_of(file, columns)
             for cells in table:
                 if not cells:
                     continue
@@ -91,8 +91,8 @@ def _csv(file: Path) -> Iterator[_Row]:
                     )
                 yield table.line_num, *_pair(where, cells[path], cells[label])
         except csv.Error as error:
-            if table.line_num < 2:  # the header: other than text, or "path";"label"
-                _places(file, _head(file).decode("utf-8-sig", "replace").splitlines()[:1])
+            if table.line_num < 2:  # the header: not text, or "path";"label"
+                _columns_of(file, _head(file).decode("utf-8-sig", "replace").splitlines()[:1])
             raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
 
 
@@ -120,7 +120,7 @@ def _parquet(file: Path) -> Iterator[_Row]:
 
 
 def _batches(file: Path, parquet: Any) -> Iterator[Any]:
-    """Rows of the two columns alone: others may be large, or of a kind that pyarrow can't read."""
+    """Yields batches of the two columns; others may be large, or of a type that pyarrow can't read."""
     columns, folder = list(_WANTED), file.is_dir()
     files = [Path(name) for name in parquet.ParquetDataset(file).files] if folder else [file]
     rows = min((_rows_at_once(each, parquet) for each in files), default=_ROWS)
@@ -128,12 +128,12 @@ def _batches(file: Path, parquet: Any) -> Iterator[Any]:
         from pyarrow import dataset
 
         read = dataset.dataset(file, format="parquet", partitioning="hive")
-        _places(file, read.schema.names)
+        _columns_of(file, read.schema.names)
         batches = read.to_batches(columns=columns, batch_size=rows, use_threads=False)
         yield from map(partial(_short, file), batches)
         return
     with parquet.ParquetFile(file) as table:
-        _places(file, table.schema_arrow.names)
+        _columns_of(file, table.schema_arrow.names)
         _check_end(file, table.metadata)
         done = 0
         for batch in table.iter_batches(rows, columns=columns, use_threads=False):
@@ -147,10 +147,10 @@ def _batches(file: Path, parquet: Any) -> Iterator[Any]:
 
 
 def _rows_at_once(file: Path, parquet: Any) -> int:
-    """How many rows are read together: fewer where one page, which each row may repeat, is large.
+    """Returns the rows that are read at once: fewer if a page, which each row may repeat, is large.
 
     Raises:
-        BadInputError: If pages of the two columns inflate to more than their rows can hold.
+        BadInputError: If pages of the two columns are larger than paths and labels can be.
     """
     facts = parquet.read_metadata(file)
     if facts.num_rows > max(_SAME_ROWS, _ROWS_A_BYTE * file.stat().st_size):
@@ -162,7 +162,7 @@ def _rows_at_once(file: Path, parquet: Any) -> int:
     with file.open("rb") as opened:
         for group in map(facts.row_group, range(facts.num_row_groups)):
             for chunk in map(group.column, range(group.num_columns)):
-                if (name := chunk.path_in_schema.partition(".")[0]) in _WANTED:  # a list has its own below it
+                if (name := chunk.path_in_schema.partition(".")[0]) in _WANTED:  # nested: a.b
                     inflated = inflated_size(opened.fileno(), _begin(chunk), chunk.total_compressed_size)
                     largest = max(largest, inflated)
                     most = _FEWEST_ROWS * group.num_rows
@@ -172,13 +172,13 @@ def _rows_at_once(file: Path, parquet: Any) -> int:
 
 
 def _begin(chunk: Any) -> int:
-    """Returns where the pages of a column chunk begin."""
+    """Returns the offset of a column chunk's first page."""
     offset: int = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
     return offset
 
 
 def _short(file: Path, batch: Any) -> Any:
-    """A batch, whose texts are short enough to be paths and labels."""
+    """Returns the batch after checking that its texts are short enough to be paths and labels."""
     for name in _WANTED:
         if batch.column(name).nbytes > _LONGEST * (_FEWEST_ROWS + batch.num_rows):
             raise _too_long(file, name)
@@ -192,10 +192,10 @@ def _too_long(file: Path, column: str) -> BadInputError:
 
 
 def _check_end(file: Path, facts: Any) -> None:
-    """Makes sure that the row groups are all of the file: of two in one, only the last is read.
+    """Checks that the row groups are the whole file: of two concatenated files, only the last is read.
 
     Raises:
-        BadInputError: If they aren't.
+        BadInputError: If the file holds other rows.
     """
     groups = [facts.row_group(number) for number in range(facts.num_row_groups)]
     if sum(group.num_rows for group in groups) != facts.num_rows:
@@ -205,7 +205,7 @@ def _check_end(file: Path, facts: Any) -> None:
     size = file.stat().st_size
     chunks = [groups[-1].column(number) for number in range(facts.num_columns)]
     end = max(_begin(chunk) + chunk.total_compressed_size for chunk in chunks)
-    # Between the pages and the footer lie indexes of pages, or nothing.
+    # Only page indexes may lie between the pages and the footer.
     rest = size - len(_MAGIC) - 4 - facts.serialized_size - end
     with file.open("rb") as opened:
         if rest > 0 and (at := read_at(opened.fileno(), 0, rest + 2 * len(_MAGIC)).find(2 * _MAGIC)) >= 0:
@@ -215,11 +215,11 @@ def _check_end(file: Path, facts: Any) -> None:
             )
 
 
-def _places(file: Path, columns: Sequence[str]) -> tuple[int, int]:
+def _columns_of(file: Path, columns: Sequence[str]) -> tuple[int, int]:
     """Returns the positions of path and label.
 
     Raises:
-        BadInputError: If one isn't there, or is there twice.
+        BadInputError: If a column is missing or occurs twice.
     """
     for wanted in _WANTED:
         if columns.count(wanted) > 1:
@@ -230,18 +230,18 @@ def _places(file: Path, columns: Sequence[str]) -> tuple[int, int]:
 
 
 def _hint(file: Path, columns: Sequence[str], wanted: str) -> str:
-    """Why a column may not be there."""
+    """Returns a hint why a column is missing, and the columns that exist."""
     if what := _other_than_text(file) if file.suffix != ".parquet" else "":
         return f": this is {what}"
     close = [name for name in columns if folded(name).lower() == wanted]
     if close:
-        return f", but {shown(close[0])}: rename it"
+        return f", but {quoted(close[0])}: rename it"
     for separator in _SEPARATORS:
         if len(columns) == 1 and wanted in [
             folded(name).strip("'\"") for name in columns[0].split(separator)
         ]:
             return f": cells are separated by {separator!r}; save it with commas"
-    return f" (it has: {', '.join(map(shown, columns[:_NAMED])) or 'none'}{', …' * (len(columns) > _NAMED)})"
+    return f" (it has: {', '.join(map(quoted, columns[:_NAMED])) or 'none'}{', …' * (len(columns) > _NAMED)})"
 
 
 def _other_than_text(file: Path) -> str:
@@ -261,7 +261,7 @@ def _pair(where: str, path: Any, label: Any) -> tuple[bytes, str]:
     if path in (None, "", b"") or label in (None, ""):
         raise BadInputError(f"{where}: path or label is empty")
     if not isinstance(path, str | bytes):
-        raise BadInputError(f"{where}: path {shown(path)} is no text")
+        raise BadInputError(f"{where}: path {quoted(path)} is no text")
     if len(path) > _LONGEST or (isinstance(label, str) and len(label) > _LONGEST):
         raise BadInputError(f"{where}: path or label has more than {_LONGEST:,} letters")
     path = os.fsencode(path)

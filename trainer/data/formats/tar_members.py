@@ -1,4 +1,4 @@
-"""The files in a tar archive up to its end, which is proven: `tarfile` takes a damaged header for it."""
+"""Members of a tar archive, with a check of its end: `tarfile` takes a damaged header for the end."""
 
 import os
 import tarfile
@@ -15,7 +15,7 @@ _BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
 _MAGIC, _MAGIC_AT = b"ustar", 257
 _MEND = "make the shard again"
 _LONGEST_NAME, _LARGEST_HEADER = 4096, 1 << 20
-_TALLIED = 1000  # members that are left out, before they are added up
+_TALLIED = 1000  # entries of `left_out` after which they are summed
 _MORE_HEADERS = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
@@ -23,7 +23,7 @@ _MORE_HEADERS = (
 
 
 class _Bounded(tarfile.TarInfo):
-    """A member whose headers are read up to a bound: `tarfile` reads as much as they say."""
+    """TarInfo that bounds extended headers: `tarfile` reads any size that they state."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _MORE_HEADERS and self.size > _LARGEST_HEADER:
@@ -37,22 +37,22 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
 
     Args:
         file: The archive.
-        left_out: Takes what isn't yielded, and what lies behind the archive's end.
+        left_out: Receives members that aren't yielded, and bytes behind the archive's end.
 
     Raises:
-        BadInputError: If it is damaged, cut off, or names what can't be read at random.
+        BadInputError: If the archive is damaged or truncated, or has links or unsafe names.
         OSError: If it can't be read.
     """
     try:
         with _opened(file) as tar:
             for member in tar:
-                tar.members.clear()  # type: ignore[attr-defined]  # it keeps all, a kilobyte each
+                tar.members.clear()  # type: ignore[attr-defined]  # `tarfile` keeps all members, 1 kB each
                 name = readable(os.fsencode(member.name))
                 if len(member.name) > _LONGEST_NAME:
                     raise BadInputError(
                         f"{file}: a name of {len(member.name):,} letters at byte {member.offset:,}; {_MEND}"
                     )
-                if member.size < 0:  # `tarfile` goes back by it, to the same header for ever
+                if member.size < 0:  # `tarfile` would seek back to the same header, endlessly
                     raise BadInputError(f"{file}: damaged header at byte {member.offset:,}; {_MEND}")
                 if member.name.startswith("/") or ".." in member.name.split("/"):
                     raise BadInputError(f"{file}: '{name}' leads out of the archive; {_MEND}")
@@ -67,7 +67,7 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
                 elif member.isfile():
                     yield member
             end = tar.offset
-    # The latter ones of sizes above all bounds, and of headers for headers.
+    # MemoryError, OverflowError and RecursionError: huge sizes, nested extended headers.
     except (tarfile.TarError, ValueError, MemoryError, OverflowError, RecursionError) as error:
         raise BadInputError(f"{file}: not a readable tar file ({error})") from error
     left_out += _behind(file, end)
@@ -83,7 +83,7 @@ def _opened(file: Path) -> tarfile.TarFile:
 
 
 def _left_out(member: tarfile.TarInfo) -> str:
-    """Why a member is left out; "" for a file that is taken, and for a folder."""
+    """Returns the reason for leaving out a member; "" for a file that is read, and for a folder."""
     if any(part.startswith(".") and part != "." for part in member.name.split("/")):
         return "" if member.isdir() else "hidden member{s}"
     if member.issparse():
@@ -99,8 +99,8 @@ class _Rest(NamedTuple):
     """Bytes behind the last member.
 
     Attributes:
-        first: Offset of the first byte that isn't zero; -1 if all are.
-        last: Offset behind the last byte that isn't zero.
+        first: Offset of the first nonzero byte; -1 if there is none.
+        last: Offset behind the last nonzero byte.
         header: Offset of a member's header; -1 if there is none.
     """
 
@@ -110,10 +110,13 @@ class _Rest(NamedTuple):
 
 
 def _behind(file: Path, end: int) -> Iterator[LeftOut]:
-    """Looks at what follows the last member: two blocks of zeros, and more of them up to the file's end.
+    """Checks the bytes after the last member, which should be two or more blocks of zeros.
+
+    Yields:
+        Other bytes that are left out.
 
     Raises:
-        BadInputError: If samples may lie in it.
+        BadInputError: If they may hold samples.
     """
     size = file.stat().st_size
     if end >= size:
@@ -135,8 +138,8 @@ def _behind(file: Path, end: int) -> Iterator[LeftOut]:
         raise BadInputError(
             f"{file}: one block of zeros at byte {end:,}, where an end has two: a damaged header; {_MEND}"
         )
-    found = one("byte{s} behind the end of an archive", f"{file.name}, from byte {rest.first:,}")
-    yield found.model_copy(update={"count": rest.last - rest.first})
+    entry = one("byte{s} behind the end of an archive", f"{file.name}, from byte {rest.first:,}")
+    yield entry.model_copy(update={"count": rest.last - rest.first})
 
 
 def _look(file: Path, end: int) -> _Rest:
@@ -147,17 +150,17 @@ def _look(file: Path, end: int) -> _Rest:
             if filled := chunk.rstrip(b"\0"):
                 if rest.first < 0:
                     first = at + len(chunk) - len(chunk.lstrip(b"\0"))
-                    rest = rest._replace(first=first, header=_old_header(file, end, first))
+                    rest = rest._replace(first=first)
                 rest = rest._replace(last=at + len(filled))
                 window = before + chunk
-                if rest.header < 0 and (place := _header_in(window)) >= 0:
-                    rest = rest._replace(header=at - len(before) + place)
+                if rest.header < 0 and (offset := _header_in(window)) >= 0:
+                    rest = rest._replace(header=at - len(before) + offset)
             before, at = chunk[-_BLOCK:], at + len(chunk)
     return rest
 
 
 def _header_in(window: bytes) -> int:
-    """Returns the position of a member's header; -1 if there is none."""
+    """Returns the offset of a member's header; -1 if there is none."""
     at = window.find(_MAGIC)
     while at >= 0:
         begin = at - _MAGIC_AT
@@ -165,14 +168,6 @@ def _header_in(window: bytes) -> int:
             return begin
         at = window.find(_MAGIC, at + 1)
     return -1
-
-
-def _old_header(file: Path, end: int, first: int) -> int:
-    """Offset of the first block that isn't zero, if it is a header: old ones have no magic."""
-    begin = end + (first - end) // _BLOCK * _BLOCK
-    with file.open("rb") as stream:
-        stream.seek(begin)
-        return begin if _is_header(stream.read(_BLOCK)) else -1
 
 
 def _is_header(block: bytes) -> bool:

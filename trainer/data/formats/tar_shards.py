@@ -1,11 +1,10 @@
 """Tar shards in WebDataset's layout, indexed once and then read at random.
 
-A sample is what shares a name up to its first dot: `0001.jpg` with `0001.cls` (a label as text) or
-`0001.json` (with a key "label"; the former is taken where both are there). Whatever else lies in or beside
-the shards is counted. See https://github.com/webdataset/webdataset.
+A sample is the members whose names are equal up to the first dot: `0001.jpg` with `0001.cls` (a label as
+text) or `0001.json` (with a key "label"; .cls is preferred). All other files in or beside the shards are
+counted. See https://github.com/webdataset/webdataset.
 """
 
-import hashlib
 import os
 import posixpath
 import tarfile
@@ -19,16 +18,16 @@ from pydantic import ValidationError
 
 from trainer.data.formats.files import IMAGES, read_exactly, readable
 from trainer.data.formats.labels import LabelError, label_of, numbered
-from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, hash_of, write_index
+from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, content_hash, write_index
 from trainer.data.formats.tar_members import members
-from trainer.data.left_out import LeftOut, by_suffix, one, tally, told
-from trainer.data.shared import joined
+from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
+from trainer.data.shared import name_columns
 from trainer.errors import BadInputError
 from trainer.host import strict_json
+from trainer.host.files import read_hashed
 
-_CHUNK = 1 << 20
 _LARGEST_LABEL = 1 << 20
-_TALLIED = 1000  # members that are left out, before they are added up
+_TALLIED = 1000  # entries of `left_out` after which they are summed
 _PACKED = "compressed shard{s}"
 _LABELS = ("cls", "json")
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".lzma", ".z")
@@ -48,12 +47,12 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
     """Reads every tar file of a folder and writes an index beside them.
 
     Args:
-        folder: Holds plain .tar files.
-        advance: Told of bytes that have been read.
-        image: Suffix of the image, where samples have two; "" for the only one.
+        folder: Folder of uncompressed .tar files.
+        advance: Called with the number of bytes that have been read.
+        image: Suffix of the image, if samples have several; "" for the only one.
 
     Raises:
-        BadInputError: If there are none, or one isn't what it should be.
+        BadInputError: If there are no tar files, or one is invalid.
     """
     files, left_out = tar_files(folder)
     if not files:
@@ -64,19 +63,23 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
     shards, samples, numbers = [], list[_Sample](), list[int]()
     for number, file in enumerate(files):
         try:
-            found = list(_samples(file, image.lower().lstrip("."), left_out))
-            shards.append(Shard(name=file.name, bytes=file.stat().st_size, sha256=_sha256(file, advance)))
+            in_file = list(_samples(file, image.lower().lstrip("."), left_out))
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                sha256 = read_hashed(stream.fileno(), size, None, advance)
+            shards.append(Shard(name=file.name, bytes=size, sha256=sha256))
         except ValidationError as error:
             raise BadInputError(
                 f"{readable(os.fsencode(file))}: an index can't hold this name; rename the shard"
             ) from error
-        except OSError as error:
-            raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
-        samples += found
+        except (OSError, ValueError) as error:  # ValueError: the file shrank meanwhile
+            reason = getattr(error, "strerror", None) or error
+            raise BadInputError(f"{file}: can't be read ({reason})") from error
+        samples += in_file
         left_out = list(tally(left_out))
-        numbers += [number] * len(found)
+        numbers += [number] * len(in_file)
     if not samples:
-        more = f"; {told(left_out)}" if left_out else ""
+        more = f"; {left_out_line(left_out)}" if left_out else ""
         raise BadInputError(
             f"{folder}: its tar files hold no sample with an image and a label (.cls, .json){more}"
         )
@@ -91,13 +94,13 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         "bytes": np.array([sample.size for sample in samples], np.int64),
         "label": np.array(labels, np.int64),
         "hash": np.array([sample.digest for sample in samples], np.uint64),
-        **joined([sample.name for sample in samples]),
+        **name_columns([sample.name for sample in samples]),
     }
     return write_index(folder, shards, columns, classes, "files", "tar shards", {}, left_out)
 
 
 def tar_files(folder: Path) -> tuple[list[Path], list[LeftOut]]:
-    """The plain tar files of a folder, and what else lies there."""
+    """Returns the uncompressed tar files of a folder, and the other files, which are left out."""
     files, left_out = list[Path](), list[LeftOut]()
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.name in (INDEX, COLUMNS, f".{INDEX}", f".{COLUMNS}"):
@@ -126,20 +129,20 @@ def _samples(file: Path, chosen: str, left_out: list[LeftOut]) -> Iterator[_Samp
 
 
 def _groups(file: Path, left_out: list[LeftOut]) -> Iterator[_Group]:
-    """The members of each sample by their suffixes, in lower case.
+    """Yields the members of each sample by suffix, in lower case.
 
     Raises:
-        BadInputError: If a name is there twice, or the members of a sample lie apart.
+        BadInputError: If a name occurs twice, or the members of a sample aren't adjacent.
     """
-    group, key, done = _Group(), "", set[int]()  # hashes, which are smaller
+    group, key, done = _Group(), "", set[int]()  # hashes, to save memory
     for member in members(file, left_out):
         folder, _, base = member.name.rpartition("/")
         stem, _, suffix = base.partition(".")
         suffix = suffix.lower()
-        if (mine := f"{posixpath.normpath(folder)}/{stem}") != key:
+        if (own := f"{posixpath.normpath(folder)}/{stem}") != key:
             yield group
             done.add(hash(key))
-            group, key = _Group(), mine
+            group, key = _Group(), own
         if suffix in group or (hash(key) in done and (suffix in _LABELS or f".{suffix}" in IMAGES)):
             name = readable(os.fsencode(member.name))
             if suffix in group:
@@ -154,10 +157,10 @@ def _groups(file: Path, left_out: list[LeftOut]) -> Iterator[_Group]:
 
 
 def _image(file: Path, group: _Group, chosen: str) -> tarfile.TarInfo | None:
-    """The image of a sample.
+    """Returns the image of a sample, or None.
 
     Raises:
-        BadInputError: If there are two, and none is chosen.
+        BadInputError: If there are several, and none is chosen by its suffix.
     """
     if chosen:
         return group.get(chosen)
@@ -189,19 +192,17 @@ def _sample(
         raise BadInputError(f"{file}: the label of '{readable(name)}' has {label.size:,} bytes")
     data = read_exactly(descriptor, label.offset_data, label.size)
     try:
-        told_by = (
-            data.decode("utf-8-sig").strip() if "cls" in group else strict_json.parse(bytes(data))["label"]
-        )
-        text = label_of(told_by)
+        cls = "cls" in group
+        text = label_of(data.decode("utf-8-sig").strip() if cls else strict_json.parse(bytes(data))["label"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = str(error) if isinstance(error, LabelError) else repr(error)
         raise BadInputError(f"{file}: the label of '{readable(name)}' can't be read ({reason})") from error
-    digest = hash_of(read_exactly(descriptor, image.offset_data, image.size))
+    digest = content_hash(read_exactly(descriptor, image.offset_data, image.size))
     yield _Sample(name, text, image.offset_data, image.size, digest)
 
 
 def _incomplete(file: Path, group: _Group, image: tarfile.TarInfo | None) -> Iterator[LeftOut]:
-    """Yields members that are no sample, with the reason."""
+    """Yields the members of an incomplete sample, with the reason."""
     for suffix, member in group.items():
         reason = f".{suffix}" if suffix else "file{s} without a suffix"
         if member is image:
@@ -209,12 +210,3 @@ def _incomplete(file: Path, group: _Group, image: tarfile.TarInfo | None) -> Ite
         elif image is None and suffix in _LABELS:
             reason = "sample{s} without an image"
         yield one(reason, f"{file.name}: '{member.name}'")
-
-
-def _sha256(file: Path, advance: Callable[[int], object]) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-            advance(len(chunk))
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Text as tokens in memory: what it is, where it comes from, and how it becomes characters again."""
+"""Text as tokens in memory: its sources, and conversion to and from characters."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,21 +15,21 @@ from trainer.rng import Ints, Purpose, key
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 _CHUNK = 8 << 20
-_SHARE = 0.9  # of a character file is learned from, as in nanoGPT
+_TRAIN_FRACTION = 0.9  # of a character file, as in nanoGPT
 
 
 class Text(NamedTuple):
-    """Tokens, and what they mean.
+    """Tokens of a text, with their vocabulary and documents.
 
     Attributes:
-        tokens: uint8, uint16 or uint32 (n,): one document after another, each with its end.
-        vocabulary: Every token is below it.
-        end: The token that ends a document; None where there are no documents.
-        tokenizer: "bytes", "characters", or as `trainer data tokenize` writes it down.
-        characters: What the tokens of "characters" stand for.
-        begins: int64 (documents,), where each begins, if the end token doesn't say; then a document's first
-            token is given, and not predicted.
-        counts: bool (n,), which tokens count in the loss; None: all.
+        tokens: uint8, uint16 or uint32 (n,): concatenated documents, each with its end token.
+        vocabulary: Bound of the tokens: each is below it.
+        end: Token that ends a document; None if there are no documents.
+        tokenizer: "bytes", "characters", or the name in a token file's description.
+        characters: Characters of the tokens, for "characters".
+        begins: int64 (documents,), start of each document, if end tokens don't mark them; the first token of
+            a document is then an input only.
+        counts: bool (n,), True for tokens that count in the loss; None: all.
     """
 
     tokens: Tokens
@@ -41,31 +41,29 @@ class Text(NamedTuple):
     counts: npt.NDArray[np.bool_] | None = None
 
 
-def joined(documents: Sequence[Tokens], end: int) -> Tokens:
-    """Documents one after another, each with its end."""
+def join_documents(documents: Sequence[Tokens], end: int) -> Tokens:
+    """Concatenates documents, each followed by the end token."""
     mark = np.array([end], documents[0].dtype)
     return np.concatenate([part for document in documents for part in (document, mark)])
 
 
 def smallest_type(vocabulary: int) -> npt.DTypeLike:
-    """The type that holds every token below so many."""
+    """Returns the smallest unsigned type for tokens below `vocabulary`."""
     return np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
 def character_text(path: Path, known: str | None = None) -> tuple[Text, Text]:
-    """A text file by characters: the first nine tenths to learn from, the rest to measure on.
+    """Reads a text file by characters: the first 90 % for training, the rest for evaluation.
 
     Args:
         path: The file.
-        known: The model's characters, in their order; None: those of the text.
+        known: Characters of the model, in order; None: those of the text.
 
     Raises:
-        BadInputError: If it can't be read, is too short to be shared, or holds a character that isn't known.
+        BadInputError: If the file can't be read, is too short, or holds a character that the model lacks.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadInputError(
-            f"{path}: isn't a regular file; give a text file"
-        )  # a pipe would wait for a writer
+        raise BadInputError(f"{path}: isn't a regular file; give a text file")  # opening a pipe would block
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -79,12 +77,12 @@ def character_text(path: Path, known: str | None = None) -> tuple[Text, Text]:
     characters = "".join(sorted(set(text))) if known is None else known
     if odd := sorted(set(text) - set(characters)):
         raise BadInputError(f"{path}: holds {odd[0]!r}, which is none of the model's characters")
-    first = int(len(text) * _SHARE)
+    first = int(len(text) * _TRAIN_FRACTION)
     if first < 2 or len(text) - first < 2:
         raise BadInputError(f"{path}: {len(text)} characters are no text to learn from; give a longer one")
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    found = np.searchsorted(np.array([ord(c) for c in characters], np.uint32), codes)
-    tokens = found.astype(smallest_type(len(characters)))
+    order = np.array([ord(c) for c in characters], np.uint32)
+    tokens = np.searchsorted(order, codes).astype(smallest_type(len(characters)))
     learned, held = (
         Text(part, len(characters), None, "characters", characters)
         for part in (tokens[:first], tokens[first:])
@@ -93,7 +91,7 @@ def character_text(path: Path, known: str | None = None) -> tuple[Text, Text]:
 
 
 def file_text(path: Path, about: TokenFile) -> Text:
-    """A token file with its documents, held in memory.
+    """Reads a token file into memory.
 
     Raises:
         BadInputError: If it can't be read.
@@ -108,35 +106,35 @@ def file_text(path: Path, about: TokenFile) -> Text:
 
 
 def random_text(vocabulary: int, tokens: int, seed: int, longest: int = 0) -> Text:
-    """Random tokens, for measuring speed.
+    """Returns random tokens, to measure speed.
 
     Args:
-        vocabulary: Every token is below it; the last one ends a document.
-        tokens: How many.
-        seed: Of the run.
-        longest: Documents have 1 to so many tokens; 0: there is only one.
+        vocabulary: Number of distinct tokens; the last one ends a document.
+        tokens: Number of tokens.
+        seed: Seed of the run.
+        longest: Largest number of tokens of a document; 0: a single document.
     """
     random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
     kind = smallest_type(vocabulary)
-    found = random.integers(0, max(1, vocabulary - 1), tokens, dtype=np.uint32).astype(kind)
+    drawn = random.integers(0, max(1, vocabulary - 1), tokens, dtype=np.uint32).astype(kind)
     if longest:
         lengths = random.integers(1, longest + 1, tokens)
         ends = np.cumsum(lengths) - 1
-        found[ends[ends < tokens]] = vocabulary - 1
-    return Text(found, vocabulary, vocabulary - 1 if longest else None, "random")
+        drawn[ends[ends < tokens]] = vocabulary - 1
+    return Text(drawn, vocabulary, vocabulary - 1 if longest else None, "random")
 
 
 def check_tokens(path: Path, length: int, dtype: str, vocabulary: int) -> None:
-    """Looks for a token that the model doesn't know, in a file of any size.
+    """Checks that all tokens of a file are in the vocabulary, in bounded memory.
 
     Args:
         path: The token file.
-        length: Tokens that a sample predicts, for the sample's number.
-        dtype: Of the file.
-        vocabulary: Every token must be below it.
+        length: Targets of a sample, for the sample number in the message.
+        dtype: Type of the tokens.
+        vocabulary: Bound of the tokens.
 
     Raises:
-        BadInputError: Names the first one and its sample.
+        BadInputError: If a token is outside; names the first one and its sample.
     """
     size = np.dtype(dtype).itemsize
     at = 0
@@ -154,11 +152,11 @@ def check_tokens(path: Path, length: int, dtype: str, vocabulary: int) -> None:
         raise BadInputError(f"{path}: can't be read ({error.strerror}); check the disk") from error
 
 
-def encode(text: str, tokenizer: str, characters: str = "") -> list[int]:
-    """Characters to tokens, for the tokenizers that need no file.
+def encode_text(text: str, tokenizer: str, characters: str = "") -> list[int]:
+    """Encodes text by a tokenizer without a file, "bytes" or "characters".
 
     Raises:
-        BadInputError: If the tokenizer needs its file, or doesn't know a character.
+        BadInputError: If the tokenizer needs its file, or lacks a character.
     """
     if tokenizer == "bytes":
         return list(text.encode())
@@ -170,8 +168,8 @@ def encode(text: str, tokenizer: str, characters: str = "") -> list[int]:
     return [known[character] for character in text]
 
 
-def decode(tokens: Sequence[int], tokenizer: str, characters: str = "") -> str:
-    """Tokens to characters; bytes that are no UTF-8 become U+FFFD."""
+def decode_text(tokens: Sequence[int], tokenizer: str, characters: str = "") -> str:
+    """Decodes tokens; invalid UTF-8 becomes U+FFFD."""
     if tokenizer == "bytes":
         return bytes(token for token in tokens if token < 1 << 8).decode(errors="replace")
     if tokenizer == "characters":
@@ -180,10 +178,10 @@ def decode(tokens: Sequence[int], tokenizer: str, characters: str = "") -> str:
 
 
 def about_or(path: Path, dtype: str | None, vocabulary: int | None) -> TokenFile | None:
-    """Reads the JSON file beside a token file; None where dtype and vocabulary are given instead.
+    """Reads the JSON file beside a token file; returns None if dtype and vocabulary are given instead.
 
     Raises:
-        BadInputError: If neither is there.
+        BadInputError: If there is neither.
     """
     about = read_about(path)
     if about is None and not path.is_file():

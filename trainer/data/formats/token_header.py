@@ -1,4 +1,4 @@
-"""Recognizes files that are no token file, by first and last bytes, before they are trained on as one."""
+"""Recognition of files that aren't token files, by their first and last bytes."""
 
 from pathlib import Path
 
@@ -21,17 +21,17 @@ _MAGICS = {
     b"ARROW1": "Arrow, no tokens",
     b"MMIDIDX\0\0": "Megatron's index: give the .bin file beside it",
 }
-# llm.c and modded-nanogpt: 256 numbers of 4 bytes before the tokens; the third is how many these are.
+# llm.c and modded-nanogpt: a header of 256 int32; the third is the number of tokens.
 _HEADED = {20240520: 2, 20240801: 4}
 _HEADER_BYTES = 1024
 _PICKLES = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
 
 
 def check_tokens_alone(path: Path, file: int, size: int) -> None:
-    """Makes sure that a file which nothing describes holds tokens, from its first byte to its last.
+    """Checks that a file without a description holds nothing but tokens.
 
     Raises:
-        BadInputError: If it is of another kind, has a header, or ends with zeros that nobody wrote.
+        BadInputError: If it is of another kind, has a header, or ends with unwritten zeros.
         OSError: If it can't be read.
     """
     head = read_at(file, 0, min(size, _LOOKED_AT))
@@ -62,7 +62,7 @@ def _kind(head: bytes, size: int) -> str:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether the first bytes are text: of tokens, 64 or more would hardly be so."""
+    """True if the first bytes are at least 64 characters of printable text, which tokens hardly are."""
     try:
         text = head.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Text to a token file. Each file is a document; none is held as a whole."""
+"""Tokenization of text files to a token file, in bounded memory; each file is a document."""
 
 import contextlib
 import fcntl
@@ -29,21 +29,21 @@ def tokenize(
     pattern: str = "**/*",
     force: bool = False,
 ) -> TokenFile:
-    """Writes a token file and the JSON file beside it, and tells what this says.
+    """Writes a token file and the JSON file beside it, whose content it returns.
 
-    A process that is killed leaves what was there before, or at worst a whole token file without its JSON
-    file, which is refused for want of a dtype.
+    If the process is killed, earlier files remain, or at worst a complete token file without its JSON file,
+    which is refused as its dtype is unknown.
 
     Args:
-        source: A text file, or a folder; its files are taken in the order of their names.
+        source: Text file, or folder of text files, which are read in the order of their names.
         target: The token file.
         tokenizer: "bytes", or "bpe:" and the path of a tokenizer.json.
-        end: The token that ends a document, for "bpe:"; None for the usual ones.
-        pattern: Which files of the folder (see `Path.glob`); hidden ones are left out.
-        force: Replace what is there.
+        end: Token that ends a document, for "bpe:"; None: the usual one.
+        pattern: Glob pattern of files in the folder; hidden ones are left out.
+        force: True to replace existing files.
 
     Raises:
-        BadInputError: If anything can't be read or written, isn't UTF-8 (except for "bytes"), or the target
+        BadInputError: If a file can't be read or written, isn't UTF-8 (except for "bytes"), or the target
             exists.
     """
     encoder = read_tokenizer(tokenizer, end)
@@ -58,8 +58,8 @@ def tokenize(
     read, written, size = hashlib.sha256(), hashlib.sha256(), 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Without its JSON file a token file is refused, with the wrong one it would be misread: that goes
-        # first, and comes last.
+        # The JSON file is removed first and written last: a token file without it is refused, with a wrong
+        # one it would be misread.
         with _replacing(about) as beside, _replacing(target, about) as file:
             with progress_bar(f"tokenizing {source}", sum(map(_size, files))) as advance:
                 documents = ((path, _chunks(path, source, read, advance)) for path in files)
@@ -86,7 +86,7 @@ def tokenize(
 
 
 def list_files(source: Path, pattern: str) -> Sequence[Path]:
-    """The files that are to be tokenized, in order: that of the bytes of their names.
+    """Returns the files to be tokenized, sorted by the bytes of their names.
 
     Raises:
         BadInputError: If there are none.
@@ -96,22 +96,22 @@ def list_files(source: Path, pattern: str) -> Sequence[Path]:
             raise BadInputError(f"{source}: no such text file or folder")
         return [source]
     try:
-        found = [file for file in source.glob(pattern) if not file.is_dir()]
+        matching = [file for file in source.glob(pattern) if not file.is_dir()]
     except (ValueError, NotImplementedError) as error:
         raise BadInputError(f"--files {pattern}: {error}; give a pattern such as '**/*.txt'") from error
-    shown = [file for file in found if not _is_hidden(file, source)]
-    if not shown:
+    files = [file for file in matching if not _is_hidden(file, source)]
+    if not files:
         raise BadInputError(f"{source}: no files that match {pattern}; choose others with --files")
-    for file in shown:
+    for file in files:
         if not file.is_file():
             raise BadInputError(f"{file}: isn't a file, or is a link to nothing; leave it out with --files")
-    return sorted(shown, key=os.fsencode)
+    return sorted(files, key=os.fsencode)
 
 
 def hidden_files(source: Path, pattern: str) -> tuple[LeftOut, ...]:
-    """Lists files that `list_files` leaves out."""
-    found = sorted(file for file in source.glob(pattern) if not file.is_dir()) if source.is_dir() else []
-    hidden = [file.relative_to(source) for file in found if _is_hidden(file, source)]
+    """Returns the hidden files that `list_files` leaves out."""
+    files = sorted(file for file in source.glob(pattern) if not file.is_dir()) if source.is_dir() else []
+    hidden = [file.relative_to(source) for file in files if _is_hidden(file, source)]
     return tally(one("hidden file{s}", str(file)) for file in hidden)
 
 
@@ -120,10 +120,10 @@ def _is_hidden(file: Path, source: Path) -> bool:
 
 
 def _chunks(file: Path, source: Path, read: Any, advance: Advance) -> Iterator[bytes]:
-    """The content of a file; when it is at its end, name and hash of it are in `read`."""
+    """Yields the content of a file in chunks; at its end, adds its name and hash to the digest `read`."""
     content = hashlib.sha256()
     try:
-        # O_NONBLOCK: a FIFO that nobody writes to must not hold it up.
+        # O_NONBLOCK: opening a FIFO without a writer would block.
         number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(number, "rb", buffering=0) as opened:
             while chunk := opened.read(_CHUNK):
@@ -139,30 +139,30 @@ def _chunks(file: Path, source: Path, read: Any, advance: Advance) -> Iterator[b
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # who reads it says so
+    except OSError:  # reading it raises the error
         return 0
 
 
 @contextlib.contextmanager
 def _replacing(target: Path, gone: Path | None = None) -> Iterator[BinaryIO]:
-    """A new file beside the target that takes its place at the end; one process at a time writes it.
+    """Yields a new file that replaces the target at the end; locked against other processes.
 
     Args:
-        target: What is replaced, or made.
-        gone: A file that is removed just before.
+        target: File to be replaced or created.
+        gone: File that is removed just before.
     """
     path = target.with_name(f"{target.name}.partial")
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with os.fdopen(number, "wb") as file:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = path.exists() and os.path.samestat(path.stat(), os.fstat(number))
+            own = path.exists() and os.path.samestat(path.stat(), os.fstat(number))
         except BlockingIOError:
-            mine = False
-        if not mine:
+            own = False
+        if not own:
             raise BadInputError(f"{target}: another process is writing it; wait for that one")
         try:
-            file.truncate()  # what a killed process left
+            file.truncate()  # from a killed process
             yield file
             file.flush()
             os.fsync(number)

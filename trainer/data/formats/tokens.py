@@ -1,4 +1,4 @@
-"""Token files: uint16 or uint32 without a header, as nanoGPT writes them, and what is known of one."""
+"""Token files, uint16 or uint32 without a header as nanoGPT writes them, and their JSON descriptions."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
 
 from trainer.data.dataset import NUM_ITEMS, Arrays, Field, spread
-from trainer.data.formats.files import fill_exactly, open_regular
+from trainer.data.formats.files import fill_exactly, open_sample_file
 from trainer.data.formats.token_header import check_tokens_alone
 from trainer.errors import BadInputError
 from trainer.host import strict_json
@@ -21,19 +21,17 @@ from trainer.rng import Float32, Ints
 
 TOKENS = "tokens"
 
-# Of a file the fingerprint holds so many parts of so many bytes: all of it below 16 MiB.
+# The fingerprint hashes so many parts of so many bytes; the full file below 16 MiB.
 _PARTS, _PART_BYTES = 256, 64 << 10
 
 
 class TokenFile(BaseModel):
-    """Description that `trainer data tokenize` writes beside a token file: `train.bin.json` beside
-    `train.bin`.
-    """
+    """Description of a token file that `trainer data tokenize` writes beside it, `train.bin.json`."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     dtype: Literal["uint16", "uint32"]
-    vocabulary: int = Key(ge=1, le=1 << 32)  # every token is below it
+    vocabulary: int = Key(ge=1, le=1 << 32)  # above every token
     tokens: int = Key(ge=1)
     documents: int = Key(ge=1)
     end_of_document: int = Key(ge=0)
@@ -44,34 +42,33 @@ class TokenFile(BaseModel):
 
 
 class TokenDataset:
-    """Sequences of a token file: sample i is the tokens from i * length to i * length + length.
+    """Sequences of a token file: sample i is the tokens from i * length to i * length + length, inclusive.
 
-    The last token of a sample is there to be predicted, and is the first of the next sample: so in an
-    epoch every token but the first is a target once, and a rest shorter than `length` isn't, unless `whole`.
+    The last token of a sample is only a target, and the first token of the next sample. So in an epoch every
+    token but the first is a target once, except for a rest shorter than `length`, unless `whole`.
 
-    The field `tokens` has shape (length + 1,) and the file's dtype: the cast to int64 is for the device.
+    The field `tokens` has shape (length + 1,) and the file's dtype; it is cast to int64 on the device.
 
     Args:
-        path: The file. It is read with pread: a mapping that the file is cut short under ends the
-            process without a word.
-        length: Tokens that a sample predicts.
-        dtype: uint16 or uint32; None to go by the JSON file beside it.
-        whole: Whether the rest becomes a sample too, padded and with a field `num_items`; for evaluation.
+        path: The file. It is read by pread: truncating a mapped file ends the process (SIGBUS).
+        length: Targets of a sample.
+        dtype: uint16 or uint32; None: by the JSON file beside it.
+        whole: True to make a sample of the rest too, padded and with a field `num_items`; for evaluation.
 
     Attributes:
-        vocabulary: Every token is below it, which is looked at; None where no JSON file says so.
+        vocabulary: Bound of the tokens, which is checked; None if no JSON file states it.
 
     Raises:
-        BadInputError: If the file isn't there, isn't what the JSON file says, or holds no sample.
+        BadInputError: If the file is missing, differs from its JSON file, or holds no sample.
     """
 
     def __init__(self, path: Path, length: int, dtype: str | None = None, *, whole: bool = False) -> None:
-        """Opens the file and looks at its size."""
+        """Opens the file and checks its size."""
         if length < 1:
             raise BadInputError(f"{length} tokens in a sample: there must be at least 1")
         if dtype not in (None, "uint16", "uint32"):
             raise BadInputError(f"dtype {dtype}: token files hold uint16 or uint32")
-        self._path = path.absolute()  # a worker may have another working folder
+        self._path = path.absolute()  # a loader worker may have another working directory
         self._length = length
         self._file, facts = _opened(self._path)
         weakref.finalize(self, os.close, self._file)
@@ -124,7 +121,7 @@ class TokenDataset:
         return self._samples
 
     def fingerprint(self) -> str:
-        """Fingerprint of evenly spaced parts, and of all where they are few; see `Dataset.fingerprint`."""
+        """Returns the sample count and a hash of evenly spaced parts, or of the full file below 16 MiB."""
         digest = hashlib.sha256(f"{self._dtype} {self._length} {self._bytes};".encode())
         try:
             for part in spread(-(-self._bytes // _PART_BYTES), _PARTS).tolist():
@@ -134,10 +131,10 @@ class TokenDataset:
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:  # noqa: ARG002
-        """Reads samples straight into the batch; see `Dataset.read`.
+        """Reads samples into the batch; see `Dataset.read`.
 
         Raises:
-            BadInputError: If the file can't be read, was changed, or holds a token beyond the vocabulary.
+            BadInputError: If the file can't be read, was changed, or holds a token outside the vocabulary.
         """
         file = self._descriptor()
         rows = out[TOKENS].data.cast("B")
@@ -146,9 +143,9 @@ class TokenDataset:
         row = 0
         try:
             for sample in samples.tolist():
-                there = min(size, self._bytes - sample * step)
-                fill_exactly(file, sample * step, rows[row : row + there])
-                rows[row + there : row + size] = bytes(size - there)
+                stored = min(size, self._bytes - sample * step)
+                fill_exactly(file, sample * step, rows[row : row + stored])
+                rows[row + stored : row + size] = bytes(size - stored)
                 row += size
         except OSError as error:
             raise self._unreadable(error) from error
@@ -159,7 +156,7 @@ class TokenDataset:
             raise unknown_token(self._path, sample, largest, self.vocabulary)
 
     def _descriptor(self) -> int:
-        """The open file; in a worker that wasn't forked it is opened when first read from."""
+        """Returns the open file; a loader worker that isn't forked opens it when it first reads."""
         if self._file < 0:
             self._file, facts = _opened(self._path)
             weakref.finalize(self, os.close, self._file)
@@ -173,12 +170,12 @@ class TokenDataset:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Called when a worker is started without fork: sends the name, not the content."""
+        """Drops the descriptor: a loader worker that isn't forked opens its own."""
         return self.__dict__ | {"_file": -1}
 
 
 def unknown_token(path: Path, sample: int, token: int, vocabulary: int) -> BadInputError:
-    """Returns the error for a token that the model doesn't know."""
+    """Returns the error for a token outside the vocabulary."""
     return BadInputError(
         f"{path}: sample {sample} holds token {token}, but the vocabulary is {vocabulary} (0 to "
         f"{vocabulary - 1}); tokenize again with the right tokenizer, or raise language.vocabulary"
@@ -192,11 +189,11 @@ def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         tokens: uint16 or uint32 (micro_batch_size, length + 1), on any device.
 
     Returns:
-        int64 (micro_batch_size, length) twice, contiguous, the second one token further on.
+        Inputs and targets, int64 (micro_batch_size, length), targets shifted by one token.
     """
     if tokens.device.type != "cpu" or type(tokens) is not torch.Tensor:
         return tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)
-    array = tokens.numpy()  # casts rows that don't touch in 60 % of torch's time
+    array = tokens.numpy()  # casts non-contiguous rows in 60 % of torch's time
     return (
         torch.from_numpy(array[:, :-1].astype(np.int64)),
         torch.from_numpy(array[:, 1:].astype(np.int64)),
@@ -208,13 +205,13 @@ def verify_tokens(path: Path, advance: Callable[[int], object]) -> TokenFile:
 
     Args:
         path: The token file.
-        advance: Called with a number of bytes as they are read.
+        advance: Called with the number of bytes that were read.
 
     Returns:
-        What the JSON file says.
+        The content of the JSON file.
 
     Raises:
-        BadInputError: If there is none, or they disagree.
+        BadInputError: If there is no JSON file, or the hashes differ.
     """
     about = read_about(path)
     if about is None:
@@ -232,15 +229,15 @@ def verify_tokens(path: Path, advance: Callable[[int], object]) -> TokenFile:
 
 
 def about_path(path: Path) -> Path:
-    """Name of the JSON file that belongs to a token file."""
+    """Returns the path of the JSON file of a token file."""
     return path.with_name(f"{path.name}.json")
 
 
 def read_about(path: Path) -> TokenFile | None:
-    """Reads the JSON file that belongs to a token file; None if there is none.
+    """Reads the JSON file of a token file; returns None if there is none.
 
     Raises:
-        BadInputError: If it isn't what it should be.
+        BadInputError: If it is invalid.
     """
     file = about_path(path)
     try:
@@ -262,7 +259,7 @@ def read_about(path: Path) -> TokenFile | None:
 
 def _opened(path: Path) -> tuple[int, os.stat_result]:
     try:
-        return open_regular(path)
+        return open_sample_file(path)
     except OSError as error:
         raise BadInputError(
             f"{path}: can't be opened ({error.strerror}); give a token file, such as train.bin"

@@ -1,1 +1,1 @@
-"""Data behind s3:// and https://: fetched with patience, kept in a cache that all processes here share."""
+"""Data behind s3:// and https://: downloads with retries, and a cache for all processes of a machine."""

@@ -1,7 +1,7 @@
-"""Bytes from s3:// and https://, through fsspec: tried again where that may help, then one clear line.
+"""Downloads from s3:// and https:// by fsspec, with retries of errors that may be temporary.
 
-Each download has an event loop of its own that ends with it. So no thread is left behind that a fork would
-cut short, and nothing has to be carried to a worker.
+Each download has its own event loop, which ends with it: no thread is left that a fork wouldn't copy, and
+there is no state to send to loader workers.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from trainer.errors import BadInputError
 
 # Seconds between tries.
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
-# Seconds without a byte, and bytes per second at least: whoever is slower has failed.
+# Seconds without a byte, and bytes per second, beyond which a download has failed.
 _SILENCE, _SLOWEST = 30.0, 64 << 10
-# Seconds for a connection where somebody waits for the answer.
+# Seconds for a connection when the caller doesn't retry.
 _CONNECT = 5.0
 _UNKNOWN = 256 << 20
 # S3 gives one connection some 80 MB/s: so several, and a part that fails is fetched again alone.
@@ -36,24 +36,24 @@ T = TypeVar("T")
 
 
 class DiskError(Exception):
-    """Error of the disk that fetched bytes are written to; the cause is the OSError."""
+    """Raised if fetched bytes can't be written; the cause is the OSError."""
 
 
 class WrongContentError(Exception):
-    """More came than there should be."""
+    """Raised if a server sends more bytes than expected."""
 
 
 class NotThereError(BadInputError):
-    """The server has nothing of this name."""
+    """Raised if the server has no file of this name (404)."""
 
 
 class Sink(io.RawIOBase):
     """Writes a download to a file and hashes it.
 
     Args:
-        file: Descriptor; what lies there is overwritten from the beginning.
-        size: Bytes that there should be; None if nobody knows.
-        most: Bytes that it may be at most, where nobody knows.
+        file: Descriptor of a file, which is overwritten from the start.
+        size: Expected bytes; None if unknown.
+        most: Upper bound of the bytes, if `size` is unknown.
     """
 
     def __init__(self, file: int, size: int | None = None, most: int | None = None) -> None:
@@ -62,15 +62,15 @@ class Sink(io.RawIOBase):
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what has come."""
+        """Starts again at the first byte."""
         self.done, self._digest = 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Takes the next bytes.
+        """Appends bytes.
 
         Raises:
             DiskError: If they can't be written.
-            WrongContentError: If there are too many.
+            WrongContentError: If there are more than expected.
         """
         rest = memoryview(data)
         if self.most is not None and self.done + len(rest) > self.most:
@@ -85,25 +85,27 @@ class Sink(io.RawIOBase):
         return len(data)
 
     def sha256(self) -> str:
-        """Returns the SHA-256 of the bytes so far, hexadecimal."""
+        """Returns the SHA-256 of the bytes written so far, hexadecimal."""
         return self._digest.hexdigest()
 
 
 def join(url: str, name: str) -> str:
-    """URL of a file in a folder."""
+    """Returns the URL of a file in a folder."""
     return f"{url.rstrip('/')}/{name if url.startswith('s3:') else quote(name)}"
 
 
 def fetch(url: str, sink: Sink, at_once: bool = False) -> None:
-    """Copies a file.
+    """Downloads a file.
 
     Args:
-        at_once: Whether a server that can't be connected to is given up at once, and not tried again.
+        url: Address, s3:// or https://.
+        sink: Receives the bytes.
+        at_once: True to fail without retries if the server can't be connected to.
 
     Raises:
-        BadInputError: If it can't be had; NotThereError if there is none.
-        DiskError: If it can't be written.
-        WrongContentError: If there is more of it than the sink expects.
+        BadInputError: If the download fails; NotThereError if there is no such file.
+        DiskError: If the file can't be written.
+        WrongContentError: If more bytes come than the sink expects.
     """
     _run(_fetch(url, sink, at_once))
 
@@ -113,7 +115,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:  # in a notebook, whose own loop goes on in this one
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, whose own event loop runs in this thread
         return thread.submit(asyncio.run, work).result()
 
 
@@ -133,7 +135,7 @@ async def _fetch(url: str, sink: Sink, at_once: bool = False) -> None:
 
 
 def _file_system(url: str, connect: float) -> Any:
-    """Returns a file system without retries of its own: botocore and s3fs would each have theirs."""
+    """Returns a file system without the retries of botocore and s3fs."""
     import fsspec
 
     common: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
@@ -163,7 +165,7 @@ def _session() -> Any:
 
 @lru_cache(maxsize=1)
 def _descriptions(path: str | None) -> Any:
-    """botocore's descriptions of services, which take longer to parse than a shard to fetch."""
+    """Returns botocore's service descriptions; parsing them takes longer than fetching a shard."""
     from botocore.loaders import create_loader
 
     return create_loader(path)
@@ -177,7 +179,7 @@ async def _whole(files: Any, url: str, sink: Sink) -> None:
 
 
 async def _in_parts(files: Any, url: str, sink: Sink, size: int) -> None:
-    """Several parts at once, written in their order."""
+    """Downloads several parts at once and writes them in order."""
     sink.restart()
     starts, under_way = deque(range(0, size, _PART)), deque[asyncio.Task[bytes]]()
     try:
@@ -194,7 +196,7 @@ async def _in_parts(files: Any, url: str, sink: Sink, size: int) -> None:
 
 
 async def _small(files: Any, url: str, most: int | None) -> bytes:
-    """All of an object, and one byte more than it may have at most."""
+    """Downloads an object up to one byte beyond its upper bound."""
     try:
         data: bytes = await files._cat_file(url, **({} if most is None else {"start": 0, "end": most + 1}))
     except Exception as error:
@@ -222,37 +224,37 @@ async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]], 
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
 
-    found: Exception
+    failure: Exception
     for wait in (*_WAITS, None):
         try:
             return await asyncio.wait_for(attempt(), seconds)
         # Not "from error" below: its text may hold a signed address that the server led to.
         except (OSError, EOFError, asyncio.TimeoutError, aiohttp.ClientError) as error:
-            found = error
+            failure = error
         except (BotoCoreError, ClientError, ValueError, LookupError) as error:
-            found = error  # the last two: of a parser that met what no S3 server says
-        status, code = _answer(found)
-        if at_once and _is_unconnected(found):
+            failure = error  # the last two: a parser failed on a malformed answer
+        status, code = _answer(failure)
+        if at_once and _is_unconnected(failure):
             raise BadInputError(
-                f"{url}: {_what(found, status, code)}; check the address, and that the server can be reached "
-                "from here"
+                f"{url}: {_what(failure, status, code)}; check the address, and that the server can be "
+                "reached from here"
             ) from None
-        if not _may_pass(found, status):
+        if not _is_temporary(failure, status):
             kind = NotThereError if status == 404 else BadInputError
-            raise kind(f"{url}: {_what(found, status, code)}; {_remedy(found, status, code)}") from None
+            raise kind(f"{url}: {_what(failure, status, code)}; {_remedy(failure, status, code)}") from None
         if wait is None:
             break
         await asyncio.sleep(wait)
     remedy = "check the address, and that the server can be reached from here, then start again"
-    if isinstance(found, EOFError):
+    if isinstance(failure, EOFError):
         remedy = "put the whole file there, or make the index again"
     raise BadInputError(
-        f"{url}: {_what(found, status, code)}, after {len(_WAITS) + 1} tries; {remedy}"
+        f"{url}: {_what(failure, status, code)}, after {len(_WAITS) + 1} tries; {remedy}"
     ) from None
 
 
 def _answer(error: BaseException) -> tuple[int | None, str]:
-    """HTTP status, where a server answered, and S3's word for it."""
+    """Returns the HTTP status, if a server answered, and S3's error code."""
     for each in (error, error.__cause__):
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -272,7 +274,7 @@ def _is_unconnected(error: BaseException) -> bool:
 
 
 def _refused_redirects() -> Any:
-    """Refuses redirects that lead nowhere, in a circle or to anything but http."""
+    """Returns the exceptions for redirects that are invalid, circular or not to http."""
     import aiohttp
 
     return aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects
@@ -284,7 +286,7 @@ def _is_too_much(error: BaseException) -> bool:
     return isinstance(error, TooMuchError)
 
 
-def _may_pass(error: BaseException, status: int | None) -> bool:
+def _is_temporary(error: BaseException, status: int | None) -> bool:
     import aiohttp
     from botocore import exceptions
 
@@ -308,14 +310,14 @@ def _what(error: BaseException, status: int | None, code: str) -> str:
     if status == 416:
         return "is shorter than its index says"
     if status is not None:
-        told = code if code != str(status) else ""
-        reason = told if told in _CLOCKS else _STATUS.get(status, told)
+        named = code if code != str(status) else ""
+        reason = named if named in _CLOCKS else _STATUS.get(status, named)
         return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
-    return _what_came(error)
+    return _what_without_status(error)
 
 
-def _what_came(error: BaseException) -> str:
-    """What is wrong where no status says it."""
+def _what_without_status(error: BaseException) -> str:
+    """Describes an error without an HTTP status."""
     if isinstance(error, _refused_redirects()):
         return f"its server leads elsewhere, where nothing is fetched ({type(error).__name__})"
     if _is_too_much(error):

@@ -1,4 +1,4 @@
-"""Answers of an S3 server up to the bytes that were asked for; botocore itself reads whatever comes."""
+"""Bound on the bytes of an S3 server's answer; botocore reads whatever is sent."""
 
 import re
 from typing import Any
@@ -11,11 +11,11 @@ _OTHERS = 1 << 20  # bytes of an error, or of an empty object
 
 
 class TooMuchError(aiohttp.ClientError):
-    """More came than was asked for."""
+    """Raised if a server sends more bytes than requested."""
 
 
 class _Body:
-    """Stands for the stream of an answer; reads at most so many bytes of it."""
+    """Wrapper of an answer's stream that reads at most `most` bytes."""
 
     def __init__(self, stream: aiohttp.StreamReader, most: int) -> None:
         self._stream, self._left = stream, most
@@ -27,7 +27,7 @@ class _Body:
         """See `StreamReader.read`.
 
         Raises:
-            TooMuchError: If more comes.
+            TooMuchError: If the stream has more.
         """
         parts = list[bytes]()
         while amount and (part := await self._stream.read(min(amount, 1 << 16) if amount > 0 else 1 << 16)):
@@ -35,13 +35,13 @@ class _Body:
             if self._left < 0:
                 raise TooMuchError
             parts.append(part)
-            if amount > 0:  # a stream gives what it has
+            if amount > 0:  # a stream returns what it has
                 break
         return b"".join(parts)
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # without types
-    """The connections of a client; given to aiobotocore as `http_session_cls`."""
+    """HTTP session with bounded answers, for aiobotocore's `http_session_cls`."""
 
     async def send(self, request: Any) -> Any:
         """See `AIOHTTPSession.send`."""

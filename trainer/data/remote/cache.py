@@ -1,11 +1,11 @@
-"""A folder with copies of remote shards, for all ranks, workers and jobs of a machine.
+"""Cache folder of remote shards, for all ranks, loader workers and jobs of a machine.
 
-DIR/<sha256>.shard          a shard, named by its content: whole and right, or not there
-DIR/<sha256>.shard.part     one that is being fetched, by whoever has the lock on it
+DIR/<sha256>.shard          a complete shard, named by its content
+DIR/<sha256>.shard.part     a shard that is being fetched by the process that holds its lock
 DIR/<sha256>.index/         the index of a data set, named by the content of its index.json; never evicted
-DIR/trainer-cache.lock      held for the moments in which room is made or a shard gets its name
+DIR/trainer-cache.lock      held while shards are evicted or renamed
 
-Nothing else in the folder is touched. A shard that is evicted stays readable for whoever has it open.
+No other file of the folder is touched. An evicted shard stays readable for processes that have it open.
 """
 
 import contextlib
@@ -39,29 +39,29 @@ _MOST_COLUMNS = 16 << 30
 
 
 class Cached:
-    """Shards below a URL, copied once; see `sharded.Place`.
+    """Shards below a URL, downloaded once; a `sharded.ShardStore`.
 
     Args:
         url: Folder of the shards.
-        folder: The cache, which exists.
-        limit: Bytes that all shards in it may take, those of other data sets too; None: as many as there are.
+        folder: Cache folder, which exists.
+        limit: Bytes of all shards in the folder, including other data sets'; None: unlimited.
     """
 
     def __init__(self, url: str, folder: Path, limit: int | None) -> None:
         self.url, self.folder, self.limit = url, folder, limit
 
     def open(self, shard: Shard) -> int:
-        """See `Place.open`.
+        """Returns the descriptor of a shard, downloading it if necessary.
 
         Raises:
-            BadInputError: If the shard can't be had, is another than the index says, or can't be stored.
+            BadInputError: If the shard can't be downloaded or stored, or isn't what the index says.
         """
 
         def make(file: int) -> None:
             self._reserve(shard, file)
             self._download(shard, file)
 
-        with _told(self.folder):
+        with _bad_input(self.folder):
             path, wanted = self.folder / f"{shard.sha256}.shard", _Wanted(shard.bytes, shard.sha256)
             return _made_once(path, wanted, make, self.folder / _LOCK)
 
@@ -82,19 +82,19 @@ class Cached:
         )
 
     def _reserve(self, shard: Shard, file: int) -> None:
-        """Gives a file the size that it will have, once there is room for it."""
+        """Evicts shards until there is room, then sets the file to its final size."""
         if self.limit is not None and shard.bytes > self.limit:
             raise BadInputError(
                 f"data.cache_limit={size_text(self.limit)}: {join(self.url, shard.name)} alone has "
                 f"{size_text(shard.bytes)}; raise it"
             )
-        os.ftruncate(file, 0)  # what a killed process left
+        os.ftruncate(file, 0)  # from a killed process
         while True:
             with disk.locked(self.folder / _LOCK):
                 if self.limit is None or _evict(self.folder, self.limit - shard.bytes):
                     os.ftruncate(file, shard.bytes)
                     return
-            # The rest is being fetched by others; then it may go.
+            # The other shards are being fetched; once complete, they may be evicted.
             time.sleep(_PATIENCE)
 
 
@@ -105,16 +105,16 @@ class _Entry(NamedTuple):
 
 
 def _evict(folder: Path, room: int) -> bool:
-    """Removes the shards that were not used for longest until the rest fits; False if it doesn't."""
+    """Removes the least recently used shards until the rest fits; returns False if it doesn't fit."""
     entries = list[_Entry]()
-    with os.scandir(folder) as listed:
-        for file in listed:
+    with os.scandir(folder) as files:
+        for file in files:
             if _OURS.fullmatch(file.name) and file.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # fetched or removed meanwhile
                     facts = file.stat(follow_symlinks=False)
                     entries.append(_Entry(facts.st_mtime_ns, facts.st_size, Path(file.path)))
     total = sum(entry.bytes for entry in entries)
-    # What a killed process left goes first; but never what is being fetched.
+    # Leftovers of killed processes first; never a shard that is being fetched.
     for entry in sorted(entries, key=lambda entry: (entry.path.suffix != ".part", entry.used)):
         if total <= room:
             break
@@ -141,16 +141,16 @@ def _removed(path: Path) -> bool:
 
 
 class _Wanted(NamedTuple):
-    """Requirements on a file in the cache: its bytes, and their SHA-256; None: unknown."""
+    """Expected size and SHA-256 of a file in the cache; None: unknown."""
 
     bytes: int | None = None
     sha256: str | None = None
 
 
 def _made_once(path: Path, wanted: _Wanted, make: Callable[[int], None], lock: Path) -> int:
-    """Descriptor of a file that is made by one process, whoever comes first; the others wait for it.
+    """Returns the descriptor of a file that the first process makes and others wait for.
 
-    One that is there is hashed: others may have written to it, or the disk is failing. The lock is on the
+    An existing file is hashed: it may have been changed, or the disk may be failing. The lock is on the
     unfinished file itself and ends with the process that holds it.
     """
     part = path.with_name(path.name + ".part")
@@ -159,7 +159,7 @@ def _made_once(path: Path, wanted: _Wanted, make: Callable[[int], None], lock: P
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             if _is_at(file, part):  # else it was finished or removed while this waited
-                if (made := _opened(path, wanted, tell=True)) is None:
+                if (made := _opened(path, wanted, warns=True)) is None:
                     _finish(file, part, path, make, lock)
                     return file
                 part.unlink()
@@ -177,7 +177,7 @@ def _finish(file: int, part: Path, path: Path, make: Callable[[int], None], lock
         make(file)
         os.fsync(file)
         _touch(file)
-        with disk.locked(lock):  # else who makes room might list it twice or not at all
+        with disk.locked(lock):  # else a concurrent eviction might list it twice or not at all
             part.rename(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -185,19 +185,19 @@ def _finish(file: int, part: Path, path: Path, make: Callable[[int], None], lock
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _opened(path: Path, wanted: _Wanted, tell: bool = False) -> int | None:
-    """A file that is there, is what it should be, and is marked as used now; says what is wrong with one."""
+def _opened(path: Path, wanted: _Wanted, warns: bool = False) -> int | None:
+    """Opens an intact file and marks it as used now; returns None if it is missing or damaged."""
     try:
-        # O_NONBLOCK: a FIFO that somebody put there must not hold up the start.
+        # O_NONBLOCK: opening a FIFO must not block.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         odd = _oddity(file, wanted)
-        if odd and tell:
+        if odd and warns:
             warn(f"data.cache: {readable(os.fsencode(path))} {odd}: it is fetched again")
         if not odd:
-            with contextlib.suppress(OSError):  # somebody else's, or a read-only folder
+            with contextlib.suppress(OSError):  # another user's file, or a read-only folder
                 _touch(file)
             return file
     except BaseException:
@@ -208,7 +208,7 @@ def _opened(path: Path, wanted: _Wanted, tell: bool = False) -> int | None:
 
 
 def _oddity(file: int, wanted: _Wanted) -> str:
-    """Says why an open file doesn't fit; empty if it does."""
+    """Returns how an open file differs from what is expected; "" if it doesn't."""
     facts = os.fstat(file)
     if not stat.S_ISREG(facts.st_mode):
         return "isn't a regular file"
@@ -216,16 +216,16 @@ def _oddity(file: int, wanted: _Wanted) -> str:
         return f"has {facts.st_size:,} bytes and not {wanted.bytes:,}"
     if wanted.sha256 is not None:
         try:
-            found = disk.read_hashed(file, facts.st_size, None, lambda _: None)
+            digest = disk.read_hashed(file, facts.st_size, None, lambda _: None)
         except ValueError as error:
             return str(error)
-        if found != wanted.sha256:
+        if digest != wanted.sha256:
             return "was changed (its SHA-256 isn't what the index says)"
     return ""
 
 
 def _touch(file: int) -> None:
-    now = time.time_ns()  # finer than the kernel's own clock for this
+    now = time.time_ns()  # finer than the kernel's clock for file times
     os.utime(file, ns=(now, now))
 
 
@@ -237,44 +237,44 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """Says what is wrong with the folder where a system error would be shown."""
+def _bad_input(folder: Path) -> Iterator[None]:
+    """Raises BadInputError with one line on the cache folder instead of a system error."""
     try:
         yield
     except (OSError, DiskError) as error:
-        found = error.__cause__ if isinstance(error, DiskError) else error
-        assert isinstance(found, OSError)
+        cause = error.__cause__ if isinstance(error, DiskError) else error
+        assert isinstance(cause, OSError)
         where = f"data.cache={readable(os.fsencode(folder))}"
-        if found.errno in (errno.ENOSPC, errno.EDQUOT):
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BadInputError(
-                f"{where}: the disk is full ({found.strerror}); free some, or set a lower data.cache_limit"
+                f"{where}: the disk is full ({cause.strerror}); free some, or set a lower data.cache_limit"
             ) from error
         raise BadInputError(
-            f"{where}: can't be used ({found.strerror or found}); give another folder"
+            f"{where}: can't be used ({cause.strerror or cause}); give another folder"
         ) from error
 
 
 class CachedShards(ShardedRecords):
-    """Shards behind a cache; `shards_per_block` of them are shuffled together, or all (0)."""
+    """Shards behind a cache; `shards_per_block` of them form a shuffle block (0: all)."""
 
     shards_per_block = 0
 
     def _file(self, number: int) -> int:
         if number not in self._files:
-            # What was evicted takes up the disk as long as it is open.
+            # An evicted shard occupies the disk as long as it is open.
             for gone in [other for other, file in self._files.items() if not os.fstat(file).st_nlink]:
                 os.close(self._files.pop(gone))
         return super()._file(number)
 
     def check_order(self) -> None:
-        """Makes sure that the samples of a shard have consecutive numbers.
+        """Checks that the samples of a shard have consecutive numbers.
 
         Raises:
             BadInputError: If they don't.
         """
         if bool((np.diff(self._columns["shard"]) < 0).any()):
             raise BadInputError(
-                f"{self._place}: its samples are numbered across its shards, so data.cache_limit must hold "
+                f"{self._store}: its samples are numbered across its shards, so data.cache_limit must hold "
                 f"all of them ({size_text(_total([self.about]))}); raise it, or make the pack or index again"
             )
 
@@ -284,13 +284,13 @@ def open_cached(url: str, folder: Path, limit: int | None) -> CachedShards:
 
     Args:
         url: Folder that holds the index.
-        folder: The cache; made if it isn't there.
+        folder: Cache folder; created if it doesn't exist.
         limit: See `Cached`.
 
     Raises:
-        BadInputError: If it isn't one, can't be had or can't be stored.
+        BadInputError: If there is no valid index, or it can't be downloaded or stored.
     """
-    with _told(folder):
+    with _bad_input(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for last in (False, True):  # once more where it is damaged, or was replaced between its two files
             index = _index(url, folder)
@@ -306,7 +306,7 @@ def open_cached(url: str, folder: Path, limit: int | None) -> CachedShards:
 
 
 def _index(url: str, folder: Path) -> Path:
-    """The folder with the two files of an index, each fetched if it isn't there."""
+    """Returns the cached folder of an index's two files, after downloading those that are missing."""
     about = _bytes_of(join(url, INDEX))
     digest = hashlib.sha256(about).hexdigest()
     index = disk.own_folder(folder / f"{digest}.index")
@@ -329,7 +329,7 @@ def _bytes_of(url: str) -> bytes:
 
 
 def _fetched(url: str, file: int, most: int) -> int:
-    """Fetches what nobody has said the size of; returns that."""
+    """Downloads a file of unknown size, at most `most` bytes; returns its size."""
     sink = Sink(file, most=most)
     try:
         fetch(url, sink)
@@ -346,17 +346,17 @@ def _write(file: int, data: bytes) -> None:
 
 
 def fitting_shards_per_block(limit: int | None, parts: Sequence[CachedShards]) -> int:
-    """Returns how many shards are shuffled together so that two such blocks fit: workers overlap.
+    """Returns the shards per shuffle block such that two blocks fit into the cache limit (workers overlap).
 
     Args:
-        limit: Bytes that all shards may take, or None.
-        parts: The parts of a data set, which share the cache.
+        limit: Bytes of all shards in the cache, or None.
+        parts: Splits of a data set, which share the cache.
 
     Returns:
-        A number of shards, or 0 where all parts fit.
+        A number of shards; 0 if all splits fit.
 
     Raises:
-        BadInputError: If not even two shards fit, or the samples don't lie in the order of the shards.
+        BadInputError: If two shards don't fit, or the samples aren't in the order of the shards.
     """
     if limit is None or _total([part.about for part in parts]) <= limit:
         return 0

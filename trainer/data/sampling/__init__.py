@@ -1,1 +1,1 @@
-"""Order of samples: arithmetic on seed, epoch and position, without torch or state."""
+"""Order of samples as a pure function of seed, epoch and position, without torch or state."""

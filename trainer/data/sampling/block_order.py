@@ -1,8 +1,8 @@
-"""The order of samples that lie in shards of which only a few are on this machine at a time.
+"""Order of samples in shards of which only a few fit on this machine at a time.
 
-An epoch's shards are permuted and cut into blocks of `shards_per_block` shards; the samples of a block are
-permuted among themselves. So a shard is needed in one stretch of the epoch, and everything is still looked
-up from (seed, epoch, position).
+The shards are permuted each epoch and divided into blocks of `shards_per_block` shards; samples are permuted
+within a block. So a shard is needed during one part of the epoch only, and the order is still a pure function
+of (seed, epoch, position).
 """
 
 from functools import lru_cache
@@ -14,12 +14,12 @@ from trainer.rng import Ints, Purpose, key, permuted
 
 
 class _Epoch(NamedTuple):
-    """Shards of one epoch.
+    """Order of the shards in one epoch.
 
     Attributes:
-        first: int64 (shards,), the number of a shard's first sample, in the order of the epoch.
-        ends: int64 (shards + 1,), samples of the epoch's shards up to each, from 0 on.
-        blocks: int64 (blocks + 1,), samples of the epoch's blocks up to each, from 0 on.
+        first: int64 (shards,), number of each shard's first sample, in the order of the epoch.
+        ends: int64 (shards + 1,), positions at which shards begin and end, from 0.
+        blocks: int64 (blocks + 1,), positions at which blocks begin and end, from 0.
     """
 
     first: Ints
@@ -37,35 +37,35 @@ def _epoch(seed: int, epoch: int, shards: tuple[int, ...], shards_per_block: int
 
 
 def in_blocks(seed: int, epoch: Ints, position: Ints, shards: tuple[int, ...], shards_per_block: int) -> Ints:
-    """The sample at a position of an epoch's order.
+    """Returns the sample at a position of an epoch's order.
 
     Args:
         seed: The run's seed.
         epoch: int64, any shape.
         position: int64, same shape, each in [0, sum(shards)).
-        shards: Number of samples in each shard; those of a shard have consecutive numbers.
-        shards_per_block: Shards in a block, from 1 on.
+        shards: Number of samples in each shard; samples are numbered shard by shard.
+        shards_per_block: Shards in a block, at least 1.
 
     Returns:
         int64, same shape: for each epoch a permutation of range(sum(shards)).
     """
-    found = np.array(position, dtype=np.int64)
+    samples = np.array(position, dtype=np.int64)
     for number in np.unique(epoch).tolist():
         order = _epoch(seed, number, shards, shards_per_block)
-        here = np.asarray(epoch) == number
-        found[here] = _of_epoch(seed, number, found[here], order)
-    return found
+        chosen = np.asarray(epoch) == number
+        samples[chosen] = _of_epoch(seed, number, samples[chosen], order)
+    return samples
 
 
 def _of_epoch(seed: int, epoch: int, position: Ints, order: _Epoch) -> Ints:
     block = np.searchsorted(order.blocks, position, side="right") - 1
-    place = np.empty_like(position)
+    slot = np.empty_like(position)
     for number in np.unique(block).tolist():
-        here = block == number
+        chosen = block == number
         start, end = order.blocks[number : number + 2].tolist()
         each = key(seed, Purpose.BLOCK, number)
-        inside = position[here] - start
-        place[here] = start + permuted(each, np.full(len(inside), epoch), inside, end - start)
-    shard = np.searchsorted(order.ends, place, side="right") - 1
-    samples: Ints = order.first[shard] + place - order.ends[shard]
+        inside = position[chosen] - start
+        slot[chosen] = start + permuted(each, np.full(len(inside), epoch), inside, end - start)
+    shard = np.searchsorted(order.ends, slot, side="right") - 1
+    samples: Ints = order.first[shard] + slot - order.ends[shard]
     return samples

@@ -1,8 +1,8 @@
-"""The order of samples of unequal length: those of a micro-batch are from one bucket of similar lengths.
+"""Order of samples of unequal length: all samples of a micro-batch come from one bucket of similar lengths.
 
-Each epoch permutes the samples of every bucket, cuts them into micro-batches, and permutes these over all
-buckets. Everything is looked up from (seed, epoch, position). What is left over at the ends of the buckets is
-mixed, and stands where an epoch doesn't begin or end with a micro-batch.
+Each epoch permutes the samples of every bucket, divides them into micro-batches, and permutes the
+micro-batches of all buckets. The order is a pure function of (seed, epoch, position). Samples left over at
+the ends of buckets are mixed; they fill the incomplete micro-batches at the start and end of an epoch.
 """
 
 import numpy as np
@@ -13,15 +13,15 @@ from trainer.rng import Ints, Purpose, key, permuted
 def in_buckets(
     seed: int, epoch: Ints, position: Ints, buckets: tuple[int, ...], micro_batch_size: int, cross: bool
 ) -> Ints:
-    """The sample at a position of an epoch's order.
+    """Returns the sample at a position of an epoch's order.
 
     Args:
         seed: The run's seed.
         epoch: int64, any shape.
         position: int64, same shape, each in [0, sum(buckets)).
-        buckets: Number of samples in each bucket; those of a bucket have consecutive numbers.
+        buckets: Number of samples in each bucket; samples are numbered bucket by bucket.
         micro_batch_size: Samples in a micro-batch.
-        cross: Whether micro-batches are counted through the run, so that an epoch may begin within one.
+        cross: True if micro-batches are counted through the run, so that an epoch may begin within one.
 
     Returns:
         int64, same shape: for each epoch a permutation of range(sum(buckets)).
@@ -38,10 +38,10 @@ def in_buckets(
     late = -epoch * samples % micro_batch_size if cross else np.zeros_like(epoch)
     behind = position - late
     rest = np.where(behind < 0, position + aligned, position)
-    place = np.where((behind >= 0) & (behind < aligned), behind, rest)
-    # In micro-batches of one bucket up to here, then what is left of each.
-    inside = place < all_micro_batches * micro_batch_size
-    number, offset = np.divmod(place, micro_batch_size)
+    slot = np.where((behind >= 0) & (behind < aligned), behind, rest)
+    # First the micro-batches of single buckets, then the samples left over.
+    inside = slot < all_micro_batches * micro_batch_size
+    number, offset = np.divmod(slot, micro_batch_size)
     if all_micro_batches:
         each = key(seed, Purpose.SHARDS)
         number = np.where(inside, permuted(each, epoch, np.where(inside, number, 0), all_micro_batches), 0)
@@ -49,7 +49,7 @@ def in_buckets(
         np.cumsum(micro_batches),
         np.cumsum(sizes - micro_batches * micro_batch_size),
     )
-    left = np.where(inside, 0, place - all_micro_batches * micro_batch_size)
+    left = np.where(inside, 0, slot - all_micro_batches * micro_batch_size)
     bucket = np.where(
         inside, np.searchsorted(micro_batch_ends, number, "right"), np.searchsorted(rest_ends, left, "right")
     )
@@ -60,10 +60,10 @@ def in_buckets(
         - (rest_ends - (sizes - micro_batches * micro_batch_size))[bucket]
     )
     index = np.where(inside, of_micro_batch, of_rest)
-    found = np.empty_like(index)
+    in_bucket = np.empty_like(index)
     for one in np.unique(bucket).tolist():
-        here = bucket == one
+        chosen = bucket == one
         each = key(seed, Purpose.BLOCK, one)
-        found[here] = permuted(each, epoch[here], index[here], int(sizes[one]))
-    result: Ints = (np.cumsum(sizes) - sizes)[bucket] + found
+        in_bucket[chosen] = permuted(each, epoch[chosen], index[chosen], int(sizes[one]))
+    result: Ints = (np.cumsum(sizes) - sizes)[bucket] + in_bucket
     return result

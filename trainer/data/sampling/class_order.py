@@ -1,7 +1,7 @@
-"""The order of samples that are drawn by the weights of their classes, with replacement.
+"""Order of samples that are drawn by class weights, with replacement.
 
-Each position of an epoch draws a class, then one of its samples, by two numbers that are looked up from
-(seed, epoch, position): nothing depends on what was drawn before.
+Each position of an epoch draws a class, then one of its samples, by two random numbers keyed by (seed, epoch,
+position); no draw depends on earlier ones.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from trainer.errors import BadInputError
 from trainer.rng import Ints, Purpose, key, keys
 
 Floats = npt.NDArray[np.float64]
-_TOLD = 6  # classes
+_NAMED = 6  # classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +25,10 @@ class ClassDraws:
     """Distribution that classes are drawn from.
 
     Attributes:
-        names: Of the classes.
-        counts: int64 (classes,), samples of each.
-        chances: float64 (classes,), of a draw to be of each; they add up to 1.
-        by_class: int64 (samples,), all samples, those of a class together.
+        names: Class names.
+        counts: int64 (classes,), samples of each class.
+        chances: float64 (classes,), probability of each class; the sum is 1.
+        by_class: int64 (samples,), sample numbers sorted by class.
     """
 
     names: tuple[str, ...]
@@ -37,25 +37,25 @@ class ClassDraws:
     by_class: Ints
 
     def fingerprint(self) -> str:
-        """Other words for other labels or chances."""
+        """Returns a hash of labels and probabilities."""
         digest = hashlib.sha256(self.by_class.tobytes() + self.counts.tobytes() + self.chances.tobytes())
         return f"drawn by class {digest.hexdigest()[:16]}"
 
     def told(self) -> str:
-        """A line on what an epoch is expected to have of the classes."""
+        """Returns a line with each class's fraction of the data and of an epoch's draws."""
         samples = len(self.by_class)
         shown = np.argsort(-self.chances / np.maximum(self.counts, 1), kind="stable")
-        if len(shown) > _TOLD:
-            shown = np.concatenate((shown[: _TOLD // 2], shown[-(_TOLD // 2) :]))
+        if len(shown) > _NAMED:
+            shown = np.concatenate((shown[: _NAMED // 2], shown[-(_NAMED // 2) :]))
         each = ", ".join(
             f"{self.names[at]} {100 * self.counts[at] / samples:.3g} % -> {100 * self.chances[at]:.3g} %"
             for at in shown.tolist()
         )
-        more = f" (of {len(self.names):,} classes the most and the least raised)" * (len(self.names) > _TOLD)
+        more = f" (of {len(self.names):,} classes the most and the least raised)" * (len(self.names) > _NAMED)
         return f"data.class_weights: an epoch is {samples:,} draws with replacement; {each}{more}"
 
     def drawn(self, seed: int, epoch: Ints, position: Ints) -> Ints:
-        """The sample at a position of an epoch's order.
+        """Returns the sample at a position of an epoch's order.
 
         Args:
             seed: The run's seed.
@@ -66,7 +66,7 @@ class ClassDraws:
             int64, same shape.
         """
         up_to = np.cumsum(self.chances)
-        up_to /= up_to[-1]  # so that the last is 1, which no number reaches
+        up_to /= up_to[-1]  # so that the last is exactly 1, above every random number
         of_class = np.searchsorted(up_to, _uniform(seed, 0, epoch, position), side="right")
         inside = (_uniform(seed, 1, epoch, position) * self.counts[of_class]).astype(np.int64)
         samples: Ints = self.by_class[(np.cumsum(self.counts) - self.counts)[of_class] + inside]
@@ -79,15 +79,14 @@ def weigh(
     """Makes the distribution from class weights.
 
     Args:
-        given: The class of each sample, whole numbers from 0 on.
-        names: Of the classes; none: their numbers.
-        weights: By name, how much likelier a sample of this class is drawn than one of weight 1; classes that
-            aren't named have 1. "balanced": one over the samples of the class, so that all classes are drawn
-            equally often.
-        samples: How many there are.
+        given: Class of each sample, integers from 0.
+        names: Class names; empty: their numbers.
+        weights: Weight of a class's samples by class name; 1 for classes that aren't named. "balanced": 1
+            over the samples of the class, so that all classes are drawn equally often.
+        samples: Number of samples.
 
     Raises:
-        BadInputError: If the labels are something else, a class isn't there, or nothing could be drawn.
+        BadInputError: If the labels aren't class numbers, a class is unknown, or all weights are 0.
     """
     labels = _checked(given, samples)
     names = names or [str(number) for number in range(int(labels.max()) + 1)]
@@ -103,10 +102,10 @@ def weigh(
             if name not in names:
                 raise BadInputError(
                     f"data.class_weights: there is no class '{name}'{nearest(name, names)}; there are "
-                    f"{', '.join(names[:_TOLD])}{', …' * (len(names) > _TOLD)}"
+                    f"{', '.join(names[:_NAMED])}{', …' * (len(names) > _NAMED)}"
                 )
         each = counts * np.array([weights.get(name, 1.0) for name in names])
-    up_to = np.cumsum(each)  # one after another, as on any machine
+    up_to = np.cumsum(each)  # summed in a fixed order, the same on any machine
     if not 0 < up_to[-1] < np.inf:
         raise BadInputError(
             "data.class_weights leaves nothing to draw: give a class that has samples a weight above 0"

@@ -1,11 +1,12 @@
 """Sample order and steps, as arithmetic.
 
-The words used everywhere:
+Terms:
   micro-batch  the samples of one forward and backward pass on a rank, and the unit of randomness; numbered
                through the whole run
   step         the micro-batches of one update, over all ranks: `global_batch_size` samples
   epoch        once through the data
-  shard        a file with many samples; a shuffle block is so many shards whose samples are shuffled together
+  shard        a file with many samples; a shuffle block is a group of shards whose samples are shuffled
+  together
 Nothing here depends on the world size except which of a step's micro-batches a rank takes, so the samples
 of a step are the same on any number of ranks. Resuming is starting at another step.
 """
@@ -31,10 +32,10 @@ class Samples(NamedTuple):
     """Samples of some micro-batches; each array has shape (micro-batches, micro_batch_size).
 
     Attributes:
-        epoch: What keys randomness with the sample; of samples that are drawn the number of the draw, as one
-            may come twice in an epoch.
-        sample: Its number.
-        weight: 0 for padding.
+        epoch: Epoch of the sample, which keys its randomness. Samples that are drawn with replacement have
+            the number of the draw instead, as a sample may occur twice in an epoch.
+        sample: Sample number.
+        weight: 1, or 0 for padding.
     """
 
     epoch: Ints
@@ -50,20 +51,20 @@ class Plan:
         samples: Number of samples in an epoch.
         global_batch_size: Samples in a step, over all ranks.
         micro_batch_size: Samples in a micro-batch; divides `global_batch_size`.
-        epochs: How often the data is seen.
+        epochs: Number of epochs.
         last: What happens to the last step of an epoch. `cross`: it takes the samples it lacks from
             the next epoch (the run's last step from one epoch more). `drop`: incomplete steps are
             left out. `weighted`: it is padded to the full shape with samples of weight 0.
         seed: Keys the order.
-        max_steps: Ends the run earlier.
-        shuffle: False leaves the samples in their order (evaluation).
-        shards: Samples of each shard, where the data lies in shards that aren't all on this machine at once.
-        shards_per_block: Of how many shards the samples are shuffled together (see `block_order`); 0: of all.
-        buckets: Samples of each bucket, where a micro-batch's are to be of one bucket (see `bucket_order`).
-        draws: Where samples are drawn by weights: of their classes (see `class_order`) or sets (`mix_order`).
+        max_steps: Upper bound for the steps of the run.
+        shuffle: False keeps the samples in their order (evaluation).
+        shards: Samples of each shard, if not all shards are on this machine at once.
+        shards_per_block: Shards in a shuffle block (see `block_order`); 0: all samples are shuffled together.
+        buckets: Samples of each bucket, if a micro-batch takes samples of one bucket (see `bucket_order`).
+        draws: Distribution of samples drawn by weight of class (see `class_order`) or set (`mix_order`).
 
     Raises:
-        BadInputError: If the batch doesn't divide or there would be no step at all.
+        BadInputError: If the batch sizes don't divide, or the run has no steps or too many.
     """
 
     samples: int
@@ -120,36 +121,36 @@ class Plan:
 
     @property
     def epoch_length(self) -> float:
-        """Steps of an epoch, with the part of one that it shares with the next."""
+        """Steps of an epoch, a fraction if its last step is shared with the next epoch."""
         return self.samples / self.global_batch_size if self.last == "cross" else self.steps_per_epoch
 
     def samples_seen(self, steps: int) -> int:
-        """Samples of weight 1 in so many steps from the start."""
+        """Returns the samples of weight 1 in the first `steps` steps."""
         if self.last != "weighted":
             return steps * self.global_batch_size
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.samples + rest * self.global_batch_size
 
     def epoch_at(self, steps: int) -> float:
-        """Epochs that so many steps are, with the part of the one under way."""
+        """Returns the epochs after `steps` steps, including the fraction of an unfinished one."""
         if self.last == "cross":
             return steps * self.global_batch_size / self.samples
         return steps / self.steps_per_epoch
 
     def epochs_done(self, steps: int) -> int:
-        """Epochs whose samples have all been seen after this many steps."""
+        """Returns the epochs whose samples have all been seen after `steps` steps."""
         if self.last == "cross":
             return min(steps * self.global_batch_size // self.samples, self.epochs)
         return steps // self.steps_per_epoch
 
     def next_epoch_end(self, done: int, epochs: int = 1) -> int:
-        """Returns the first step after `done` that ends another so many epochs; beyond the run if none."""
+        """Returns the first step after `done` that completes `epochs` more; beyond the run if none."""
         later = range(done + 1, self.steps + 1)
         whole = self.epochs_done(done) // epochs
         return done + 1 + bisect_right(later, whole, key=lambda step: self.epochs_done(step) // epochs)
 
     def step_samples(self, step: int) -> int:
-        """Samples of weight 1 in a step, over all ranks."""
+        """Returns the samples of weight 1 in a step, over all ranks."""
         if self.last != "weighted":
             return self.global_batch_size
         return min(
@@ -157,7 +158,7 @@ class Plan:
         )
 
     def read(self, micro_batches: Ints) -> Samples:
-        """Returns the samples of these micro-batches.
+        """Returns the samples of micro-batches.
 
         Args:
             micro_batches: int64 (n,), micro-batch numbers counted through the run: step * self.micro_batches
@@ -197,10 +198,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a plan: of each step, a contiguous run of its micro-batches.
+    """One rank's part of a plan: a contiguous range of the micro-batches of each step.
 
     Raises:
-        BadInputError: If the micro-batches of a step can't be shared out evenly.
+        BadInputError: If the micro-batches of a step can't be divided evenly among the ranks.
     """
 
     plan: Plan
@@ -218,25 +219,25 @@ class Share:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches that this rank does in each step."""
+        """Micro-batches of this rank in each step."""
         return self.plan.micro_batches // self.world
 
     def micro_batches(self, batches: Ints) -> Ints:
-        """Micro-batch numbers of this rank's batches, which are counted from 0 through the run; any shape."""
+        """Returns the micro-batch numbers of this rank's batches, counted from 0 through the run."""
         step, index = np.divmod(batches, self.gradient_accumulation_steps)
         return np.asarray(
             step * self.plan.micro_batches + self.rank * self.gradient_accumulation_steps + index
         )
 
     def batches(self, first_step: int = 0) -> range:
-        """This rank's batches from a step to the end of the run."""
+        """Returns this rank's batch numbers from a step to the end of the run."""
         return range(
             first_step * self.gradient_accumulation_steps, self.plan.steps * self.gradient_accumulation_steps
         )
 
 
 def evaluation_share(samples: int, micro_batch_size: int, rank: int, world: int) -> Share:
-    """Each sample once, in order, padded with weight 0; the micro-batches are the same for any world size."""
+    """Returns a rank's part of an evaluation: each sample once, in order, padded with samples of weight 0."""
     plan = Plan(
         samples, micro_batch_size * world, micro_batch_size, epochs=1, last="weighted", seed=0, shuffle=False
     )

@@ -8,7 +8,7 @@ import torch
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
 from trainer.data.joined import make_loaders
-from trainer.data.left_out import told_of_sets
+from trainer.data.left_out import left_out_lines
 from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
 from trainer.distributed.parallel import World, is_sharded, replicate
@@ -149,7 +149,7 @@ def build(
         compiled=prepared.compiled,
         notes=(
             *getattr(task, "notes", ()),
-            *told_of_sets(left_out_of(task)),
+            *left_out_lines(left_out_of(task)),
             *([] if plan.draws is None else [plan.draws.told()]),
             *prepared.notes,
             *found.notes,
