@@ -1,7 +1,7 @@
 """Cost of activations: bytes kept for backward, and the time to recompute them.
 
-Measured on the device with one micro-batch of zeros before the training starts, so that the log can say
-what activation checkpointing costs, and a budget can be met with the least recomputation.
+It is measured on the device with one micro-batch of zeros before the training starts, to report the cost of
+activation checkpointing, and to meet a memory budget with little recomputation.
 """
 
 import functools
@@ -29,8 +29,8 @@ class BlockCost:
     """Savings and cost of checkpointing one block, for one micro-batch.
 
     Attributes:
-        saved: Bytes that it doesn't keep for backward then. Its inputs are kept all the same, and its
-            output by the block that takes it.
+        saved: Bytes that it no longer keeps for backward. Its inputs are kept in any case, and its output by
+            the next block.
         flops: Floating-point operations of its forward pass; the same on every rank and in every run.
         seconds: Duration of its forward pass.
     """
@@ -46,43 +46,43 @@ class ModelCost:
 
     Attributes:
         blocks: Costs by the block's name, in the order of the forward pass.
-        least: Bytes kept when all of them are checkpointed.
+        least: Bytes kept when all blocks are checkpointed.
     """
 
     blocks: Mapping[str, BlockCost]
     least: int
 
     def kept(self, checkpointed: Sequence[str] = ()) -> int:
-        """Bytes kept when some of the blocks are checkpointed."""
+        """Returns the bytes kept when these blocks are checkpointed."""
         return self.least + sum(c.saved for name, c in self.blocks.items() if name not in checkpointed)
 
     def again(self, checkpointed: Sequence[str]) -> int:
-        """Bytes at most that backward keeps on top while it computes one of these blocks again."""
+        """Returns the largest number of extra bytes while backward recomputes one of these blocks."""
         return max((self.blocks[name].saved for name in checkpointed if name in self.blocks), default=0)
 
 
 class KeptBytes:
-    """Counts what autograd keeps, each piece of memory once; `anyway` is kept anyway and doesn't count."""
+    """Counts the bytes that autograd keeps, each storage once, without those of the tensors in `anyway`."""
 
     def __init__(self, anyway: Iterable[torch.Tensor]) -> None:
         self._anyway = set(map(_place, anyway))
-        # Held, so that no address is used twice while counting.
+        # References, so that no address is reused while counting.
         self._kept: dict[int, torch.Tensor] = {}
 
     def counting(self) -> AbstractContextManager[None]:
-        """The context in which it counts."""
+        """Returns the context in which it counts."""
         return saved_tensors_hooks(self._count, _same)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The tensor itself, kept for an operation that saves its output, would close a cycle within C++ that
-        # only a backward pass breaks (pytorch#189025): all that lies before it would stay for ever.
+        # A reference to the tensor itself would close a cycle in C++ for an operation that saves its output,
+        # which only a backward pass breaks (pytorch#189025): the graph before it would leak.
         saved, place = tensor.detach(), _place(tensor)
         if place not in self._anyway:
             self._kept[place] = saved
         return saved
 
     def bytes_without(self, output: Any = None) -> int:
-        """Bytes kept, but for those of a tensor that whoever takes it keeps anyway."""
+        """Returns the bytes kept, without those of the output, which the next block keeps."""
         if isinstance(output, torch.Tensor):
             self._kept.pop(_place(output), None)
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
@@ -104,13 +104,13 @@ def measure(
     """Runs two forward passes, with the activations of one block at a time in memory.
 
     Args:
-        model: Holds the blocks; in training mode. Its buffers are as before afterwards.
+        model: Model with the blocks, in training mode. Its buffers are restored afterwards.
         blocks: Blocks by name.
         forward: Calls the model on a micro-batch and returns the loss.
-        timed: Whether it takes time as in training; otherwise all seconds are 0.
+        timed: False to skip the timing; all seconds are 0 then.
 
     Returns:
-        The costs, of blocks that were called.
+        Costs of the blocks that were called.
     """
     costs: dict[str, BlockCost] = {}
     originals = {name: block.forward for name, block in blocks.items()}
@@ -132,7 +132,7 @@ def measure(
         if not timed:
             costs[name] = BlockCost(saved, flops.get_total_flops(), 0.0)
             return output
-        del output  # and all that it keeps
+        del output  # frees its graph
         output, seconds = _timed(lambda: original(*values, **named), inputs)
         costs[name] = BlockCost(saved, flops.get_total_flops(), seconds)
         return output
@@ -156,10 +156,10 @@ def measure(
 
 
 def cheapest(cost: ModelCost, budget: float) -> list[str]:
-    """Blocks to checkpoint so that what is kept fits, with little recomputation.
+    """Chooses blocks to checkpoint so that the kept bytes fit a budget, with little recomputation.
 
-    Greedy by operations per byte that it saves, then without those that turned out not to be needed. A
-    function of shapes alone, so that all ranks and every resumed run choose the same.
+    It is greedy by operations per saved byte, then drops blocks that aren't needed. It depends on shapes
+    alone, so that all ranks and every resumed run choose the same.
 
     Args:
         cost: From `measure`.
@@ -191,9 +191,9 @@ def cheapest(cost: ModelCost, budget: float) -> list[str]:
 
 
 def seconds_of_step(model: nn.Module, forward: Callable[[], Any], device: torch.device) -> float:
-    """Duration of a forward and backward pass; gradients and buffers are as before afterwards."""
+    """Returns the seconds of a forward and backward pass; gradients and buffers are restored."""
     with _buffers_kept(model):
-        forward().backward()  # warms up: the first has memory to find and kernels to choose
+        forward().backward()  # warm-up: allocations, and choice of kernels
         _, seconds = _timed(lambda: forward().backward(), [torch.empty(0, device=device)])
     model.zero_grad()
     return seconds
@@ -210,15 +210,15 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _leaf(value: Any) -> Any:
-    # In training most inputs depend on parameters; a block keeps more for those than for data.
+    # In training most inputs need a gradient, for which a block keeps more.
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        with torch.enable_grad():  # and no leaf, which a block might not change in place
+        with torch.enable_grad():  # cloned, as a block may not change a leaf in place
             return value.detach().requires_grad_().clone()
     return value
 
 
 def _timed(work: Callable[[], Any], where: Sequence[torch.Tensor]) -> tuple[Any, float]:
-    """Returns work's result and its seconds: the median of three, of one if that takes long."""
+    """Returns the result of `work` and the median of its seconds over three calls, or one long one."""
     seconds: list[float] = []
     while len(seconds) < _TIMES and sum(seconds) < _LONG_SECONDS:
         started = _now(where)

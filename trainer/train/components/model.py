@@ -18,10 +18,10 @@ from trainer.models.activations import ModelCost, cheapest, measure, seconds_of_
 from trainer.models.compiling import (
     compile_blocks,
     compile_model,
+    ddp_notes,
     missing_for_compiling,
     prepare_cache,
     uncompiled,
-    words_on_ddp,
 )
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT, fault_of_blocks
@@ -122,7 +122,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         else model
     )
     if (compiled or getattr(model, "by_blocks", False)) and recipe.parallel.strategy == "ddp":
-        notes += words_on_ddp(world.size)
+        notes += ddp_notes(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
 
