@@ -124,6 +124,6 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _indices(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the true entries of each row: count, int32 (…, rows), and columns, these first, (…, rows, n)."""
+    """Returns each row's number of true entries, int32 (…, rows), and columns, true first, (…, rows, n)."""
     order = dense.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return dense.sum(-1, dtype=torch.int32), order.to(torch.int32)
