@@ -308,7 +308,7 @@ def _exact(model: nn.Module, tokens: torch.Tensor, segment: torch.Tensor | None)
 
 
 def _lengths(arrays: Arrays) -> Ints:
-    """How many places of each sample are in use."""
+    """Returns the number of tokens of each sample, without padding."""
     return np.asarray(arrays.get(LENGTH, arrays[NUM_ITEMS]), np.int64)
 
 
