@@ -176,7 +176,7 @@ def test_every_group_follows_the_schedule_at_its_own_rate(name: Any) -> None:
 def test_the_average_moves_every_few_steps_by_as_much() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    average = WeightAverage(model, AverageConfig(decay=0.9, every=4, on_cpu=True))
+    average = WeightAverage(model, AverageConfig(decay=0.9, every=4))
     average._moved = 1000
     nn.init.constant_(model.weight, 2.0)
     seen = []
