@@ -34,8 +34,6 @@ def _blocks(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 def candidates(config: MemoryConfig, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     """Returns the modules that may be checkpointed, by name, and the names of the chosen ones.
 
-    With a budget the choice is made later, see `activations.cheapest`.
-
     Raises:
         BadInputError: If there are none, or a name can't be checkpointed.
     """

@@ -1,12 +1,10 @@
-"""Cost of activations: bytes kept for backward, and the time to recompute them.
+"""Bytes of activations kept for backward, with and without checkpointing.
 
-It is measured on the device with one micro-batch of zeros before the training starts, to report the cost of
-activation checkpointing, and to meet a memory budget with little recomputation.
+They are counted with one micro-batch of zeros before the training starts, to report what activation
+checkpointing saves.
 """
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,57 +13,38 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.config.sizes import GIB
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import recompute
-
-_TIMES, _LONG_SECONDS = 3, 2.0
-
-
-@dataclass(frozen=True)
-class BlockCost:
-    """Savings and cost of checkpointing one block, for one micro-batch.
-
-    Attributes:
-        saved: Bytes that it no longer keeps for backward. Its inputs are kept in any case, and its output by
-            the next block.
-        flops: Floating-point operations of its forward pass; the same on every rank and in every run.
-        seconds: Duration of its forward pass.
-    """
-
-    saved: int
-    flops: int
-    seconds: float
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Memory that a forward pass keeps for backward.
+    """Memory that a forward pass of one micro-batch keeps for backward.
 
     Attributes:
-        blocks: Costs by the block's name, in the order of the forward pass.
+        saved: Bytes that checkpointing a block saves, by its name, in the order of the forward pass. Its
+            inputs are kept in any case, and its output by the next block.
         least: Bytes kept when all blocks are checkpointed.
     """
 
-    blocks: Mapping[str, BlockCost]
+    saved: Mapping[str, int]
     least: int
 
     def kept(self, checkpointed: Sequence[str] = ()) -> int:
         """Returns the bytes kept when these blocks are checkpointed."""
-        return self.least + sum(c.saved for name, c in self.blocks.items() if name not in checkpointed)
+        return self.least + sum(saved for name, saved in self.saved.items() if name not in checkpointed)
 
     def again(self, checkpointed: Sequence[str]) -> int:
         """Returns the largest number of extra bytes while backward recomputes one of these blocks."""
-        return max((self.blocks[name].saved for name in checkpointed if name in self.blocks), default=0)
+        return max((self.saved[name] for name in checkpointed if name in self.saved), default=0)
 
 
 class KeptBytes:
     """Counts the bytes that autograd keeps, each storage once, without those of the tensors in `anyway`."""
 
     def __init__(self, anyway: Iterable[torch.Tensor]) -> None:
-        self._anyway = set(map(_place, anyway))
+        self._anyway = set(map(_storage, anyway))
         # References, so that no address is reused while counting.
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -76,19 +55,19 @@ class KeptBytes:
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         # A reference to the tensor itself would close a cycle in C++ for an operation that saves its output,
         # which only a backward pass breaks (pytorch#189025): the graph before it would leak.
-        saved, place = tensor.detach(), _place(tensor)
-        if place not in self._anyway:
-            self._kept[place] = saved
+        saved, storage = tensor.detach(), _storage(tensor)
+        if storage not in self._anyway:
+            self._kept[storage] = saved
         return saved
 
     def bytes_without(self, output: Any = None) -> int:
         """Returns the bytes kept, without those of the output, which the next block keeps."""
         if isinstance(output, torch.Tensor):
-            self._kept.pop(_place(output), None)
+            self._kept.pop(_storage(output), None)
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _storage(tensor: torch.Tensor) -> int:
     """Identifies a tensor's memory, also on the meta device."""
     address: int = tensor.untyped_storage()._cdata
     return address
@@ -98,21 +77,21 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def measure(
-    model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable[[], Any], *, timed: bool = True
-) -> ModelCost:
+def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable[[], Any]) -> ModelCost:
     """Runs two forward passes, with the activations of one block at a time in memory.
 
     Args:
         model: Model with the blocks, in training mode. Its buffers are restored afterwards.
         blocks: Blocks by name.
         forward: Calls the model on a micro-batch and returns the loss.
-        timed: False to skip the timing; all seconds are 0 then.
 
     Returns:
-        Costs of the blocks that were called.
+        Bytes of the blocks that were called.
+
+    Raises:
+        BadInputError: If a block changes its input in place.
     """
-    costs: dict[str, BlockCost] = {}
+    saved: dict[str, int] = {}
     originals = {name: block.forward for name, block in blocks.items()}
 
     def measured(name: str, original: Callable[..., Any], *values: Any, **named: Any) -> Any:
@@ -121,20 +100,14 @@ def measure(
         inputs = [value for value in (*values, *named.values()) if isinstance(value, torch.Tensor)]
         inside = KeptBytes((*model.parameters(), *inputs))
         versions = [value._version for value in inputs]
-        with torch.enable_grad(), inside.counting(), FlopCounterMode(display=False) as flops:
+        with torch.enable_grad(), inside.counting():
             output = original(*values, **named)
-            saved = inside.bytes_without(output)
+            saved[name] = inside.bytes_without(output)
         if versions != [value._version for value in inputs]:
             raise BadInputError(
                 f"activation checkpointing: '{name}' changes its input in place and can't be computed "
                 "twice; choose what lies around it"
             )
-        if not timed:
-            costs[name] = BlockCost(saved, flops.get_total_flops(), 0.0)
-            return output
-        del output  # frees its graph
-        output, seconds = _timed(lambda: original(*values, **named), inputs)
-        costs[name] = BlockCost(saved, flops.get_total_flops(), seconds)
         return output
 
     least = KeptBytes(model.parameters())
@@ -152,51 +125,7 @@ def measure(
         finally:
             for name, block in blocks.items():
                 block.forward = originals[name]
-    return ModelCost(costs, least.bytes_without())
-
-
-def cheapest(cost: ModelCost, budget: float) -> list[str]:
-    """Chooses blocks to checkpoint so that the kept bytes fit a budget, with little recomputation.
-
-    It is greedy by operations per saved byte, then drops blocks that aren't needed. It depends on shapes
-    alone, so that all ranks and every resumed run choose the same.
-
-    Args:
-        cost: From `measure`.
-        budget: Bytes.
-
-    Returns:
-        Names in the order of the forward pass.
-
-    Raises:
-        BadInputError: If checkpointing every block isn't enough.
-    """
-    useful = [name for name, block in cost.blocks.items() if block.saved > 0]
-    least = cost.kept(useful)
-    if least > budget:
-        raise BadInputError(
-            f"memory.budget_gib={budget / GIB:g}: with every block checkpointed a micro-batch still keeps "
-            f"{least / GIB:.3g} GiB; raise it or lower data.micro_batch_size"
-        )
-    chosen: list[str] = []
-    for name in sorted(useful, key=lambda name: cost.blocks[name].flops / cost.blocks[name].saved):
-        if cost.kept(chosen) <= budget:
-            break
-        chosen.append(name)
-    for name in sorted(chosen, key=lambda name: -cost.blocks[name].flops):
-        others = [other for other in chosen if other != name]
-        if cost.kept(others) <= budget:
-            chosen = others
-    return [name for name in cost.blocks if name in chosen]
-
-
-def seconds_of_step(model: nn.Module, forward: Callable[[], Any], device: torch.device) -> float:
-    """Returns the seconds of a forward and backward pass; gradients and buffers are restored."""
-    with _buffers_kept(model):
-        forward().backward()  # warm-up: allocations, and choice of kernels
-        _, seconds = _timed(lambda: forward().backward(), [torch.empty(0, device=device)])
-    model.zero_grad()
-    return seconds
+    return ModelCost(saved, least.bytes_without())
 
 
 @contextmanager
@@ -215,19 +144,3 @@ def _leaf(value: Any) -> Any:
         with torch.enable_grad():  # cloned, as a block may not change a leaf in place
             return value.detach().requires_grad_().clone()
     return value
-
-
-def _timed(work: Callable[[], Any], where: Sequence[torch.Tensor]) -> tuple[Any, float]:
-    """Returns the result of `work` and the median of its seconds over three calls, or one long one."""
-    seconds: list[float] = []
-    while len(seconds) < _TIMES and sum(seconds) < _LONG_SECONDS:
-        started = _now(where)
-        result = work()
-        seconds.append(_now(where) - started)
-    return result, statistics.median(seconds)
-
-
-def _now(tensors: Sequence[torch.Tensor]) -> float:
-    if tensors and tensors[0].device.type == "cuda":
-        torch.cuda.synchronize(tensors[0].device)
-    return time.perf_counter()
