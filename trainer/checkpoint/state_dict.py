@@ -10,14 +10,14 @@ import torch
 
 
 def take_apart(state: Any, name: str) -> tuple[dict[str, torch.Tensor], Any]:
-    """Returns the tensors by name, uncopied, and the rest for JSON, with a reference at each tensor's place.
+    """Splits a state into its tensors by name, uncopied, and the rest for JSON with references to them.
 
     Args:
         state: Nested dicts, lists and tuples of tensors, numbers, strings and None.
         name: Prefix of the tensors' names.
 
     Raises:
-        ValueError: If it holds another type; the message has its place.
+        ValueError: If it holds another type; the message has its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _plain(state, name, tensors)
