@@ -135,7 +135,7 @@ def quietly(_: int) -> None:
 def contents(
     step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
 ) -> Contents:
-    """Returns the files of a checkpoint, for one `commit`; the state is copied now, the tensors are read later.
+    """Returns the files of a checkpoint, for one `commit`; the state is copied now, tensors are read later.
 
     Raises:
         ValueError: If they can't be saved exactly.

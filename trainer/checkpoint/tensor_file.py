@@ -54,8 +54,8 @@ def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | m
     """Yields the bytes of a safetensors file: the header, then each tensor made contiguous.
 
     Args:
-        tensors: Tensors by name. Tied ones are written once for each name. Lazy ones, which are read when they
-            are sliced, are freed before the next one is read.
+        tensors: Tensors by name. Tied ones are written once for each name. Lazy ones, which are read when
+            they are sliced, are freed before the next one is read.
 
     Raises:
         ValueError: At the call, for a dtype or a name that the format doesn't support.
