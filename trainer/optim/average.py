@@ -22,18 +22,21 @@ class WeightAverage:
 
     Attributes:
         tensors: Averages by the parameters' names, on the weights' device.
+        moved_at: Number of updates at the last update of the average, int64 (1,), on the device; 0 if no
+            update may be skipped.
+        before: Number of updates in earlier runs, whose average this run started from.
     """
 
     def __init__(self, model: nn.Module, config: AverageConfig) -> None:
         """Starts from the current weights; for a sharded model from this rank's rows."""
         self._config = config
         self._moved = 0  # steps before the last update of the average
-        self._ramp = 10
+        self.before = 0
         named = {name: one for name, one in weights(model).items() if one.requires_grad}
         # Parameters, not `.data`: a forward pass may replace their memory (`parameter.data = …`).
         self._weights: list[torch.Tensor] = [*named.values()]
         device = self._weights[0].device
-        self._moved_at = torch.zeros(1, dtype=torch.int64, device=device)  # updates at that time
+        self.moved_at = torch.zeros(1, dtype=torch.int64, device=device)
         self.tensors = {name: parameter.detach().clone() for name, parameter in named.items()}
         self._average = list(self.tensors.values())
         self._alone, self._together = _parted(named, self._average)
@@ -56,33 +59,19 @@ class WeightAverage:
         if done % self._config.every and not last:
             return
         if skipped is None:
-            self._move(max(1 - decay ** (done - self._moved), 9 / (self._ramp + step)))
+            self._move(max(1 - decay ** (done - self._moved), 9 / (10 + self.before + step)))
             self._moved = done
         else:
             # The number of updates is known on the device alone.
             made = updates + (1 - skipped).to(torch.int64)
-            missed = made - self._moved_at
-            fraction = torch.maximum(1 - decay**missed, 9 / (self._ramp + updates)) * (missed > 0)
+            missed = made - self.moved_at
+            fraction = torch.maximum(1 - decay**missed, 9 / (10 + self.before + updates)) * (missed > 0)
             self._move(fraction[0])
-            self._moved_at.copy_(made)
+            self.moved_at.copy_(made)
 
     def go_on(self, step: int) -> None:
         """Continues after `step` steps; the average and `moved_at` have been restored."""
         self._moved = step - step % self._config.every
-
-    @property
-    def before(self) -> int:
-        """Number of updates in earlier runs, whose average this run started from."""
-        return self._ramp - 10
-
-    @before.setter
-    def before(self, updates: int) -> None:
-        self._ramp = 10 + updates
-
-    @property
-    def moved_at(self) -> torch.Tensor:
-        """Number of updates at the last update of the average, int64 (1,); 0 if no update may be skipped."""
-        return self._moved_at
 
     def _move(self, fraction: float | torch.Tensor) -> None:
         before = torch.is_grad_enabled()
