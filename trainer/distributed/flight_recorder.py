@@ -95,16 +95,16 @@ def parse_dumps(dumps: Mapping[int, str | None]) -> str | None:
         waits, or the dumps don't show it.
     """
     seen: dict[_Group, dict[int, _Kept]] = {}
-    told = set[int]()
+    recorded = set[int]()
     for rank, text in dumps.items():
         try:
             groups = _groups(json.loads(shortened(text) or "{}")) if text else {}
         except (ValueError, TypeError, AttributeError, KeyError):
             groups = {}
-        told |= {rank} if groups else set()
+        recorded |= {rank} if groups else set()
         for group, ours in groups.items():
             seen.setdefault(group, {})[rank] = ours
-    sentences = [_sentence(group, ranks, told, dumps) for group, ranks in seen.items()]
+    sentences = [_sentence(group, ranks, recorded, dumps) for group, ranks in seen.items()]
     return "; ".join(sentence for sentence in sentences if sentence) or None
 
 
@@ -134,37 +134,37 @@ def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, An
 
 
 def _sentence(
-    group: _Group, seen: Mapping[int, _Kept], told: set[int], dumps: Mapping[int, str | None]
+    group: _Group, seen: Mapping[int, _Kept], recorded: set[int], dumps: Mapping[int, str | None]
 ) -> str:
     """Describes one group; "" if none of its ranks waits."""
     members = [int(word) for word in re.findall(r"\d+", group.ranks)]
     if not members:  # without pg_config, only the ranks that entered something are known
         members = sorted(dumps if group.description == "default_pg" else seen)
     # A rank whose recorder has other groups alone entered no collective of this one.
-    known = [rank for rank in members if rank in seen or rank in told]
+    known = [rank for rank in members if rank in seen or rank in recorded]
     number = 1 + min((seen[rank].completed if rank in seen else 0 for rank in known), default=0)
     unknown = [rank for rank in members if rank not in known]
     silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
-    told_of = _standing(group, seen, known, number)
+    text = _standing(group, seen, known, number)
     # All ranks have entered a collective that is done on one. gloo's count lags on a rank that waits before
     # the next one, and its threads may count two collectives in the wrong order, and stay at the first.
     last = [seen[rank].entered for rank in known if rank in seen]
-    if (": done on " in told_of or _by_gloo(seen)) and max(last) > min(last) >= number:
-        told_of += f"; {_standing(group, seen, known, min(last) + 1)}"
-    return told_of and told_of + silent
+    if (": done on " in text or _by_gloo(seen)) and max(last) > min(last) >= number:
+        text += f"; {_standing(group, seen, known, min(last) + 1)}"
+    return text and text + silent
 
 
 def _standing(group: _Group, seen: Mapping[int, _Kept], known: Sequence[int], number: int) -> str:
     """Describes which of the known ranks entered a collective; "" if none did."""
-    there = {
+    entered = {
         rank: seen[rank].entries[number] for rank in known if rank in seen and number in seen[rank].entries
     }
     late = [rank for rank in known if rank not in seen or seen[rank].entered < number]
     head = f"collective {number}{_place(group)}"
-    if not there:  # no rank has entered it, or the ring no longer has it
+    if not entered:  # no rank has entered it, or the ring no longer has it
         past = [rank for rank in known if rank not in late]
         return f"{head}: {_names(past)} entered it, {_names(late)} did not" if past else ""
-    wants = {rank: _what(entry) for rank, entry in there.items()}
+    wants = {rank: _what(entry) for rank, entry in entered.items()}
     kinds = list(dict.fromkeys(wants.values()))
     if len(kinds) > 1:
         parts = [f"{kind} on {_names([r for r in wants if wants[r] == kind])}" for kind in kinds]
@@ -174,7 +174,7 @@ def _standing(group: _Group, seen: Mapping[int, _Kept], known: Sequence[int], nu
         return f"{head}{_names(set(known) - set(late))} entered it, {_names(late)} did not"
     states = {
         rank: "completed" if seen[rank].completed >= number else str(entry.get("state"))
-        for rank, entry in there.items()
+        for rank, entry in entered.items()
     }
     return head + _states(states, known)
 

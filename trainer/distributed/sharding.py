@@ -318,7 +318,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     It isn't torch's inference mode, in which a cache can't be trained with later, TorchScript fails, and
     `measure` can't compute gradients. Gradients that it leaves at parameters are discarded.
     """
-    parts: list[Any] = [one for one in model.modules() if hasattr(one, "set_requires_gradient_sync")]
+    sharded: list[Any] = [one for one in model.modules() if hasattr(one, "set_requires_gradient_sync")]
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in kept:
         parameter.grad = None
@@ -326,8 +326,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     for parameter, gradient in kept:
         parameter.grad = gradient
-    for part in parts:
-        part.reshard()
+    for module in sharded:
+        module.reshard()
 
 
 def own_part(

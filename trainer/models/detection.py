@@ -117,8 +117,8 @@ def tiny_losses(
     weight = 1 - _ALPHA + (2 * _ALPHA - 1) * wanted
     classes = (weight * wrong**_GAMMA * entropy).sum((1, 2))
     true = true_boxes.to(boxes.dtype).gather(1, target[..., None].expand(-1, -1, 4))
-    places = torch.where(positive, 1 - generalized_iou(boxes, true), 0.0).sum(1)
-    return (classes + places) / positive.sum(1).clamp(min=1)
+    localization = torch.where(positive, 1 - generalized_iou(boxes, true), 0.0).sum(1)
+    return (classes + localization) / positive.sum(1).clamp(min=1)
 
 
 def assign(

@@ -23,7 +23,7 @@ class FirstNonFinite:
         """Registers hooks on every module of a model."""
         modules = list(model.named_modules())
         self._group = group
-        self._places: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         # Four for each module, and the last one for none.
         self._flags = torch.zeros(4 * len(modules) + 1, dtype=torch.bool, device=device)
         self._first = torch.full((), _NONE, device=device)
@@ -35,8 +35,8 @@ class FirstNonFinite:
     def end_step(self, step: int) -> None:
         """Records the step's first nonfinite tensor, unless an earlier step had one."""
         self._flags[-1:].fill_(True)  # assignment to an element would copy from the host and synchronize
-        place = self._flags.to(torch.uint8).argmax()
-        found = torch.where(place < len(self._flags) - 1, place + step * len(self._flags), _NONE)
+        number = self._flags.to(torch.uint8).argmax()
+        found = torch.where(number < len(self._flags) - 1, number + step * len(self._flags), _NONE)
         self._first = torch.minimum(self._first, found)
         self._flags.zero_()
 
@@ -46,19 +46,19 @@ class FirstNonFinite:
         if self._group is not None:
             dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
         none = first == _NONE
-        step, place = first // len(self._flags), first % len(self._flags)
+        step, number = first // len(self._flags), first % len(self._flags)
         return {
             "nonfinite_step": torch.where(none, -1, step),
-            "nonfinite_place": torch.where(none, -1, place),
+            "nonfinite_place": torch.where(none, -1, number),
         }
 
     def name_first(self, row: Row) -> None:
         """Warns of the first nonfinite tensor in a metrics record's steps; a sink."""
         number = int(row.get("nonfinite_place", -1))
         if number >= 0:
-            place = next(name for name, place in self._places.items() if place == number)
+            tensor = next(name for name, one in self._numbers.items() if one == number)
             step = int(row["nonfinite_step"]) + 1
-            warn(f"step {step}: the first that wasn't finite was the {place}")
+            warn(f"step {step}: the first that wasn't finite was the {tensor}")
 
     def _before(self, label: str, module: nn.Module, inputs: Any) -> None:
         if not _is_trained(module):
@@ -75,9 +75,9 @@ class FirstNonFinite:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(functools.partial(self._look, f"gradient of the output of {label}"))
 
-    def _look(self, place: str, value: Any) -> None:
+    def _look(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            number = self._places.setdefault(place, len(self._places))
+            number = self._numbers.setdefault(name, len(self._numbers))
             self._flags[number] |= ~value.detach().isfinite().all()
 
 

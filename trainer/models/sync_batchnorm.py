@@ -87,11 +87,11 @@ class _GatherOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         before = _communicating()
-        dist.all_gather(everyones, mine.contiguous(), group=group)
+        dist.all_gather(gathered, mine.contiguous(), group=group)
         _communicated(before)
-        return torch.stack(everyones)
+        return torch.stack(gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
