@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -69,10 +69,6 @@ def _plain(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         ]
         return {"Counter" if isinstance(value, Counter) else "dict": pairs}
     if isinstance(value, list | tuple):
-        values = _each(value, path, tensors)
+        values = [_plain(one, f"{path}/{number}", tensors) for number, one in enumerate(value)]
         return values if isinstance(value, list) else {"tuple": values}
     raise ValueError(f"{path} is a {type(value).__name__}")
-
-
-def _each(values: Iterable[Any], path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
-    return [_plain(one, f"{path}/{number}", tensors) for number, one in enumerate(values)]
