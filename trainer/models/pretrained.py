@@ -113,17 +113,12 @@ def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
 
 def _torchvision_url(name: str) -> tuple[str | None, list[str]]:
     """Returns the URL of torchvision's weights of this name, or None, and all known names."""
-    import inspect
-
     from torchvision import models
 
-    modules = [models, *(module for _, module in inspect.getmembers(models, inspect.ismodule))]
-    kinds = (kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass))
     members: dict[str, Any] = {
-        f"{kind.__name__}.{word}": member
-        for kind in kinds
-        if issubclass(kind, models.WeightsEnum)
-        for word, member in getattr(kind, "__members__", {}).items()
+        f"{weights.__name__}.{key}": member
+        for weights in map(models.get_model_weights, models.list_models())
+        for key, member in weights.__members__.items()
     }
     return (members[name].url if name in members else None), list(members)
 
