@@ -12,7 +12,7 @@ from trainer.cli import make_parser
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe, recipe_names
 from trainer.config.section import describe
-from trainer.tasks.own_methods import GIVEN, METHODS_BESIDES
+from trainer.tasks.own_methods import GIVEN, OPTIONAL_METHODS
 from trainer.train.hooks import HOOK_METHODS
 
 TEXT = (ROOT / "docs" / "from-other-trainers.md").read_text()
@@ -37,7 +37,7 @@ def test_it_can_be_typed(span: str) -> None:
     if span in ELSEWHERE or span in public:
         return
     if method := re.fullmatch(r"(\w+)\([\w, ]*\)", span):
-        assert method[1] in {*GIVEN, *METHODS_BESIDES, *HOOK_METHODS}
+        assert method[1] in {*GIVEN, *OPTIONAL_METHODS, *HOOK_METHODS}
     elif span.startswith("trainer "):
         words = shlex.split(span.partition(" > ")[0])
         options = make_parser().parse_args(words[1:])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe
@@ -17,7 +16,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.memory_room import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
-from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
+from trainer.models.activations import KeptBytes, measure
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.observe.flops import Count
@@ -114,7 +113,6 @@ def test_what_is_checkpointed_is_what_was_asked_for(config: dict[str, Any], chos
     [
         ({"checkpointing": "names", "names": ["blocks.7"]}, "nothing in the model is called 'blocks.7'"),
         ({"checkpointing": "names"}, "belong together"),
-        ({"checkpointing": "blocks", "budget_gib": 1.0}, "belong together"),
         ({"checkpointing": "none", "every": 2}, "memory.every needs"),
     ],
 )
@@ -152,9 +150,6 @@ def test_predicted_bytes_are_those_that_are_kept(name: str) -> None:
     for block in some:
         recompute(found[block])
     assert cost.kept(some) == pytest.approx(kept_by(model, lambda: model(image).square().sum()), rel=0.02)
-
-
-costs = st.builds(BlockCost, st.integers(-5, 50), st.integers(0, 100), st.just(0.0))
 
 
 def test_what_a_rank_will_want_is_known_before_it_does() -> None:
@@ -249,40 +244,6 @@ def test_the_table_says_what_shards_would_hold() -> None:
     assert told[1]["memory"].endswith("; 3.8 MiB with parallel.strategy=fsdp, shared by 4 ranks")
 
 
-@given(blocks=st.lists(costs, max_size=8), least=st.integers(0, 50), budget=st.integers(0, 300))
-def test_a_budget_is_kept_with_nothing_in_excess(blocks: list[BlockCost], least: int, budget: int) -> None:
-    cost = ModelCost({str(number): block for number, block in enumerate(blocks)}, least)
-    try:
-        chosen = cheapest(cost, budget)
-    except BadInputError:
-        assert least + sum(block.saved for block in blocks if block.saved < 0) > budget
-        return
-    assert cost.kept(chosen) <= budget
-    for name in chosen:
-        assert cost.kept([other for other in chosen if other != name]) > budget
-
-
-def test_within_a_budget_only_some_blocks_are_checkpointed_and_no_bit_changes() -> None:
-    sections: dict[str, Any] = {"model": {"width": 8, "blocks": [2, 2], "dropout": 0.5}}
-    everything = make_recipe(**{**SMALL, **sections})
-    task = make_task(everything)
-    model = task.model()
-    batch = blank_batch(task, 16, torch.device("cpu"))
-    cost = measure(model, blocks(model), lambda: task.loss(model, batch))
-    middle = (cost.least + cost.kept()) / 2 / (1 << 30)
-    memory = {"checkpointing": "budget", "budget_gib": middle}
-    (note,) = build_alone(make_recipe(**{**SMALL, **sections, "memory": memory}), task).notes
-    found = re.search(r"checkpointing: (.*); a micro-batch keeps ([\d.]+) MiB .* instead of ([\d.]+)", note)
-    assert found is not None, note
-    assert 0 < len(found[1].split(", ")) < 4
-    assert float(found[2]) <= middle * 1024 + 0.05 < float(found[3])
-    assert re.search(r"for about \d+% more time", note)
-    plain_losses, plain = train(**sections)
-    losses, state = train(**sections, memory=memory)
-    assert losses == plain_losses
-    assert all(torch.equal(state[name], plain[name]) for name in plain)
-
-
 @pytest.mark.parametrize(
     "memory", [{"checkpointing": "blocks"}, {"checkpointing": "names", "names": ["blocks.1"]}]
 )
@@ -300,11 +261,6 @@ def test_what_is_trained_keeps_what_the_log_says(memory: dict[str, Any]) -> None
     again = re.search(r"and backward ([\d.]+) more .* instead of ([\d.]+)", note)
     assert again is not None
     assert 0 < float(again[1]) < float(again[2]) - float(found[1]) + 0.11
-
-
-def test_of_two_blocks_that_save_as_much_the_cheaper_is_chosen() -> None:
-    cost = ModelCost({"dear": BlockCost(10, 100, 0.0), "cheap": BlockCost(10, 1, 0.0)}, 5)
-    assert cheapest(cost, 15) == ["cheap"]
 
 
 SYNTHETIC: dict[str, Any] = {
@@ -343,11 +299,6 @@ def test_blocks_that_pass_lists_are_computed_again_too() -> None:
         train_step(run, run.loader(run.share.batches()), 0)
         losses.append([float(run.state.loss), float(run.gradients.parameters[0].detach().sum())])
     assert losses[0] == losses[1] == losses[2]
-
-
-def test_a_budget_that_cannot_be_met_is_refused() -> None:
-    with pytest.raises(BadInputError, match="with every block checkpointed a micro-batch still keeps"):
-        train(memory={"checkpointing": "budget", "budget_gib": 1e-6})
 
 
 def test_channels_last_changes_only_rounding() -> None:

@@ -176,7 +176,7 @@ def test_every_group_follows_the_schedule_at_its_own_rate(name: Any) -> None:
 def test_the_average_moves_every_few_steps_by_as_much() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    average = WeightAverage(model, AverageConfig(decay=0.9, every=4, on_cpu=True))
+    average = WeightAverage(model, AverageConfig(decay=0.9, every=4))
     average._moved = 1000
     nn.init.constant_(model.weight, 2.0)
     seen = []
@@ -238,7 +238,7 @@ def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> 
     host, device = (WeightAverage(model, AverageConfig(decay=0.9, every=4)) for _ in range(2))
     nn.init.constant_(model.weight, 2.0)
     host._moved = 1000
-    device._moved_at.fill_(1000)
+    device.moved_at.fill_(1000)
     for step in range(1000, 1007):
         host.update(step, None, torch.zeros(1), last=step == 1006)
     assert host.tensors["weight"].item() == pytest.approx(2 - 0.9**7)
@@ -304,7 +304,7 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
         on_host, on_device = (WeightAverage(model, AverageConfig(decay=0.9)) for _ in range(2))
         nn.init.constant_(model.weight, 2.0)
         on_host._moved = updates[0][0]
-        on_device._moved_at.fill_(updates[0][0])
+        on_device.moved_at.fill_(updates[0][0])
         for before, skipped in updates:
             if not skipped:
                 on_host.update(before, None, torch.zeros(1))

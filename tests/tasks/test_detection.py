@@ -29,7 +29,7 @@ from trainer.errors import BadInputError
 from trainer.models.detection import (
     TinyDetector,
     assign,
-    cell_middles,
+    cell_centers,
     detections,
     generalized_iou,
     make_detector,
@@ -100,7 +100,7 @@ def test_a_rank_with_nothing_but_padding_calls_the_model_all_the_same() -> None:
 
 def test_losses_add_up_exactly_over_images() -> None:
     torch.manual_seed(0)
-    cells = cell_middles(12, 12, 8, torch.zeros((), dtype=torch.float64))
+    cells = cell_centers(12, 12, 8, torch.zeros((), dtype=torch.float64))
     begin = torch.rand(6, 5, 2, dtype=torch.float64) * 60
     true = torch.cat((begin, begin + 5 + torch.rand(6, 5, 2, dtype=torch.float64) * 30), 2)
     logits, boxes = (
@@ -136,7 +136,7 @@ def test_focal_loss_and_overlap_are_torchvisions() -> None:
     from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
     torch.manual_seed(1)
-    cells = cell_middles(4, 4, 8, torch.zeros(()))
+    cells = cell_centers(4, 4, 8, torch.zeros(()))
     logits, boxes = torch.randn(1, 16, 3), torch.rand(1, 16, 4) * 10 + torch.tensor([0.0, 0, 12, 12])
     true, label = torch.tensor([[[6.0, 5, 18, 19]]]), torch.tensor([[2]])
     target, positive = assign(cells, 8, true, torch.tensor([1]))
@@ -153,7 +153,7 @@ def test_focal_loss_and_overlap_are_torchvisions() -> None:
 
 
 def test_a_cell_near_two_boxes_is_for_the_smaller() -> None:
-    cells = cell_middles(12, 12, 8, torch.zeros(()))
+    cells = cell_centers(12, 12, 8, torch.zeros(()))
     boxes = torch.tensor([[[10.0, 10, 70, 70], [35, 35, 47, 47], [90, 90, 95, 96]]])
     target, positive = assign(cells, 8, boxes, torch.tensor([3]))
     near = positive[0].nonzero()[:, 0].tolist()

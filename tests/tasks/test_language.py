@@ -31,7 +31,7 @@ from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
-from trainer.models.gpt import GPT, place_in_segment, turned, turns
+from trainer.models.gpt import GPT, place_in_segment, rotary_table, rotate
 from trainer.optim.muon import hidden_matrices
 from trainer.optim.optimizers import parameter_groups
 from trainer.tasks.language import Language
@@ -76,8 +76,8 @@ def test_turned_products_depend_on_the_distance_alone(first: int, second: int, s
     query, key = torch.randn(2, 1, 1, 2, 8, dtype=torch.float64)
 
     def product(at: int, to: int) -> torch.Tensor:
-        places = (turns(torch.tensor([place]), 8, torch.float64) for place in (at, to))
-        q, k = (turned(x, turn) for x, turn in zip((query, key), places, strict=True))
+        places = (rotary_table(torch.tensor([place]), 8, torch.float64) for place in (at, to))
+        q, k = (rotate(x, turn) for x, turn in zip((query, key), places, strict=True))
         return (q * k).sum(-1)
 
     assert torch.allclose(product(first, second), product(first + shift, second + shift))

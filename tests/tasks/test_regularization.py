@@ -37,7 +37,7 @@ def test_mixup_is_a_blend_with_one_neighbor() -> None:
     image = images(64)
     mixed = mix(image, 0.4, 0.0)
     assert torch.equal(mixed.other, torch.arange(64).roll(1))
-    blended = mixed.share * image[:, 0, 0, 0] + (1 - mixed.share) * image[mixed.other, 0, 0, 0]
+    blended = mixed.fraction * image[:, 0, 0, 0] + (1 - mixed.fraction) * image[mixed.other, 0, 0, 0]
     assert torch.allclose(mixed.image, blended.view(-1, 1, 1, 1).expand_as(image), atol=1e-4)
 
 
@@ -48,9 +48,9 @@ def test_cutmix_pastes_a_rectangle_and_counts_its_pixels() -> None:
     own = mixed.image == image
     pasted = mixed.image == image[mixed.other]
     assert bool((own | pasted).all())
-    assert torch.allclose(mixed.share, own.float().mean((1, 2, 3)))
-    assert bool((mixed.share < 0.5).any())
-    assert bool((mixed.share > 0.5).any())
+    assert torch.allclose(mixed.fraction, own.float().mean((1, 2, 3)))
+    assert bool((mixed.fraction < 0.5).any())
+    assert bool((mixed.fraction > 0.5).any())
     for pixels in pasted[:, 0]:
         rows, columns = pixels.any(1), pixels.any(0)
         assert torch.equal(pixels, rows[:, None] & columns[None]), "not a rectangle"
@@ -60,7 +60,7 @@ def test_cutmix_pastes_a_rectangle_and_counts_its_pixels() -> None:
 @pytest.mark.parametrize("parameter", [0.2, 1.0, 4.0])
 def test_shares_are_beta_distributed(parameter: float) -> None:
     torch.manual_seed(0)
-    share = mix(images(200_000, 1), parameter, 0.0).share
+    share = mix(images(200_000, 1), parameter, 0.0).fraction
     assert share.mean() == pytest.approx(0.5, abs=0.01)
     assert share.var() == pytest.approx(1 / (4 * (2 * parameter + 1)), rel=0.03)
 
@@ -70,7 +70,7 @@ def test_with_both_half_of_the_images_get_either() -> None:
     image = images(4000)
     mixed = mix(image, 1.0, 1.0)
     flat = mixed.image.flatten(1)
-    uniform = (flat == flat[:, :1]).all(1) & (mixed.share < 1) & (mixed.share > 0)
+    uniform = (flat == flat[:, :1]).all(1) & (mixed.fraction < 1) & (mixed.fraction > 0)
     assert float(uniform.float().mean()) == pytest.approx(0.5, abs=0.05)
 
 
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_the_mixed_target(smoothing: float) -> None:
     torch.manual_seed(1)
     mixed = mix(torch.zeros(32, 1, 8, 8), 0.5, 0.0)
     hot = F.one_hot(label, 10).float()
-    target = mixed.share[:, None] * hot + (1 - mixed.share[:, None]) * hot[mixed.other]
+    target = mixed.fraction[:, None] * hot + (1 - mixed.fraction[:, None]) * hot[mixed.other]
     target = (1 - smoothing) * target + smoothing / 10
     wanted = -(target * F.log_softmax(logits, 0)).sum()
     assert float(loss) == pytest.approx(float(wanted), rel=1e-5)

@@ -54,7 +54,6 @@ def test_what_no_part_computes_stands_beside_them() -> None:
         ({"name": "sgd"}, {}, 3),
         ({"name": "sgd", "momentum": 0}, {}, 2),
         ({"name": "adamw"}, {"decay": 0.9}, 5),
-        ({"name": "adamw"}, {"decay": 0.9, "on_cpu": True}, 4),
     ],
 )
 def test_memory_is_what_the_first_step_holds(optim: Any, ema: Any, copies: int) -> None:

@@ -158,8 +158,7 @@ def test_nothing_is_measured_on_the_host_for_a_gpu_nor_together(
     prepared = prepare_model(recipe, task, World(0, 2, 0, device, group, None, 2))
     assert not collectives
     assert seen and all("FakeTensor" in one or "meta" in one for one in seen)
-    note = next(note for note in prepared.notes if note.startswith("activation checkpointing"))
-    assert ("more time" in note) is (strategy == "ddp")
+    assert any(note.startswith("activation checkpointing") for note in prepared.notes)
     assert all(type(t) in (torch.nn.Parameter, torch.Tensor) for t in prepared.model.state_dict().values())
     task.loss(make(), next(iter(build_alone(recipe, task).loader(range(1)))))  # keeps no shapes of tensors
 

@@ -1,8 +1,8 @@
 """Checkpoints: one folder, all of a run, written during training. Nothing in them is unpickled.
 
-Staged, streamed as safetensors with a manifest of hashes, listed, and the newest good one found. Imports
-`host`, and `observe` for its heartbeat; knows tensors by name, and nothing of what is trained. A checkpoint
-is whole or absent, whatever is killed when; a damaged one is named and left out.
+They are staged in host memory, streamed as safetensors with a manifest of hashes, and verified when read.
+Imports `host`, and `observe` for its heartbeat; knows tensors by name, and neither model nor task. A
+checkpoint is complete or absent after a crash at any time; a damaged one is named and skipped.
 """
 
 CHECKPOINTS = "checkpoints"  # of a run folder

@@ -24,13 +24,13 @@ _ALIGNMENT = 64
 
 
 def make_room(tensors: _Tensors) -> torch.Tensor:
-    """Page-locked memory for one copy of those tensors that are on a GPU, uint8 (bytes,).
+    """Allocates page-locked memory for one copy of the tensors on a GPU, uint8 (bytes,).
 
-    Made at the start of a run: page-locking takes about as long as copying, and what a slow disk still
-    writes from is not to be there a second time.
+    It is allocated once, at the start of a run: page-locking takes about as long as copying, and a slow disk
+    must not hold a second copy.
 
     Args:
-        tensors: By file and by name.
+        tensors: Tensors by file and name.
     """
     size = sum(_room_of(one) for group in tensors.values() for one in group.values() if _on_gpu(one))
     room = torch.empty(size, dtype=torch.uint8)
@@ -38,18 +38,18 @@ def make_room(tensors: _Tensors) -> torch.Tensor:
         return room
     cudart = torch.cuda.cudart()
     if page_lock(cudart, str(torch.version.cuda), room.data_ptr(), size):
-        # Before the memory is given back; at the end of the process all of it is.
+        # Before the memory is freed; at the end of the process all of it is.
         weakref.finalize(room, cudart.cudaHostUnregister, room.data_ptr()).atexit = False
     return room
 
 
 def stage(tensors: _Tensors, room: torch.Tensor | None = None) -> dict[str, dict[str, torch.Tensor]]:
-    """Copies tensors to host memory, so that training may change them; waits until they are there.
+    """Copies tensors to host memory, so that training may change them, and synchronizes.
 
     Args:
-        tensors: By file and by name; all keep their memory format.
-        room: From `make_room`, for those on a GPU: what was staged in it before is overwritten. What finds
-            no more room there is copied to memory that isn't page-locked.
+        tensors: Tensors by file and name; all keep their memory format.
+        room: From `make_room`, for tensors on a GPU; it is overwritten. Tensors that don't fit are copied to
+            pageable memory.
     """
     free, staged = room, dict[str, dict[str, torch.Tensor]]()
     for file, group in tensors.items():
@@ -59,9 +59,9 @@ def stage(tensors: _Tensors, room: torch.Tensor | None = None) -> dict[str, dict
             if free is None or not _on_gpu(one) or len(free) < _room_of(one):
                 staged[file][name] = torch.empty_like(one, device="cpu").copy_(one)
                 continue
-            place = free[: one.numel() * one.element_size()].view(one.dtype)
-            place = place.as_strided(one.shape, torch.empty_like(one, device="meta").stride())
-            staged[file][name] = place.copy_(one, non_blocking=True)
+            flat = free[: one.numel() * one.element_size()].view(one.dtype)
+            copy = flat.as_strided(one.shape, torch.empty_like(one, device="meta").stride())
+            staged[file][name] = copy.copy_(one, non_blocking=True)
             free = free[_room_of(one) :]
     for device in {one.device for group in tensors.values() for one in group.values() if _on_gpu(one)}:
         copied = torch.cuda.Event()
@@ -75,7 +75,7 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _room_of(tensor: torch.Tensor) -> int:
-    """Bytes, up to where the next tensor's numbers are aligned, whatever their type."""
+    """Returns the bytes of a tensor, rounded up so that the next one is aligned for any dtype."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -103,10 +103,10 @@ class RankPart(NamedTuple):
     """This rank's part of a checkpoint that all ranks write together.
 
     Attributes:
-        exchange: With the others.
-        token: A number that is the same on all ranks, and no other write's.
-        shapes: Of the whole tensors, by kind and name, of those that are sharded.
-        seconds: How long the first rank waits for the others, after its own part.
+        exchange: Messages with the other ranks.
+        token: Number of this write, equal on all ranks.
+        shapes: Whole shapes of the sharded tensors, by kind and name.
+        seconds: Seconds that the first rank waits for the others, after its own part.
     """
 
     exchange: Exchange
@@ -121,20 +121,20 @@ class BackgroundWriter:
     A write that fails doesn't end the training: it is reported, and the next one tries again.
 
     Attributes:
-        folder: Of the checkpoints.
-        written: The last step that was written, None before the first; of a sharded run on the first rank.
+        folder: Folder of the checkpoints.
+        written: Last written step, None before the first; in a sharded run only on the first rank.
     """
 
     def __init__(
         self, folder: Path, keep_last: int, on_problem: Callable[[str], None], good: int | None = None
     ) -> None:
-        """Starts nothing yet.
+        """Starts no thread yet.
 
         Args:
-            folder: Of the checkpoints; its parent must exist.
-            keep_last: Number of good checkpoints to keep, in addition to the best.
-            on_problem: Takes a line for people; called on the writing thread.
-            good: A step that was read already and found good.
+            folder: Folder of the checkpoints; its parent must exist.
+            keep_last: Number of intact checkpoints to keep, in addition to the best.
+            on_problem: Takes a line for the user; called on the writing thread.
+            good: Step of a checkpoint that was verified before.
         """
         self.written: int | None = None
         self.folder = folder
@@ -152,20 +152,20 @@ class BackgroundWriter:
         best: int | None = None,
         part: RankPart | None = None,
     ) -> float:
-        """Starts writing a checkpoint and returns, once the one before is done.
+        """Starts writing a checkpoint, once the previous write has finished.
 
         Args:
-            step: Its step.
+            step: Step of the checkpoint.
             tensors: From `stage`; must not be changed any more.
-            state: What JSON keeps; taken as it is now.
-            best: The step to keep whatever its age.
-            part: Of a checkpoint that all ranks write together; None: this one writes it alone.
+            state: State for JSON; copied now.
+            best: Step that is kept whatever its age.
+            part: This rank's part of a sharded checkpoint; None: this rank writes all of it.
 
         Returns:
-            Seconds of waiting for the one before.
+            Seconds of waiting for the previous write.
 
         Raises:
-            ValueError: If the contents can't be read back as they are: a mistake in the caller.
+            ValueError: If the contents can't be saved exactly: a mistake in the caller.
         """
         commit = (
             self._alone(step, tensors, state) if part is None else self._shared(step, tensors, state, part)
@@ -184,7 +184,7 @@ class BackgroundWriter:
         """Waits for the write under way.
 
         Returns:
-            The last step that was written: the one submitted last, unless its write failed.
+            The last written step: the one submitted last, unless its write failed.
         """
         if self._thread is not None:
             self._thread.join()
@@ -192,9 +192,9 @@ class BackgroundWriter:
         return self.written
 
     def newest(self) -> int | None:
-        """Returns the step from which the next attempt would resume, by what is on the disk now.
+        """Returns the step from which the next attempt would resume, from the checkpoints on the disk.
 
-        Waits for the write under way. None if there is none, or the folder can't be read.
+        It waits for the write under way. None if there is no checkpoint, or the folder can't be read.
         """
         try:
             return store.newest_step(self.folder, self._known_good, self.finish())
@@ -204,12 +204,12 @@ class BackgroundWriter:
     def abandon(self) -> None:
         """Stops the current write without waiting, for a process that must end now.
 
-        Nothing half-written can be taken for a checkpoint; one that was all but done may still appear, whole.
+        An unfinished write leaves no checkpoint; an almost finished one may still complete.
         """
         self._abandoned.set()
 
     def _is_abandoned(self) -> bool:
-        heartbeat()  # it is asked for each tensor: a disk that is slow does not hang
+        heartbeat()  # called for each tensor, so that a slow disk doesn't count as a hang
         return self._abandoned.is_set()
 
     def _alone(self, step: int, tensors: _Tensors, state: Mapping[str, Any]) -> Callable[[], bool]:
@@ -229,7 +229,7 @@ class BackgroundWriter:
         shared = shared_contents(step, tensors, part.shapes, exchange.ranks, state)
 
         def commit() -> bool:
-            """Returns whether this rank has made a checkpoint of the parts: the first one does."""
+            """Returns True on the rank that has completed the checkpoint, the first one."""
             try:
                 beside = store.begin_shared(self.folder, name)
                 hashes = store.commit_part(beside, files, self._is_abandoned)
@@ -237,14 +237,14 @@ class BackgroundWriter:
             except Exception as error:
                 if not self._abandoned.is_set():
                     exchange.tell(name, json.dumps(_why(error)))
-                if exchange.rank:  # the first one says it
+                if exchange.rank:  # the first rank reports it
                     return False
                 raise
             if exchange.rank:
                 return False
             try:
-                everyones = self._of_all(name, part)
-                store.commit_shared(beside, step, shared, everyones, self._is_abandoned)
+                hashes = self._all_hashes(name, part)
+                store.commit_shared(beside, step, shared, hashes, self._is_abandoned)
             except Exception:
                 with contextlib.suppress(OSError):
                     remove(beside)
@@ -253,8 +253,8 @@ class BackgroundWriter:
 
         return commit
 
-    def _of_all(self, name: str, part: RankPart) -> dict[str, str]:
-        """The hashes of all ranks' files, once they are on the disk."""
+    def _all_hashes(self, name: str, part: RankPart) -> dict[str, str]:
+        """Waits for all ranks; returns the SHA-256 of their files by name."""
         end, hashes = time.monotonic() + part.seconds, dict[str, str]()
         while (words := part.exchange.told(name)) is None:
             if self._is_abandoned():
@@ -263,10 +263,10 @@ class BackgroundWriter:
                 raise OSError(errno.ETIMEDOUT, f"not all ranks wrote their part within {part.seconds:.0f} s")
             time.sleep(_PAUSE_S)
         for rank, word in enumerate(words):
-            told = json.loads(word)
-            if isinstance(told, str):
-                raise OSError(errno.EIO, f"rank {rank}: {told}")
-            hashes |= told
+            message = json.loads(word)
+            if isinstance(message, str):
+                raise OSError(errno.EIO, f"rank {rank}: {message}")
+            hashes |= message
         return hashes
 
     def _write(self, step: int, commit: Callable[[], bool], best: int | None) -> None:

@@ -1,9 +1,9 @@
-"""One checkpoint: a folder of safetensors, JSON and a hash manifest.
+"""Format of a checkpoint: a folder of safetensors, JSON and a hash manifest.
 
     step-00001200/{model,optimizer,ema}.safetensors  state.json  SHA256SUMS
 
-Of a sharded run each rank writes its rows: `model_00001_of_00004.safetensors` and so on, counted from 0. The
-first rank's files also hold what isn't sharded; `state.json` has the shapes of all that is.
+In a sharded run each rank writes its rows: `model_00001_of_00004.safetensors` and so on, counted from 0. The
+first rank's files also hold unsharded tensors; `state.json` has the whole shapes of the sharded ones.
 
 `sha256sum -c SHA256SUMS` checks it without this package.
 """
@@ -33,7 +33,7 @@ _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_]{0,31}\.(?:safetensors|j
 _SUMS_BYTES = 4 << 20
 _MOST_RANKS = 10_000  # that share a model
 
-# A second folder of a step stands there for a moment while the step is written again.
+# While a step is written again, there are two folders of it for a moment.
 _FOLDER = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 
 Contents = Mapping[str, Iterable[files.Buffer]]
@@ -41,22 +41,22 @@ Shapes = Mapping[str, Mapping[str, Sequence[int]]]  # by kind ("model") and name
 
 
 class Damaged(Exception):  # noqa: N818  (a finding about a file, not a mistake of the caller)
-    """A checkpoint that can't be trusted; the text says which file and why."""
+    """A damaged checkpoint; the message has the file and the reason."""
 
 
 class Unreadable(Exception):  # noqa: N818  (as above)
-    """A checkpoint that can't be read now, which says nothing of what it holds; the text says why."""
+    """A checkpoint that can't be read now, for a reason in the message; it may be intact."""
 
 
 class Checkpoint(NamedTuple):
     """Contents of a checkpoint.
 
     Attributes:
-        step: What it was written as.
-        path: Its folder.
-        tensors: By file and by name, on the CPU, contiguous. Those of a file share one block of memory. From
-            `look_up` they are `Stored`.
-        state: What JSON keeps.
+        step: Step of the run.
+        path: Folder.
+        tensors: Tensors by file and name, contiguous on the CPU; those of a file share one block of memory.
+            From `look_up` they are `Stored`.
+        state: State in JSON.
     """
 
     step: int
@@ -67,13 +67,13 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a checkpoint that lies on the disk; a slice of it, or [...], reads these rows and no more.
+    """Tensor of a checkpoint on the disk; a slice, or [...], reads only these rows.
 
     Attributes:
-        path: The folder.
-        dtype: Its type of number.
-        shape: Of the whole.
-        parts: Files that hold its rows, in order: name, first byte, rows.
+        path: Folder of the checkpoint.
+        dtype: Dtype.
+        shape: Whole shape.
+        parts: Files with its rows, in order: name, first byte, number of rows.
     """
 
     path: Path
@@ -92,10 +92,10 @@ class Stored:
         return self.shape.numel()
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
-        """Reads.
+        """Reads rows.
 
         Raises:
-            Damaged: If a file isn't what it was.
+            Damaged: If a file has changed.
             Unreadable: If it can't be read now.
         """
         count = len(self) if self.shape else 1
@@ -103,13 +103,13 @@ class Stored:
         each = self.numel() // max(count, 1) * self.dtype.itemsize
         data = torch.empty(max(stop - start, 0) * each, dtype=torch.uint8)
         before = filled = 0
-        for name, place, held in self.parts:
-            first, last = max(start - before, 0), min(stop - before, held)
-            before += held
+        for name, offset, rows_in_file in self.parts:
+            first, last = max(start - before, 0), min(stop - before, rows_in_file)
+            before += rows_in_file
             if first < last and each:
                 with _opened(self.path, name) as (file, _):
                     into = tensor_file.bytes_view(data)[filled : filled + (last - first) * each]
-                    files.read_into(file, place + first * each, into)
+                    files.read_into(file, offset + first * each, into)
                     filled += len(into)
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
         return data.view(self.dtype).view(shape)
@@ -129,16 +129,16 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def quietly(_: int) -> None:
-    """Takes progress and shows nothing."""
+    """Ignores progress."""
 
 
 def contents(
     step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
 ) -> Contents:
-    """The files of a checkpoint, for one `commit`. The state is taken as it is now, the tensors later.
+    """Returns the files of a checkpoint, for one `commit`; the state is copied now, tensors are read later.
 
     Raises:
-        ValueError: If they can't be read back as they are.
+        ValueError: If they can't be saved exactly.
     """
     if not 0 <= step < 10**18:
         raise ValueError(f"{step} is no step")
@@ -146,7 +146,7 @@ def contents(
         raise ValueError(f"'{wrong[0]}' can't name a file: small letters, digits and _, 32 at most")
     about = {"format": _FORMAT, "step": step, "tensors": sorted(tensors), "state": dict(state)}
     return {
-        **{name + _SUFFIX: tensor_file.encode(tensors[name]) for name in sorted(tensors)},
+        **{name + _SUFFIX: tensor_file.safetensors_bytes(tensors[name]) for name in sorted(tensors)},
         _STATE: [strict_json.dump(about)],
     }
 
@@ -154,16 +154,16 @@ def contents(
 def shard_contents(
     tensors: Mapping[str, Mapping[str, torch.Tensor]], shapes: Shapes, rank: int, ranks: int
 ) -> Contents:
-    """A rank's files of a sharded checkpoint.
+    """Returns a rank's files of a sharded checkpoint.
 
     Args:
-        tensors: By kind and name, this rank's rows of those in `shapes`.
-        shapes: Of the whole ones.
-        rank: Of those that share the model; the first also writes what isn't sharded.
-        ranks: How many these are.
+        tensors: Tensors by kind and name; of those in `shapes` this rank's rows.
+        shapes: Whole shapes of the sharded tensors.
+        rank: Rank among those that share the model; the first also writes unsharded tensors.
+        ranks: Number of these ranks.
     """
     return {
-        _shard_name(kind, rank, ranks) + _SUFFIX: tensor_file.encode(
+        _shard_name(kind, rank, ranks) + _SUFFIX: tensor_file.safetensors_bytes(
             {name: one for name, one in group.items() if not rank or name in shapes.get(kind, {})}
         )
         for kind, group in sorted(tensors.items())
@@ -173,7 +173,7 @@ def shard_contents(
 def shared_contents(
     step: int, kinds: Iterable[str], shapes: Shapes, ranks: int, state: Mapping[str, Any]
 ) -> Contents:
-    """Returns the part of a sharded checkpoint that is written once; the state is copied now."""
+    """Returns the files of a sharded checkpoint that are written once; the state is copied now."""
     listed = {kind: {name: list(shape) for name, shape in group.items()} for kind, group in shapes.items()}
     shards = {"ranks": ranks, "shapes": listed}
     about = {"format": _FORMAT, "step": step, "tensors": sorted(kinds), "state": dict(state)}
@@ -185,7 +185,7 @@ def _shard_name(kind: str, rank: int, ranks: int) -> str:
 
 
 def write_part(path: Path, contents: Contents) -> dict[str, str]:
-    """Writes some files of a checkpoint and makes them last; returns their hashes.
+    """Writes and syncs some files of a checkpoint; returns their SHA-256 by name.
 
     Raises:
         OSError: If they can't be written.
@@ -196,12 +196,12 @@ def write_part(path: Path, contents: Contents) -> dict[str, str]:
 
 
 def write_files(path: Path, contents: Contents, before: Mapping[str, str] | None = None) -> None:
-    """Writes `contents` to a folder and makes them last; the hashes of all files come last.
+    """Writes and syncs files, and finally the hashes of all files.
 
     Args:
-        path: New and empty, but for the files of `before`.
-        contents: By name.
-        before: Hashes of files that are there already.
+        path: Folder, new and empty except for the files of `before`.
+        contents: Contents by file name.
+        before: SHA-256 of files that exist already.
 
     Raises:
         OSError: If they can't be written.
@@ -213,20 +213,20 @@ def write_files(path: Path, contents: Contents, before: Mapping[str, str] | None
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads a checkpoint that is what was written.
+    """Reads and verifies a checkpoint.
 
     Raises:
-        Damaged: If a hash differs, a file is missing or is not what it should be.
-        Unreadable: If the disk or the rights to it fail.
+        Damaged: If a hash differs, or a file is missing or malformed.
+        Unreadable: If the disk fails, or permissions are missing.
     """
     return _read(path, keep=True, advance=quietly)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Reads what JSON keeps of a checkpoint, and nothing else of it.
+    """Reads the JSON state of a checkpoint alone.
 
     Raises:
-        Damaged: If it can't be trusted.
+        Damaged: If it is damaged.
         Unreadable: If it can't be read now.
     """
     with _reason("the folder"), files.opened_folder(path) as folder:
@@ -235,12 +235,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
-    """Returns the slots of a checkpoint's tensors of one kind, from the headers; no tensor is read.
+    """Returns the slots of a checkpoint's tensors of one kind, from the headers alone.
 
-    Of sharded ones the shape is the whole's, and the place that of the first rank's rows.
+    Sharded tensors have their whole shape, and the position of the first rank's rows.
 
     Raises:
-        Damaged: If a file is missing, or is none.
+        Damaged: If a file is missing or malformed.
         Unreadable: If it can't be read now.
     """
     with _reason("the folder"), files.opened_folder(path) as folder:
@@ -253,7 +253,7 @@ def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
 
 
 def _slots_of(path: Path, name: str) -> list[tensor_file.Slot]:
-    """Returns the slots of one file; bytes are counted from its beginning."""
+    """Returns the slots of one file, with byte positions from its start."""
     with _opened(path, name) as (file, size):
         start = 8 + tensor_file.header_size(files.read_at(file, 0, 8), size)
         slots = tensor_file.parse_header(files.read_at(file, 0, start)[8:], size - start)
@@ -261,7 +261,7 @@ def _slots_of(path: Path, name: str) -> list[tensor_file.Slot]:
 
 
 def odd_weights(file: Path) -> str | None:
-    """Returns why a file of weights in a run folder can't be read, by its type and header; or None."""
+    """Returns the reason why a file of weights can't be read, from its type and header; else None."""
     file = files.real_inside(file)
     try:
         _slots_of(file.parent.resolve(), file.name)
@@ -271,10 +271,10 @@ def odd_weights(file: Path) -> str | None:
 
 
 def stored_in(path: Path, name: str) -> dict[str, Stored]:
-    """The tensors of a safetensors file in a folder, unread.
+    """Returns the tensors of a safetensors file in a folder, unread.
 
     Raises:
-        Damaged: If it is missing, or is none.
+        Damaged: If it is missing or malformed.
         Unreadable: If it can't be read now.
     """
     return {
@@ -289,12 +289,12 @@ def stored_in(path: Path, name: str) -> dict[str, Stored]:
 
 
 def look_up(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
-    """A checkpoint whose tensors are `Stored` and read later: those that are needed, and only their rows.
+    """Opens a checkpoint with `Stored` tensors, whose rows are read when they are needed.
 
     Args:
-        path: Its folder.
-        share: Of so many readers that look it up together, this one's number, and how many they are. Each
-            compares the hashes of its share of the files; only all together know that it can be trusted.
+        path: Folder of the checkpoint.
+        share: Number of this reader, and the number of readers that verify the checkpoint together. Each
+            verifies every n-th file; the checkpoint is intact if no reader finds damage.
 
     Raises:
         Damaged: If this reader found damage.
@@ -323,16 +323,16 @@ def _put_together(
     shapes: Mapping[str, Sequence[int]],
     join: Callable[[list[_Piece], Sequence[int]], _Piece],
 ) -> dict[str, _Piece]:
-    """Joins the slices of the ranks' files; each slice is freed once it is joined.
+    """Concatenates the rows in the ranks' files; each slice is freed once it is used.
 
     Args:
-        kind: Such as "model".
-        held: By the file's name, what is in it by name.
-        shapes: Of the tensors that are cut into rows; the others are in the first file alone.
-        join: Makes one of the pieces, with this shape.
+        kind: Kind of tensors, such as "model".
+        held: Tensors of each file, by file and name.
+        shapes: Whole shapes of the sharded tensors; the others are in the first file alone.
+        join: Makes a tensor of this shape from its pieces.
 
     Raises:
-        Damaged: If the pieces aren't the whole.
+        Damaged: If the pieces don't add up to the whole.
     """
     first, *others = held.values()
     whole = {}
@@ -361,10 +361,10 @@ def _spread(pieces: list[Stored], shape: Sequence[int]) -> Stored:
 
 
 def sums_hash(path: Path) -> str:
-    """SHA-256 of a checkpoint's list of hashes, hexadecimal: it says which checkpoint that is.
+    """Returns the SHA-256 of a checkpoint's list of hashes, hexadecimal, as its identity.
 
     Raises:
-        Damaged: If it has none.
+        Damaged: If there is no list.
         Unreadable: If it can't be read now.
     """
     with _opened(path, _SUMS) as (file, size):
@@ -373,7 +373,7 @@ def sums_hash(path: Path) -> str:
 
 @contextlib.contextmanager
 def _opened(path: Path, name: str) -> Iterator[tuple[int, int]]:
-    """A file of a checkpoint, and its size."""
+    """Opens a file of a checkpoint; yields its descriptor and size."""
     with (
         _reason("the folder"),
         files.opened_folder(path) as folder,
@@ -384,13 +384,14 @@ def _opened(path: Path, name: str) -> Iterator[tuple[int, int]]:
 
 
 def verify_checkpoint(path: Path, advance: Callable[[int], object] = quietly) -> None:
-    """Does everything that `read` does but keep the tensors; needs little memory.
+    """Verifies a checkpoint as `read` does, without keeping the tensors in memory.
 
     Args:
-        advance: Called with numbers of bytes that were read, from several threads.
+        path: Folder of the checkpoint.
+        advance: Called with numbers of bytes read, from several threads.
 
     Raises:
-        Damaged: If the checkpoint can't be trusted.
+        Damaged: If the checkpoint is damaged.
         Unreadable: If it can't be read now.
     """
     _read(path, keep=False, advance=advance)
@@ -413,7 +414,7 @@ def _read(
             raise Damaged(f"{_STATE} is of step {about['step']}")
         one = partial(_read_tensors, folder, sums, keep=keep, advance=advance)
         names = names[share[0] :: share[1]]
-        with ThreadPoolExecutor(4) as pool:  # hashing is what takes time, and it leaves the GIL alone
+        with ThreadPoolExecutor(4) as pool:  # hashing dominates, and releases the GIL
             tensors = dict(zip(names, pool.map(one, names), strict=True))
     if shards is not None and keep:
         for kind in kinds:
@@ -425,7 +426,7 @@ def _read(
 
 
 def _are_shards(shards: Any, kinds: Sequence[str]) -> bool:
-    """Whether this says how a checkpoint is cut."""
+    """True if this is a valid description of a checkpoint's shards."""
     return (
         isinstance(shards, dict)
         and set(shards) == {"ranks", "shapes"}
@@ -444,7 +445,7 @@ def _are_shards(shards: Any, kinds: Sequence[str]) -> bool:
 
 @contextlib.contextmanager
 def _reason(name: str) -> Iterator[None]:
-    """Turns what can happen while a file is read into why it is damaged."""
+    """A context that turns errors of reading a file into `Damaged` or `Unreadable`."""
     try:
         yield
     except FileNotFoundError as error:
@@ -458,7 +459,7 @@ def _reason(name: str) -> Iterator[None]:
 
 
 def _read_sums(folder: int) -> dict[str, str]:
-    """Hashes by name of the file."""
+    """Reads the SHA-256 of the files, by name."""
     with _reason(_SUMS), files.opened_file(folder, _SUMS) as (file, size):
         if size > _SUMS_BYTES:
             raise ValueError(f"larger than {_SUMS_BYTES >> 10} KiB")
@@ -471,7 +472,7 @@ def _read_sums(folder: int) -> dict[str, str]:
 
 
 def _read_about(folder: int, wanted: str, advance: Callable[[int], object]) -> dict[str, Any]:
-    """Reads state.json: the step, the names of the tensor files, the state."""
+    """Reads and checks state.json: the step, the names of the tensor files, the state."""
     with _reason(_STATE), files.opened_file(folder, _STATE) as (file, size):
         if size > strict_json.LARGEST:
             raise ValueError(f"larger than {strict_json.LARGEST >> 20} MiB")
@@ -497,7 +498,7 @@ def _read_about(folder: int, wanted: str, advance: Callable[[int], object]) -> d
 def _read_tensors(
     folder: int, sums: Mapping[str, str], name: str, keep: bool, advance: Callable[[int], object]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file; none if they aren't kept."""
+    """Reads and verifies a file; returns its tensors, {} if they aren't kept."""
     name += _SUFFIX
     with _reason(name), files.opened_file(folder, name) as (file, size):
         start = 8 + tensor_file.header_size(files.read_at(file, 0, 8), size)
@@ -508,7 +509,7 @@ def _read_tensors(
         _same(files.read_hashed(file, size, into, advance), sums[name])
         if into is not None and into[:start] != head:
             raise ValueError("changed while it was read")
-        return tensor_file.decode(data[start:], slots) if keep else {}
+        return tensor_file.tensors_in(data[start:], slots) if keep else {}
 
 
 def _same(digest: str, wanted: str) -> None:
@@ -517,7 +518,7 @@ def _same(digest: str, wanted: str) -> None:
 
 
 def problem(path: Path, advance: Callable[[int], object] = quietly) -> str | None:
-    """Returns why a checkpoint can't be trusted, or at least not now, or None."""
+    """Returns the reason why a checkpoint is damaged or unreadable; None if it is intact."""
     try:
         verify_checkpoint(path, advance)
     except (Damaged, Unreadable) as damage:

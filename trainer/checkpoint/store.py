@@ -1,7 +1,7 @@
-"""All checkpoints of a run: written whole or not at all, listed, the newest good one found, old ones removed.
+"""Checkpoints of a run: atomic writes, listing, search of the newest intact one, removal of old ones.
 
-A checkpoint is written beside under a hidden name, synced, renamed: whenever the power goes, what has the
-name of a checkpoint is whole.
+A checkpoint is written to a hidden folder, synced and renamed, so that after a crash at any time a folder
+with the name of a checkpoint is complete.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ class Abandoned(Exception):  # noqa: N818  (the outcome of a request)
 
 
 class Entry(NamedTuple):
-    """A checkpoint in a listing.
+    """Checkpoint in a listing.
 
     Attributes:
-        step: What it was written as.
-        path: Its folder.
-        size: Bytes.
-        time: When it was written, in seconds since 1970.
-        problem: Why it can't be trusted; None if it can, or if it wasn't verified.
+        step: Step of the run.
+        path: Folder.
+        size: Size in bytes.
+        time: Time of writing, in seconds since 1970.
+        problem: Reason why it is damaged; None if it is intact or wasn't verified.
     """
 
     step: int
@@ -61,25 +61,25 @@ class Entry(NamedTuple):
 def write(
     folder: Path, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
 ) -> Path:
-    """`commit` of these tensors, by file and by name, and of this state."""
+    """Commits a checkpoint of tensors, by file and name, and a state."""
     return commit(folder, step, contents(step, tensors, state), lambda: False)
 
 
 def commit(folder: Path, step: int, contents: Contents, abandoned: Callable[[], bool]) -> Path:
-    """Writes a checkpoint and returns its folder; then it is on the disk.
+    """Writes a checkpoint and returns its folder, once it is synced to the disk.
 
-    A step that is there already is replaced: the new folder stands beside the old one before that goes, so
-    that at no moment neither is there, on any file system.
+    An existing checkpoint of the step is replaced: the new folder is complete before the old one is removed,
+    so that one of the two always exists, on any file system.
 
     Args:
-        folder: Of the checkpoints; made if its parent exists.
-        step: As given to `contents`.
-        contents: Used up.
-        abandoned: Asked between tensors; when it is true, nothing remains.
+        folder: Folder of the checkpoints; created if its parent exists.
+        step: Step as given to `contents`.
+        contents: Contents of the files; consumed.
+        abandoned: Called between tensors; if it returns True, the write is undone.
 
     Raises:
-        Abandoned: If it was.
-        OSError: If the files can't be written; what was there before is untouched.
+        Abandoned: If the write was abandoned.
+        OSError: If the files can't be written; an existing checkpoint stays.
     """
     beside = _hidden(folder / folder_name(step), "tmp")
     files.make_folder(folder)
@@ -96,10 +96,10 @@ def commit(folder: Path, step: int, contents: Contents, abandoned: Callable[[], 
 
 
 def begin_shared(folder: Path, name: str) -> Path:
-    """Makes the hidden folder that all ranks write their parts of a checkpoint to; returns it.
+    """Creates the hidden folder that all ranks write their files of a checkpoint to; returns it.
 
     Args:
-        folder: Of the checkpoints; made if its parent exists.
+        folder: Folder of the checkpoints; created if its parent exists.
         name: From `shared_name`.
     """
     files.make_folder(folder)
@@ -108,15 +108,15 @@ def begin_shared(folder: Path, name: str) -> Path:
 
 
 def shared_name(step: int, token: int) -> str:
-    """The name of that folder, the same for all ranks by a number that no other write of the step has."""
+    """Returns the name of that folder, equal on all ranks; `token` distinguishes writes of the same step."""
     return f".{folder_name(step)}.tmp-{token}"
 
 
 def commit_part(beside: Path, contents: Contents, abandoned: Callable[[], bool]) -> dict[str, str]:
-    """Writes a rank's part of a checkpoint; returns its files' hashes: then they are on the disk.
+    """Writes and syncs a rank's files of a checkpoint; returns their SHA-256 by name.
 
     Raises:
-        Abandoned: If it was stopped.
+        Abandoned: If the write was abandoned.
         OSError: If the files can't be written.
     """
     return write_part(beside, {name: _until(abandoned, parts) for name, parts in contents.items()})
@@ -125,18 +125,18 @@ def commit_part(beside: Path, contents: Contents, abandoned: Callable[[], bool])
 def commit_shared(
     beside: Path, step: int, shared: Contents, hashes: Mapping[str, str], abandoned: Callable[[], bool]
 ) -> Path:
-    """Makes a checkpoint of the parts that all ranks have written, and returns its folder.
+    """Completes a checkpoint from the files that all ranks have written, and returns its folder.
 
     Args:
-        beside: From `begin_shared`.
-        step: Its step.
+        beside: Hidden folder from `begin_shared`.
+        step: Step of the checkpoint.
         shared: From `folder.shared_contents`.
-        hashes: Of all ranks' files.
-        abandoned: Asked once more.
+        hashes: SHA-256 of all ranks' files.
+        abandoned: Called once.
 
     Raises:
-        Abandoned: If it was stopped.
-        OSError: If it can't be written; what was there before is untouched.
+        Abandoned: If the write was abandoned.
+        OSError: If it can't be written; an existing checkpoint stays.
     """
     write_files(beside, shared, hashes)
     if abandoned():
@@ -152,7 +152,7 @@ def _until(abandoned: Callable[[], bool], parts: Iterable[files.Buffer]) -> Iter
 
 
 def _publish(beside: Path, folder: Path, step: int) -> Path:
-    """Gives a finished folder the name that readers look for."""
+    """Renames a finished folder to the final name."""
     final = folder / folder_name(step)
     old = [(number, path) for known, number, path in _folders(folder) if known == step]
     if not old:
@@ -195,11 +195,12 @@ def _folders(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def listing(folder: Path, verify: bool = False, advance: Callable[[int], object] = quietly) -> list[Entry]:
-    """The checkpoints in a folder, newest first; none if there is no folder.
+    """Lists the checkpoints in a folder, newest first; [] if there is no folder.
 
     Args:
-        verify: Whether to read them all and look for problems.
-        advance: Called with numbers of bytes that were verified, from several threads.
+        folder: Folder of the checkpoints.
+        verify: True to read and verify all of them.
+        advance: Called with numbers of verified bytes, from several threads.
 
     Raises:
         OSError: If the folder can't be read.
@@ -224,18 +225,19 @@ def names_of(folder: Path) -> list[str]:
 def newest_good(
     folder: Path, foreign: Callable[[Mapping[str, Any]], str | None] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Reads the newest checkpoint that can be trusted.
+    """Reads the newest intact checkpoint.
 
     Args:
-        foreign: Returns why a state isn't this run's, or None.
+        folder: Folder of the checkpoints.
+        foreign: Returns the reason why a state isn't this run's, or None.
 
     Returns:
-        The checkpoint, None if there is no good one; a line for each newer one: its name and the reason.
+        The checkpoint, or None; and a line for each newer one: its name and the reason why it was skipped.
 
     Raises:
         OSError: If the folder can't be read.
-        Unreadable: If a checkpoint can't: it may be good, and what came after it would be done again and its
-            newer neighbors removed.
+        Unreadable: If a checkpoint can't be read now: it may be intact, and resuming from an older one would
+            repeat steps and remove it.
     """
     skipped: list[str] = []
     for _, _, path in _folders(folder):
@@ -252,7 +254,7 @@ def newest_good(
 
 
 def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str | None]) -> list[str]:
-    """Renames checkpoints of other runs, so that they neither count as this run's newest ones nor are pruned.
+    """Renames checkpoints of other runs, so that they aren't resumed from or pruned.
 
     Returns:
         Their new names.
@@ -275,11 +277,12 @@ def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str |
 
 
 def newest_step(folder: Path, known_good: Collection[int], first: int | None) -> int | None:
-    """Returns the step of the newest checkpoint that can be trusted, or None.
+    """Returns the step of the newest intact checkpoint, or None.
 
     Args:
-        known_good: Steps that needn't be read to know that they are good.
-        first: The one that is it, if it is still there.
+        folder: Folder of the checkpoints.
+        known_good: Steps of checkpoints that were verified before.
+        first: Step that is returned if its checkpoint still exists.
 
     Raises:
         OSError: If the folder can't be read.
@@ -294,20 +297,21 @@ def newest_step(folder: Path, known_good: Collection[int], first: int | None) ->
 def prune(
     folder: Path, keep_last: int, best: int | None = None, known_good: Collection[int] = ()
 ) -> list[int]:
-    """Removes what is older than the newest good checkpoints.
+    """Removes checkpoints older than the newest intact ones.
 
-    Damaged ones that are newer stay for people to look at; they don't count.
+    Newer damaged ones are kept for inspection, and don't count.
 
     Args:
-        keep_last: How many good ones to keep, at least 1.
-        best: A step that is kept whatever its age.
-        known_good: Steps that needn't be read again to know that they are good.
+        folder: Folder of the checkpoints.
+        keep_last: Number of intact checkpoints to keep, at least 1.
+        best: Step that is kept whatever its age.
+        known_good: Steps of checkpoints that were verified before.
 
     Returns:
-        The steps that were removed.
+        The removed steps.
 
     Raises:
-        OSError: If they can't be removed; each is whole or gone from the listing.
+        OSError: If one can't be removed; each is complete or no longer listed.
     """
     if keep_last < 1:
         raise ValueError("at least one checkpoint is kept")
@@ -328,20 +332,20 @@ def prune(
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Removes what killed writes and removals left behind.
+    """Removes the hidden folders of killed writes and removals.
 
-    Only for the one that owns the folder, before it writes: a process id says nothing on a shared file
-    system, so whatever is hidden here is taken for a leftover.
+    Only the owner of the folder may call it, before it writes: on a shared file system a process id is no
+    evidence, so every hidden folder counts as a leftover.
 
     Returns:
-        Names of what was removed.
+        Names of the removed folders.
 
     Raises:
-        OSError: If something can't be.
+        OSError: If one can't be removed.
     """
     found = [name for name in files.names(folder) if _LEFTOVER.fullmatch(name)]
     for name in found:
-        # Renamed first: a writer that is still alive after all can't publish a half of it then.
+        # Renamed first, so that a writer that is still alive can't publish a half-removed folder.
         gone = folder / name.replace(".tmp-", ".gone-")
         files.rename(folder / name, gone)
         files.remove(gone)

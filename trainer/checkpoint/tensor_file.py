@@ -1,6 +1,6 @@
-"""The safetensors format: tensors of any layout in, streamed out without a copy of the whole; read strictly.
+"""Safetensors format: a streaming writer for tensors of any layout, and a strict reader.
 
-The library's own writer refuses channels_last and tied tensors, and returns when nothing is on the disk yet.
+The library's own writer rejects channels_last and tied tensors, and returns before the data is on the disk.
 """
 
 import json
@@ -32,7 +32,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_DIMENSIONS = 64  # what torch can iterate over
+_DIMENSIONS = 64  # torch's limit for iterating over elements
 
 
 class Slot(NamedTuple):
@@ -46,21 +46,21 @@ class Slot(NamedTuple):
 
 
 def is_storable(tensor: torch.Tensor) -> bool:
-    """Whether the format knows the tensor's type of number and layout."""
+    """True if the format supports the tensor's dtype and layout."""
     return tensor.dtype in _NAMES and tensor.layout is torch.strided
 
 
-def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece: the header, then each tensor made contiguous.
+def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a safetensors file: the header, then each tensor made contiguous.
 
     Args:
-        tensors: By name. Tied ones are written once for each name. What only reads its numbers when it is
-            sliced goes as well: each is let go of before the next one is read.
+        tensors: Tensors by name. Tied ones are written once for each name. Lazy ones, which are read when
+            they are sliced, are freed before the next one is read.
 
     Raises:
-        ValueError: Right away, for a type of number or a name that the format doesn't know.
+        ValueError: At the call, for a dtype or a name that the format doesn't support.
     """
-    # The largest numbers first, as the library does: each tensor is then aligned to its own size.
+    # Largest dtypes first, as the library does, so that each tensor is aligned to its item size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     entries, end = {}, 0
     for name in order:
@@ -83,13 +83,13 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def bytes_view(data: torch.Tensor) -> memoryview:
-    """The memory of a uint8 vector on the CPU."""
+    """Returns the memory of a uint8 vector on the CPU."""
     view: memoryview = data.numpy().data
     return view
 
 
 def header_size(first: bytes, file_size: int) -> int:
-    """Bytes of a header, from the first eight of its file.
+    """Returns the size of a file's header in bytes, from the first eight bytes.
 
     Raises:
         ValueError: If the file isn't safetensors.
@@ -104,11 +104,11 @@ def parse_header(header: bytes, data_size: int) -> list[Slot]:
     """Parses a file's header into slots.
 
     Args:
-        header: Without the eight bytes before it.
-        data_size: Bytes of the file after it: the tensors must fill them without gap or overlap.
+        header: The header without the eight bytes before it.
+        data_size: Bytes of the file after the header.
 
     Raises:
-        ValueError: If that isn't so.
+        ValueError: If it is malformed, or the tensors don't fill the data without gap or overlap.
     """
     try:
         entries = strict_json.parse(header)
@@ -149,14 +149,13 @@ def _slot(name: str, entry: Any) -> Slot:
     ):
         raise ValueError("its header describes a tensor in a way that isn't known")
     dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-    largest = (
-        math.prod(max(size, 1) for size in shape) * dtype.itemsize
-    )  # torch's strides, even if it's empty
+    # torch computes strides for an empty tensor, too.
+    largest = math.prod(max(size, 1) for size in shape) * dtype.itemsize
     if stop - start != math.prod(shape) * dtype.itemsize or largest >= 1 << 63:
         raise ValueError("a tensor's shape and size differ")
     return Slot(name, dtype, shape, start, stop)
 
 
-def decode(data: torch.Tensor, slots: list[Slot]) -> dict[str, torch.Tensor]:
-    """The tensors of a file, as views of its bytes."""
+def tensors_in(data: torch.Tensor, slots: list[Slot]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file by name, as views of its bytes."""
     return {slot.name: data[slot.start : slot.stop].view(slot.dtype).view(slot.shape) for slot in slots}

@@ -166,16 +166,13 @@ class PrecisionConfig(Section):
 class MemoryConfig(Section):
     """Ways to save memory at the price of time."""
 
-    checkpointing: Literal["none", "blocks", "names", "budget"] = Field(
+    checkpointing: Literal["none", "blocks", "names"] = Field(
         "none",
         description="activation checkpointing (Chen et al., 2016): none, blocks (every n-th, see every), "
-        "names (modules by name), budget (the cheapest blocks that keep activations within budget_gib)",
+        "names (modules by name)",
     )
     every: int = Field(1, ge=1, description="checkpoint every n-th block (blocks)")
     names: tuple[str, ...] = Field((), description='modules to checkpoint, such as ["blocks.0", "layer4.*"]')
-    budget_gib: float | None = Field(
-        None, gt=0, le=1e6, description="GiB that the activations of one micro-batch may take (budget)"
-    )
     allocator: Allocator = Field(
         "native",
         description="allocator of GPU memory: native (PyTorch's), expandable (PyTorch's with segments that "
@@ -194,8 +191,6 @@ class MemoryConfig(Section):
     def _what_the_choice_needs(self) -> "MemoryConfig":
         if (self.checkpointing == "names") != bool(self.names):
             raise ValueError("memory.checkpointing=names and memory.names=[…] belong together")
-        if (self.checkpointing == "budget") != (self.budget_gib is not None):
-            raise ValueError("memory.checkpointing=budget and memory.budget_gib=… belong together")
         if self.history and self.allocator == "async":
             raise ValueError("memory.history is PyTorch's own allocator's: not with memory.allocator=async")
         if self.every > 1 and self.checkpointing != "blocks":

@@ -8,7 +8,7 @@ class Optimizer(NamedTuple):
 
     Attributes:
         opens: "module:class" of the torch.optim.Optimizer, called with parameter groups, `lr` (float32 () on
-            the device, looked up at each step) and the keys of `reads`; see `Kept` in
+            the device, looked up at each step) and the keys of `reads`; see `PreallocatedOptimizer` in
             trainer/optim/optimizers.py.
         about: What it is, for the configuration page; empty where its name says it.
         reads: Keys of the section optim that it takes, in addition to lr, weight_decay and layer_decay.

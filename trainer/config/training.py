@@ -185,14 +185,11 @@ class AverageConfig(Section):
 
     decay: float = Field(0.0, ge=0, lt=1, description="decay of the average at each update; 0: no average")
     every: int = Field(1, ge=1, description="steps between two updates of the average, scaled accordingly")
-    on_cpu: bool = Field(
-        False, description="keep the average in host memory, at the price of a copy each time"
-    )
 
     @model_validator(mode="after")
     def _without_a_decay_there_is_none(self) -> "AverageConfig":
-        if not self.decay and (self.every > 1 or self.on_cpu):
-            raise ValueError("ema.every and ema.on_cpu have no effect without ema.decay, such as 0.999")
+        if not self.decay and self.every > 1:
+            raise ValueError("ema.every has no effect without ema.decay, such as 0.999")
         return self
 
 

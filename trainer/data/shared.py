@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.checkpoint.tensor_file import encode, header_size, parse_header
+from trainer.checkpoint.tensor_file import header_size, parse_header, safetensors_bytes
 
 
 def anonymous_file() -> int:
@@ -52,7 +52,9 @@ class Columns:
     @classmethod
     def hold(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> "Columns":
         """Copies arrays into anonymous memory."""
-        return cls._written(encode({name: torch.from_numpy(array) for name, array in arrays.items()}))
+        return cls._written(
+            safetensors_bytes({name: torch.from_numpy(array) for name, array in arrays.items()})
+        )
 
     @classmethod
     def copy(cls, data: bytes) -> "Columns":

@@ -1,9 +1,9 @@
-"""Decisions that ranks take together about once a second: to stop, and to write a checkpoint.
+"""Consensus of the ranks, about once a second: to stop, and to write a checkpoint.
 
-A signal reaches one rank and not the others, and clocks differ; but all ranks must stop after the same
-step. So a few numbers go round in one small collective on the CPU, every so many steps. How many is
-agreed in it too, from the slowest rank's time per step; it is started at the end of a step and read at
-the end of the next, so that no rank waits for it.
+A signal may reach one rank alone, and clocks differ, but all ranks must stop after the same step. So every
+few steps they reduce three numbers in one small collective on the CPU. The interval is agreed in it, too,
+from the slowest rank's time per step. It is started at the end of a step and read at the end of the next, so
+that no rank waits for it.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import distributed as dist
 from trainer.observe.phases import communicating, enter_phase
 
 _SECONDS_BETWEEN = 1.0
-# Steps this long aren't slowed down by waiting for the collective; and a stop then comes a step sooner.
+# Steps this long aren't slowed down by waiting for the collective at once, and the stop comes a step sooner.
 _LONG_STEP_SECONDS = 0.1
 _MOST_STEPS = 10_000
 
@@ -24,8 +24,8 @@ class StopDecision(NamedTuple):
     """Decision of all ranks for the end of the current step.
 
     Attributes:
-        signal: The signal that asks for a stop, as a number; 0: none.
-        save: Whether to write a checkpoint because it is time.
+        signal: Number of the signal that asks for a stop; 0: none.
+        save: True if a periodic checkpoint is due.
     """
 
     signal: int
@@ -42,8 +42,8 @@ class StopConsensus:
         """Starts at a step, the same on every rank.
 
         Args:
-            group: A process group for CPU tensors; None for a single rank.
-            step: Steps done.
+            group: Process group for CPU tensors; None for a single rank.
+            step: Number of completed steps.
         """
         self._group = group
         self._asked_at = self._ask_at = step + 1
@@ -68,7 +68,7 @@ class StopConsensus:
         self._clock, self._asked_at = now, step
         self._wish.copy_(torch.tensor([float(signal), float(save), per_step], dtype=torch.float64))
         self._under_way = dist.all_reduce(self._wish, dist.ReduceOp.MAX, self._group, async_op=True)
-        # The same on every rank, for it was agreed the last time.
+        # Equal on every rank, as it was agreed the last time.
         return self._read(step) if self._long_steps else NOTHING
 
     _long_steps = False

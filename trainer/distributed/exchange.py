@@ -1,6 +1,6 @@
-"""Words between threads of the ranks, over the store at which these met.
+"""Messages between threads of different ranks, over the rendezvous store.
 
-No collectives: those would come between what the ranks' main threads do together.
+Collectives would interleave with those of the ranks' main threads.
 """
 
 import os
@@ -13,11 +13,11 @@ from trainer.host.names import from_files_alone
 
 
 def store_client(purpose: str, seconds: float) -> Any:
-    """A client of its own: that of the process group has a lock, and may wait for long.
+    """Opens a separate store client, since the process group's has a lock, and may block for long.
 
     Args:
-        purpose: Keys of others are out of its sight.
-        seconds: How long it waits for an answer.
+        purpose: Prefix of its keys.
+        seconds: Timeout of an answer.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with from_files_alone(address):
@@ -29,12 +29,12 @@ class StoreExchange:
     """Messages between threads of several ranks.
 
     Attributes:
-        rank: This rank's number among those that take part.
-        ranks: How many these are.
+        rank: This rank's number among the participants.
+        ranks: Number of participants.
     """
 
     def __init__(self, rank: int, ranks: int, seconds: float) -> None:
-        """Connects to the store; `seconds`: how long it waits for an answer."""
+        """Connects to the store; `seconds`: timeout of an answer."""
         self.rank, self.ranks = rank, ranks
         self._store = store_client("checkpoint", seconds)
 

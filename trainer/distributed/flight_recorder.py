@@ -1,7 +1,7 @@
 """Names the collective that not all ranks entered, from the dumps of torch's flight recorder.
 
-torch keeps the newest collectives of its process groups in a ring: TORCH_FR_BUFFER_SIZE says of how many, up
-to torch 2.7 TORCH_NCCL_TRACE_BUFFER_SIZE. What it writes to disk by itself is a pickle, which is never read
+torch keeps the newest collectives of its process groups in a ring of TORCH_FR_BUFFER_SIZE entries, up to
+torch 2.7 of TORCH_NCCL_TRACE_BUFFER_SIZE. The dumps that it writes itself are pickles, which are never read
 here; the same as JSON comes from `_dump_nccl_trace_json` (NCCL, from torch 2.5 on) and `_dump_fr_trace_json`
 (the others, from 2.8 on). Its fields are those of torch/csrc/distributed/c10d/FlightRecorder.hpp: `entries`
 (none: the key is absent), each with `process_group` [name, description], `collective_seq_id` (from 1 on, the
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from trainer.observe.text import enumerated
 
-_KEPT = 3  # of each group, from the first that isn't completed on
+_KEPT = 3  # collectives of each group, from the last completed one on
 
 
 class _Group(NamedTuple):
-    """A process group: its name, what it is for, and its ranks as torch writes them, "[0, 1]"."""
+    """Process group: name, description, and ranks as torch writes them, "[0, 1]"."""
 
     name: str
     description: str
@@ -33,7 +33,7 @@ class _Group(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Records of one group on one rank: collectives by their number, and the last numbers of each kind."""
+    """Records of a group on one rank: collectives by number, the last entered and completed number."""
 
     entries: dict[int, dict[str, Any]]
     entered: int
@@ -41,13 +41,12 @@ class _Kept(NamedTuple):
 
 
 def dump_recorder() -> str | None:
-    """Dumps this process's flight recorder, cut down to what `parse_dumps` reads: some hundred bytes.
+    """Dumps this process's flight recorder, shortened for `parse_dumps` to some hundred bytes.
 
-    Call it in a thread that nothing waits for: it asks CUDA about events, and a driver that hangs may not
-    answer.
+    Call it in a daemon thread: it queries CUDA events, and a hanging driver may not answer.
 
     Returns:
-        JSON; None if nothing was recorded, or this torch can't tell.
+        JSON; None if nothing was recorded, or this torch has no such dump.
     """
     import torch
 
@@ -57,12 +56,12 @@ def dump_recorder() -> str | None:
         return None
     try:
         return shortened(ask(includeCollectives=True, onlyActive=False).decode())
-    except (RuntimeError, ValueError, LookupError, TypeError):  # a device that is lost, or another form
+    except (RuntimeError, ValueError, LookupError, TypeError):  # a lost device, or another format
         return None
 
 
 def shortened(text: str) -> str | None:
-    """A dump with each group's last completed collective, the next few, and its last; None without any."""
+    """Shortens a dump to each group's last completed collective, the next few and the last; None if empty."""
     whole = json.loads(text)
     kept = []
     for group, seen in _groups(whole).items():
@@ -82,31 +81,30 @@ def shortened(text: str) -> str | None:
 
 
 def parse_dumps(dumps: Mapping[int, str | None]) -> str | None:
-    """Names the collective at which the ranks are not together.
+    """Names the collective in which the ranks differ.
 
-    It is, in each process group, the one after the last that all of them completed: some did not enter it, or
-    entered another one, or a smaller one, or have done it while others have not. Then the one
-    that only some entered is reported as well.
+    In each process group it is the one after the last that all ranks completed: some ranks didn't enter it,
+    or entered another operation or size, or completed it while others didn't. In the last case a later
+    collective that only some entered is reported as well.
 
     Args:
-        dumps: Of each rank what `dump` returned there, or all that torch dumps; None for a rank that said
-            nothing.
+        dumps: For each rank the result of `dump_recorder`, or torch's whole dump; None without one.
 
     Returns:
-        "collective 7, all_reduce of 25 x 2 Float: ranks 0 and 1 entered it, rank 2 did not"; None if nobody
-        waits, or nothing can be told.
+        "collective 7, all_reduce of 25 x 2 Float: ranks 0 and 1 entered it, rank 2 did not"; None if no rank
+        waits, or the dumps don't show it.
     """
     seen: dict[_Group, dict[int, _Kept]] = {}
-    told = set[int]()
+    recorded = set[int]()
     for rank, text in dumps.items():
         try:
             groups = _groups(json.loads(shortened(text) or "{}")) if text else {}
         except (ValueError, TypeError, AttributeError, KeyError):
             groups = {}
-        told |= {rank} if groups else set()
+        recorded |= {rank} if groups else set()
         for group, ours in groups.items():
             seen.setdefault(group, {})[rank] = ours
-    sentences = [_sentence(group, ranks, told, dumps) for group, ranks in seen.items()]
+    sentences = [_sentence(group, ranks, recorded, dumps) for group, ranks in seen.items()]
     return "; ".join(sentence for sentence in sentences if sentence) or None
 
 
@@ -128,7 +126,7 @@ def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Kept]:
 
 
 def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, Any]) -> int:
-    """Returns the last number that this rank's device completed, by states or by the watchdog's count."""
+    """Returns the last number that this rank's device completed, by states or by torch's watchdog."""
     done = [number for number, entry in entries.items() if entry.get("state") == "completed"]
     groups = {str(entry.get("pg_id")) for entry in entries.values()}
     done += [int(status[one].get("last_completed_collective", -1)) for one in groups if one in status]
@@ -136,37 +134,37 @@ def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, An
 
 
 def _sentence(
-    group: _Group, seen: Mapping[int, _Kept], told: set[int], dumps: Mapping[int, str | None]
+    group: _Group, seen: Mapping[int, _Kept], recorded: set[int], dumps: Mapping[int, str | None]
 ) -> str:
-    """Describes one group; empty if its ranks are together and none waits."""
+    """Describes one group; "" if none of its ranks waits."""
     members = [int(word) for word in re.findall(r"\d+", group.ranks)]
-    if not members:  # of a group that isn't all ranks only those are known that entered something
+    if not members:  # without pg_config, only the ranks that entered something are known
         members = sorted(dumps if group.description == "default_pg" else seen)
-    # A rank whose recorder holds other groups, but nothing of this one, entered none of it.
-    known = [rank for rank in members if rank in seen or rank in told]
+    # A rank whose recorder has other groups alone entered no collective of this one.
+    known = [rank for rank in members if rank in seen or rank in recorded]
     number = 1 + min((seen[rank].completed if rank in seen else 0 for rank in known), default=0)
     unknown = [rank for rank in members if rank not in known]
     silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
-    told_of = _standing(group, seen, known, number)
-    # What is done somewhere all have entered; gloo's count lags on a rank that is held up before the next,
-    # and its threads may count two collectives in the wrong order, which leaves it at the first.
+    text = _standing(group, seen, known, number)
+    # All ranks have entered a collective that is done on one. gloo's count lags on a rank that waits before
+    # the next one, and its threads may count two collectives in the wrong order, and stay at the first.
     last = [seen[rank].entered for rank in known if rank in seen]
-    if (": done on " in told_of or _by_gloo(seen)) and max(last) > min(last) >= number:
-        told_of += f"; {_standing(group, seen, known, min(last) + 1)}"
-    return told_of and told_of + silent
+    if (": done on " in text or _by_gloo(seen)) and max(last) > min(last) >= number:
+        text += f"; {_standing(group, seen, known, min(last) + 1)}"
+    return text and text + silent
 
 
 def _standing(group: _Group, seen: Mapping[int, _Kept], known: Sequence[int], number: int) -> str:
-    """Describes which of the known ranks entered a collective; empty if none has."""
-    there = {
+    """Describes which of the known ranks entered a collective; "" if none did."""
+    entered = {
         rank: seen[rank].entries[number] for rank in known if rank in seen and number in seen[rank].entries
     }
     late = [rank for rank in known if rank not in seen or seen[rank].entered < number]
     head = f"collective {number}{_place(group)}"
-    if not there:  # either nobody has come to it, or who has was through with it long ago
+    if not entered:  # no rank has entered it, or the ring no longer has it
         past = [rank for rank in known if rank not in late]
         return f"{head}: {_names(past)} entered it, {_names(late)} did not" if past else ""
-    wants = {rank: _what(entry) for rank, entry in there.items()}
+    wants = {rank: _what(entry) for rank, entry in entered.items()}
     kinds = list(dict.fromkeys(wants.values()))
     if len(kinds) > 1:
         parts = [f"{kind} on {_names([r for r in wants if wants[r] == kind])}" for kind in kinds]
@@ -176,7 +174,7 @@ def _standing(group: _Group, seen: Mapping[int, _Kept], known: Sequence[int], nu
         return f"{head}{_names(set(known) - set(late))} entered it, {_names(late)} did not"
     states = {
         rank: "completed" if seen[rank].completed >= number else str(entry.get("state"))
-        for rank, entry in there.items()
+        for rank, entry in entered.items()
     }
     return head + _states(states, known)
 
@@ -208,7 +206,7 @@ def _what(entry: Mapping[str, Any]) -> str:
 
 
 def _place(group: _Group) -> str:
-    """A group by its ranks: of its name and description only the default one's means something."""
+    """Describes a group by its ranks; "" for the default group."""
     numbers = [int(word) for word in re.findall(r"\d+", group.ranks)]
     return "" if group.description == "default_pg" or not numbers else f" of the group of {_names(numbers)}"
 

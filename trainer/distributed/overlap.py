@@ -7,9 +7,9 @@ from torch import nn
 
 
 def sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Groups of names whose tensors have numbers in common; a tensor that has its own is in none.
+    """Returns groups of names whose tensors have elements in common.
 
-    Views of one buffer that lie beside each other share nothing. On the meta device it is found, too.
+    Adjacent views of one buffer share nothing. It also works on the meta device.
     """
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -29,7 +29,7 @@ def sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 def _of_one_storage(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     done: list[list[str]] = []
-    open_ones: list[list[str]] = []  # groups that what comes may still share something with
+    open_ones: list[list[str]] = []  # groups that later tensors may still overlap with
     for name in sorted(tensors, key=lambda name: _reach(tensors[name])):
         first = _reach(tensors[name])[0]
         done += [group for group in open_ones if max(_reach(tensors[one])[1] for one in group) <= first]
@@ -41,12 +41,12 @@ def _of_one_storage(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names of the tensors that share memory with another one."""
+    """Returns the names of the tensors that share memory with another one."""
     return {name for group in sharing(tensors) for name in group}
 
 
 def buffers_of_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Buffers that share memory with a parameter, and change when that is trained."""
+    """Returns the buffers that share memory with a parameter, and change when it is trained."""
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     parameters = dict(model.named_parameters())
     groups = (group for group in sharing(tensors) if not parameters.keys().isdisjoint(group))
@@ -59,15 +59,15 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.dtype != other.dtype or (is_dense(one) and is_dense(other)):
         return True
-    # With gaps: columns of a matrix, say. By their places, as many as lie between first and last.
+    # With gaps, as columns of a matrix: by a mask of the elements between the first and the last.
     size, begin = one.element_size(), min(first, other_first)
-    places = torch.zeros((max(last, other_last) - begin) // size, dtype=torch.bool, device="cpu")
-    seen, looked_at = (
-        places.as_strided(tensor.shape, tensor.stride(), (start - begin) // size)
+    elements = torch.zeros((max(last, other_last) - begin) // size, dtype=torch.bool, device="cpu")
+    of_one, of_other = (
+        elements.as_strided(tensor.shape, tensor.stride(), (start - begin) // size)
         for tensor, start in ((one, first), (other, other_first))
     )
-    seen.fill_(True)
-    return bool(looked_at.any())
+    of_one.fill_(True)
+    return bool(of_other.any())
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in one piece, in whatever order; not a column of a matrix, or an expanded one."""
+    """True if a tensor's elements fill its memory range, in any order; False for columns, or expanded."""
     if not tensor.numel() or tensor.layout != torch.strided:
         return True
     first, last = _reach(tensor)

@@ -1,4 +1,4 @@
-"""Several processes, one model: process group, DDP and the sum that makes ranks agree."""
+"""Data parallelism: process group, DDP, and reductions over the ranks."""
 
 import hashlib
 import inspect
@@ -32,9 +32,9 @@ class World:
         rank: Number of this rank, 0 to size - 1.
         size: Number of ranks.
         local_rank: Number of this rank on its host.
-        device: Where this rank computes.
-        group: The process group; None for a single process.
-        control: One for CPU tensors, for what ranks decide together; None for a single process.
+        device: Device of this rank.
+        group: Process group; None for a single process.
+        control: Process group for CPU tensors, for consensus; None for a single process.
         local_size: Number of ranks on this host.
     """
 
@@ -49,9 +49,9 @@ class World:
 
 @contextmanager
 def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[World]:
-    """Joins the processes that torchrun started (environment RANK, WORLD_SIZE, LOCAL_RANK).
+    """A context within the process group of the environment's RANK, WORLD_SIZE and LOCAL_RANK (torchrun).
 
-    The group is left on every path, also on an error: otherwise NCCL's threads can keep the process.
+    The group is destroyed on errors, too: otherwise NCCL's threads can keep the process alive.
     """
     rank, size, local = (
         int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -71,7 +71,7 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
             timeout=timedelta(seconds=timeout_s),
             device_id=device if kind == "cuda" else None,
         )
-        # Of its own also on a CPU: what is under way in it must not come between gradients.
+        # A separate group on a CPU, too: its pending collectives must not interleave with gradients.
         control = dist.new_group(backend="gloo")
     hold_gloo(control)
     if kind == "cpu":
@@ -87,11 +87,11 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
 
 
 def hold_gloo(group: dist.ProcessGroup | None) -> None:
-    """Keeps gloo's part of a group until this rank ends, so that leaving the group can't hang.
+    """Holds a reference to a group's gloo backend until this rank exits, so that its destruction can't hang.
 
-    Before torch 2.8 a group that Python lets go of waits for gloo's threads and keeps Python's lock; one of
-    them may wait for that lock, to give back a tensor. gloo's part is let go of without the lock: it has to
-    be the last (https://github.com/pytorch/pytorch/pull/154976).
+    Before torch 2.8 a group that Python frees waits for gloo's threads with the GIL held, which one of them
+    may need to free a tensor. Freed without the GIL, as the last reference, the backend doesn't deadlock
+    (https://github.com/pytorch/pytorch/pull/154976).
     """
     assert group is not None
     hold(group._get_backend(torch.device("cpu")))
@@ -99,7 +99,7 @@ def hold_gloo(group: dist.ProcessGroup | None) -> None:
 
 @contextmanager
 def silenced(stream: TextIO) -> Iterator[None]:
-    """Throws away what C++ writes to standard output or error: gloo, say, announces each connection."""
+    """A context that discards output of C++ to a standard stream, such as gloo's line on each connection."""
     stream.flush()
     number = 2 if stream is sys.stderr else 1
     kept = os.dup(number)
@@ -119,7 +119,7 @@ def sum_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Sums a bucket of gradients over the ranks; DDP's own hook would divide by their number.
 
-    The loss is already divided by the step's total over all ranks, so that a sum is what's right.
+    The loss is already divided by the step's total over all ranks.
     """
     return _summed(group, bucket, bucket.buffer())
 
@@ -128,7 +128,7 @@ def bf16_sum_hook(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Sums gradients with half the bytes on the wire: each rank's are rounded to bfloat16 first.
+    """Sums gradients rounded to bfloat16, which halves the bytes on the wire.
 
     torch's bf16_compress_hook divides by the number of ranks, see `sum_hook`.
     """
@@ -145,14 +145,13 @@ def _summed(
 ) -> torch.futures.Future[torch.Tensor]:
     enter_phase("communication")
     work = dist.all_reduce(values, group=group, async_op=True)
-    # What is left of backward after the last bucket is to wait for the others.
+    # After the last bucket backward only waits for the other ranks.
     enter_phase("communication" if bucket.is_last() else "backward")
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
     return summed
 
 
-# torch 2.13 renamed the argument and warns of the old name. The new one keeps the broadcast at the start, of
-# buffers that are equal on all ranks anyway.
+# torch 2.13 renamed the argument, and keeps the broadcast at the start, of buffers that are equal anyway.
 _WITHOUT_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -161,16 +160,15 @@ _WITHOUT_BUFFERS: dict[str, Any] = {
 
 
 def is_sharded(config: ParallelConfig, world: World) -> bool:
-    """Whether the model is spread over the ranks: one alone has nothing to share."""
+    """True if the model is sharded over several ranks."""
     return config.strategy != "ddp" and world.group is not None
 
 
 def replicate(model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig) -> nn.Module:
-    """Wraps a model so that backward sums its gradients over the ranks.
+    """Wraps a model by DDP, so that backward sums its gradients over the ranks.
 
-    Alone it stays as it is, and so it does where it is sharded, or where a tree sums them: then all ranks
-    take rank 0's tensors.
-    Buffers are not broadcast at each forward: `StepStatistics` keeps them equal at a step's cost.
+    On a single rank, if it is sharded, or with the tree reduction it isn't wrapped; with the latter all ranks
+    get rank 0's tensors. Buffers aren't broadcast at each forward pass: `StepStatistics` keeps them equal.
     """
     if group is None or config.strategy != "ddp":
         return model
@@ -180,7 +178,7 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None, config: Paralle
             dist.broadcast(contiguous, 0, group=group)
             tensor.detach().copy_(contiguous)
         return model
-    replica = DistributedDataParallel(  # without device_ids, or it looks through each batch for what to move
+    replica = DistributedDataParallel(  # without device_ids: DDP would search each batch for tensors to move
         model,
         process_group=group,
         bucket_cap_mb=config.bucket_mb,
@@ -189,8 +187,7 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None, config: Paralle
         find_unused_parameters=config.find_unused_parameters,
         **_WITHOUT_BUFFERS,
     )
-    # Compiled code gives 1 x 1 kernels the strides of channels_last: other numbers for the same layout. torch
-    # says so once in a process; a real difference after that it would not say either.
+    # Compiled code gives 1 x 1 kernels the strides of channels_last, which are the same layout.
     warnings.filterwarnings("ignore", r"Grad strides do not match(.|\n)*sizes\(\) = \[\d+, \d+, 1, 1\]")
     replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
     if not (config.static_graph or config.find_unused_parameters):
@@ -199,12 +196,12 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None, config: Paralle
 
 
 def _lay_out_buckets(replica: DistributedDataParallel) -> None:
-    """Lets DDP lay out its buckets before the first step, so that a resumed run has the same ones.
+    """Makes DDP lay out its buckets before the first step, so that a resumed run has the same ones.
 
-    DDP sums its first backward pass in a single bucket and all others in buckets by the order in which that
-    pass brought gradients (torch's reducer.cpp, rebuild_buckets). Over more than two ranks the order of a sum
-    depends on where in a bucket an element lies, so the first step after a resume would have other bits.
-    A backward pass over zeros brings it forward, in the reverse order of the parameters: nearly the real one.
+    DDP sums its first backward pass in a single bucket, and all later ones in buckets by that pass's order of
+    gradients (torch's reducer.cpp, rebuild_buckets). Over more than two ranks the order of a sum depends on
+    the position in a bucket, so the first step after a resume would have other bits. A backward pass over
+    zeros rebuilds the buckets first, in the reverse order of the parameters, which is nearly the real one.
     """
     parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     total = torch.zeros((), device=parameters[0].device)
@@ -219,10 +216,10 @@ def _lay_out_buckets(replica: DistributedDataParallel) -> None:
 
 
 def check_reduced(model: nn.Module, rank: int) -> None:
-    """Makes sure that backward gave every parameter a gradient, before anything else is sent to the ranks.
+    """Checks that backward gave every parameter a gradient, before the next collective.
 
     Raises:
-        BadInputError: Naming the parameters without one: DDP's sums are incomplete, and others wait for them.
+        BadInputError: Naming the parameters without one, for which the other ranks wait.
     """
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return
@@ -241,7 +238,7 @@ def check_reduced(model: nn.Module, rank: int) -> None:
 
 
 def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
-    """The context of every micro-batch of a step but the last: gradients only accumulate."""
+    """Returns the context of every micro-batch of a step except the last: gradients only accumulate."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
@@ -251,15 +248,16 @@ def check_agreement(
     what: str = "configurations, data or initial weights",
     remedy: str = "give every host the same recipe and the same files",
 ) -> None:
-    """Makes sure that all ranks are about to do the same; collective.
+    """Checks that a text is equal on all ranks; collective.
 
     Args:
-        text: What is to be the same on each.
-        what: What it is, for the message.
-        remedy: What to do where it differs.
+        text: Text to compare.
+        world: The ranks.
+        what: Description of the text, for the message.
+        remedy: Remedy, for the message.
 
     Raises:
-        BadInputError: If ranks differ, as they do where hosts see different files.
+        BadInputError: If ranks differ, for example because hosts have different files.
     """
     if world.group is None:
         return
@@ -273,7 +271,7 @@ def check_agreement(
 
 
 def least_over_ranks(number: int, world: World) -> int:
-    """The smallest of the ranks' numbers; collective."""
+    """Returns the smallest of the ranks' numbers; collective."""
     if world.group is None:
         return number
     least = torch.tensor([number], device=world.device)
@@ -296,10 +294,10 @@ def words_of_ranks(word: str, world: World) -> list[str]:
 
 
 def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
-    """A table (ranks, n) on the device of each rank's row, float64 (n,) on the host; collective."""
+    """Gathers a row from each rank, float64 (n,) on the host, to (ranks, n) on the device; collective."""
     table = torch.zeros(world.size, len(row), dtype=row.dtype, device=world.device)
     if world.device.type == "cuda":
-        row = row.pin_memory()  # or the copy would wait
+        row = row.pin_memory()  # for an asynchronous copy
     table[world.rank].copy_(row, non_blocking=True)
     return sum_over_ranks(table, world.group)
 
@@ -309,9 +307,9 @@ def differs_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) ->
 
     Args:
         values: int64 (n,), on the device.
-        group: The ranks; None: there is one.
+        group: The ranks; None: one rank.
     """
-    both = torch.stack((values, ~values))  # the greatest complement is that of the least
+    both = torch.stack((values, ~values))  # the largest complement belongs to the smallest value
     if group is not None:
         before = communicating()
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)

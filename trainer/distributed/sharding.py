@@ -1,12 +1,12 @@
-"""A model spread over the ranks by torch's FSDP2: each rank keeps its own rows of every parameter.
+"""Sharding by torch's FSDP2: each rank keeps its own rows of every parameter.
 
-FSDP gathers the parameters of a block before it computes, lets go of them after it, and gives each rank the
-sum of the gradients of its rows. All else (optimizer, average, clipping, checkpoints) deals with these rows
-only, as plain tensors that lie in the same memory: see `weights` and `own_rows`. What it does with them needs
-no word of FSDP, but for norms and what is to be whole: see `Rows`.
+FSDP gathers the parameters of a block before it computes, frees them after it, and gives each rank the summed
+gradients of its rows. Optimizer, average, clipping and checkpoints work with these rows as plain tensors in
+the same memory, see `weights` and `own_rows`, without FSDP; norms and whole tensors are computed by `Rows`.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,14 +27,14 @@ _OWN = "own_rows"  # attribute of a sharded parameter
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of each sharded tensor that this rank has: of n over s ranks those of torch.chunk(s).
+    """This rank's rows of each sharded tensor: those of torch.chunk over the ranks.
 
     Attributes:
         rank: This rank's number among those that share a model.
-        ranks: How many share it.
-        group: These; with HSDP there are several such groups, which hold the same.
-        first: Whether this rank is in the first of these groups.
-        note: A line for the user.
+        ranks: Number of these ranks.
+        group: Their process group; with HSDP there are several, with equal contents.
+        first: True if this rank is in the first of these groups.
+        note: Line for the user.
     """
 
     rank: int
@@ -59,9 +59,9 @@ class Rows:
         return torch.Size((stop - start, *whole[1:]))
 
     def gather(self, own: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-        """The whole tensor of such a shape, in the host's memory of the first rank; collective.
+        """Gathers the whole tensor of a shape in the first rank's host memory; None on others; collective.
 
-        Each rank holds it for a moment where it computes.
+        Each rank holds it on its device for a moment.
         """
         each = -(-shape[0] // self.ranks)
         padded = own.new_zeros((each, *shape[1:]))
@@ -71,25 +71,26 @@ class Rows:
         return together[: shape[0]].cpu() if self.rank == 0 and self.first else None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that share a model, in place; collective."""
+        """Sums over the ranks that share a model, in place; collective."""
         dist.all_reduce(values, group=self.group)
         return values
 
     def norm(self, own: torch.Tensor) -> torch.Tensor:
-        """The joint 2-norm of all ranks' rows, from that of this rank's, float (); collective."""
+        """Returns the joint 2-norm of all ranks' rows, from this rank's, float (); collective."""
         return self.sum(own.double().square()).sqrt().to(own.dtype)
 
 
 def check_sharding(config: ParallelConfig, model: nn.Module, ranks: int, own_optimizer: bool = False) -> None:
-    """Finds what can't be sharded, before there are ranks.
+    """Rejects models and settings that can't be sharded, before the ranks start.
 
     Args:
-        model: Its shapes are enough.
-        ranks: Of the run.
-        own_optimizer: Whether the task brings its optimizer.
+        config: Strategy and number of shards.
+        model: The model; it may be on the meta device.
+        ranks: Number of ranks of the run.
+        own_optimizer: True if the task has its own optimizer.
 
     Raises:
-        BadInputError: What it is, and the remedy.
+        BadInputError: Naming the setting or tensor, and the remedy.
     """
     if config.strategy == "ddp":
         return
@@ -134,54 +135,58 @@ def shard(
     config: ParallelConfig,
     of_blocks: torch.dtype | None = None,
 ) -> Rows:
-    """Shards a model over the ranks, in place: each block by itself, and what lies outside of them together.
+    """Shards a model over the ranks, in place: each block separately, and all other modules together.
 
-    All ranks take rank 0's parameters and buffers. Names, shapes and classes stay.
+    All ranks get rank 0's parameters and buffers. Names, shapes and class names stay.
 
     Args:
-        model: On the ranks' device, or on the CPU: then it goes to the device block by block.
-        blocks: Parts of it, none within another. One that shares a parameter with something else is left to
-            the rest.
-        of_blocks: What their parameters are gathered in; None: as they are. Gradients are summed in the
-            parameters' own type.
+        model: Model on the ranks' device, or on the CPU: then it is moved to the device block by block.
+        blocks: Modules of the model, none within another. One that shares a parameter with another module
+            isn't sharded separately.
+        world: The ranks.
+        config: Strategy and number of shards.
+        of_blocks: Dtype in which the blocks' parameters are gathered; None: their own. Gradients are summed
+            in the parameters' dtype.
 
     Returns:
-        Which rows are this rank's.
+        This rank's rows.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # imported for seconds
 
     assert world.group is not None
     for tensor in (*model.parameters(), *model.buffers()):
-        there = tensor.detach().to(world.device).contiguous()
-        dist.broadcast(there, 0, group=world.group)
-        tensor.detach().copy_(there)
+        received = tensor.detach().to(world.device).contiguous()
+        dist.broadcast(received, 0, group=world.group)
+        tensor.detach().copy_(received)
     mesh, rows = _mesh(world, config)
     kind = next(model.parameters()).dtype
-    parts = list(_apart(model, blocks))
-    for part in parts:
+    separate = list(_unshared(model, blocks))
+    for block in separate:
         policy = MixedPrecisionPolicy(of_blocks, kind, cast_forward_inputs=False)
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-        _keep_name(part)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+        _keep_name(block)
     root: Any = fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     _keep_name(root)
-    for part in root.modules():
-        if hasattr(part, "set_gradient_divide_factor"):
-            # A loss is already divided by the step's total over all ranks. NCCL alone scales while it adds.
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(1.0)
-            if world.device.type == "cpu":  # a GPU's are only started here, and nobody waits in them
-                part.set_custom_all_gather(_AllGather())
-                part.set_custom_reduce_scatter(_ReduceScatter())
-            # Until it gathers for the first time FSDP may put other memory in place of a parameter's.
-            part.unshard()
-            part.reshard()
+    for module in root.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            # The loss is already divided by the step's total over all ranks.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            if (
+                world.device.type == "cpu"
+            ):  # on a GPU they are asynchronous, and the host doesn't wait in them
+                module.set_custom_all_gather(_AllGather())
+                module.set_custom_reduce_scatter(_ReduceScatter())
+            # Before it gathers for the first time, FSDP may replace a parameter's memory.
+            module.unshard()
+            module.reshard()
     for parameter in root.parameters():
         own = own_rows(parameter.detach())
         setattr(parameter, _OWN, nn.Parameter(own, requires_grad=parameter.requires_grad))
     low = "" if of_blocks is None else f", in {str(of_blocks).removeprefix('torch.')}"
     groups = f" in each of {world.size // rows.ranks} groups" if config.shard else ""
     note = (
-        f"sharded over {rows.ranks} ranks{groups}: {len(parts)} blocks are gathered one by one{low}, the "
+        f"sharded over {rows.ranks} ranks{groups}: {len(separate)} blocks are gathered one by one{low}, the "
         "rest of the model together"
     )
     return replace(rows, note=note)
@@ -193,7 +198,7 @@ class _Allocates:
 
 
 class _AllGather(_Allocates):
-    """FSDP's all-gather within a phase of its own: the watchdog then finds the rank that others wait for."""
+    """FSDP's all-gather within the phase communication, by which the watchdog finds a rank that hangs."""
 
     def __call__(
         self,
@@ -209,7 +214,7 @@ class _AllGather(_Allocates):
 
 
 class _ReduceScatter(_Allocates):
-    """Likewise."""
+    """FSDP's reduce-scatter within the phase communication."""
 
     def __call__(
         self,
@@ -226,7 +231,7 @@ class _ReduceScatter(_Allocates):
 
 
 def _mesh(world: World, config: ParallelConfig) -> tuple[Any, Rows]:
-    """torch's mesh of the ranks, and this rank's place in it."""
+    """Returns torch's mesh of the ranks, and this rank's rows."""
     from torch.distributed.device_mesh import DeviceMesh
 
     kind = world.device.type
@@ -234,44 +239,42 @@ def _mesh(world: World, config: ParallelConfig) -> tuple[Any, Rows]:
         assert world.group is not None
         mesh = DeviceMesh.from_group(world.group, kind, mesh_dim_names=("shard",))
         return mesh, Rows(world.rank, world.size, world.group)
-    places = torch.arange(world.size).view(-1, config.shard)
-    # A mesh's own groups would have torch's time limit, not the run's.
+    numbers = torch.arange(world.size).view(-1, config.shard)
+    # Groups created by a mesh would have torch's timeout, not the run's.
     timeout, groups = timedelta(seconds=config.timeout_s), list[dist.ProcessGroup]()
-    for ranks in (places.T.tolist(), places.tolist()):
+    for ranks in (numbers.T.tolist(), numbers.tolist()):
         with nullcontext() if kind == "cuda" else silenced(sys.stdout):
             group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
         groups.append(group)
         if kind == "cpu":
             hold_gloo(group)
-    mesh = DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=("replicate", "shard"))
+    mesh = DeviceMesh.from_group(groups, kind, mesh=numbers, mesh_dim_names=("replicate", "shard"))
     return mesh, Rows(world.rank % config.shard, config.shard, groups[1], world.rank < config.shard)
 
 
-def _apart(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Returns the blocks whose parameters belong to no other module."""
-    owners: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[parameter] = owners.get(parameter, 0) + 1
+def _unshared(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the blocks whose parameters belong to no other module."""
+    owners = _owners(model)
     for block in blocks:
-        inside: dict[nn.Parameter, int] = {}
-        for module in block.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    inside[parameter] = inside.get(parameter, 0) + 1
+        inside = _owners(block)
         if inside and block is not model and all(owners[one] == times for one, times in inside.items()):
             yield block
 
 
+def _owners(model: nn.Module) -> Counter[nn.Parameter]:
+    """Counts the modules that own each parameter."""
+    return Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+
+
 def _keep_name(module: nn.Module) -> None:
-    """Calls a class as it was before FSDP made one of its own of it: in tables and messages."""
-    made = type(module)
-    made.__name__, made.__qualname__ = made.__mro__[2].__name__, made.__mro__[2].__qualname__
+    """Gives the subclass that FSDP created the name of the original class, for tables and messages."""
+    subclass = type(module)
+    original = subclass.__mro__[2]
+    subclass.__name__, subclass.__qualname__ = original.__name__, original.__qualname__
 
 
 def own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a sharded tensor's rows on this rank, in the same memory; any other tensor as it is."""
+    """Returns a sharded tensor's rows on this rank, in the same memory; other tensors unchanged."""
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor
@@ -281,12 +284,12 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """A model's parameters by name, as they are updated: of a sharded one this rank's rows."""
+    """Returns the parameters that the optimizer updates, by name: in a sharded model this rank's rows."""
     return {name: getattr(one, _OWN, one) for name, one in model.named_parameters()}
 
 
 def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of what is sharded of a model, by the names of its state_dict."""
+    """Returns the whole shapes of a model's sharded tensors, by the names of its state_dict."""
     return {name: one.shape for name, one in model.state_dict().items() if hasattr(one, "to_local")}
 
 
@@ -294,7 +297,7 @@ def take_gradients(model: nn.Module) -> list[str]:
     """Moves the gradients that backward left in a sharded model to `weights`.
 
     Returns:
-        Names of trained parameters that got none.
+        Names of trained parameters without a gradient.
     """
     without = []
     for name, parameter in model.named_parameters():
@@ -310,12 +313,12 @@ def take_gradients(model: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context for forward passes without gradients; at its end a sharded model holds its rows only.
+    """A context for forward passes without gradients; after it a sharded model holds only its rows.
 
-    Not torch's inference mode: a cache that is made in it can't be trained with later, TorchScript fails, and
-    a measure could take no gradients. Those that one leaves at parameters aren't the next step's.
+    It isn't torch's inference mode, in which a cache can't be trained with later, TorchScript fails, and
+    `measure` can't compute gradients. Gradients that it leaves at parameters are discarded.
     """
-    parts: list[Any] = [one for one in model.modules() if hasattr(one, "set_requires_gradient_sync")]
+    sharded: list[Any] = [one for one in model.modules() if hasattr(one, "set_requires_gradient_sync")]
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in kept:
         parameter.grad = None
@@ -323,8 +326,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     for parameter, gradient in kept:
         parameter.grad = gradient
-    for part in parts:
-        part.reshard()
+    for module in sharded:
+        module.reshard()
 
 
 def own_part(
@@ -333,29 +336,28 @@ def own_part(
     """Returns this rank's rows of a run's state, read from a checkpoint that holds it whole.
 
     Args:
-        rows: This rank's.
+        rows: This rank's rows.
         shapes: From `whole_shapes`.
-        saved: By kind and name, as in `trainer.train.state.tensors_of`; or what reads rows when it is sliced,
-            as a tensor is: of others this rank reads nothing.
+        saved: Tensors by kind and name, as in `trainer.train.state.tensors_of`; lazy ones are read by slices.
 
     Raises:
         ValueError: If a tensor has another shape.
     """
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    own: dict[str, dict[str, torch.Tensor]] = {}
     for kind, tensors in saved.items():
-        found[kind] = {}
+        own[kind] = {}
         for name, tensor in tensors.items():
             shape = shapes.get(parameter_of(kind, name))
-            is_slot = kind == "optimizer"  # which needn't be as large as its parameter: a count of steps
+            is_slot = kind == "optimizer"  # it may have another shape than its parameter, as a count of steps
             if shape is None or (is_slot and tensor.shape != shape):
-                found[kind][name] = tensor[...]
+                own[kind][name] = tensor[...]
             elif tensor.shape != shape:
                 raise ValueError(f"{kind}: {name} isn't the same in the checkpoint and in the model")
             else:
-                found[kind][name] = rows.of(tensor)
-    return found
+                own[kind][name] = rows.of(tensor)
+    return own
 
 
 def parameter_of(kind: str, name: str) -> str:
-    """The parameter that a tensor of a run's state belongs to."""
+    """Returns the name of the parameter that a tensor of a run's state belongs to."""
     return name.rpartition("/")[0] if kind == "optimizer" else name

@@ -1,10 +1,9 @@
-"""Sums of a step's micro-batches in one order, whatever the number of ranks: so their bits are the same.
+"""Tree reduction: sums of a step's micro-batches whose bits don't depend on the number of ranks.
 
-Floating-point sums depend on their order, and accumulation on one rank adds in another order than ranks among
-each other do. Here micro-batches are added as in a knockout tournament: neighbors first, then the sums of
-neighbors. A rank that does a power of two of neighboring micro-batches does one branch of that tree, and
-the ranks do the rest of it. The order is that of a binary counter, so that log2(micro-batches) + 1 sums are
-kept at most.
+Floating-point sums depend on their order, and accumulation on one rank adds in another order than a reduction
+over ranks. Here micro-batches are added by a binary tree: neighbors first, then the sums of neighbors. A rank
+with a power of two of neighboring micro-batches computes one branch of the tree, and the ranks together the
+rest. The order is that of a binary counter, so at most log2(micro-batches) + 1 sums are kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,11 @@ from trainer.observe.phases import communicating, enter_phase
 
 
 class Sums(NamedTuple):
-    """Sums of one micro-batch, or of several.
+    """Sums over one micro-batch or several.
 
     Attributes:
-        gradients: Of each parameter.
-        metrics: float64 (n,): the loss, and whatever else is added up.
+        gradients: Gradient of each parameter.
+        metrics: float64 (n,): the loss and other sums.
     """
 
     gradients: list[torch.Tensor]
@@ -36,23 +35,23 @@ class Sums(NamedTuple):
 
 
 class Tournament:
-    """Adds up what comes one by one, as if by the tree."""
+    """Adds sums one by one, in the order of the tree."""
 
     def __init__(self) -> None:
         self._branches: list[Sums] = []
         self._count = 0
 
     def add(self, one: Sums) -> None:
-        """Takes over what comes next: its tensors are added to, or kept."""
+        """Adds the next sums; their tensors are kept, and changed in place."""
         self._count += 1
-        whole = self._count
-        while whole % 2 == 0:
+        count = self._count
+        while count % 2 == 0:
             one = self._branches.pop().add(one)
-            whole //= 2
+            count //= 2
         self._branches.append(one)
 
     def total(self) -> Sums:
-        """The sum of all since the last call; there must be some."""
+        """Returns the sum of all since the last call; there must be at least one."""
         total = self._branches.pop()
         while self._branches:
             total = self._branches.pop().add(total)
@@ -61,20 +60,20 @@ class Tournament:
 
 
 class TreeReduction:
-    """Tree reduction of the ranks' parts of a step's sums."""
+    """Tree reduction of a step's sums over micro-batches and ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, bucket_mb: int) -> None:
-        """Adds over the ranks of a group in pieces of so many MiB; None: there is one rank."""
+        """Reduces over the ranks of a group in buckets of `bucket_mb` MiB; None: one rank."""
         self._group = group
         self._bucket_bytes = bucket_mb << 20
         self._own = Tournament()
 
     def add_micro_batch(self, gradients: list[torch.Tensor], metrics: torch.Tensor) -> None:
-        """Takes over a micro-batch's gradients and metrics."""
+        """Adds a micro-batch's gradients and metrics, and takes ownership of them."""
         self._own.add(Sums(gradients, metrics))
 
     def end_step(self) -> Sums:
-        """The sums over all micro-batches of all ranks, the same bits on each; collective."""
+        """Returns the sums over all micro-batches of all ranks, with equal bits on each; collective."""
         own = self._own.total()
         if self._group is None:
             return own
@@ -85,18 +84,18 @@ class TreeReduction:
 
 
 def shares_a_tree(micro_batches: int, ranks: int) -> bool:
-    """Whether so many ranks do whole branches of a step's tree: one, or a power of two micro-batches each."""
+    """True if each rank computes a whole branch of the tree: one rank, or a power of two of micro-batches."""
     each = micro_batches // ranks
     return ranks == 1 or each & (each - 1) == 0
 
 
 def _buckets(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype in their order, in lists of about so many bytes; their borders change no sum."""
+    """Yields tensors of one dtype in lists of about `most` bytes; their borders change no sum."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket: list[torch.Tensor] = []
         size = 0
         for tensor in tensors:
-            if tensor.dtype != dtype:  # joined with others it would be added in their precision
+            if tensor.dtype != dtype:  # concatenated, it would be promoted
                 continue
             bucket.append(tensor)
             size += tensor.nbytes
@@ -110,8 +109,8 @@ def _buckets(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.
 def _over_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sums tensors over the ranks by the tree, in place.
 
-    Each rank sums one slice and sends it to all: so 2 (W - 1) / W of the bytes are sent and received, as by a
-    ring's all-reduce, while to gather everything would receive W - 1 times the bytes.
+    Each rank sums one slice and sends it to all: 2 (W - 1) / W of the bytes are sent and received, as by a
+    ring all-reduce, while an all-gather of all tensors would receive W - 1 times the bytes.
     """
     world = dist.get_world_size(group)
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

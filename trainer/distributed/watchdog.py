@@ -1,9 +1,9 @@
-"""Finds the rank that hangs, and ends the job with code 76 instead of waiting for it for ever.
+"""Watchdog: finds the rank that hangs, and ends the job with code 76.
 
-Each rank has a thread that watches its phases (observe.phases) and a second one that exchanges them with the
-others over the store of the rendezvous: a thread of its own, as a request to a dead host never returns. A
-rank without progress for long reads the others' last messages. The rank with the fewest phases is the one
-that the others wait for; a silent one was stopped, or its host is gone.
+Each rank has a thread that watches its phases (observe.phases), and a second one that exchanges them with the
+other ranks over the rendezvous store, separate because a request to a dead host never returns. A rank without
+progress for long reads the others' last messages. The rank with the fewest phases is the one that the others
+wait for; a silent one was stopped, or its host is down.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from trainer.launch.worker import leave_now
 from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.text import enumerated
 
-_LOOKS = 20  # in the time without progress that is allowed
+_LOOKS = 20  # checks within the allowed time without progress
 _LONGEST_INTERVAL = 5.0  # seconds
-_PATIENCE = 10  # times that long while a step compiles, and at the end
+_PATIENCE = 10  # factor of the allowed time while a step compiles, and at the end
 _NAMED = 3
 _FRAMES = 20
 _NOTHING = "-"
-# With more ranks, reading all flight records would keep the store busy when it is needed.
+# With more ranks, reading all flight records would overload the store.
 _MOST_RECORDS = 256
 
 _CHECK: dict[str, str] = {
@@ -58,13 +58,13 @@ class RankStatus:
     """Last message of a rank.
 
     Attributes:
-        rank: Its number.
+        rank: Number of the rank.
         count: Number of phases that it entered.
-        step: Its step, counted from 1.
-        phase: Its phase; "failed" or "done" once it has left.
-        idle: Seconds without progress at the time of the message, by its own clock.
-        silence: Seconds since the message, or since this rank began to listen, by this rank's clock.
-        host: Its host.
+        step: Current step, counted from 1.
+        phase: Current phase; "failed" or "done" once it has left.
+        idle: Seconds without progress at the time of the message, by the sender's clock.
+        silence: Seconds since the message, or since this rank started to listen, by the receiver's clock.
+        host: Host name.
     """
 
     rank: int
@@ -77,13 +77,13 @@ class RankStatus:
 
     @property
     def where(self) -> str:
-        """Phase and step as text."""
+        """Returns phase and step as text."""
         return f"{self.phase}, step {self.step}" if self.step else "the start"
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Why the watchdog ends the job.
+    """Verdict with which the watchdog ends the job.
 
     Attributes:
         line: Message for the user.
@@ -101,36 +101,36 @@ def judge_ranks(states: Sequence[RankStatus], limit: float, doubtful: float) -> 
 
     Args:
         states: Last message of every rank.
-        limit: Seconds without progress, or without a message, after which a rank hangs.
-        doubtful: Seconds without a message after which it is awaited before a verdict.
+        limit: Seconds without progress, or without a message, after which a rank counts as hanging.
+        doubtful: Seconds of silence of a rank after which the verdict waits for its next message.
 
     Returns:
-        None while no rank can be blamed: a rank that is slow but makes progress does not hang.
+        The verdict; None while all ranks may make progress.
     """
-    there = [state for state in states if state.phase != "done"]
-    failed = [state for state in there if state.phase == "failed"]
+    running = [state for state in states if state.phase != "done"]
+    failed = [state for state in running if state.phase == "failed"]
     if failed:
-        names = _names(failed, there)
+        names = _names(failed, running)
         return HangVerdict(f"{names} failed, and the others wait in vain", _ranks(failed), EXIT_FAILED)
-    if any(doubtful < state.silence < limit for state in there):
+    if any(doubtful < state.silence < limit for state in running):
         return None
-    silent = [state for state in there if state.silence >= limit]
-    least = min(state.count for state in there)
-    culprits = silent or [state for state in there if state.count == least]
+    silent = [state for state in running if state.silence >= limit]
+    least = min(state.count for state in running)
+    culprits = silent or [state for state in running if state.count == least]
     if not silent and any(state.idle < limit for state in culprits):
         return None
-    first, others = culprits[0], [state for state in there if state not in culprits]
-    if len(culprits) == len(there) > 1 and first.phase == "communication":
-        text = f"all {len(there)} ranks wait in {first.where}, and none is behind the others"
+    first, others = culprits[0], [state for state in running if state not in culprits]
+    if len(culprits) == len(running) > 1 and first.phase == "communication":
+        text = f"all {len(running)} ranks wait in {first.where}, and none is behind the others"
         return HangVerdict(_sentence(limit, [text], _CHECK[first.phase]), _ranks(culprits))
-    names = _names(culprits, there)
+    names = _names(culprits, running)
     if silent:
         check = "whether it was stopped (SIGSTOP), and whether its host is there"
-        what = f"{names} gave no sign of life since {first.where}"
+        text = f"{names} gave no sign of life since {first.where}"
     else:
         check = _CHECK[first.phase]
-        what = f"{names} {'hang' if len(culprits) > 1 else 'hangs'} in {first.where}"
-    return HangVerdict(_sentence(limit, [what, *_waiting(others)], check), _ranks(culprits))
+        text = f"{names} {'hang' if len(culprits) > 1 else 'hangs'} in {first.where}"
+    return HangVerdict(_sentence(limit, [text, *_waiting(others)], check), _ranks(culprits))
 
 
 def _sentence(limit: float, parts: Sequence[str], check: str) -> str:
@@ -147,9 +147,9 @@ def _waiting(others: Sequence[RankStatus]) -> list[str]:
     return [f"{len(others)} others wait{', most of them' * (count < len(others))} in {where}"]
 
 
-def _names(culprits: Sequence[RankStatus], there: Sequence[RankStatus]) -> str:
-    """Names the ranks by number, the first few if there are many; with the host if there are several."""
-    hosts = len({state.host for state in there}) > 1
+def _names(culprits: Sequence[RankStatus], running: Sequence[RankStatus]) -> str:
+    """Names the first few ranks by number, with the host if there are several hosts."""
+    hosts = len({state.host for state in running}) > 1
     names = [f"{state.rank} on {state.host}" if hosts else str(state.rank) for state in culprits]
     return f"rank{'s' * (len(names) > 1)} {enumerated(names, _NAMED)}"
 
@@ -160,9 +160,9 @@ def _ranks(states: Sequence[RankStatus]) -> list[int]:
 
 @contextlib.contextmanager
 def watching(world: World, config: ParallelConfig) -> Iterator["Watchdog"]:
-    """Context manager with a watchdog, which `Watchdog.start` starts.
+    """A context with a watchdog, which `Watchdog.start` starts.
 
-    All ranks enter it before their first collective, so that each knows every other.
+    All ranks enter it before their first collective, so that each has a message of every other.
     """
     watchdog = Watchdog(world, config)
     try:
@@ -203,15 +203,15 @@ class Watchdog:
                 self._store.set(_VERDICT, _NOTHING)
 
     def start(self, compiling_until: int = 0) -> None:
-        """Watches from here on; again after a rollback.
+        """Starts watching; called again after a rollback.
 
         Args:
-            compiling_until: The last step in which something may be compiled; 0: none.
+            compiling_until: Last step in which code may be compiled; 0: none.
         """
         self._compiling_until = compiling_until
         if self._seconds and not self._threads:
             works = [self._watch, *([self._exchange] if self._world.size > 1 else [])]
-            # Daemons: one that waits for a host that is gone must not keep this process.
+            # Daemons: a thread that waits for a dead host must not keep this process alive.
             self._threads = [threading.Thread(target=work, name="hang", daemon=True) for work in works]
             for thread in self._threads:
                 thread.start()
@@ -228,7 +228,7 @@ class Watchdog:
     def _watch(self) -> None:
         last, position, unanswered, waited, heard = time.monotonic(), (-1, -1), 0.0, 0.0, 0
         while not self._stopped.wait(self._interval):
-            # A job that was suspended as a whole made no progress either, and doesn't hang.
+            # Time during which the whole job was suspended doesn't count.
             now = time.monotonic()
             step, last = min(now - last, 4 * self._interval), now
             here = (
@@ -244,27 +244,27 @@ class Watchdog:
             verdict = self._verdict(limit, unanswered) if self._idle >= limit else None
             waited = waited + step if verdict else 0.0
             if verdict and (self._store is None or waited > 4 * self._interval or unanswered >= limit):
-                self._leave(verdict)  # nobody to agree with
+                self._leave(verdict)  # no other rank to agree with
             self._proposal = json.dumps(asdict(self._with_record(verdict))) if verdict else ""
 
     def _verdict(self, limit: float, unanswered: float) -> HangVerdict | None:
         own = self._seen()
-        if self._world.size == 1 or PHASE_TIMER.phase == "end":  # then nobody waits for anybody
+        if self._world.size == 1 or PHASE_TIMER.phase == "end":  # without collectives
             return judge_ranks([own], limit, limit)
-        if unanswered >= limit:  # the store is with rank 0, or with torchrun on its host
+        if unanswered >= limit:  # the store is in rank 0, or in torchrun on its host
             first = replace(self._first, silence=limit)
             return judge_ranks([first, own] if own.rank else [own], limit, limit)
         heard = [own if state.rank == own.rank else state for state in self._heard]
         return judge_ranks(heard, limit, 4 * self._interval) if heard else None
 
     def _with_record(self, verdict: HangVerdict) -> HangVerdict:
-        """Adds the collective that some ranks didn't enter, where torch's flight recorders have it."""
+        """Adds the collective that some ranks didn't enter, from torch's flight recorders."""
         records = {number: self._records.get(number) or None for number in range(self._world.size)}
         line = parse_dumps(records) if any(records.values()) and verdict.code == EXIT_HANG else None
         return replace(verdict, line=f"{verdict.line}; {line}") if line else verdict
 
     def _limit(self) -> float:
-        """Seconds without progress that are allowed now."""
+        """Returns the allowed seconds without progress in this phase."""
         if PHASE_TIMER.phase != "end" and PHASE_TIMER.step > self._compiling_until:
             return self._seconds
         patient = _PATIENCE * self._seconds
@@ -275,7 +275,7 @@ class Watchdog:
 
     def _leave(self, verdict: HangVerdict) -> None:
         own = self._world.rank in verdict.culprits
-        # Where rank 0 holds the store and not torchrun, the others need it to learn what was agreed.
+        # If the store is in rank 0 and not in torchrun, the others need it to read the agreed verdict.
         holds = self._world.rank == 0 and self._world.size > 1 and not _agent_holds_the_store()
         leave_now(
             verdict.code,
@@ -307,7 +307,7 @@ class Watchdog:
                     continue
                 self._share_records()
                 *words, verdict = (text.decode() for text in self._store.multi_get(keys))
-            except RuntimeError:  # nobody answers: `_watch` sees that it takes too long
+            except RuntimeError:  # no answer: `_watch` notices when it takes too long
                 self._store = None
                 if left:
                     return
@@ -317,10 +317,10 @@ class Watchdog:
             silences = {state.rank: state.silence + step for state in self._heard}
             heard = []
             for number, word in enumerate(words):
-                told, values = json.loads(word)
-                silence = silences.get(number, 0.0) if told == numbers[number] else 0.0
+                message, values = json.loads(word)
+                silence = silences.get(number, 0.0) if message == numbers[number] else 0.0
                 heard.append(replace(RankStatus(**values), silence=silence))
-                numbers[number] = told
+                numbers[number] = message
             self._heard = heard
             self._heard_times += 1
             if verdict != _NOTHING:
@@ -331,7 +331,7 @@ class Watchdog:
         if self._world.size > _MOST_RECORDS or self._recorded == "":
             return
         if self._recorded is None:
-            self._recorded = ""  # asked, once: a driver that hangs may never answer
+            self._recorded = ""  # asked only once: a hanging driver may never answer
             threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
             return
         self._store.set(f"record-{self._world.rank}", self._recorded)
@@ -340,7 +340,7 @@ class Watchdog:
                 self._records[number] = self._store.get(f"record-{number}").decode()
 
     def _forget_records(self) -> None:
-        """Drops the records of a wait that has ended, which don't concern the next one."""
+        """Drops the records of a wait that has ended."""
         if self._recorded:
             self._store.set(f"record-{self._world.rank}", "")
             self._recorded, self._records = None, {}

@@ -15,7 +15,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated parts of a model, by name: members of a Sequential or ModuleList that have parts.
+    """Returns a model's repeated blocks by name: members of a Sequential or ModuleList with children.
 
     For torchvision's ResNets these are the residual blocks, for a transformer its layers.
     """
@@ -32,19 +32,17 @@ def _blocks(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def candidates(config: MemoryConfig, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-    """Modules that may be checkpointed, by name, and the names of those that are.
-
-    With a budget the choice is still to be made.
+    """Returns the modules that may be checkpointed, by name, and the names of the chosen ones.
 
     Raises:
-        BadInputError: If there are none, or a name is of no use.
+        BadInputError: If there are none, or a name can't be checkpointed.
     """
     if config.checkpointing == "none":
         return {}, []
     if config.checkpointing == "names":
         modules = {name: module for name, module in model.named_modules() if name}
         chosen = matching(modules, config.names, "memory.names")
-        # "layer4.*" means layer4.0, not all that lies below it as well.
+        # "layer4.*" means layer4.0 alone, not the modules inside it as well.
         outermost = [n for n in chosen if not any(n.startswith(f"{other}.") for other in chosen)]
         for name in outermost:
             refuse_a_list(name, modules[name], "memory.names")
@@ -59,18 +57,18 @@ def candidates(config: MemoryConfig, model: nn.Module) -> tuple[dict[str, nn.Mod
 
 
 def refuse_a_list(name: str, module: nn.Module, key: str) -> None:
-    """Raises BadInputError for a module that nobody calls: a list or dictionary of others."""
+    """Raises BadInputError for a module without a forward: a list or dictionary of modules."""
     if type(module).forward is nn.Module.forward:
         raise BadInputError(f"{key}: '{name}' is a list of modules; use '{name}.*'")
 
 
 def recompute(module: nn.Module) -> None:
-    """Checkpoints a module, in place; names of parameters stay as they are."""
+    """Checkpoints a module, in place; parameter names stay."""
     module.forward = functools.partial(_recomputed, module.forward)
 
 
 def _recomputed(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    # A list is copied: torchvision's densenet appends to it before the block is computed again.
-    # Non-reentrant: works with DDP, no_sync and torch.compile (torch.utils.checkpoint's advice).
+    # Lists are copied: torchvision's densenet appends to them before the block is recomputed.
+    # Non-reentrant, as torch.utils.checkpoint advises: works with DDP, no_sync and torch.compile.
     copies = (list(value) if isinstance(value, list) else value for value in values)
     return checkpoint(forward, *copies, use_reentrant=False, **named)

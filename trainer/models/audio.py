@@ -1,4 +1,4 @@
-"""A small convolutional classifier of spectrograms."""
+"""Small convolutional classifier of spectrograms."""
 
 import torch
 from torch import nn
@@ -8,10 +8,10 @@ from trainer.models.images import make_norm, residual_stages
 
 
 class AudioCnn(nn.Module):
-    """A residual network that averages over time but keeps apart what lies at different frequencies."""
+    """Residual network whose pooling averages over time but keeps the frequency axis."""
 
     def __init__(self, config: ModelConfig, mels: int, classes: int) -> None:
-        """Each stage halves both axes and, but for the first, doubles the width."""
+        """Builds the stages: each halves both axes and, except for the first, doubles the width."""
         super().__init__()
         self.stem = nn.Conv2d(1, config.width, 3, padding=1, bias=False)
         self.blocks, width = residual_stages(config, first_stride=2)

@@ -1,11 +1,11 @@
 """Running statistics: one update per step, from all of its micro-batches on all ranks.
 
-Nothing of torch's does this: there they are updated once per micro-batch, so that the momentum would depend
-on the accumulation, on the number of ranks (each keeping its own) and on activation checkpointing (counted
-twice). Instead every statistic becomes the mean of what the step's micro-batches, each starting from the
-value before the step, made of it; a micro-batch that left it out doesn't count. Within a micro-batch torch's
-own code updates them, at each call of the layer. So without accumulation on one rank they are torch's, to
-the bit. A count of calls moves by those of a micro-batch, rounded where micro-batches differ.
+torch updates them once per micro-batch, so that the momentum depends on accumulation, on the number of ranks
+(each keeps its own statistics) and on activation checkpointing (counted twice). Here each statistic becomes
+the mean over the step's micro-batches, each of which starts from the value before the step; micro-batches in
+which the layer didn't run don't count. Within a micro-batch torch's own code updates them, at each call of
+the layer, so without accumulation on one rank they are torch's, to the bit. A count of calls moves by the
+micro-batches' rounded mean.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ from trainer.models.buffers import ChangingBuffers, FoundBuffers
 
 
 def batchnorm_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """The statistics of torch's BatchNorm layers."""
+    """Returns the buffers of torch's BatchNorm layers."""
     return [buffer for layer in _layers(model) for buffer in layer.buffers(recurse=False)]
 
 
 def _layers(model: nn.Module) -> list[_BatchNorm]:
-    """BatchNorm layers with running statistics that compute as torch's do.
+    """Returns the BatchNorm layers with running statistics and torch's own forward.
 
-    One with a forward of its own may count no batches, or take the momentum otherwise.
+    A layer with another forward may count no batches, or use the momentum in another way.
     """
     return [
         module
@@ -39,12 +39,12 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 class StepStatistics:
-    """The statistics that a model's forward pass keeps in its buffers; none is fine too."""
+    """Statistics that a model's forward pass keeps in buffers, updated once per step; there may be none."""
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup | None, found: FoundBuffers | None = None
     ) -> None:
-        """Takes over BatchNorm's buffers, and others that were found to change."""
+        """Takes over BatchNorm's buffers, and the other changing ones in `found`."""
         self._group = group
         layers = _layers(model)
         self._parts: list[_BatchNorms | ChangingBuffers] = [_BatchNorms(layers)] if layers else []
@@ -58,35 +58,34 @@ class StepStatistics:
             part.reload()
 
     def of_micro_batch(self) -> list[torch.Tensor]:
-        """Returns the statistics after the last forward pass, float (n,) each, to be summed over
-        micro-batches.
+        """Returns the statistics after the last forward pass, float (n,) each, to sum over micro-batches.
 
-        Call it before backward, where activation checkpointing runs the forward pass once more.
+        Call it before backward, in which activation checkpointing repeats the forward pass.
         """
         return [part.of_micro_batch() for part in self._parts] if self._parts else []
 
     def restore(self) -> None:
-        """Call before a step's next micro-batch: it starts from the same values as the one before."""
+        """Restores the values from before the step; call it before each further micro-batch."""
         for part in self._parts:
             part.restore()
 
     def add(self, micro_batch: list[torch.Tensor]) -> None:
-        """Adds a micro-batch's."""
+        """Adds the statistics of a micro-batch."""
         if self._sums:
             torch._foreach_add_(self._sums, micro_batch)
         else:
             self._sums = micro_batch
 
     def set_sum(self, total: torch.Tensor) -> None:
-        """Takes the sum over the micro-batches of a step, float64 (n,), that somebody else made."""
+        """Sets the sum over a step's micro-batches, float64 (n,), of a tree reduction."""
         self._sums = list(total.split([part.size for part in self._parts])) if self._parts else []
 
     def end_step(self, skipped: torch.Tensor | None = None) -> None:
         """Puts the updated statistics into the model.
 
         Args:
-            skipped: float (), on the device: 1 if the step overflowed in fp16. Its statistics may hold
-                infinities then, and are left out.
+            skipped: float (), on the device: 1 if the step overflowed in fp16; its statistics are dropped,
+                since they may hold infinities.
         """
         for part, total in zip(self._parts, self._sums, strict=True):
             part.update(sum_over_ranks(total, self._group), skipped)
@@ -97,8 +96,8 @@ class _BatchNorms:
     """Running means and variances of torch's BatchNorm layers.
 
     Attributes:
-        size: Numbers that a micro-batch gives: the statistics, and for each layer whether it ran, and how
-            many times.
+        size: Length of a micro-batch's vector: the statistics, and for each layer a flag if it ran, and its
+            number of calls.
     """
 
     def __init__(self, layers: list[_BatchNorm]) -> None:
@@ -115,7 +114,7 @@ class _BatchNorms:
             owners += [number] * (2 * layer.running_mean.numel())
             if layer.momentum is None:
                 _average_all_calls(layer)
-        # Where they are bf16, these couldn't count so many micro-batches.
+        # In bf16 the sums over micro-batches would be too coarse.
         self._dtype = torch.promote_types(torch.float32, torch.cat(self._buffers).dtype)
         self._rounds = any(buffer.dtype != self._dtype for buffer in self._buffers)
         self._owners = torch.tensor(owners, device=device)
@@ -132,7 +131,7 @@ class _BatchNorms:
         self._parts = statistics.split(self._sizes)
 
     def of_micro_batch(self) -> torch.Tensor:
-        # A layer that was left out tells by its counter, also in compiled code.
+        # A layer that didn't run has an unchanged counter, also in compiled code.
         calls = torch.stack(self._counters) - self._counts
         ran = calls if self._together is None else self._together @ calls.to(self._together.dtype)
         ran = ran > 0
@@ -148,16 +147,16 @@ class _BatchNorms:
         sums, micro_batches, calls = total.to(self._dtype).split((len(self._owners), layers, layers))
         ran = micro_batches > 0 if skipped is None else (micro_batches > 0) & (skipped == 0)
         micro_batches = micro_batches.clamp(min=1)
-        counted = torch.where(ran, (calls / micro_batches).round(), 0.0).to(self._counts.dtype)
-        over, of_those = torch.stack((micro_batches, ran)).gather(1, self._owners.expand(2, -1))
-        self._keep(torch.where(of_those > 0, sums / over, self._kept), self._counts + counted)
+        new_calls = torch.where(ran, (calls / micro_batches).round(), 0.0).to(self._counts.dtype)
+        divisor, has_run = torch.stack((micro_batches, ran)).gather(1, self._owners.expand(2, -1))
+        self._keep(torch.where(has_run > 0, sums / divisor, self._kept), self._counts + new_calls)
         self.restore()
-        if self._rounds:  # go on from what a checkpoint holds
+        if self._rounds:  # continue with the rounded values, as after a resume
             self._keep(torch.cat(self._buffers).to(self._dtype), self._counts)
 
 
 def _together(layers: list[_BatchNorm], device: torch.device) -> torch.Tensor | None:
-    """Matrix (layers, layers) of layers that share statistics: which of them ran if one did."""
+    """Returns a 0/1 matrix (layers, layers) of layers that share statistics; None if none do."""
     names = {f"{number} {name}": b for number, one in enumerate(layers) for name, b in one.named_buffers()}
     if not (groups := sharing(names)):
         return None
@@ -169,9 +168,9 @@ def _together(layers: list[_BatchNorm], device: torch.device) -> torch.Tensor | 
 
 
 def _average_all_calls(layer: _BatchNorm) -> None:
-    """Lets a layer with momentum=None compute as torch's does, but without a wait of the host for its count.
+    """Makes a layer with momentum=None average over all calls without a synchronization for its count.
 
-    Momentum 1 makes its buffers each call's own statistics, of which the mean over all calls is made here.
+    With momentum 1 its buffers are each call's own statistics, whose mean over all calls is computed here.
     """
     layer.momentum = 1.0
     before: list[torch.Tensor] = []
@@ -180,10 +179,10 @@ def _average_all_calls(layer: _BatchNorm) -> None:
         before[:] = (layer.running_mean.clone(), layer.running_var.clone()) if layer.training else ()
 
     def end(layer: Any, *_: Any) -> None:
-        for buffer, was in zip((layer.running_mean, layer.running_var), before, strict=False):
-            kind = torch.promote_types(torch.float32, was.dtype)
-            mean = torch.lerp(was.to(kind), buffer.to(kind), 1 / layer.num_batches_tracked.to(kind))
-            buffer.data.copy_(mean)  # by `data`: autograd keeps each call's, and torch changes it unseen, too
+        for buffer, previous in zip((layer.running_mean, layer.running_var), before, strict=False):
+            dtype = torch.promote_types(torch.float32, previous.dtype)
+            mean = torch.lerp(previous.to(dtype), buffer.to(dtype), 1 / layer.num_batches_tracked.to(dtype))
+            buffer.data.copy_(mean)  # by `data`, as autograd's version counter must not see it, as in torch
         before.clear()
 
     layer.register_forward_pre_hook(begin)

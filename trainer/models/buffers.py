@@ -1,10 +1,10 @@
-"""Tensors other than BatchNorm's that a training forward pass changes: one update per step for them, too.
+"""Buffers and frozen parameters that a training forward pass changes: one update per step, as BatchNorm's.
 
-A running mean of one's own, spectral norm's vectors, InstanceNorm's statistics; a teacher's frozen
-parameters. Each micro-batch of a step starts from the same values. Floating-point and complex ones become the
-mean of what the micro-batches that changed them made of it; integers move by the mean of the changes, rounded
-(a counter counts steps). What all micro-batches make alike, as a teacher that follows its student, needs no
-mean and isn't sent to other ranks.
+Examples are a running mean, spectral norm's vectors, InstanceNorm's statistics, a teacher's parameters. Each
+micro-batch of a step starts from the same values. Floating-point and complex tensors become the mean of the
+new values of the micro-batches that changed them; integers move by the rounded mean of the changes, so a
+counter counts steps. Tensors that all micro-batches change alike, such as a teacher that follows its student,
+need no mean and aren't sent to other ranks.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ _NAMES = 5
 
 @dataclass(frozen=True)
 class FoundBuffers:
-    """Result of a trial: buffers and frozen parameters that the forward pass changes.
+    """Buffers and frozen parameters that a trial of the forward pass changed.
 
     Attributes:
-        changing: Names of those that a training forward pass changes.
+        changing: Names of the changed tensors.
         notes: Lines for the user.
-        alike: Names of those that change in the same way whatever the samples are.
+        alike: Names of tensors whose change doesn't depend on the samples.
     """
 
     changing: Sequence[str] = ()
@@ -35,18 +35,18 @@ class FoundBuffers:
 
 
 def few(names: list[str]) -> str:
-    """Lists the first names of tensors."""
+    """Lists the first few names of tensors, for messages."""
     more = f", … ({len(names)} tensors)" if len(names) > _NAMES else ""
     return ", ".join(names[:_NAMES]) + more
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """Position of a tensor in a model.
 
     Attributes:
-        module: The module that has it.
-        key: The module's name for it.
-        tensors: The module's buffers, or its parameters.
+        module: Module that owns the tensor.
+        key: Name in the module.
+        tensors: The module's dict of buffers or of parameters.
     """
 
     module: nn.Module
@@ -58,20 +58,20 @@ class ChangingBuffers:
     """Named buffers and frozen parameters of a model.
 
     Attributes:
-        size: Numbers that a micro-batch gives: the values, and for each tensor whether it was changed.
+        size: Length of a micro-batch's vector: the values, and for each tensor a flag if it was changed.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], alike: Sequence[str] = ()) -> None:
         """Starts from the values that are in the model now.
 
         Args:
-            model: Whose they are.
-            names: Theirs.
-            alike: Those of them that all micro-batches change alike.
+            model: Model with the tensors.
+            names: Names of the tensors.
+            alike: Names of those that all micro-batches change alike.
         """
         self._names = names
-        self._places = [place(model, name) for name in names]
-        self._buffers = [_tensor(at) for at in self._places]
+        self._slots = [tensor_slot(model, name) for name in names]
+        self._buffers = [_tensor(slot) for slot in self._slots]
         self._alike = [name in alike for name in names]
         self._made: dict[int, torch.Tensor] = {}
         self._sizes = [
@@ -89,11 +89,11 @@ class ChangingBuffers:
         """Returns the values after the last forward pass, float64 (size,).
 
         Raises:
-            BadInputError: If it gave one another shape.
+            BadInputError: If the shape of a tensor has changed.
         """
         values, flags = [], []
-        for number, (name, at, kept) in enumerate(zip(self._names, self._places, self._kept, strict=True)):
-            now = at.tensors[at.key]
+        for number, (name, slot, kept) in enumerate(zip(self._names, self._slots, self._kept, strict=True)):
+            now = slot.tensors[slot.key]
             if now is None or now.shape != kept.shape:
                 raise BadInputError(
                     f"the forward pass gave the model's buffer '{name}' another shape than "
@@ -114,13 +114,13 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts back the values from before the step."""
-        for at, buffer, kept in zip(self._places, self._buffers, self._kept, strict=True):
-            at.tensors[at.key] = buffer  # the forward pass may have put another tensor in its place
+        """Restores the values from before the step."""
+        for slot, buffer, kept in zip(self._slots, self._buffers, self._kept, strict=True):
+            slot.tensors[slot.key] = buffer  # the forward pass may have replaced the tensor
             buffer.copy_(kept)
 
     def update(self, total: torch.Tensor, skipped: torch.Tensor | None) -> None:
-        """Takes the sum over a step's micro-batches, float64 (size,)."""
+        """Sets the new values from the sum over a step's micro-batches, float64 (size,)."""
         *sums, counts = total.split([*self._sizes, len(self._sizes)])
         for number, (kept, added, count) in enumerate(zip(self._kept, sums, counts.unbind(), strict=True)):
             mean = added / count.clamp(min=1)
@@ -137,7 +137,7 @@ class ChangingBuffers:
 
 
 def is_mean(buffer: torch.Tensor) -> bool:
-    """Whether the mean of what micro-batches made of a buffer is a value for it: of an integer it isn't."""
+    """True if the micro-batches' mean is a valid value of a buffer: not for integers."""
     return buffer.is_floating_point() or buffer.is_complex()
 
 
@@ -145,15 +145,15 @@ def _reals(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().reshape(-1)
 
 
-def place(model: nn.Module, name: str) -> Place:
+def tensor_slot(model: nn.Module, name: str) -> TensorSlot:
     """Finds a buffer or a parameter in a model."""
     path, _, key = name.rpartition(".")
-    module = nn.Module.get_submodule(model, path)  # TorchScript's own raises
+    module = nn.Module.get_submodule(model, path)  # ScriptModule's own raises
     tensors: Any = module._parameters if key in module._parameters else module._buffers
-    return Place(module, key, tensors)
+    return TensorSlot(module, key, tensors)
 
 
-def _tensor(at: Place) -> torch.Tensor:
-    tensor = at.tensors[at.key]
+def _tensor(slot: TensorSlot) -> torch.Tensor:
+    tensor = slot.tensors[slot.key]
     assert tensor is not None
     return tensor

@@ -1,4 +1,4 @@
-"""torch.compile: of the whole model or block by block, with a clear line where it can't be done."""
+"""torch.compile of the whole model or block by block, with a clear line where it isn't possible."""
 
 import functools
 import getpass
@@ -17,9 +17,9 @@ from trainer.config.model import CompileConfig
 from trainer.host.toolchain import missing_compiler, missing_headers
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Blocks of many shapes share one function; torch gives up compiling it after eight of them.
+# Blocks of many shapes share one code object; torch falls back to eager after eight of them.
 _MOST_SHAPES = 128
-# Before torch 2.6 what splits graphs at DDP's buckets refuses those with checkpointing or FlexAttention
+# Before torch 2.6 DDP's graph splitter rejects graphs with checkpointing or FlexAttention
 # (https://github.com/pytorch/pytorch/issues/104674).
 SPLITS_ALL_GRAPHS = hasattr(torch.compiler, "set_stance")
 
@@ -33,13 +33,13 @@ def missing_for_compiling(device: torch.device) -> str | None:
 
 
 def prepare_cache() -> tuple[Path | None, str | None]:
-    """Makes sure that compiled code can be kept: in TORCHINDUCTOR_CACHE_DIR, or below XDG_CACHE_HOME.
+    """Prepares the cache of compiled code: TORCHINDUCTOR_CACHE_DIR, or a folder in XDG_CACHE_HOME.
 
     Returns:
-        The folder, None for torch's own choice; and what is wrong with the wanted one, if anything is.
+        The folder, None for torch's own choice; and the reason why the configured one can't be used, or None.
     """
     try:
-        getpass.getuser()  # as torch's compiler calls its folder
+        getpass.getuser()  # torch's compiler names its folder by it
     except (KeyError, OSError):  # a container's UID needs no name
         os.environ["LOGNAME"] = f"uid-{os.getuid()}"
     wanted = os.environ.get(CACHE_VARIABLE)
@@ -62,9 +62,9 @@ def prepare_cache() -> tuple[Path | None, str | None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within it whatever torch.compile was called for runs as it is, and what was compiled stays compiled.
+    """A context in which compiled functions run eagerly; afterwards they run compiled again.
 
-    A function that torch.compile meets within a dispatch mode, such as one that counts, it gives up for good.
+    torch.compile would permanently give up a function that it first sees within a dispatch mode.
     """
     compile_ = torch.compile
     with ExitStack() as stack:
@@ -92,8 +92,8 @@ def _stay_eager(stack: ExitStack) -> None:
     setattr(eval_frame, "_maybe_set_eval_frame", lambda _: None)  # noqa: B010  (gone from newer ones)
 
 
-def words_on_ddp(world_size: int) -> list[str]:
-    """A line about compiled code within DDP, where this version of torch asks for one."""
+def ddp_notes(world_size: int) -> list[str]:
+    """Returns a line on compiled code within DDP, before torch 2.6."""
     if SPLITS_ALL_GRAPHS or world_size == 1:
         return []
     return [
@@ -103,7 +103,7 @@ def words_on_ddp(world_size: int) -> list[str]:
 
 
 def torch_mode(config: CompileConfig, device: torch.device) -> str:
-    """torch's name of the mode; CUDA graphs only of a whole model (blocks would share their memory)."""
+    """Returns torch's name of the mode; CUDA graphs only for a whole model, as blocks would share memory."""
     if config.cuda_graphs and device.type == "cuda":
         return config.mode
     return {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
@@ -112,14 +112,14 @@ def torch_mode(config: CompileConfig, device: torch.device) -> str:
 
 
 def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Callable[..., Any]:
-    """The whole model, compiled; the model itself stays as it is, for evaluation."""
+    """Compiles the whole model; the model itself stays unchanged, for evaluation."""
     set_up_torch()
     compiled: Callable[..., Any] = torch.compile(model, mode=torch_mode(config, device), dynamic=False)
     return compiled
 
 
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig, device: torch.device) -> None:
-    """Compiles blocks in place for training; in evaluation they run as they are."""
+    """Compiles blocks in place for training; in evaluation they run eagerly."""
     set_up_torch()
     for block in blocks:
         compiled = torch.compile(block.forward, mode=torch_mode(config, device), dynamic=False)
@@ -129,15 +129,15 @@ def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig, device: t
 def _choose(
     block: nn.Module, compiled: Callable[..., Any], original: Callable[..., Any], *values: Any, **named: Any
 ) -> Any:
-    # Evaluation has another shape and is a small part of a run: not worth compiling anew.
+    # Evaluation has other shapes and is a small fraction of a run: not worth another compilation.
     return (compiled if block.training else original)(*values, **named)
 
 
 def set_up_torch() -> None:
-    """Sets what torch's compiler takes from its own configuration, before anything is compiled."""
-    import torch._dynamo  # here: it takes three seconds
+    """Sets torch._dynamo's global configuration, before the first compilation."""
+    import torch._dynamo  # slow to import: three seconds
 
-    # On a machine without a GPU it says with each compilation that there is none.
+    # Without a GPU it logs with each compilation that there is none.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch._dynamo.config.cache_size_limit = max(_MOST_SHAPES, torch._dynamo.config.cache_size_limit)
     if not SPLITS_ALL_GRAPHS:

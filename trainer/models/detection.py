@@ -1,4 +1,4 @@
-"""Detectors: a small one without anchors, and torchvision's by name; what they find, in one form."""
+"""Object detectors: a small one without anchors, and torchvision's by name, with one form of results."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 from trainer.models.images import make_norm, residual_stages
 
-_NEAR = 1.0  # strides from a box's middle within which a cell is to find it: up to four cells do
+_NEAR = 1.0  # distance in strides from a box's center within which cells are positive: up to four cells
 _PRIOR = 0.01  # score of a cell before training, as in Lin et al., 2017
-_ALPHA, _GAMMA = 0.25, 2.0  # of the focal loss, likewise
-_LARGEST = 6.0  # logarithm of a box's side, in strides: no infinity
-_CANDIDATES = 300  # boxes of an image that suppression looks at
-_SAME = 0.6  # overlap from which two boxes of a class are one
+_ALPHA, _GAMMA = 0.25, 2.0  # of the focal loss, from the same paper
+_LARGEST = 6.0  # largest logarithm of a box's side, in strides, against infinities
+_CANDIDATES = 300  # boxes per image before non-maximum suppression
+_SAME = 0.6  # IoU threshold of non-maximum suppression
 
 
 class Detections(NamedTuple):
-    """Objects found in an image: boxes (k, 4), scores (k,), and labels, int64 (k,), best first."""
+    """Detections in an image, best first: boxes (k, 4), scores (k,), and labels, int64 (k,)."""
 
     boxes: torch.Tensor
     scores: torch.Tensor
@@ -31,13 +31,13 @@ class Detections(NamedTuple):
 
 
 class TinyDetector(nn.Module):
-    """A residual network whose cells each say what is near them and where it ends.
+    """Anchor-free detector on one level, after FCOS (Tian et al., 2019) and CenterNet (Zhou et al., 2019).
 
-    In the manner of FCOS (Tian et al., 2019) and CenterNet (Zhou et al., 2019), on one level.
+    Each cell of the last feature map predicts the class and the box of an object near it.
     """
 
     def __init__(self, config: ModelConfig, channels: int, classes: int) -> None:
-        """Each stage halves the resolution, as the stem does, and, but for the first, doubles the width."""
+        """Builds the stages: each halves the resolution, as the stem; later ones double the width."""
         super().__init__()
         self.stride = 2 << len(config.blocks)
         self.stem = nn.Conv2d(channels, config.width, 3, 2, padding=1, bias=False)
@@ -52,27 +52,27 @@ class TinyDetector(nn.Module):
         nn.init.zeros_(self.locate.bias)  # type: ignore[arg-type]
 
     def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Looks at images.
+        """Predicts classes and boxes.
 
         Args:
             image: float (n, channels, height, width).
 
         Returns:
-            Logits (n, cells, classes), and for each cell the box there, (n, cells, 4): left, top, right and
-            bottom in pixels.
+            Logits (n, cells, classes), and the cells' boxes (n, cells, 4): left, top, right and bottom in
+            pixels.
         """
         hidden = torch.relu(self.norm(self.blocks(self.stem(image))))
         hidden = torch.relu(self.mixed(self.mix(hidden)))
-        logits, place = (part(hidden).flatten(2).transpose(1, 2) for part in (self.classify, self.locate))
-        place = place.float() if place.dtype in (torch.float16, torch.bfloat16) else place
-        cells = cell_middles(hidden.shape[2], hidden.shape[3], self.stride, place)
-        middle = cells + place[..., :2] * self.stride
-        half = place[..., 2:].clamp(max=_LARGEST).exp() * (self.stride / 2)
-        return logits, torch.cat((middle - half, middle + half), 2)
+        logits, box = (head(hidden).flatten(2).transpose(1, 2) for head in (self.classify, self.locate))
+        box = box.float() if box.dtype in (torch.float16, torch.bfloat16) else box
+        cells = cell_centers(hidden.shape[2], hidden.shape[3], self.stride, box)
+        center = cells + box[..., :2] * self.stride
+        half = box[..., 2:].clamp(max=_LARGEST).exp() * (self.stride / 2)
+        return logits, torch.cat((center - half, center + half), 2)
 
 
-def cell_middles(rows: int, columns: int, stride: int, like: torch.Tensor) -> torch.Tensor:
-    """Middles of cells in pixels, row by row: (rows * columns, 2), across and down."""
+def cell_centers(rows: int, columns: int, stride: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns the centers (x, y) of cells in pixels, row by row: (rows * columns, 2)."""
     down, across = (
         (torch.arange(count, device=like.device, dtype=like.dtype) + 0.5) * stride
         for count in (rows, columns)
@@ -89,50 +89,50 @@ def tiny_losses(
     true_labels: torch.Tensor,
     count: torch.Tensor,
 ) -> torch.Tensor:
-    """Loss of each image by itself, so that a sum over images doesn't depend on their grouping.
+    """Returns the loss of each image, independent of the other images of the batch.
 
-    Focal loss of the classes (Lin et al., 2017) and one minus the generalized IoU of the boxes (Rezatofighi
-    et al., 2019), each over the image's own number of cells that are to find something.
+    It is the focal loss of the classes (Lin et al., 2017) plus one minus the generalized IoU of the boxes
+    (Rezatofighi et al., 2019), both divided by the image's number of positive cells.
 
     Args:
         logits: float (n, cells, classes).
         boxes: float (n, cells, 4), in pixels.
-        cells: float (cells, 2): their middles.
-        stride: Pixels from one to the next.
+        cells: float (cells, 2): centers of the cells.
+        stride: Distance of neighboring cells in pixels.
         true_boxes: float (n, m, 4).
         true_labels: int64 (n, m).
-        count: int64 (n,): how many of the m are valid.
+        count: int64 (n,): number of valid boxes of the m.
 
     Returns:
         float (n,).
     """
     target, positive = assign(cells, stride, true_boxes, count)
     label = true_labels.gather(1, target)
-    # Not one_hot, which asks a CPU's tensor for its largest value.
-    classes_there = torch.arange(logits.shape[2], device=logits.device)
-    wanted = ((label[..., None] == classes_there) & positive[..., None]).to(logits.dtype)
+    # Not one_hot, which computes the largest label on a CPU.
+    numbers = torch.arange(logits.shape[2], device=logits.device)
+    wanted = ((label[..., None] == numbers) & positive[..., None]).to(logits.dtype)
     entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
     score = logits.sigmoid()
-    wrong = score + wanted - 2 * score * wanted  # 1 - p of what is right
+    wrong = score + wanted - 2 * score * wanted  # 1 - p of the right answer
     weight = 1 - _ALPHA + (2 * _ALPHA - 1) * wanted
     classes = (weight * wrong**_GAMMA * entropy).sum((1, 2))
     true = true_boxes.to(boxes.dtype).gather(1, target[..., None].expand(-1, -1, 4))
-    places = torch.where(positive, 1 - generalized_iou(boxes, true), 0.0).sum(1)
-    return (classes + places) / positive.sum(1).clamp(min=1)
+    localization = torch.where(positive, 1 - generalized_iou(boxes, true), 0.0).sum(1)
+    return (classes + localization) / positive.sum(1).clamp(min=1)
 
 
 def assign(
     cells: torch.Tensor, stride: int, true_boxes: torch.Tensor, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Assigns to each cell the box that it is to find: the smallest whose middle is near.
+    """Assigns to each cell the smallest true box whose center is near.
 
     Returns:
-        Index into the boxes, int64 (n, cells), and whether there is one, bool (n, cells).
+        Index of the box, int64 (n, cells), and True where there is one, bool (n, cells).
     """
-    middle = (true_boxes[..., :2] + true_boxes[..., 2:]) / 2
-    away = (cells[:, None] - middle[:, None]).abs().amax(3)  # (n, cells, m)
+    center = (true_boxes[..., :2] + true_boxes[..., 2:]) / 2
+    distance = (cells[:, None] - center[:, None]).abs().amax(3)  # (n, cells, m)
     valid = torch.arange(true_boxes.shape[1], device=count.device) < count[:, None]
-    near = (away < _NEAR * stride) & valid[:, None]
+    near = (distance < _NEAR * stride) & valid[:, None]
     area = (true_boxes[..., 2:] - true_boxes[..., :2]).prod(2)
     smallest, target = torch.where(near, area[:, None], torch.inf).min(2)
     return target, smallest < torch.inf
@@ -146,23 +146,23 @@ def generalized_iou(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     hull = (most[..., 2:] - least[..., :2]).prod(-1)
     areas = (one[..., 2:] - one[..., :2]).prod(-1) + (other[..., 2:] - other[..., :2]).prod(-1)
     union = areas - both
-    # Where both are empty, padding beside padding, it is nobody's loss, and mustn't be a NaN's gradient.
+    # Padding boxes are empty: their result isn't used, but must not give a NaN gradient.
     tiny = 1e-7
     return both / (union + tiny) - (hull - union) / (hull + tiny)
 
 
 def make_detector(config: ModelConfig, norm: str, size: int, channels: int, classes: int) -> nn.Module:
-    """Builds the detector that the configuration names.
+    """Builds a detector by name.
 
     Args:
-        config: Names it.
-        norm: What stands in torchvision's models where BatchNorm does: "batch", "frozen" or "group".
-        size: Of the square images, in pixels.
-        channels: Of the images; torchvision's take 3.
-        classes: Without the background.
+        config: Model configuration with the name.
+        norm: Normalization of torchvision's models: "batch", "frozen" or "group".
+        size: Side of the square images in pixels.
+        channels: Channels of the images; torchvision's models take 3.
+        classes: Number of classes without the background.
 
     Raises:
-        BadInputError: If torchvision has no such detector of boxes.
+        BadInputError: If torchvision has no such box detector.
     """
     model: nn.Module
     if ours := opens(config.name, "detection"):
@@ -172,14 +172,14 @@ def make_detector(config: ModelConfig, norm: str, size: int, channels: int, clas
     from torchvision.models import detection
 
     names = torchvision_models.list_models(module=detection)
-    names = [name for name in names if not name.startswith(("mask", "keypoint"))]  # they want more than boxes
+    names = [name for name in names if not name.startswith(("mask", "keypoint"))]  # need more than boxes
     if config.name not in names:
         known = [*models_of("detection"), *names]
         raise BadInputError(
             f"model.name: no detector '{config.name}'{nearest(config.name, known)} (there are: "
             f"{', '.join(known)})"
         )
-    # SSDs bring every image to a size of their own.
+    # SSDs resize every image to a fixed size.
     sizes = {} if config.name.startswith("ssd") else {"min_size": size, "max_size": size}
     model = torchvision_models.get_model(
         config.name, weights=None, weights_backbone=None, num_classes=classes + 1, **sizes
@@ -204,16 +204,16 @@ def _replace_norms(module: nn.Module, norm: str) -> None:
 def detections(
     model: nn.Module, images: torch.Tensor, most: int = 100, least: float = 0.0
 ) -> list[Detections]:
-    """Finds objects in images with a detector.
+    """Detects objects in images.
 
     Args:
-        model: From `make_detector`, in evaluation mode.
-        images: float (n, channels, height, width), as `Detection.inputs` gives them.
-        most: Boxes of an image.
-        least: Score from which a box counts.
+        model: Detector from `make_detector`, in evaluation mode.
+        images: float (n, channels, height, width) from `Detection.inputs`.
+        most: Largest number of boxes per image.
+        least: Smallest score of a box.
 
     Returns:
-        For each image; labels count from 0.
+        Detections of each image; labels count from 0.
     """
     if not isinstance(model, TinyDetector):
         found: list[dict[str, Any]] = model(list(images))
@@ -228,15 +228,15 @@ def detections(
     scores, flat = logits.float().sigmoid().flatten(1).topk(min(_CANDIDATES, logits[0].numel()))
     results = []
     for score, index, box in zip(scores, flat, boxes, strict=True):
-        place, label = box[index // classes], index % classes
-        kept = batched_nms(place, score, label, _SAME)
-        results.append(_best(place[kept], score[kept], label[kept], most, least))
+        candidate, label = box[index // classes], index % classes
+        kept = batched_nms(candidate, score, label, _SAME)
+        results.append(_best(candidate[kept], score[kept], label[kept], most, least))
     return results
 
 
 def _best(
     boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, most: int, least: float
 ) -> Detections:
-    # The background, which torchvision's anchors of one stage may name, is nothing that was found.
+    # torchvision's single-stage detectors may return the background class.
     chosen = (scores >= least) & (labels >= 0)
     return Detections(*(rows[chosen][:most] for rows in (boxes, scores, labels)))

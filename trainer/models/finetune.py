@@ -1,9 +1,9 @@
-"""Trained part of a model: all of it, all but frozen parameters, or LoRA's matrices beside it.
+"""Fine-tuning: frozen parameters, and LoRA.
 
-LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. A layer's weight W (out, in) stays as it is, and
-W + alpha / rank · B A takes its place, with A (rank, in) drawn at random and B (out, rank) zero at first: so
-the first step's outputs are the base's. Names of the base's parameters stay as they were; A and B are the
-layer's own parameters `lora_a` and `lora_b`.
+LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. A layer's weight W (out, in) is frozen, and the layer
+computes with W + alpha / rank · B A, with A (rank, in) random and B (out, rank) zero at first, so that the
+first step's outputs are the base model's. Names of the base's parameters stay; A and B are the layer's
+parameters `lora_a` and `lora_b`.
 """
 
 import functools
@@ -33,13 +33,13 @@ _NO_MATRIX = {
 
 
 def fine_tune(model: nn.Module, config: ModelConfig) -> str:
-    """Freezes what a configuration says, and adds LoRA, in place; after the weights were loaded.
+    """Freezes parameters, or adds LoRA, in place, as configured; call it after the weights are loaded.
 
     Returns:
-        A line for the user, or nothing.
+        A line for the user; "" if all parameters are trained.
 
     Raises:
-        BadInputError: If something isn't there, or nothing is left to train.
+        BadInputError: If a pattern matches nothing, or no parameter is left to train.
     """
     if config.lora.rank:
         return _add_lora(model, config)
@@ -60,12 +60,12 @@ def fine_tune(model: nn.Module, config: ModelConfig) -> str:
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm that was frozen: in training, too, it computes as in evaluation."""
+    """True for a frozen BatchNorm, which stays in evaluation mode in training, too."""
     return isinstance(module, _BatchNorm) and "train" in vars(module)
 
 
 def like(model: nn.Module, trained: nn.Module) -> None:
-    """Makes another model of the same task compute and learn as one that was fine-tuned, in place."""
+    """Applies the freezing and LoRA of a fine-tuned model to another one of the same task, in place."""
     for name, module in trained.named_modules():
         if isinstance(module, _Lora):
             _adapt(model, name, module.lora_a.shape[0], module.lora_scale)
@@ -77,16 +77,16 @@ def like(model: nn.Module, trained: nn.Module) -> None:
 
 
 def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """A model's state_dict, or this one of it, with LoRA merged: that of the model alone."""
+    """Returns the state_dict (or `state`, another one) with LoRA merged: that of the base architecture."""
     scale = next((module.lora_scale for module in model.modules() if isinstance(module, _Lora)), 0.0)
     return merged(model.state_dict() if state is None else state, scale)
 
 
 def merged(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """Weights with LoRA's A and B added to them; without A and B they are returned as they are.
+    """Merges LoRA's A and B into the weights; a state_dict without them is returned unchanged.
 
     Args:
-        tensors: By the names of a state_dict.
+        tensors: Tensors by the names of a state_dict.
         scale: alpha / rank.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((_A, _B))}
@@ -112,7 +112,7 @@ def _freeze(model: nn.Module, frozen: Callable[[str], bool]) -> None:
 
 
 def _keep_statistics(layer: nn.Module) -> None:
-    # A partial of the layer, not a closure: deep copies must call the copy.
+    # A partial, not a closure: deepcopy binds it to the copy.
     layer.train = functools.partial(_stay, layer)  # type: ignore[method-assign]
     layer.eval()
 
@@ -137,7 +137,7 @@ class _Lora(nn.Module):
 
 
 class _Linear(nn.Linear, _Lora):
-    """A layer that is called: B (A x) is computed beside W x, without the sum of the matrices."""
+    """Linear layer that computes W x + B (A x), without the sum of the matrices."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = F.linear(F.linear(x, self.lora_a), self.lora_b)
@@ -145,7 +145,7 @@ class _Linear(nn.Linear, _Lora):
 
 
 class _Projection(NonDynamicallyQuantizableLinear, _Lora):
-    """Projection of an attention that reads the layer's weight and never calls the layer."""
+    """Output projection of nn.MultiheadAttention, which reads the layer's weight and never calls it."""
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -153,7 +153,7 @@ class _Projection(NonDynamicallyQuantizableLinear, _Lora):
 
 
 class _Attention(nn.MultiheadAttention, _Lora):
-    """Queries, keys and values are one matrix, which torch's kernels take as a whole."""
+    """Attention whose queries, keys and values have one matrix, which torch's kernels take as a whole."""
 
     @property
     def in_proj_weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -168,7 +168,7 @@ def _sum(layer: _Lora, name: str) -> torch.Tensor:
 
 def _add_lora(model: nn.Module, config: ModelConfig) -> str:
     targets = _targets(model, config.lora.targets)
-    fresh = chosen(config.reinit)  # no part of the base: a new head learns as a whole
+    fresh = chosen(config.reinit)  # not of the base model: a new head is trained as a whole
     _freeze(model, lambda name: not fresh(name))
     for name in targets:
         _adapt(model, name, config.lora.rank, config.lora.alpha / config.lora.rank)
@@ -192,7 +192,7 @@ def _targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _check_named(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Refuses layers that look like linear ones and have no matrix of their own kind."""
+    """Rejects layers that look like linear ones and that LoRA can't adapt."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind not in _NO_MATRIX or not any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -201,15 +201,15 @@ def _check_named(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _matrix(module: nn.Module) -> str:
-    """The name of the matrix that can be adapted, or nothing."""
+    """Returns the name of the matrix that LoRA can adapt; "" if there is none."""
     names: dict[type[nn.Module], str] = {nn.Linear: "weight", nn.MultiheadAttention: "in_proj_weight"}
-    # A subclass that computes something else would lose that.
+    # Not of a subclass with another forward, which would be replaced.
     name = next((name for kind, name in names.items() if type(module).forward is kind.forward), "")
     return name if module._parameters.get(name) is not None else ""
 
 
 def _adapt(model: nn.Module, name: str, rank: int, scale: float) -> None:
-    """Makes a layer one with A and B, in place."""
+    """Adds A and B to a layer, in place."""
     layer = model.get_submodule(name)
     around = model.get_submodule(name.rpartition(".")[0])
     weight = layer._parameters[_matrix(layer)]

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, and text from it."""
+"""GPT: a decoder-only transformer, and generation of text."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -23,20 +23,20 @@ _STD = 0.02  # of the weights at first (Radford et al., 2019)
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with pre-normalization; the head's weights are the embedding's.
+    """Decoder-only transformer with pre-normalization and tied embeddings.
 
     Rotary positions: Su et al., 2021; RMSNorm: Zhang and Sennrich, 2019; SwiGLU: Shazeer, 2020; tied
     embeddings: Press and Wolf, 2017. With learned positions, LayerNorm, GELU and biases it is GPT-2 (Radford
-    et al., 2019), but for an exact GELU, as nanoGPT has it.
+    et al., 2019) with an exact GELU, as nanoGPT.
 
     Attributes:
-        by_blocks: Whether documents in one row are kept apart by blocks, with FlexAttention; see `packed`.
+        by_blocks: True if packed documents are masked by FlexAttention's blocks; see `packed`.
     """
 
-    gives_loss = True  # where it is told the targets: logits of many words are never whole then
+    gives_loss = True  # called with targets, it returns the loss without the whole logits
 
     def __init__(self, config: GPTConfig, vocabulary: int) -> None:
-        """Weights are normal with 0.02; with less where they add to the residual stream."""
+        """Initializes weights from a normal distribution of 0.02, smaller in residual projections."""
         super().__init__()
         self.sequence_length = config.sequence_length
         self.head_width = config.width // config.heads
@@ -47,7 +47,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
         self.head = TiedHead()
-        if not self.embedding.weight.is_meta:  # where drawing numbers would import for seconds
+        if not self.embedding.weight.is_meta:  # random numbers on the meta device import for seconds
             self._draw(_STD / math.sqrt(2 * config.layers))
 
     def _draw(self, residual: float) -> None:
@@ -63,13 +63,13 @@ class GPT(nn.Module):
         segment: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Predicts the token after each.
+        """Predicts the next token at each position.
 
         Args:
-            tokens: int64 (n, length), length at most the sequence length for learned positions.
-            segment: Integers (n, length): neighbors with the same number are of one document, whose
-                positions start at 0, and see each other only; None where a row is one document.
-            targets: int64 (n, length), -100 where a token doesn't count; None: logits are wanted.
+            tokens: int64 (n, length), with learned positions at most `sequence_length` long.
+            segment: Integers (n, length): neighbors with the same number belong to one document, whose
+                positions start at 0, and attend to each other only; None where a row is one document.
+            targets: int64 (n, length), -100 where a token doesn't count; None: to return logits.
 
         Returns:
             Logits (n, length, vocabulary), in autocast's dtype; with targets the loss, see `head_loss`.
@@ -85,7 +85,7 @@ class GPT(nn.Module):
         hidden = self.dropout(hidden)
         turn = None
         if self.positions is None:
-            turn = turns(place, self.head_width, torch.promote_types(hidden.dtype, torch.float32))
+            turn = rotary_table(place, self.head_width, torch.promote_types(hidden.dtype, torch.float32))
         for block in self.blocks:
             hidden = block(hidden, turn, mask)
         hidden = self.norm(hidden)
@@ -96,31 +96,31 @@ class GPT(nn.Module):
 
 
 class TiedHead(nn.Linear):
-    """A linear layer without weights of its own: so that they are stored, averaged and updated once.
+    """Linear layer that is called with the embedding's weight, which is stored and updated once.
 
-    It is a linear layer for those who look for the last one, as Muon does.
+    It is a subclass of nn.Linear, so that Muon finds it as the last layer.
     """
 
     def __init__(self) -> None:
-        """Has no parameters."""
+        """Skips nn.Linear's parameters."""
         nn.Module.__init__(self)
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Float (..., width) and (vocabulary, width) to (..., vocabulary)."""
+        """Maps float (..., width) by the weight (vocabulary, width) to (..., vocabulary)."""
         return F.linear(hidden, weight)
 
     def extra_repr(self) -> str:
-        """Returns nothing to add."""
+        """Returns "", as nn.Linear's sizes are unknown."""
         return ""
 
 
 class Block(nn.Module):
-    """Attention and MLP, each beside the residual stream."""
+    """Transformer block: attention and MLP with residual connections."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Normalizes before each."""
+        """Builds both with a normalization before each."""
         super().__init__()
         self.norm1 = _norm(config)
         self.attention = Attention(config)
@@ -130,7 +130,7 @@ class Block(nn.Module):
     def forward(
         self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: "torch.Tensor | BlockMask | None"
     ) -> torch.Tensor:
-        """Float (n, length, width) to the same; see `Attention`."""
+        """Maps float (n, length, width) to the same shape; see `Attention`."""
         hidden = hidden + self.attention(self.norm1(hidden), turn, mask)
         result: torch.Tensor = hidden + self.mlp(self.norm2(hidden))
         return result
@@ -140,7 +140,7 @@ class Attention(nn.Module):
     """Causal self-attention, by torch's fused kernels."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Queries, keys and values are one matrix."""
+        """Builds one matrix for queries, keys and values."""
         super().__init__()
         self.heads, self.rate = config.heads, config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
@@ -150,12 +150,12 @@ class Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: "torch.Tensor | BlockMask | None"
     ) -> torch.Tensor:
-        """Mixes places with those before them.
+        """Computes attention.
 
         Args:
             hidden: Float (n, length, width).
-            turn: From `turns`, for rotary positions.
-            mask: Which place sees which, from `pairs_mask` or `blocks_mask`; None: all before it.
+            turn: From `rotary_table`; None without rotary positions.
+            mask: From `pairs_mask` or `blocks_mask`; None: causal.
 
         Returns:
             Float (n, length, width).
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         n, length, width = hidden.shape
         qk, value = self.qkv(hidden).view(n, length, 3 * self.heads, -1).tensor_split([2 * self.heads], 2)
         if turn is not None:
-            qk = turned(qk, turn)
+            qk = rotate(qk, turn)
         query, key = qk.chunk(2, 2)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if mask is None or isinstance(mask, torch.Tensor):
@@ -178,14 +178,14 @@ class Attention(nn.Module):
 def fault_of_blocks(
     config: GPTConfig, n: int, device: torch.device, contexts: Iterable[AbstractContextManager[object]]
 ) -> str | None:
-    """Attends by blocks once, forward and backward, as the model will; returns what goes wrong, or None.
+    """Tries FlexAttention once, forward and backward, as the model calls it; returns the error, or None.
 
     Whether the kernels' shared memory suffices depends on the GPU, a head's channels and the number format,
     and some fail only in backward (https://github.com/pytorch/pytorch/issues/133254).
 
     Args:
-        n: Samples, as in training: what is compiled here serves there.
-        contexts: The number formats that attention is computed in: contexts of a forward pass.
+        n: Samples of a micro-batch, so that the compiled code serves in training.
+        contexts: Autocast contexts that attention is computed in.
     """
     with torch.device("meta"):
         attention = Attention(config)
@@ -194,7 +194,7 @@ def fault_of_blocks(
     hidden = torch.zeros(*segment.shape, config.width, device=device, requires_grad=True)
     turn = None
     if config.positions == "rotary":
-        turn = turns(place_in_segment(segment), config.width // config.heads, torch.float32)
+        turn = rotary_table(place_in_segment(segment), config.width // config.heads, torch.float32)
     try:
         for context in contexts:
             with context:
@@ -202,17 +202,17 @@ def fault_of_blocks(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:
-        if is_out_of_memory(error):  # a mask would take more
+        if is_out_of_memory(error):  # the dense mask would need more
             raise
         return f"FlexAttention fails here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return None
 
 
 class MLP(nn.Module):
-    """Two layers, or three with a gate."""
+    """MLP of two layers, or three with a gate (SwiGLU)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """The gated form is narrower, so that both have about as many weights."""
+        """Builds the layers; the gated form is narrower, for about as many weights."""
         super().__init__()
         match config.mlp:
             case "swiglu":
@@ -227,7 +227,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float (..., width) to the same."""
+        """Maps float (..., width) to the same shape."""
         inner = self.into(hidden)
         if self.gated:
             gate, value = inner.chunk(2, -1)
@@ -238,13 +238,13 @@ class MLP(nn.Module):
         return result
 
 
-def turns(place: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """Cosines and sines of the angles by which pairs of channels are turned, which grow with the place.
+def rotary_table(place: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns cosines and sines of the rotary angles at positions.
 
     Args:
-        place: Integers (length,) or (n, length).
-        channels: Of a head; channel i and i + channels / 2 are a pair.
-        dtype: Of the result.
+        place: Positions, integers (length,) or (n, length).
+        channels: Channels of a head; channel i and i + channels / 2 are a pair.
+        dtype: Dtype of the result.
 
     Returns:
         (2, 1 or n, length, 1, channels).
@@ -256,25 +256,25 @@ def turns(place: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tenso
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
 
-def turned(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Turns queries or keys: what remains of two places in their product is the distance.
+def rotate(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Rotates queries or keys by their position, so that their product depends on the distance.
 
     Args:
         heads: (n, length, heads, channels).
-        turn: From `turns`; float32 at least: in bfloat16 places from 256 on would be rounded.
+        turn: From `rotary_table`; float32 at least: bfloat16 would round positions from 256 on.
 
     Returns:
         Shape and dtype of `heads`.
     """
     exact = heads.to(turn.dtype)
     first, second = exact.chunk(2, -1)
-    # Not roll(): Inductor of torch 2.9 makes C++ of it that some shapes don't compile with.
+    # Not roll(): its C++ from Inductor of torch 2.9 doesn't compile for some shapes.
     swapped = torch.cat((second, first), -1)
     return torch.addcmul(exact * turn[0], swapped, turn[1]).to(heads.dtype)
 
 
 def place_in_segment(segment: torch.Tensor) -> torch.Tensor:
-    """Integers (n, length) of documents to int64 (n, length): places from 0 on in each."""
+    """Returns positions from 0 on within each document: integers (n, length) to int64 (n, length)."""
     place = torch.arange(segment.shape[1], device=segment.device).expand(segment.shape)
     begins = F.pad(segment[:, 1:] != segment[:, :-1], (1, 0), value=True)
     first: torch.Tensor = torch.where(begins, place, 0).cummax(1).values
@@ -282,7 +282,7 @@ def place_in_segment(segment: torch.Tensor) -> torch.Tensor:
 
 
 def _embedding(count: int, width: int) -> nn.Embedding:
-    """Without numbers, which `_draw` draws."""
+    """Returns an embedding with uninitialized weights, for `GPT._draw`."""
     return nn.Embedding.from_pretrained(torch.empty(count, width), freeze=False)  # type: ignore[no-any-return]
 
 
@@ -313,7 +313,7 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Continues a text; see `generated`.
+    """Generates `count` tokens after a prompt; see `generated`.
 
     Returns:
         int64 (count,).
@@ -330,17 +330,17 @@ def generated(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Continues a text, token by token.
+    """Generates tokens after a prompt, one by one.
 
     Args:
-        model: A GPT or HfLanguage in evaluation mode; it sees the last `sequence_length` tokens.
+        model: GPT or HfLanguage in evaluation mode; it gets the last `sequence_length` tokens.
         prompt: int64 (length,), at least one token, on the model's device.
-        count: Tokens to add.
-        temperature: The logits are divided by it; 0 takes the likeliest token each time.
-        generator: Where the random numbers come from; of the same device.
+        count: Number of tokens to generate.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        generator: Random generator on the same device.
 
     Yields:
-        Each token that is added.
+        Each generated token.
     """
     longest = model.sequence_length
     assert isinstance(longest, int)

@@ -1,8 +1,8 @@
-"""The loss of a language model's head: cross entropy of logits that are never whole in memory.
+"""Fused head and cross entropy of a language model, by pieces, without the whole logits in memory.
 
-Logits of 32 x 1,024 tokens and 128,256 words are 16 GiB in float32, and their softmax and gradient as much
-again. Here they live for a piece of the tokens at a time, and the gradients of hidden states and weights are
-made with them in the forward pass, so that nothing is computed twice.
+Logits of 32 x 1,024 tokens and a vocabulary of 128,256 take 16 GiB in float32, and as much again for softmax
+and gradient. Here they exist for one piece of the tokens at a time, and the gradients of hidden states and
+weights are computed in the forward pass, so that nothing is computed twice.
 """
 
 from typing import Any, NamedTuple
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-IGNORED = -100  # such targets don't count, as in torch's cross_entropy
-# Numbers of a piece, half a GiB in float32; up to so many logits are made at once, by torch's own functions.
+IGNORED = -100  # targets to ignore, as in torch's cross_entropy
+# Logits of a piece, half a GiB in float32; up to so many are computed whole, by torch's own functions.
 PIECE = 1 << 27
 
 
 def in_pieces(tokens: torch.Tensor, vocabulary: int) -> bool:
-    """Whether the logits of tokens are too large to be whole.
+    """True if the logits of `tokens` are too large to be computed whole.
 
-    In float16 they are whole all the same: gradients without a loss scale would leave its range.
+    In float16 they always are whole: gradients without a loss scale would leave its range.
     """
     if tokens.numel() * vocabulary <= PIECE:
         return False
@@ -26,13 +26,13 @@ def in_pieces(tokens: torch.Tensor, vocabulary: int) -> bool:
 
 
 class Scaling(NamedTuple):
-    """What some heads make of their products: times a factor, then softly capped by `cap * tanh(x / cap)`."""
+    """Scaling of logits in some models: a factor, then a soft cap `cap * tanh(x / cap)`."""
 
     factor: float = 1.0
     cap: float | None = None
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits as the model means them."""
+        """Returns scaled logits."""
         if self.factor != 1.0:
             logits = logits * self.factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -48,14 +48,14 @@ def head_loss(
     bias: torch.Tensor | None = None,
     scaling: Scaling = PLAIN,
 ) -> torch.Tensor:
-    """Cross entropy in nats of the logits `hidden @ weight.T`, summed over the targets.
+    """Returns the cross entropy in nats of the logits `hidden @ weight.T`, summed over the targets.
 
     Args:
         hidden: Float (..., width).
-        weight: Of the head, (vocabulary, width).
-        targets: int64 (...); those that are -100 don't count.
-        bias: Of the head, (vocabulary,).
-        scaling: Of the logits.
+        weight: Weight of the head, (vocabulary, width).
+        targets: int64 (...), -100 to ignore.
+        bias: Bias of the head, (vocabulary,).
+        scaling: Scaling of the logits.
 
     Returns:
         float (), float32 at least.
@@ -68,7 +68,7 @@ def head_loss(
 
 
 def _dtype(hidden: torch.Tensor) -> torch.dtype:
-    """What products are computed in."""
+    """Returns the dtype of the matrix products."""
     return (None if hidden.dtype == torch.float64 else _autocast_dtype(hidden)) or hidden.dtype
 
 
@@ -91,32 +91,32 @@ class _HeadLoss(torch.autograd.Function):
         wanted: tuple[bool, bool, bool],
         scaling: Scaling,
     ) -> torch.Tensor:
-        """Adds up pieces of about as many tokens each.
+        """Sums over pieces of about equally many tokens.
 
         Args:
-            dtype: Of the products.
-            wanted: Whether hidden states get a gradient, weights, and the bias.
+            dtype: Dtype of the matrix products.
+            wanted: True for each of hidden states, weight and bias that needs a gradient.
         """
         exact = torch.promote_types(dtype, torch.float32)
-        places, words = len(hidden), torch.arange(len(weight), device=weight.device)
-        pieces = max(1, -(-places * len(weight) // PIECE))
+        tokens, vocabulary = len(hidden), torch.arange(len(weight), device=weight.device)
+        pieces = max(1, -(-tokens * len(weight) // PIECE))
         head, loss = weight.to(dtype), torch.zeros((), dtype=exact, device=hidden.device)
         of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
         added = None if bias is None else bias.to(dtype)
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         of_hidden = []
-        size = max(1, -(-places // pieces))
+        size = max(1, -(-tokens // pieces))
         for some, target in zip(hidden.to(dtype).split(size), targets.split(size), strict=True):
             logits = scaling.of(F.linear(some, head, added).to(exact))
             counts = target != IGNORED
             total = logits.logsumexp(1)
             picked = logits.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
-            # Not in place: where a function returns what it changed, torch 2.11 compiles a backward pass that
-            # gives no gradient (https://github.com/pytorch/pytorch/issues/180642).
+            # Not in place: for a function that returns a changed tensor, torch 2.11 compiles a backward pass
+            # without a gradient (https://github.com/pytorch/pytorch/issues/180642).
             loss = loss + torch.where(counts, total - picked, 0.0).sum()
             if not any(wanted):
                 continue
-            right = (words == target[:, None]).to(torch.uint8)
+            right = (vocabulary == target[:, None]).to(torch.uint8)
             slope = None if scaling.cap is None else (logits / scaling.cap).square_().neg_().add_(1)
             logits.sub_(total[:, None]).exp_().sub_(right)
             logits.mul_(counts[:, None])
@@ -140,7 +140,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Scales what the forward pass made."""
+        """Scales the gradients from the forward pass."""
         saved: tuple[torch.Tensor | None, ...] = ctx.saved_tensors
         (gradient,) = gradients
         scaled = [None if one is None else one * gradient for one in saved]

@@ -85,16 +85,17 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """What a model's folder says of generation; nothing where it says nothing."""
+    """Returns the generation_config.json of a model's folder; {} without one."""
     file = folder / "generation_config.json"
     return _json(f"model.name={HF}{folder}", file) if file.exists() else {}
 
 
 def hf_vocabulary(name: str, of_text: int) -> int:
-    """How many tokens a model knows.
+    """Returns the size of a model's vocabulary.
 
     Args:
-        of_text: How many the text may hold.
+        name: `model.name`.
+        of_text: Size of the text's vocabulary.
 
     Raises:
         BadInputError: If the model knows fewer.

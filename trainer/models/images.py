@@ -1,4 +1,4 @@
-"""Models: a small ResNet for small images, torchvision's and timm's by name."""
+"""Image classifiers: a small ResNet for small images, torchvision's and timm's models by name."""
 
 import math
 
@@ -12,7 +12,7 @@ from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 
 _TASK, _TIMM = "classification", "timm/"
-# ViT-S/16 (Touvron et al., 2021, DeiT-S), which torchvision has no name for.
+# ViT-S/16 (Touvron et al., 2021, DeiT-S), which torchvision lacks.
 _VIT_SMALL = {
     "image_size": 224,
     "patch_size": 16,
@@ -27,7 +27,7 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
     """Builds a classifier of images: float (n, channels, height, width) to logits (n, classes).
 
     Raises:
-        BadInputError: If torchvision, or timm, has no such model.
+        BadInputError: If torchvision or timm has no such model.
     """
     model: nn.Module
     if ours := opens(config.name, _TASK):
@@ -35,7 +35,7 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
         return model
     if config.name.startswith(_TIMM):
         return _timm_model(config.name.removeprefix(_TIMM), channels, classes)
-    # Here: it takes three seconds (it imports torch._dynamo), in the launcher and in every rank.
+    # Imported late: it takes three seconds (torch._dynamo), in the launcher and in every rank.
     from torchvision import models as torchvision_models
 
     names = torchvision_models.list_models(module=torchvision_models)
@@ -47,7 +47,7 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
 
 
 def vit_small(_: ModelConfig, __: int, classes: int) -> nn.Module:
-    """ViT-S/16 for images of three channels and 224 pixels."""
+    """Returns a ViT-S/16 for images of three channels and 224 pixels."""
     from torchvision.models import VisionTransformer
 
     model: nn.Module = VisionTransformer(num_classes=classes, **_VIT_SMALL)
@@ -67,10 +67,10 @@ def _timm_model(name: str, channels: int, classes: int) -> nn.Module:
 
 
 class SmallResNet(nn.Module):
-    """A residual network for images of 8 to 32 pixels (He et al., 2016, with pre-activation)."""
+    """Residual network for images of 8 to 32 pixels (He et al., 2016, with pre-activation)."""
 
     def __init__(self, config: ModelConfig, channels: int, classes: int) -> None:
-        """Doubles the width and halves the resolution at each stage but the first."""
+        """Builds the stages: each except for the first doubles the width and halves the resolution."""
         super().__init__()
         self.stem = nn.Conv2d(channels, config.width, 3, padding=1, bias=False)
         self.blocks, width = residual_stages(config, first_stride=1)
@@ -86,10 +86,10 @@ class SmallResNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Residual block of two convolutions with pre-activation."""
 
     def __init__(self, source: int, target: int, stride: int, norm: str) -> None:
-        """The shortcut is the identity where the shapes allow it."""
+        """Builds the block; its shortcut is the identity where the shapes allow it."""
         super().__init__()
         self.norm1 = make_norm(norm, source)
         self.conv1 = nn.Conv2d(source, target, 3, stride, padding=1, bias=False)
@@ -99,7 +99,7 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Conv2d(source, target, 1, stride, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float (n, source, h, w) to (n, target, h / stride, w / stride)."""
+        """Maps float (n, source, h, w) to (n, target, h / stride, w / stride)."""
         active = torch.relu(self.norm1(hidden))
         inner = self.conv2(torch.relu(self.norm2(self.conv1(active))))
         shortcut: torch.Tensor = self.shortcut(active)
@@ -108,11 +108,11 @@ class ResidualBlock(nn.Module):
 
 
 def residual_stages(config: ModelConfig, first_stride: int) -> tuple[nn.Sequential, int]:
-    """The blocks of all stages, and the channels of the last; each stage but the first doubles them.
+    """Returns the blocks of all stages, and the channels of the last; each stage but the first doubles them.
 
     Args:
-        config: How many channels and blocks.
-        first_stride: Of the first stage; that of the others is 2.
+        config: The width, and the number of blocks of each stage.
+        first_stride: Stride of the first stage; the others have 2.
     """
     stages, width = [], config.width
     for number, blocks in enumerate(config.blocks):
@@ -124,5 +124,5 @@ def residual_stages(config: ModelConfig, first_stride: int) -> tuple[nn.Sequenti
 
 
 def make_norm(kind: str, width: int) -> nn.Module:
-    """A normalization of `width` channels: "batch" or "group"."""
+    """Returns a BatchNorm ("batch") or GroupNorm ("group") of `width` channels."""
     return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(math.gcd(8, width), width)

@@ -1,4 +1,4 @@
-"""Modes of a model's modules, training or evaluation: what a user set for a part stays as it was set."""
+"""Training and evaluation mode of modules, which keeps the user's choice for single modules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ Modes = Sequence[tuple[nn.Module, bool]]
 
 
 class Uninitialized(TorchFunctionMode):
-    """A context that leaves weights as they are made: on the meta device nn.init does nothing, at length."""
+    """A context that skips torch.nn.init: on the meta device it takes time and has no effect."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -23,26 +23,26 @@ class Uninitialized(TorchFunctionMode):
 
 
 def modes_of(model: nn.Module) -> Modes:
-    """Each module, outermost first, and whether it is in training mode."""
+    """Returns each module, outermost first, and its `training` flag."""
     return [(module, module.training) for module in model.modules()]
 
 
 def put_back(modes: Modes) -> None:
-    """Gives each module a mode that it had, by its own `train`, which may do more than set it."""
+    """Restores each module's mode by its own `train`, which may have side effects."""
     for module, training in modes:
         if module.training != training:
             module.train(training)
-    for module, training in modes:  # a module that several have got it from the last of them
+    for module, training in modes:  # `train` of a container has set its children, too
         module.training = training
 
 
 def begin_training(model: nn.Module) -> list[str]:
-    """Puts a new model into training mode, but for parts that are in evaluation mode as `model()` gave them.
+    """Puts a new model into training mode, except for modules that `model()` returned in evaluation mode.
 
-    Where all of it is (so `from_pretrained` gives it), nobody chose a part: then all of it trains.
+    A model that is in evaluation mode as a whole, as `from_pretrained` returns it, trains as a whole.
 
     Returns:
-        The names of these parts, the outermost only.
+        Names of the modules that stay in evaluation mode, only the outermost.
     """
     kept = {module for module, training in modes_of(model) if not training}
     model.train()
@@ -55,7 +55,7 @@ def begin_training(model: nn.Module) -> list[str]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which all of a model is in evaluation mode; after it each module has its own again."""
+    """A context in which all modules are in evaluation mode; their own modes are restored after it."""
     modes = modes_of(model)
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Modules and tensors of a model, chosen by patterns on their names."""
+"""Selection of modules and parameters by patterns on their names."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -12,15 +12,15 @@ _SHOWN = 3
 
 
 def matching(names: Iterable[str], patterns: Sequence[str], key: str) -> list[str]:
-    """Names that any of the patterns matches, in their order.
+    """Returns the names that match any of the patterns, in their order.
 
     Args:
         names: Names such as "blocks.0.conv1".
-        patterns: Shell patterns; `*` also matches dots, so that "blocks.*" is all that lies below.
+        patterns: Shell patterns; `*` also matches dots, so "blocks.*" matches all modules inside.
         key: The configuration key that holds the patterns, for messages.
 
     Raises:
-        BadInputError: If a pattern matches nothing, which is nearly always a slip.
+        BadInputError: If a pattern matches nothing.
     """
     names = list(names)
     for pattern in patterns:
@@ -31,17 +31,17 @@ def matching(names: Iterable[str], patterns: Sequence[str], key: str) -> list[st
 
 
 def chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name is one of those: "fc" stands for all of that module, as "fc.*" does."""
+    """Returns a function that is true for matching names; "fc" also matches all of that module, as "fc.*"."""
     return lambda name: any(
         fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns
     )
 
 
 def chosen_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> Callable[[str], bool]:
-    """The same, where each pattern must match a parameter; a tied one is meant by any of its names.
+    """Returns `chosen(patterns)` with each pattern checked against the parameters; tied ones match together.
 
     Raises:
-        BadInputError: As `matching` does.
+        BadInputError: If a pattern matches no parameter.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:

@@ -1,7 +1,7 @@
 """Finds the module that first produced a NaN or an infinity (`precision.debug`).
 
-Each module's weights, inputs, output and the gradient of its output are looked at on the device. The first
-of a run that is wrong tells where to look; it is read late, with the other metrics.
+Each module's weights, inputs, output and the gradient of its output are checked on the device. The first
+one that isn't finite is read late, with the other metrics.
 """
 
 import functools
@@ -17,14 +17,14 @@ _NONE = (1 << 63) - 1
 
 
 class FirstNonFinite:
-    """Flags on the device, one for each place that is looked at, in the order of their first use."""
+    """Flags on the device, one for each checked tensor, in the order of their first use."""
 
     def __init__(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Watches every module of a model."""
+        """Registers hooks on every module of a model."""
         modules = list(model.named_modules())
         self._group = group
-        self._places: dict[str, int] = {}
-        # Four for each module, and one that stands for none.
+        self._numbers: dict[str, int] = {}
+        # Four for each module, and the last one for none.
         self._flags = torch.zeros(4 * len(modules) + 1, dtype=torch.bool, device=device)
         self._first = torch.full((), _NONE, device=device)
         for name, module in modules:
@@ -33,32 +33,32 @@ class FirstNonFinite:
             module.register_forward_hook(functools.partial(self._after, label))
 
     def end_step(self, step: int) -> None:
-        """Remembers where the step was wrong first, if it was and none before."""
-        self._flags[-1:].fill_(True)  # a number put into an element is copied there, and waited for
-        place = self._flags.to(torch.uint8).argmax()
-        found = torch.where(place < len(self._flags) - 1, place + step * len(self._flags), _NONE)
+        """Records the step's first nonfinite tensor, unless an earlier step had one."""
+        self._flags[-1:].fill_(True)  # assignment to an element would copy from the host and synchronize
+        number = self._flags.to(torch.uint8).argmax()
+        found = torch.where(number < len(self._flags) - 1, number + step * len(self._flags), _NONE)
         self._first = torch.minimum(self._first, found)
         self._flags.zero_()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Step and number of the first place, over all ranks and since the last call, each (); -1: none."""
+        """Returns step and number of the first one over all ranks since the last call, each (); -1: none."""
         first, self._first = self._first, torch.full_like(self._first, _NONE)
         if self._group is not None:
             dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
         none = first == _NONE
-        step, place = first // len(self._flags), first % len(self._flags)
+        step, number = first // len(self._flags), first % len(self._flags)
         return {
             "nonfinite_step": torch.where(none, -1, step),
-            "nonfinite_place": torch.where(none, -1, place),
+            "nonfinite_place": torch.where(none, -1, number),
         }
 
     def name_first(self, row: Row) -> None:
-        """A sink: names the place on standard error, if the steps of the row had one."""
+        """Warns of the first nonfinite tensor in a metrics record's steps; a sink."""
         number = int(row.get("nonfinite_place", -1))
         if number >= 0:
-            place = next(name for name, place in self._places.items() if place == number)
+            tensor = next(name for name, one in self._numbers.items() if one == number)
             step = int(row["nonfinite_step"]) + 1
-            warn(f"step {step}: the first that wasn't finite was the {place}")
+            warn(f"step {step}: the first that wasn't finite was the {tensor}")
 
     def _before(self, label: str, module: nn.Module, inputs: Any) -> None:
         if not _is_trained(module):
@@ -75,13 +75,13 @@ class FirstNonFinite:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(functools.partial(self._look, f"gradient of the output of {label}"))
 
-    def _look(self, place: str, value: Any) -> None:
+    def _look(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            number = self._places.setdefault(place, len(self._places))
+            number = self._numbers.setdefault(name, len(self._numbers))
             self._flags[number] |= ~value.detach().isfinite().all()
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Whether a forward pass is one of the training, in which a part may be in evaluation mode."""
-    # A model's own torch.compile is to make the code that it makes without us.
+    """True in a forward pass of the training, where single modules may be in evaluation mode."""
+    # The model's own torch.compile must not trace these hooks.
     return (module.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling()

@@ -1,7 +1,7 @@
-"""Attention where documents stand side by side: by a mask of all pairs of places, or by blocks of them.
+"""Attention within documents of packed rows: by a dense mask, or by FlexAttention's block mask.
 
-FlexAttention (Dong et al., 2024) skips a block of pairs that see nothing of each other, and looks at single
-pairs only in blocks that are mixed; its kernel is fused and holds nothing of length x length.
+FlexAttention (Dong et al., 2024) skips blocks that are fully masked, and evaluates the mask only in partial
+blocks; its fused kernel holds no length x length matrix.
 """
 
 import functools
@@ -18,30 +18,30 @@ if TYPE_CHECKING:  # importing it takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
 _BLOCK = 128  # FlexAttention's own default
-_NARROWEST, _WIDEST = 16, 256  # heads, in channels: what Triton multiplies, and what may fit in shared memory
+_NARROWEST, _WIDEST = 16, 256  # channels of a head: Triton's smallest product, and what fits shared memory
 
 
 def documents(segment: torch.Tensor) -> torch.Tensor:
-    """Numbers each row's documents anew, from 0 on in their order; what pads a row is the last one.
+    """Numbers the documents of each row from 0 on in their order; padding is the last one.
 
     Args:
-        segment: Integers (n, length): neighbors with the same number are of one document.
+        segment: Integers (n, length): neighbors with the same number belong to one document.
 
     Returns:
-        int32 (n, length), rising.
+        int32 (n, length), nondecreasing along a row.
     """
     begins = F.pad(segment[:, 1:] != segment[:, :-1], (1, 0))
     return begins.cumsum(1, dtype=torch.int32)
 
 
 def pairs_mask(segment: torch.Tensor) -> torch.Tensor:
-    """Which place sees which: those before it in its document, and itself.
+    """Returns the dense causal mask: a token attends to itself and to those before it in its document.
 
     Args:
         segment: As in `documents`.
 
     Returns:
-        bool (n, 1, length, length).
+        bool (n, 1, length, length), True where the query attends to the key.
     """
     document, length = documents(segment), segment.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=segment.device).tril()
@@ -49,13 +49,13 @@ def pairs_mask(segment: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_mask(segment: torch.Tensor) -> "BlockMask":
-    """The same as `pairs_mask`, by blocks of 128 x 128; made without looking at single pairs.
+    """Returns the mask of `pairs_mask` as a BlockMask of 128 x 128 blocks, without a length x length matrix.
 
     Args:
         segment: As in `documents`, the length a multiple of 128.
 
     Returns:
-        A mask of n rows, the same for all heads.
+        A mask for n rows, the same for all heads.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -67,12 +67,12 @@ def blocks_mask(segment: torch.Tensor) -> "BlockMask":
     first, last = document[:, ::_BLOCK], document[:, _BLOCK - 1 :: _BLOCK]
     count = first.shape[1]
     not_after = torch.ones(count, count, dtype=torch.bool, device=segment.device).tril()
-    # Numbers rise along a row: a block before another has a document of its own in it if it ends with one.
+    # Numbers rise along a row: a key block shares a document with a later query block if it ends with it.
     some = (last[:, None, :] >= first[:, :, None]) & not_after
     whole = (first[:, None, :] == last[:, :, None]) & not_after.tril(-1)
-    mixed = _listed((some & ~whole)[:, None])
+    partial = _indices((some & ~whole)[:, None])
     result: BlockMask = BlockMask.from_kv_blocks(
-        *mixed, *_listed(whole[:, None]), BLOCK_SIZE=_BLOCK, mask_mod=sees
+        *partial, *_indices(whole[:, None]), BLOCK_SIZE=_BLOCK, mask_mod=sees
     )
     return result
 
@@ -80,7 +80,7 @@ def blocks_mask(segment: torch.Tensor) -> "BlockMask":
 def attend_by_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: "BlockMask"
 ) -> torch.Tensor:
-    """Attention by FlexAttention, without dropout; compiled, but on a CPU torch's formula as it stands.
+    """Computes attention by FlexAttention, without dropout; compiled on a GPU, eager on a CPU.
 
     Args:
         query: Float (n, heads, length, channels); `key` and `value` alike.
@@ -98,7 +98,7 @@ def attend_by_blocks(
 
 
 def missing_for_blocks(config: GPTConfig, device: torch.device) -> str | None:
-    """What keeps a model from attending by blocks on a device; None if nothing does."""
+    """Returns the reason why FlexAttention can't be used on a device; None if it can."""
     channels = config.width // config.heads
     if device.type != "cuda":
         return "FlexAttention trains on a GPU only"
@@ -123,7 +123,7 @@ def _compiled() -> Callable[..., Any]:
     return compiled
 
 
-def _listed(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many are true in each row, and the row's places, these first: int32 (…, rows), (…, rows, n)."""
+def _indices(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each row's number of true entries, int32 (…, rows), and columns, true first, (…, rows, n)."""
     order = dense.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return dense.sum(-1, dtype=torch.int32), order.to(torch.int32)

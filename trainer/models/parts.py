@@ -1,4 +1,4 @@
-"""The parts in which a model is shown: what lies at its top, a bounded number of them."""
+"""Division of a model into a bounded number of parts, for tables and profiles."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Part(NamedTuple):
-    """A part of a model.
+    """One or several modules of a model.
 
     Attributes:
-        name: What it is called, "blocks.0"; "" is what lies in no other part.
-        kind: Its class, or how many of one it has: "Linear", "12 x Block".
-        modules: Names of the modules that it is.
+        name: Name such as "blocks.0"; "" for the parameters that are in no other part.
+        kind: Class, or count and class of its members: "Linear", "12 x Block".
+        modules: Names of its modules.
     """
 
     name: str
@@ -22,10 +22,10 @@ class Part(NamedTuple):
 
 
 def parts(model: nn.Module, most: int) -> list[Part]:
-    """The parts of a model, in its order, at most so many; each parameter is in one of them.
+    """Divides a model into at most `most` parts, in its order; each parameter is in one of them.
 
-    Level by level what has blocks is opened, while all fits; where even the topmost modules are too many, the
-    smallest are joined. No block is opened: it may be compiled, or its activations computed again.
+    Modules with blocks are opened level by level while the number allows it; if the children of the model are
+    too many, the smallest are merged. Blocks aren't opened: they may be compiled or checkpointed.
     """
     names = [name for name, _ in model.named_children()]
     while True:
@@ -43,7 +43,7 @@ def parts(model: nn.Module, most: int) -> list[Part]:
 
 
 def _inside(model: nn.Module, name: str, alone: bool) -> list[str]:
-    """The names of what lies in a module, or its own where it isn't opened."""
+    """Returns the names of a module's children, or its own name where it isn't opened."""
     module = _at(model, name)
     inner = [f"{name}.{child}" for child, _ in module.named_children()]
     is_member = isinstance(_at(model, name.rpartition(".")[0]), _CONTAINERS)
@@ -64,7 +64,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def called(model: nn.Module, part: Part) -> list[nn.Module]:
-    """The modules of a part that are called in a forward pass: of a list those that are in it."""
+    """Returns the modules of a part that a forward pass calls: for a list, its members."""
     found = list[nn.Module]()
     for module in (_at(model, name) for name in part.modules):
         found += module.children() if type(module).forward is nn.Module.forward else [module]
@@ -72,7 +72,7 @@ def called(model: nn.Module, part: Part) -> list[nn.Module]:
 
 
 def parameters_of(model: nn.Module, parts: list[Part]) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each part by its name; one that several parts have is the first one's."""
+    """Returns the parameters of each part by its name; a shared one belongs to the first part."""
     seen, found = set[int](), dict[str, list[nn.Parameter]]()
     for part in parts:
         modules = (_at(model, name) for name in part.modules or ("",))

@@ -1,4 +1,4 @@
-"""Strided 1 x 1 convolutions, computed without a fault of oneDNN's."""
+"""Workaround for a oneDNN fault in strided 1 x 1 convolutions on a CPU."""
 
 import functools
 
@@ -6,16 +6,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-_FEW = 16  # channels in one of oneDNN's blocks with AVX-512; 8 with AVX2
+_BLOCK = 16  # channels in a block of oneDNN with AVX-512; 8 with AVX2
 
 
 def mend_pointwise(model: nn.Module) -> None:
-    """Lets strided 1 x 1 convolutions of few channels take their samples first, in place; names stay.
+    """Makes strided 1 x 1 convolutions of few channels subsample their input first, in place; names stay.
 
-    With fewer channels than a block and the channels last in memory, oneDNN's weight gradient of such a layer
+    With fewer channels than a block and in channels-last format, oneDNN's weight gradient of such a layer
     writes past its workspace on a CPU: a crash, or wrong gradients
     (https://github.com/uxlfoundation/oneDNN/issues/6035, seen with torch 2.9.1). An image of one channel is
-    channels last and contiguous at once, so that it takes no `model.channels_last` for that.
+    channels-last and contiguous at once, so this happens without `model.channels_last`, too.
     """
     for layer in model.modules():
         if (
@@ -23,9 +23,9 @@ def mend_pointwise(model: nn.Module) -> None:
             and layer.kernel_size == (1, 1)
             and layer.stride != (1, 1)
             and layer.padding in ((0, 0), "valid")
-            and layer.in_channels < _FEW * layer.groups
+            and layer.in_channels < _BLOCK * layer.groups
         ):
-            # A partial of the layer, not a closure: deep copies must call the copy.
+            # A partial, not a closure: deepcopy binds it to the copy.
             layer._conv_forward = functools.partial(_sampled, layer)  # type: ignore[method-assign]
 
 

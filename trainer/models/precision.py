@@ -1,4 +1,4 @@
-"""Number formats: what autocast computes in, and the loss scale that fp16 needs."""
+"""Mixed precision: autocast, and the loss scale of fp16."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,9 @@ from trainer.models.names import matching
 
 
 def set_matmul_mode(config: PrecisionConfig) -> None:
-    """Lets float32 products on the GPU round to TensorFloat-32, or not.
+    """Allows or forbids TensorFloat-32 in float32 products on the GPU.
 
-    Both switches are set either way: cuDNN's is on by default, so that plain fp32 would not be fp32.
+    Both switches are always set: cuDNN's is on by default, so that fp32 would not be fp32.
     """
     tf32 = config.mode == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -26,7 +26,7 @@ def set_matmul_mode(config: PrecisionConfig) -> None:
 
 
 def check_precision(config: PrecisionConfig, device: torch.device) -> None:
-    """Refuses what the device can't do.
+    """Rejects a precision that the device doesn't support.
 
     Raises:
         BadInputError: tf32 on a CPU or on a GPU before Ampere, bf16 on a GPU before Ampere.
@@ -42,7 +42,7 @@ def check_precision(config: PrecisionConfig, device: torch.device) -> None:
 
 
 def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass; it may be entered again and again."""
+    """Returns the autocast context of a forward pass; it may be entered repeatedly."""
     if config.mode in ("fp32", "tf32"):
         return nullcontext()
     dtype = torch.float16 if config.mode == "fp16" else torch.bfloat16
@@ -50,10 +50,10 @@ def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextMa
 
 
 def fp32_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that `precision.keep_fp32` names, by name (see `names.matching`).
+    """Returns the modules of `precision.keep_fp32` by name (see `names.matching`).
 
     Raises:
-        BadInputError: If a pattern matches none, or one that nobody calls.
+        BadInputError: If a pattern matches no module, or one without a forward.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     names = matching(modules, patterns, "precision.keep_fp32")
@@ -67,7 +67,7 @@ def fp32_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
 
 
 def keep_in_fp32(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Lets modules compute in float32 whatever autocast says, in place; names stay as they are."""
+    """Makes modules compute in float32 under autocast, too, in place; names stay."""
     for module in modules:
         module.forward = functools.partial(_in_fp32, module.forward, device.type)
 
@@ -78,72 +78,72 @@ def _in_fp32(forward: Callable[..., Any], device_type: str, *values: Any, **name
 
 
 def _float32(value: Any) -> Any:
-    # Only what autocast made: integers are indices, and float64 is somebody's choice.
+    # Only the dtypes of autocast: integers are indices, and float64 is the user's choice.
     low = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if low else value
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """1.0 if the gradients of this step overflowed, else 0.0, also without any; float32 () there, unread.
+    """Returns 1.0 on the device if this step's gradients overflowed, else 0.0; float32 (), not synchronized.
 
-    There is no public name for it. Reading the scale before and after instead would miss a scale that
+    torch has no public function for it. A comparison of the scale before and after would miss a scale that
     can't shrink, and cost a copy.
     """
-    found = list(scaler._found_inf_per_device(optimizer).values())
-    return found[0] if found else torch.zeros_like(scale_of(scaler))
+    flags = list(scaler._found_inf_per_device(optimizer).values())
+    return flags[0] if flags else torch.zeros_like(scale_of(scaler))
 
 
 def scale_of(scaler: GradScaler) -> torch.Tensor:
-    """The loss scale, float32 () on its device; the public get_scale would wait for it."""
+    """Returns the loss scale, float32 () on its device; the public get_scale would synchronize."""
     scale = scaler._get_scale_async()
     assert scale is not None  # it exists once a loss has been scaled
     return scale
 
 
 class Precision:
-    """How a step computes and updates where no loss scale is needed: fp32, tf32, bf16.
+    """Backward pass and update without a loss scale: fp32, tf32, bf16.
 
     Attributes:
-        autocast: Context of a forward pass; entered again and again.
-        scaler: The loss scaler of fp16, or None.
-        may_skip: Whether an update may be skipped, which only the device knows.
+        autocast: Context of a forward pass; entered repeatedly.
+        scaler: Loss scaler of fp16, or None.
+        may_skip: True if updates may be skipped, decided on the device.
     """
 
     scaler: GradScaler | None = None
     may_skip = False
 
     def __init__(self, autocast: AbstractContextManager[object]) -> None:
-        """Computes within a context, see `autocast`."""
+        """Takes the context of a forward pass, see `autocast`."""
         self.autocast = autocast
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Adds the gradients of a micro-batch's loss, float (); returns it detached."""
+        """Accumulates the gradients of a micro-batch's loss, float (); returns the loss detached."""
         loss.backward()
         return loss.detach()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the gradients their true size, before they are clipped."""
+        """Divides the gradients by the loss scale, before they are clipped."""
 
     def judged(self, norm: torch.Tensor) -> torch.Tensor:
-        """The gradient norm, float (), as anomaly detection is to see it."""
+        """Returns the gradient norm for anomaly detection, float ()."""
         return norm
 
     def update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """Updates the weights.
 
         Args:
-            optimizer: Whose gradients have been unscaled and clipped.
-            norm: Their norm before that, float (); only looked at where it decides on the update.
+            optimizer: Optimizer whose gradients have been unscaled and clipped.
+            norm: Gradient norm before clipping, float ().
 
         Returns:
-            float (), on the device: 1 if the update was skipped; None where that can't be.
+            float (), on the device: 1 if the update was skipped; None if updates are never skipped.
         """
         optimizer.step()
         return None
 
 
 class SkippingPrecision(Precision):
-    """The same, but an update whose loss or gradients aren't finite is not made (anomaly.nonfinite=skip)."""
+    """Precision that skips an update whose loss or gradients aren't finite (anomaly.nonfinite=skip)."""
 
     may_skip = True
 
@@ -157,9 +157,9 @@ class SkippingPrecision(Precision):
         """See `Precision.update`."""
         skipped = (~norm.isfinite()).to(torch.float32)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as GradScaler tells it
+            optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as GradScaler sets it
             optimizer.step()
-        elif not bool(skipped):  # somebody's own, which needn't know of it
+        elif not bool(skipped):  # the user's optimizer, which may not support skipped updates
             optimizer.step()
         return skipped
 
@@ -176,9 +176,13 @@ class ScaledPrecision(Precision):
         skip_nonfinite: bool,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """With `skip_nonfinite` a loss that isn't finite skips the update on every rank.
+        """Initializes fp16.
 
-        The ranks of `group` have a part of the gradients each, and skip an update together.
+        Args:
+            autocast: Context of a forward pass.
+            scaler: Loss scaler.
+            skip_nonfinite: True to skip the update on every rank if a loss isn't finite.
+            group: Ranks that share a sharded model, and skip an update together.
         """
         super().__init__(autocast)
         self.scaler: GradScaler = scaler
@@ -197,14 +201,14 @@ class ScaledPrecision(Precision):
             dist.all_reduce(found_inf(self.scaler, optimizer), dist.ReduceOp.MAX, group=self._group)
 
     def judged(self, norm: torch.Tensor) -> torch.Tensor:
-        """An overflow is the scaler's business, unless the scale is too small to be the cause."""
+        """Returns 0 in place of the norm, as the scaler handles overflows, unless the scale is below 1."""
         return torch.where(scale_of(self.scaler) < 1, norm, 0.0)
 
     def update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """See `Precision.update`."""
         skipped = found_inf(self.scaler, optimizer)
-        if not self.scaler._found_inf_per_device(optimizer):  # no gradient at all, which torch's asserts
-            self.scaler.update(scale_of(self.scaler))  # the scale stays, and the next step is a new one
+        if not self.scaler._found_inf_per_device(optimizer):  # no gradient at all: torch would assert
+            self.scaler.update(scale_of(self.scaler))  # keeps the scale, and ends the scaler's step
             return skipped
         self.scaler.step(optimizer)
         self.scaler.update()
@@ -212,16 +216,16 @@ class ScaledPrecision(Precision):
 
 
 def _one_if_finite(loss: torch.Tensor) -> torch.Tensor:
-    # A loss that isn't finite makes all gradients NaN: so every rank sees it, by their sum.
+    # A loss that isn't finite makes all gradients NaN, so that every rank sees it in their sum.
     return loss * 0 + 1
 
 
 def gathered_in(config: PrecisionConfig, model: nn.Module, device: torch.device) -> torch.dtype | None:
-    """What the parameters of blocks are gathered in where a model is sharded; None: as they are.
+    """Returns the dtype in which FSDP gathers the parameters of blocks; None: their own.
 
-    In bfloat16 where autocast would round them so anyway: not where a module computes in float32, as those
-    of `precision.keep_fp32` do, and BatchNorm, whose statistics have its weights' type; nor on a CPU where
-    there are other norms, whose kernels take no such weights with what is still in float32.
+    It is bfloat16 where autocast would round them anyway: not if a module computes in float32, as in
+    `precision.keep_fp32` and BatchNorm, whose statistics have its weights' dtype; and not for other norms on
+    a CPU, whose kernels don't take bfloat16 weights with float32 inputs.
     """
     norms: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
     if device.type == "cpu":
@@ -236,9 +240,9 @@ def make_precision(
     skip_nonfinite: bool,
     group: dist.ProcessGroup | None = None,
 ) -> Precision:
-    """The precision of a recipe on a device; `group`: the ranks that share a sharded model."""
+    """Returns the precision of a recipe on a device; `group`: the ranks that share a sharded model."""
     context = autocast(config, device)
-    if config.mode == "fp16":  # which alone needs a loss scaler (Micikevicius et al., 2018)
+    if config.mode == "fp16":  # needs a loss scaler (Micikevicius et al., 2018)
         scale, interval = config.initial_scale, config.growth_interval
         scaler = GradScaler(device.type, init_scale=scale, growth_interval=interval)
         return ScaledPrecision(context, scaler, skip_nonfinite, group)

@@ -1,8 +1,8 @@
-"""Weights to start from, by name: of the Hugging Face hub or torchvision; fetched once, then in a cache.
+"""Pretrained weights by name, from the Hugging Face hub or torchvision; fetched once, then cached.
 
-What the hub has is fetched and kept by its own client (huggingface_hub), so that its variables hold, such as
-HF_ENDPOINT and HF_HUB_OFFLINE, and other programs share its cache: XDG_CACHE_HOME/huggingface/hub.
-torchvision's files are pickles: each is checked, read once and kept as safetensors in
+Files of the hub are fetched and cached by its own client (huggingface_hub), so that its variables apply, such
+as HF_ENDPOINT and HF_HUB_OFFLINE, and other programs share its cache: XDG_CACHE_HOME/huggingface/hub.
+torchvision's files are pickles: each is verified, read once and cached as safetensors in
 XDG_CACHE_HOME/trainer/weights, with the SHA-256 of that file beside it.
 """
 
@@ -33,21 +33,21 @@ from trainer.observe.console import say
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # As torch.hub reads it: the first digits of the file's SHA-256, in its name.
 _PUBLISHED_HASH = re.compile(r"[-_]([0-9a-f]{8,})\.pth$")
-# Before, weights_only runs what a pickle says (CVE-2025-32434).
+# Older versions run code from a pickle even with weights_only (CVE-2025-32434).
 _READS_PICKLES = (2, 6)
-_LARGEST = 8 << 30  # torchvision's own have 2.5 GB at most
-# Names in torchvision's files of densenets are older than its models, which rename them when they load one.
+_LARGEST = 8 << 30  # torchvision's largest has 2.5 GB
+# torchvision's files of densenets have old names, which its models rename when they load one.
 _OLD_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|conv))\.([12]\..*)")
 
 
 class Weights(NamedTuple):
-    """A file to start from.
+    """Pretrained weights in a local file.
 
     Attributes:
-        file: Where it lies here; of a model of transformers its folder.
-        exact: What names the same file tomorrow: the source, on the hub with the commit.
-        revision: The hub's commit, or the name of torchvision's file; None for a path.
-        sha256: What its SHA-256 is to be, where somebody says so: the hub, or who converted it.
+        file: Local path; for a model of transformers its folder.
+        exact: The source, pinned: on the hub with the commit.
+        revision: Commit on the hub, or the name of torchvision's file; None for a path.
+        sha256: Expected SHA-256, from the hub or from the conversion; None if unknown.
     """
 
     file: Path
@@ -57,10 +57,10 @@ class Weights(NamedTuple):
 
 
 def find_weights(config: ModelConfig) -> Weights | None:
-    """Finds what a model starts from, and fetches it if it isn't here yet; None where it starts from nothing.
+    """Finds the configured weights, and fetches them if they aren't cached; None without any.
 
     Raises:
-        BadInputError: If there is no such thing, or it can't be had or kept.
+        BadInputError: If they don't exist, or can't be fetched or cached.
     """
     source = config.pretrained
     if config.name.startswith(HF):
@@ -85,7 +85,7 @@ def find_weights(config: ModelConfig) -> Weights | None:
 
 def _of_hub(source: str, repository: str, revision: str) -> Weights:
     file, commit = hub_file(f"model.pretrained={source}", repository, revision, FILE)
-    # The cache's own layout: what a snapshot links to is a blob that is named by its hash.
+    # The cache's own layout: a snapshot links to a blob that is named by its hash.
     blob = file.resolve().name
     return Weights(file, f"hub:{repository}@{commit}", commit, blob if _SHA256.fullmatch(blob) else None)
 
@@ -100,30 +100,25 @@ def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
     folder = _cache()
     kept = folder / f"{published.removesuffix('.pth')}.safetensors"
     digest = kept.with_suffix(".sha256")
-    if not (kept.exists() and digest.exists()):  # else it may lie where nobody can write
+    if not (kept.exists() and digest.exists()):  # a complete cache may be read-only
         folder.mkdir(parents=True, exist_ok=True)
         with locked(kept.with_suffix(".lock")):
             if not (kept.exists() and digest.exists()):
                 remove_unfinished(folder, kept.stem)
                 with written_whole(kept) as beside:
                     _fetch_converted(source, url if mirror is None else join(mirror, published), beside)
-                    write_whole(digest, f"{_sha256(beside)}\n")  # first: nobody finds the weights without
+                    write_whole(digest, f"{_sha256(beside)}\n")  # before the weights have their name
     return Weights(kept, source, published, digest.read_text().strip())
 
 
 def _torchvision_url(name: str) -> tuple[str | None, list[str]]:
-    """Returns the URL of torchvision's weights of this name, if any, and all names that it knows."""
-    import inspect
-
+    """Returns the URL of torchvision's weights of this name, or None, and all known names."""
     from torchvision import models
 
-    modules = [models, *(module for _, module in inspect.getmembers(models, inspect.ismodule))]
-    kinds = (kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass))
     members: dict[str, Any] = {
-        f"{kind.__name__}.{word}": member
-        for kind in kinds
-        if issubclass(kind, models.WeightsEnum)
-        for word, member in getattr(kind, "__members__", {}).items()
+        f"{weights.__name__}.{key}": member
+        for weights in map(models.get_model_weights, models.list_models())
+        for key, member in weights.__members__.items()
     }
     return (members[name].url if name in members else None), list(members)
 
@@ -145,7 +140,7 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
         try:
             sink = Sink(file, most=_LARGEST)
             fetch(url, sink, at_once=True)
-            os.ftruncate(file, sink.done)  # of a longer try before
+            os.ftruncate(file, sink.done)  # an earlier attempt may have written more
         finally:
             os.close(file)
         if not sink.sha256().startswith(published[1]):
@@ -174,7 +169,7 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
 
 
 def _state_in(file: Path, source: str) -> dict[str, torch.Tensor]:
-    """The tensors in a pickle, which may hold nothing else."""
+    """Reads the tensors of a pickled state_dict, which may hold nothing else."""
     try:
         state: Any = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:

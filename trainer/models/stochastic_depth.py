@@ -1,4 +1,4 @@
-"""Stochastic depth: in training, whole residual branches are left out at random (Huang et al., 2016)."""
+"""Stochastic depth: residual branches are dropped at random in training (Huang et al., 2016)."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 
-# Where the residual branches of a block end, by the name of its class: ours, and torchvision's.
+# Last modules of the residual branches, by class name of the block: ours, and torchvision's.
 _BRANCHES = {
     "ResidualBlock": ("conv2",),
     "BasicBlock": ("bn2",),
@@ -17,26 +17,25 @@ _BRANCHES = {
     "ResBottleneckBlock": ("f",),
     "EncoderBlock": ("dropout", "mlp"),
 }
-# torchvision's, with branches that are dropped already: only the largest probability is set.
-_OWN = "StochasticDepth"
+# torchvision's own layer, in models that have stochastic depth already: its probability is scaled.
+_LAYER = "StochasticDepth"
 
 
 def add_stochastic_depth(model: nn.Module, probability: float) -> None:
-    """Lets each block drop its branches, sample by sample, in place; names stay as they are.
+    """Makes each block drop its residual branches per sample, in place; names stay.
 
-    The probability rises linearly with depth, from nearly 0 to its value at the last block, as in the
-    paper; where a model brings probabilities of its own, in their proportions. A branch
-    that is kept is divided by the probability of that.
+    The probability rises linearly with depth up to its value at the last block, as in the paper; a model with
+    its own probabilities keeps their proportions. A kept branch is divided by the probability of keeping it.
 
     Raises:
-        BadInputError: If it isn't known where the model's branches end.
+        BadInputError: If the model has no known residual blocks.
     """
-    own = [module for module in model.modules() if type(module).__name__ == _OWN]
+    own = [module for module in model.modules() if type(module).__name__ == _LAYER]
     if own:
         most = max(float(module.p) for module in own)  # type: ignore[arg-type]
         for number, module in enumerate(own, 1):
-            share = float(module.p) / most if most else number / len(own)  # type: ignore[arg-type]
-            module.p = probability * share  # type: ignore[assignment]
+            fraction = float(module.p) / most if most else number / len(own)  # type: ignore[arg-type]
+            module.p = probability * fraction  # type: ignore[assignment]
         return
     known = [block for block in blocks(model).values() if type(block).__name__ in _BRANCHES]
     if not known:
@@ -53,7 +52,7 @@ def add_stochastic_depth(model: nn.Module, probability: float) -> None:
 def _drop_branch(probability: float, module: nn.Module, _inputs: Any, branch: torch.Tensor) -> torch.Tensor:
     if not module.training:
         return branch
-    # One number for each sample, from the generator that is keyed by the micro-batch.
+    # One random number per sample, from the generator that is keyed by the micro-batch.
     shape = (branch.shape[0], *[1] * (branch.ndim - 1))
     kept = torch.rand(shape, device=branch.device) >= probability
     return branch * (kept / (1 - probability)).to(branch.dtype)

@@ -1,7 +1,7 @@
-"""BatchNorm whose statistics are those of a micro-batch on all ranks together.
+"""BatchNorm with statistics over the micro-batches of all ranks.
 
-Not torch.nn.SyncBatchNorm, which runs on a GPU only: this one runs wherever a process group does, so that
-what it promises is tested with real processes. Statistics are combined as in Chan et al., 1979.
+torch.nn.SyncBatchNorm runs on a GPU only; this one runs with any process group, and is tested with real
+processes. Statistics are combined as in Chan et al., 1979.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.observe.phases import Phase, communicating, enter_phase
 
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup) -> int:
-    """Turns every BatchNorm layer into a synchronized one, in place; names stay as they are.
+    """Makes every BatchNorm layer a synchronized one, in place; names stay.
 
     Returns:
         Number of layers.
@@ -32,7 +32,7 @@ class _Synchronized:
         self._group = group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronized":
-        # Of a model that is tried out, say: the group is the process's and can't be copied.
+        # For a trial on a copy of the model: a process group can't be copied.
         return _Synchronized(memo[id(self._layer)], self._group)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class _Synchronized:
         mean = means.mean(0)
         var = variances.mean(0) + (means - mean).square().mean(0)
         if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
-            # Of a layer with momentum=None `batchnorm` makes the mean of all calls.
+            # For momentum=None `batchnorm` computes the mean of all calls.
             momentum = 0.1 if layer.momentum is None else layer.momentum
             unbiased = var.detach() * (world * count / max(1, world * count - 1))
             layer.running_mean.lerp_(mean.detach().to(layer.running_mean.dtype), momentum)
@@ -72,7 +72,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def _communicating() -> Phase | None:
-    # Compiled code would be guarded by the number of phase changes.
+    # Compiled code would have a guard on the number of phase changes.
     return None if torch.compiler.is_compiling() else communicating()
 
 
@@ -82,16 +82,16 @@ def _communicated(before: Phase | None) -> None:
 
 
 class _GatherOverRanks(torch.autograd.Function):
-    """Tensors of all ranks, stacked; backward sums each rank's gradient over the ranks."""
+    """Stacks the tensors of all ranks; backward sums each rank's gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         before = _communicating()
-        dist.all_gather(everyones, mine.contiguous(), group=group)
+        dist.all_gather(gathered, mine.contiguous(), group=group)
         _communicated(before)
-        return torch.stack(everyones)
+        return torch.stack(gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -1,4 +1,4 @@
-"""Starting from somebody's weights: safetensors only, and every difference named."""
+"""Loading of initial weights: safetensors only; every difference from the model is named."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -19,8 +19,8 @@ from trainer.models.names import matching
 
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
 _SHOWN = 5
-_COMPILED = "_orig_mod."  # torch.compile's, before the names of what it wraps
-# The weights alone of what people save: Lightning's and timm's checkpoints are dicts around them.
+_COMPILED = "_orig_mod."  # prefix of torch.compile
+# Lightning's and timm's checkpoints are dicts around the state_dict.
 _CONVERT = (
     "import torch, safetensors.torch as s; "
     "d = torch.load({given!r}, map_location='cpu', weights_only=True); "
@@ -31,16 +31,16 @@ _CONVERT = (
 
 
 def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> str:
-    """Copies weights from a file into a model, in place; into one on the meta device, only checks them.
+    """Copies weights from a file into a model, in place; for a model on the meta device only checks them.
 
     Args:
-        model: Takes the weights, converted to its dtypes and memory format.
-        file: A safetensors file whose names are those of the model's state_dict, or these behind one prefix;
+        model: The model; weights are converted to its dtypes and memory format.
+        file: A safetensors file with the names of the model's state_dict, with or without a common prefix;
             or the folder of a model of transformers.
-        reinit: Patterns of names that are not read: they keep their initialization. None: none may.
+        reinit: Patterns of names that keep their initialization. None: all must be in the file.
 
     Returns:
-        How many tensors were taken over, and behind which prefix, for people.
+        A line for the user: the number of tensors, and their prefix.
 
     Raises:
         BadInputError: If the file isn't safetensors, or names or shapes differ where `reinit` doesn't allow.
@@ -56,11 +56,11 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
                 given, note = _unwrapped(list(at), state, file)
             else:
                 given, note = own(list(at), lambda name: at[name].get_tensor(name), file)
-            slices = {name: at[there].get_slice(there) for name, there in given.items()}
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            slices = {name: at[stored].get_slice(stored) for name, stored in given.items()}
+            shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
             modules = [name for name, _ in model.named_modules() if name]
             matching([*state, *shapes, *modules], reinit or (), "model.reinit")
-            # "fc" stands for all of that module, as "fc.*" does.
+            # "fc" matches all of that module, as "fc.*" does.
             left_out = None if reinit is None else [*reinit, *(f"{pattern}.*" for pattern in reinit)]
             names = _agreed(state, shapes, file, left_out)
             for name in names:
@@ -81,13 +81,13 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
 
 
 def _unwrapped(names: Sequence[str], wanted: Collection[str], file: Path) -> tuple[dict[str, str], str]:
-    """The names of a file as the model's, and a note for people if they aren't the same.
+    """Returns the names in a file by the model's names, and a note for the user if they differ.
 
-    Whatever wraps a model puts its own name before each: Lightning's module `model.`, DDP `module.`,
-    torch.compile `_orig_mod.`, anywhere. What isn't behind the prefix (losses, metrics) is left out.
+    Wrappers add a prefix: Lightning's module `model.`, DDP `module.`, torch.compile `_orig_mod.` anywhere.
+    Tensors without the prefix, such as those of losses and metrics, are left out.
 
     Raises:
-        BadInputError: If the file holds the model behind two prefixes alike.
+        BadInputError: If the file holds the model with two prefixes.
     """
     plain = {name: name for name in names}
     found = Counter[str]()
@@ -106,7 +106,7 @@ def _unwrapped(names: Sequence[str], wanted: Collection[str], file: Path) -> tup
             "of the two alone"
         )
     given = {name.replace(_COMPILED, ""): name for name in names}
-    given = {name.removeprefix(prefix): there for name, there in given.items() if name.startswith(prefix)}
+    given = {name.removeprefix(prefix): stored for name, stored in given.items() if name.startswith(prefix)}
     rest = len(names) - len(given)
     return given, f" behind {prefix!r}" + (f"; {rest} others of the file are left out" if rest else "")
 
@@ -114,7 +114,7 @@ def _unwrapped(names: Sequence[str], wanted: Collection[str], file: Path) -> tup
 def _check_agreement(
     file: Path, names: Sequence[str], given: Sequence[torch.Tensor], state: dict[str, torch.Tensor]
 ) -> None:
-    """Refuses other values for tensors that share memory: the model holds those that were copied last."""
+    """Rejects different values for tensors that share memory in the model."""
     for name, tensor in zip(names, given, strict=True):
         held = state[name].detach()
         if not held.is_meta and not torch.equal(held, tensor.to(held)):
@@ -131,7 +131,7 @@ def _agreed(
         return not any(fnmatchcase(name, pattern) for pattern in reinit or ())
 
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if kept(name)}
-    # BatchNorm's counters: files from before there were any lack them, and they don't matter here.
+    # BatchNorm's counters: old files lack them, and the values don't matter.
     missing = [n for n in wanted if n not in shapes and not n.endswith(".num_batches_tracked")]
     counters = ".num_batches_tracked"
     unexpected = [n for n in shapes if n not in state and kept(n) and not n.endswith(counters)]
@@ -154,7 +154,7 @@ def _agreed(
         patterns = _outermost({*missing, *unexpected, *differing}, {*wanted, *unexpected})
         quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
         remedy = (
-            f"Choose the same model, or let these start anew with --set 'model.reinit=[{quoted}]'"
+            f"Choose the same model, or keep the initialization of these with --set 'model.reinit=[{quoted}]'"
             if reinit is not None
             and len(patterns) <= _SHOWN
             and len(missing) + len(differing) < len(wanted) / 2
@@ -165,7 +165,7 @@ def _agreed(
 
 
 def _outermost(odd: set[str], names: set[str]) -> list[str]:
-    """The modules all of whose tensors are odd, as far out as possible, and the odd tensors of others."""
+    """Returns the outermost modules whose tensors are all in `odd`, and the other tensors in `odd`."""
     found = set()
     for name in odd:
         parts = name.split(".")
@@ -176,7 +176,7 @@ def _outermost(odd: set[str], names: set[str]) -> list[str]:
 
 
 def _shown(names: list[str]) -> str:
-    # A file may hold any name: none of them is to reach the terminal as more than text.
+    # A file's names may hold escape sequences, which must not reach the terminal.
     listed = ", ".join(name if name.isprintable() else repr(name) for name in names[:_SHOWN])
     return listed + (", …" if len(names) > _SHOWN else "")
 
@@ -199,10 +199,10 @@ def _finite(tensor: torch.Tensor, name: str, file: Path) -> torch.Tensor:
 
 
 def regular(file: Path) -> Path:
-    """The file, if it is one: a pipe would wait for a writer. One that isn't there passes.
+    """Returns the path of a regular file; a missing file passes.
 
     Raises:
-        BadInputError: If it is something else.
+        BadInputError: If it is a folder, or a special file such as a pipe.
     """
     file = at_home(file, "model.pretrained")
     if file.is_dir():

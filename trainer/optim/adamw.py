@@ -1,4 +1,4 @@
-"""torch's AdamW, without what costs a rank's start or each step."""
+"""torch's AdamW, without the import of the compiler and with less Python in each step."""
 
 import inspect
 from collections.abc import Mapping
@@ -7,15 +7,13 @@ from typing import Any
 import torch
 
 
-# torch wraps methods of its optimizers for callers that are compiled, and these wrappers import the compiler:
-# a second of CPU in each rank's start. Here the optimizer is never called from compiled code, so the methods
-# come without; a torch that doesn't wrap them gives the same.
+# torch wraps methods of its optimizers for compiled callers, and these wrappers import the compiler: a second
+# of CPU in each rank's start. Here the optimizer is never called from compiled code, so they are unwrapped.
 class AdamW(torch.optim.AdamW):
-    """torch's, without what it does for torch.compile, and its fused kernel without the way there.
+    """torch's AdamW, without its wrappers for torch.compile, and with a direct call of the fused kernel.
 
-    That way (making state where there is none, sorting by device and dtype, a name for the profiler) is
-    Python that takes longer than the kernel of a small model (docs/results/overhead.md), and grows with the
-    parameters.
+    torch's step (creating state, sorting by device and dtype, a name for the profiler) is Python that takes
+    longer than the kernel of a small model (docs/results/overhead.md), and grows with the parameters.
     """
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
@@ -32,11 +30,11 @@ class AdamW(torch.optim.AdamW):
 
     @staticmethod
     def moments(_: torch.Tensor, __: Mapping[str, Any]) -> float:
-        """See `Kept`."""
+        """See `PreallocatedOptimizer`."""
         return 2
 
     def step(self, closure: Any = None) -> Any:
-        """Updates the parameters that have a gradient; with anything out of the ordinary by torch's step."""
+        """Updates parameters that have a gradient; with hooks, a scaler or mixed dtypes by torch's step."""
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         states = [[self.state[p] for p in params] for _, params in groups]
         hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
@@ -48,7 +46,7 @@ class AdamW(torch.optim.AdamW):
                 _fused_adamw(group, params, own)
         return None
 
-    step.hooked = True  # type: ignore[attr-defined]  # else torch puts its name and its hooks around it
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it for its hooks and profiler
 
 
 def _fused_adamw(group: dict[str, Any], params: list[torch.Tensor], states: list[dict[str, Any]]) -> None:

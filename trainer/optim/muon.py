@@ -20,12 +20,11 @@ _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, *_EMBEDDIN
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that Muon's orthogonal update is meant for, by the usual advice (Jordan et al., 2024).
+    """Returns the weights for Muon's orthogonal update, as Jordan et al., 2024, advise.
 
-    Those are the weights of linear and attention layers and of convolutions (a kernel counts as a matrix of
-    (out, in * height * width)), without the first and the last layer in the order in which the model
-    registers them, and without embeddings. What this doesn't know, a table of positions say, is left to
-    AdamW.
+    These are the weights of linear layers, attention and convolutions (a kernel is a matrix of
+    (out, in * height * width)), without the first and the last layer in the model's order, and without
+    embeddings. Parameters of other modules are left to AdamW.
     """
     layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
     others = [*layers[:1], *layers[-1:], *(layer for layer in layers if isinstance(layer, _EMBEDDINGS))]
@@ -35,24 +34,24 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def split_groups(groups: Iterable[dict[str, Any]], matrices: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Parts each group of parameters in two, `orthogonal` and not; empty ones are left out."""
+    """Splits each parameter group into two, `orthogonal` and not, without empty ones."""
     chosen = {id(p) for p in matrices}
-    parts = [
+    split = [
         {**group, "params": [p for p in group["params"] if (id(p) in chosen) is wanted], "orthogonal": wanted}
         for group in groups
         for wanted in (True, False)
     ]
-    return [part for part in parts if part["params"]]
+    return [group for group in split if group["params"]]
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """Moves the singular values of matrices towards 1 and keeps their singular vectors.
 
-    Newton-Schulz iteration with the quintic of Jordan et al., 2024. It is steep at 0 and doesn't converge:
-    singular values end between about 0.7 and 1.2, which serves as well, in fewer steps; tiny ones end lower.
+    It is the Newton-Schulz iteration with the quintic of Jordan et al., 2024, which is steep at 0 and doesn't
+    converge: singular values end between about 0.7 and 1.2, which is sufficient; tiny ones end lower.
 
     Args:
-        matrices: (n, rows, columns); computed in their dtype.
+        matrices: (n, rows, columns); the computation is in their dtype.
         steps: Iterations.
 
     Returns:
@@ -96,17 +95,17 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        """Makes all state at once, zeros, so that a checkpoint has it and a skipped first step needs none.
+        """Creates all state as zeros, so that a checkpoint can be loaded and the first update be skipped.
 
         Args:
-            params: Groups; those with a true `orthogonal` hold matrices or kernels only.
-            lr: float32 () on the device, looked up at each step.
-            momentum: Nesterov's, of the matrices.
-            betas: AdamW's.
-            eps: AdamW's.
-            weight_decay: For groups that don't have their own.
+            params: Parameter groups; with a true `orthogonal` they hold matrices or kernels only.
+            lr: Learning rate, float32 () on the device, read at each step.
+            momentum: Nesterov momentum of the matrices.
+            betas: Betas of AdamW.
+            eps: Epsilon of AdamW.
+            weight_decay: Weight decay of groups without their own.
         """
-        # "fused" tells torch's load_state_dict that "step" lies on the device.
+        # "fused" makes torch's load_state_dict keep "step" on the device.
         super().__init__(
             params,
             {
@@ -134,7 +133,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def split(groups: Iterable[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-        """See `Kept`."""
+        """See `PreallocatedOptimizer`."""
         if not (matrices := hidden_matrices(model)):
             raise BadInputError(
                 "optim.name=muon: the model has no matrices between its first and its last layer; use adamw"
@@ -143,7 +142,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def moments(_: torch.Tensor, group: Mapping[str, Any]) -> float:
-        """See `Kept`."""
+        """See `PreallocatedOptimizer`."""
         return 1 if group["orthogonal"] else 2
 
     @torch.no_grad()
@@ -153,7 +152,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Set by GradScaler.step for the time of this call; no scale where it has unscaled already.
+        # Set by GradScaler.step during this call; without a scale if it has unscaled already.
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         skipped: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
@@ -182,8 +181,8 @@ class Muon(torch.optim.Optimizer):
         if scale is not None:
             gradient /= scale
         if skipped is not None:
-            # In place of a gradient that overflowed the momentum itself: so it stays where it is, and the
-            # update is finite, times a rate of 0. Times 0 alone would be NaN.
+            # An overflowed gradient is replaced by the momentum, which then stays unchanged; the update is
+            # finite, times a rate of 0, where an infinite one would become NaN.
             sound = skipped == 0
             gradient = torch.where(sound, gradient, momentum)
             rate = rate * sound

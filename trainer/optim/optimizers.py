@@ -1,7 +1,7 @@
-"""Optimizers by the recipe, the learning rate on the device, and gradient clipping.
+"""The recipe's optimizers, the learning rate on the device, and gradient clipping.
 
-Whether fp16's scaler skipped an update is known on the device only, and asking would stall the host. So
-the count of updates lives there, and the learning rate is looked up by it from a table.
+An update skipped by fp16's scaler is known on the device alone, and reading it would synchronize. So the
+count of updates is on the device, and indexes a table of learning rates there.
 """
 
 from collections.abc import Mapping
@@ -21,23 +21,22 @@ from trainer.models.names import chosen_parameters
 from trainer.optim.own import ConstantSchedule
 
 
-class Kept(Protocol):
-    """Interface of the classes in `OPTIMIZERS`, beyond torch.optim.Optimizer.
+class PreallocatedOptimizer(Protocol):
+    """Interface of the classes in `OPTIMIZERS`, in addition to torch.optim.Optimizer.
 
-    It makes all its state at once, tensors of zeros, so that a checkpoint finds a place for it. It may
-    also have `split(groups, model)`, which parts groups of parameters and marks the parts, and a `note` for
-    the start of a run. One that doesn't take part in GradScaler's protocol isn't called for an update that is
-    skipped, at the price of a wait for the device.
+    The constructor creates all state, tensors of zeros, so that a checkpoint can be loaded into it. Optional
+    are `split(groups, model)`, which splits and marks parameter groups, and a `note` for the start of a run.
+    A class without GradScaler's protocol isn't called for a skipped update, at the cost of a synchronization.
     """
 
     @staticmethod
     def moments(parameter: torch.Tensor, group: Mapping[str, Any]) -> float:
-        """Numbers that it keeps for each number of a parameter; the group has its settings, too."""
+        """Returns the state elements per element of a parameter; the group has the settings, too."""
         ...
 
 
 class LRScheduler:
-    """The learning rate, on the device, looked up by the number of updates.
+    """Learning rate on the device, looked up by the number of updates.
 
     Attributes:
         updates: int64 (1,): updates so far; stands still when the scaler skips one.
@@ -45,12 +44,12 @@ class LRScheduler:
     """
 
     def __init__(self, rates: list[float], device: torch.device, factors: tuple[float, ...] = ()) -> None:
-        """Puts the table on the device; its last value is repeated for an update beyond the plan.
+        """Puts the table on the device; its last value also holds for updates beyond it.
 
         Args:
-            rates: Of each update.
-            device: Where the weights are.
-            factors: Groups of parameters may learn slower: factors of the rate, see `of`.
+            rates: Learning rate of each update.
+            device: Device of the weights.
+            factors: Factors of the rate for groups of parameters, see `of`.
         """
         self._table = torch.tensor([*rates, rates[-1]], dtype=torch.float32, device=device)
         self.updates = torch.zeros(1, dtype=torch.int64, device=device)
@@ -65,11 +64,11 @@ class LRScheduler:
         self.look_up()
 
     def of(self, factor: float) -> torch.Tensor:
-        """The current rate times one of the factors, float32 (): what a parameter group holds."""
+        """Returns the current rate times one of the factors, float32 (), as a view for a parameter group."""
         return self._of[factor]
 
     def look_up(self) -> None:
-        """Sets the rates for the update to come."""
+        """Sets the rates of the next update."""
         torch.index_select(self._table, 0, self.updates, out=self._current)
         if self._factors is not None:
             torch.mul(self._factors, self._current, out=self._slower)
@@ -81,8 +80,8 @@ class LRScheduler:
         self.look_up()
 
     def of_last_update(self) -> torch.Tensor:
-        """The rate of the update that was counted last or skipped, float32 (), on the device."""
-        # Computed when it is asked for, so that a step doesn't pay for it.
+        """Returns the rate of the last update, made or skipped, float32 (), on the device."""
+        # Computed on demand, so that steps without a metrics record don't pay for it.
         index = (
             self.updates - 1 if self._skipped is None else self.updates - 1 + self._skipped.to(torch.int64)
         )
@@ -90,11 +89,10 @@ class LRScheduler:
 
 
 def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
-    """Factor of the learning rate for each parameter (Clark et al., 2020; Bao et al., 2022).
+    """Returns the factor of the learning rate of each parameter (Clark et al., 2020; Bao et al., 2022).
 
-    What comes after the last block has 1, the last block `decay`, the one before `decay` squared, and
-    what comes before the first block the least. Before and after are taken from the order in which the
-    model lists its parameters.
+    Parameters after the last block have 1, the last block `decay`, the one before `decay` squared, and
+    parameters before the first block the smallest factor, in the order in which the model lists them.
     """
     if decay == 1:
         return {name: 1.0 for name, _ in model.named_parameters()}
@@ -109,27 +107,27 @@ def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
 
 
 def undecayed(config: OptimConfig, model: nn.Module) -> list[str]:
-    """Names of the trained parameters without weight decay: norms and biases, and what `no_decay` names.
+    """Returns the trained parameters without weight decay: norms, biases, and those in `no_decay`.
 
     Raises:
         BadInputError: If a pattern of `no_decay` matches nothing.
     """
-    named_so = chosen_parameters(model, config.no_decay, "optim.no_decay")
+    excluded = chosen_parameters(model, config.no_decay, "optim.no_decay")
     return [
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and (named_so(name) or not (p.ndim >= 2 or config.decay_1d))
+        if p.requires_grad and (excluded(name) or not (p.ndim >= 2 or config.decay_1d))
     ]
 
 
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters that are updated alike: `params`, `weight_decay`, and `factor` of the learning rate.
+    """Returns parameter groups with `params`, `weight_decay`, and `factor` of the learning rate.
 
-    One that shares memory with another has a group of its own: a kernel may update a group at once, and these
-    need one after the other.
+    A parameter that shares memory with another has its own group: a kernel may update a group at once, and
+    these must be updated one after the other.
 
     Raises:
-        BadInputError: If there is nothing that the optimizer is for, or `no_decay` names nothing.
+        BadInputError: If the optimizer is for no parameter of the model, or `no_decay` matches none.
     """
     factors, kept = layer_factors(model, config.layer_decay), {*undecayed(config, model)}
     groups: dict[tuple[float, float, str], list[nn.Parameter]] = {}
@@ -160,7 +158,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 
 
 def moments_kept(config: OptimConfig, model: nn.Module) -> dict[int, float]:
-    """Counts the tensors of its size that the optimizer keeps for each trained parameter, by `id`."""
+    """Returns the optimizer's state elements per element of each trained parameter, by `id`."""
     kind, groups = named(OPTIMIZERS[config.name].opens), [{"params": [*model.parameters()]}]
     if hasattr(kind, "split"):
         groups = kind.split(groups, model)
@@ -178,7 +176,7 @@ def _settings(config: OptimConfig) -> dict[str, Any]:
 
 
 def bytes_of_moments(config: OptimConfig, model: nn.Module, own: bool = False) -> int:
-    """Bytes of the optimizer's state; `own`: of a sharded model this rank's alone."""
+    """Returns the bytes of the optimizer's state; `own`: only of this rank's rows of a sharded model."""
     kept, rows = moments_kept(config, model), weights(model)
     sizes = {id(one): (rows[name] if own else one).nbytes for name, one in model.named_parameters()}
     return sum(round(number * sizes[parameter]) for parameter, number in kept.items())
@@ -187,12 +185,12 @@ def bytes_of_moments(config: OptimConfig, model: nn.Module, own: bool = False) -
 def make_optimizer(
     config: OptimConfig, groups: list[dict[str, Any]], scheduler: LRScheduler | ConstantSchedule
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe.
+    """Creates the optimizer of a recipe.
 
     Args:
-        config: Which, and its settings.
+        config: Name and settings.
         groups: From `parameter_groups`.
-        scheduler: Knows the rates of the groups by their factors.
+        scheduler: Rates of the groups by their factors.
     """
     groups = [{**group, "lr": scheduler.of(group["factor"])} for group in groups]
     kind: type[torch.optim.Optimizer] = named(OPTIMIZERS[config.name].opens)
@@ -200,7 +198,7 @@ def make_optimizer(
 
 
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The joint 2-norm of gradients, float ()."""
+    """Returns the joint 2-norm of gradients, float ()."""
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return norm
 
@@ -210,16 +208,16 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Scales gradients so that their joint 2-norm is at most `largest` (Pascanu et al., 2013).
 
-    The arithmetic of torch.nn.utils.clip_grad_norm_ without its sorting by device and dtype, which takes
-    longer than the computation: there is one device and one dtype here.
+    It is the arithmetic of torch.nn.utils.clip_grad_norm_ without its sorting by device and dtype, which
+    takes longer than the computation: there is one device and one dtype here.
 
     Args:
-        gradients: All of them, or a rank's.
-        largest: As above.
-        norm: That of all of them, float (), if these are a rank's.
+        gradients: All gradients, or this rank's rows of them.
+        largest: Largest norm.
+        norm: Norm over all ranks, float (), if these are one rank's rows.
 
     Returns:
-        The norm before, float ().
+        Norm before clipping, float ().
     """
     if norm is None:
         norm = grad_norm(gradients)

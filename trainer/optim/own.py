@@ -1,7 +1,7 @@
-"""Updates by the user's own optimizer or scheduler, whose state_dict a checkpoint keeps.
+"""Updates by the user's own optimizer or scheduler, whose state_dict is in the checkpoints.
 
-They live on the host. So where an update may be skipped the host waits for the device to know, which the
-optimizers and schedules of `optimizers` needn't.
+They run on the host, which synchronizes with the device where an update may be skipped; the optimizers and
+schedules of `optimizers` don't.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Scheduler(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Takes what it kept."""
+        """Restores the scheduler's state."""
         ...
 
 
@@ -37,18 +37,18 @@ class ConstantSchedule:
         self.current = rate
 
     def of(self, factor: float) -> float:
-        """The rate times a factor."""
+        """Returns the rate times a factor."""
         return self.current * factor
 
 
 class HostSchedule:
     """Learning rates of an optimizer, set on the host by the user's scheduler, or constant.
 
-    It stands in the place of `optimizers.LRScheduler`, and knows what else a checkpoint must keep.
+    It replaces `optimizers.LRScheduler`, and gives the state for checkpoints.
 
     Attributes:
-        optimizer: Whose rates these are.
-        updates: int64 (1,), on the device: updates so far; stands still when one is skipped.
+        optimizer: Optimizer with these rates.
+        updates: int64 (1,), on the device: updates so far, without skipped ones.
     """
 
     def __init__(
@@ -60,21 +60,22 @@ class HostSchedule:
         generators: Sequence[torch.Generator] = (),
         own: bool = True,
     ) -> None:
-        """Begins before the first update.
+        """Starts before the first update.
 
         Args:
+            optimizer: The optimizer.
             scheduler: Called after each update, or None.
-            device: Where the weights are.
-            seed: Of the run.
-            generators: What an optimizer may draw from: seeded by the update, alike on all ranks.
-            own: Whether the optimizer is the user's, which needn't support skipped updates.
+            device: Device of the weights.
+            seed: Seed of the run.
+            generators: Random generators that are seeded by the update, alike on all ranks.
+            own: True for the user's optimizer, which may not support skipped updates.
         """
         self.optimizer, self._scheduler, self._device = optimizer, scheduler, device
         self.updates = torch.zeros(1, dtype=torch.int64, device=device)
         self._done, self._last = 0, self._rate()
         if own:
-            # Whoever skips an update asks the device itself, whatever this class promises: torch's fused SGD
-            # uses memory that nobody wrote if it is told to skip the first one.
+            # The trainer then reads the flag and doesn't call `step`, whatever this class supports: torch's
+            # fused SGD uses uninitialized memory if its first update is skipped.
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
             def seeded(*_: Any) -> None:
@@ -88,11 +89,11 @@ class HostSchedule:
 
     @property
     def last_update(self) -> Any:
-        """Returns the update after which its scheduler has no rate any more (OneCycleLR), if it has one."""
+        """Returns the last update for which the scheduler has a rate (OneCycleLR); None if unlimited."""
         return getattr(self._scheduler, "total_steps", None)
 
     def look_up(self) -> None:
-        """Reads how many updates there were."""
+        """Reads the number of updates from the device."""
         self._done = int(self.updates)
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
@@ -106,14 +107,14 @@ class HostSchedule:
             self._scheduler.step()
 
     def of_last_update(self) -> torch.Tensor:
-        """The rate of the first group in the update that was made last or skipped, float64 ()."""
+        """Returns the first group's rate in the last update, made or skipped, float64 ()."""
         return torch.tensor(self._last, dtype=torch.float64, device=self._device)
 
     def kept(self) -> tuple[dict[str, torch.Tensor], Any]:
         """Returns the state of both for a checkpoint: tensors by name, and the rest for JSON.
 
         Raises:
-            ValueError: If a state_dict holds what no checkpoint can.
+            ValueError: If a state_dict holds a type that no checkpoint can.
         """
         state = {
             "optimizer": self.optimizer.state_dict(),
@@ -123,11 +124,11 @@ class HostSchedule:
         return take_apart(state, "own")
 
     def load(self, tensors: Mapping[str, torch.Tensor], plain: Any) -> None:
-        """Takes what `kept` gave.
+        """Restores the state that `kept` returned.
 
         Raises:
-            KeyError: If a part is missing.
-            ValueError: If it is of another optimizer.
+            KeyError: If a tensor is missing.
+            ValueError: If it is the state of another optimizer.
         """
         state = put_together(plain, tensors)
         if not isinstance(state, dict):
@@ -135,7 +136,7 @@ class HostSchedule:
         self.optimizer.load_state_dict(state["optimizer"])
         for parameter, slots in self.optimizer.state.items():
             for slot, value in slots.items():
-                # As it lay before: kernels go another way where the layouts differ.
+                # In the parameter's memory layout: kernels depend on it.
                 if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
                     slots[slot] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if self._scheduler is not None:

@@ -26,54 +26,53 @@ def schedule(config: OptimConfig, updates: int, steps_per_epoch: float) -> list[
     Args:
         config: Peak, shape and warm-up.
         updates: Number of updates of the run.
-        steps_per_epoch: What milestones count in; no whole number where a step has samples of two epochs.
+        steps_per_epoch: Unit of milestones; fractional if a step may have samples of two epochs.
 
     Returns:
         `updates` learning rates.
     """
-    # A run may have millions of updates.
     row = SCHEDULES[config.schedule]
     warmup = 0 if row.warms_up else round(_warmup(config, updates))
-    shares = [(update + 1) / warmup for update in range(min(warmup, updates))]
+    fractions = [(update + 1) / warmup for update in range(min(warmup, updates))]
     if after := range(warmup, updates):
-        shares += named(row.opens)(config, after, steps_per_epoch)
-    return [config.lr * share for share in shares]
+        fractions += named(row.opens)(config, after, steps_per_epoch)
+    return [config.lr * fraction for fraction in fractions]
 
 
 def _warmup(config: OptimConfig, updates: int) -> float:
-    """Returns the updates of the warm-up; not a whole number where they are a fraction of all."""
+    """Returns the number of warm-up updates; fractional if configured as a fraction of all."""
     return config.warmup_steps * updates if config.warmup_steps < 1 else config.warmup_steps
 
 
 def constant(config: OptimConfig, after: range, steps_per_epoch: float) -> list[float]:  # noqa: ARG001
-    """The peak."""
+    """Returns the peak for every update."""
     return [1.0] * len(after)
 
 
 def cosine(config: OptimConfig, after: range, steps_per_epoch: float) -> list[float]:  # noqa: ARG001
-    """Half a cosine down to `final_lr`."""
+    """Returns half a cosine from the peak to `final_lr`."""
     return _down_to(config.final_lr, [_half_cosine(number / len(after)) for number in range(len(after))])
 
 
 def step(config: OptimConfig, after: range, steps_per_epoch: float) -> list[float]:
-    """A fall by `gamma` at each milestone."""
+    """Returns fractions that are multiplied by `gamma` at each milestone."""
     # Rounded, as 0.55 epochs of 100 steps are 55.00000000000001.
     falls = [round(epochs * steps_per_epoch, 6) for epochs in config.milestones]
     return [float(config.gamma ** sum(update >= fall for fall in falls)) for update in after]
 
 
 def wsd(config: OptimConfig, after: range, steps_per_epoch: float) -> list[float]:  # noqa: ARG001
-    """The peak, and at the end one minus a root down to `final_lr`."""
+    """Returns the peak, then a decay by one minus a square root to `final_lr`."""
     length = max(1, min(round(config.decay * after.stop), len(after)))
-    held = after.stop - length
-    left = [1 - math.sqrt(max(0, update - held) / length) for update in after]
+    start = after.stop - length
+    left = [1 - math.sqrt(max(0, update - start) / length) for update in after]
     return _down_to(config.final_lr, left)
 
 
 def one_cycle(config: OptimConfig, after: range, steps_per_epoch: float) -> list[float]:  # noqa: ARG001
-    """Half a cosine up to the peak, and another one down."""
+    """Returns half a cosine up to the peak, and another one down."""
     first, final = 1 / 25, max(config.final_lr, 1 / 25 / 1e4)
-    top = _warmup(config, len(after)) - 1  # may be no whole number; below 0, torch begins past the peak
+    top = _warmup(config, len(after)) - 1  # may be fractional; below 0, torch starts after the peak
     last = len(after) - 1
     return [
         1 + (first - 1) * _half_cosine(update / top)
@@ -84,8 +83,8 @@ def one_cycle(config: OptimConfig, after: range, steps_per_epoch: float) -> list
 
 
 def _down_to(final: float, left: list[float]) -> list[float]:
-    return [final + (1 - final) * share for share in left]
+    return [final + (1 - final) * fraction for fraction in left]
 
 
-def _half_cosine(part: float) -> float:
-    return (1 + math.cos(math.pi * part)) / 2
+def _half_cosine(fraction: float) -> float:
+    return (1 + math.cos(math.pi * fraction)) / 2

@@ -1,8 +1,8 @@
 """Tasks: the model, its loss, and the metrics.
 
-A domain each: classification, detection, language, audio, one's own; and their augmentation. Imports `data`,
-`models` and what is below them; knows neither ranks nor the loop. A loss is a sum over a batch's items, never
-a mean, so that any split into micro-batches gives the same gradients.
+A module for each domain: classification, detection, language, audio, custom tasks; and augmentation on the
+device. Imports `data`, `models` and the rooms below them; knows neither ranks nor the loop. A loss is a sum
+over a batch's items, never a mean, so that any split into micro-batches gives the same gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ from trainer.data.loader import Batch
 
 
 class Task(Protocol):
-    """The seam between the trainer and what is trained.
+    """Interface between the trainer and a task.
 
     Attributes:
-        train_data: Data set to learn from.
-        evaluation_data: Data set to measure on.
-        uniforms: Random numbers that `loss` wants for each sample, for augmentation on the device;
-            they are the last columns of `Batch.uniform`.
-        metric: Name of the metric, among those of `measure`, that says how good the model is.
-        lower_is_better: Whether a lower metric is the better one.
+        train_data: Training set.
+        evaluation_data: Evaluation set.
+        uniforms: Random numbers for each sample that `loss` uses, for augmentation on the device; they are
+            the last columns of `Batch.uniform`.
+        metric: Name of the metric of `measure` or `summarize` that selects the best checkpoint.
+        lower_is_better: True if a lower metric is better.
     """
 
     train_data: Dataset
@@ -35,45 +35,45 @@ class Task(Protocol):
     lower_is_better: bool
 
     def describe(self) -> Mapping[str, Any]:
-        """Returns facts on the data that users of the weights need: for the manifest, so JSON."""
+        """Returns facts on the data that users of the weights need, such as the classes, for JSON."""
         ...
 
     def model(self) -> nn.Module:
-        """A new model, on the CPU or on the meta device."""
+        """Returns a new model, on the CPU or on the meta device."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of a micro-batch: a sum over its items (never a mean), weighted; float ()."""
+        """Returns the loss of a micro-batch, float (): a weighted sum over its items, never a mean."""
         ...
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Returns metrics of a micro-batch of n samples.
+        """Computes the metrics of a micro-batch of n samples.
 
         Returns:
-            By name, weighted sums over the samples, each (), which are divided by the items of the whole
-            set; or a row for each sample, (n, ...), which `summarize` sees all of.
+            Weighted sums over the samples by name, each (), which are divided by the items of the whole
+            set; or a row for each sample, (n, ...), which `summarize` gets for the whole set.
         """
         ...
 
 
-class Several(Task, Protocol):
-    """A task with several losses; its `loss` is the sum of those that are trained.
+class MultiLossTask(Task, Protocol):
+    """A task with several losses; its `loss` is the sum of the trained ones.
 
     Attributes:
-        losses: Their names, for rows: `loss/NAME`.
-        watched: The last ones of them, which aren't trained; in rows `watched/NAME`.
+        losses: Names of the losses; `loss/NAME` in metrics records.
+        watched: The last names of `losses`, which aren't trained; `watched/NAME` in metrics records.
     """
 
     losses: tuple[str, ...]
     watched: tuple[str, ...]
 
     def loss_parts(self, model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
-        """Each loss of a micro-batch, in the order of `losses`; as `loss`, a sum over the items."""
+        """Returns each loss of a micro-batch, in the order of `losses`, as a sum over the items."""
         ...
 
 
 def loss_rows(task: object) -> tuple[str, ...]:
-    """Returns the names of `Several.losses` in records; () for a task with one loss."""
+    """Returns the names of `MultiLossTask.losses` in metrics records; () for a task with one loss."""
     names, watched = getattr(task, "losses", ()), getattr(task, "watched", ())
     trained = names[: len(names) - len(watched)]
     own = trained if trained == ("loss",) else (f"loss/{name}" for name in trained)
@@ -81,34 +81,34 @@ def loss_rows(task: object) -> tuple[str, ...]:
 
 
 class Summarizing(Task, Protocol):
-    """A task whose `measure` gives rows."""
+    """A task whose `measure` returns a row for each sample."""
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Metrics of the whole evaluation set from its rows, in the order of the samples, on the CPU."""
+        """Returns metrics of the evaluation set from all its rows, in the samples' order, on the CPU."""
         ...
 
 
 @runtime_checkable
 class Checked(Protocol):
-    """A task with more to look at before there are ranks than opening its data does."""
+    """A task with checks that run once, before the ranks start."""
 
     def check(self) -> None:
-        """Raises BadInputError, naming what is wrong."""
+        """Raises BadInputError for bad input that opening the data doesn't find."""
         ...
 
 
 @runtime_checkable
 class Extensible(Protocol):
-    """A task that can be measured on more than its own evaluation data."""
+    """A task that can be evaluated on other data sets than its own."""
 
     def more_data(self, data: DataConfig, split: str | None) -> Dataset:
-        """Opens another set, to be measured as the task's own is.
+        """Opens another data set for evaluation.
 
         Args:
-            data: Where it lies.
-            split: Which of its splits; None: the one that is measured on otherwise.
+            data: Its format and path.
+            split: The split to open; None: the evaluation split.
 
         Raises:
-            BadInputError: If it isn't there, has other classes or tokens, or is another kind of data.
+            BadInputError: If it is missing, or has other classes, tokens or fields than the task's own.
         """
         ...

@@ -1,4 +1,4 @@
-"""Classification of recordings by log-mel features, made and masked on the device."""
+"""Audio classification by log-mel features, computed and masked on the device."""
 
 import math
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from trainer.data.loader import Batch
 from trainer.data.sources import check_alike
 from trainer.tasks.sums import classified, cross_entropy
 
-_FLOOR = 1e-6  # of a mel band's power, for the logarithm: silence is no infinity
+_FLOOR = 1e-6  # added to a mel band's power, so that the logarithm of silence is finite
 
 
 class Audio:
-    """Recordings to classes, by cross entropy."""
+    """Audio classification by cross entropy."""
 
     metric = "accuracy"
     lower_is_better = False
@@ -38,14 +38,14 @@ class Audio:
         self._model, self._config, self._seed = model, audio, seed
         self._make = named(opens(model.name, "audio") or "")
         self._hop = round(audio.hop * audio.sample_rate)
-        # Here and not at the first batch: torch waits for the device while it makes the filters.
+        # On the CPU and now: on a GPU the host would wait for the device while the filters are computed.
         filters = mel_filters(audio)
         if empty := int((filters == 0).all(0).sum()):
             self.notes = (
                 *self.notes,
                 f"{empty} of {audio.mels} mel bands lie between two bins: always silent",
             )
-        self._there = {torch.device("cpu"): (torch.hann_window(audio.window_samples), filters)}
+        self._by_device = {torch.device("cpu"): (torch.hann_window(audio.window_samples), filters)}
 
     def more_data(self, data: DataConfig, split: str | None) -> Dataset:
         """See `Extensible`."""
@@ -55,7 +55,7 @@ class Audio:
         return dataset
 
     def describe(self) -> Mapping[str, Any]:
-        """Classes, and what the features are made of (see `features`)."""
+        """Returns classes, and the settings of `features`."""
         config = self._config
         return {
             "classes": self.audio.classes,
@@ -69,36 +69,36 @@ class Audio:
         }
 
     def model(self) -> nn.Module:
-        """A new model for these features."""
+        """Returns a new model for these features and classes."""
         model: nn.Module = self._make(self._model, self._config.mels, len(self.audio.classes))
         return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross entropy, summed over the micro-batch."""
+        """Returns the cross entropy summed over the micro-batch."""
         logits = model(self._masked(self.features(batch.fields[AUDIO])))
         return cross_entropy(logits, batch.fields[LABEL], batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Loss and correct answers, summed over the micro-batch."""
+        """Returns loss and metrics summed over the micro-batch."""
         return classified(model(*self.inputs(batch)), batch.fields[LABEL], batch)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Log-mel features, float32 (n, 1, mels, frames): the model itself is convolutional."""
+        """Returns log-mel features, float32 (n, 1, mels, frames)."""
         return (self.features(batch.fields[AUDIO]),)
 
     def features(self, audio: torch.Tensor) -> torch.Tensor:
-        """Log-mel power, each recording with mean 0 and deviation 1: so its level doesn't matter.
+        """Computes log-mel power, normalized to mean 0 and deviation 1 per recording, whatever its level.
 
         Args:
             audio: int16 (n, samples).
 
         Returns:
-            float32 (n, 1, mels, frames), a frame centered at each multiple of the hop; the ends are mirrored.
+            float32 (n, 1, mels, frames), frames centered at multiples of the hop; the ends are reflected.
         """
-        if audio.is_meta:  # shapes alone: torch has no Fourier transform of them
+        if audio.is_meta:  # torch has no Fourier transform on the meta device
             frames = audio.shape[1] // self._hop + 1
             return torch.empty(len(audio), 1, self._config.mels, frames, device="meta")
-        # float32 whatever autocast says: bf16 has less precision than a quiet band beside a loud one needs.
+        # float32 under autocast, too: bf16 is too coarse for a quiet band beside a loud one.
         with torch.autocast(audio.device.type, enabled=False):
             log = (self._mel(audio.float() / 32768) + _FLOOR).log()
             deviation, mean = torch.std_mean(log, (1, 2), keepdim=True, correction=0)
@@ -106,20 +106,20 @@ class Audio:
             return feature.unsqueeze(1)
 
     def _mel(self, audio: torch.Tensor) -> torch.Tensor:
-        """The power of each band in each frame."""
-        if audio.device not in self._there:
-            window, filters = self._there[torch.device("cpu")]
-            self._there[audio.device] = (window.to(audio.device), filters.to(audio.device))
-        window, filters = self._there[audio.device]
+        """Computes the power of each mel band in each frame: float32 (n, mels, frames)."""
+        if audio.device not in self._by_device:
+            window, filters = self._by_device[torch.device("cpu")]
+            self._by_device[audio.device] = (window.to(audio.device), filters.to(audio.device))
+        window, filters = self._by_device[audio.device]
         waves = torch.stft(
             audio, self._config.bins, self._hop, len(window), window, pad_mode="reflect", return_complex=True
         )
         return torch.matmul(waves.abs().pow(2.0).transpose(1, 2), filters).transpose(1, 2)
 
     def _masked(self, feature: torch.Tensor) -> torch.Tensor:
-        """SpecAugment (Park et al., 2019) without its warping of time; masked is 0, each recording's mean.
+        """Applies SpecAugment (Park et al., 2019) without time warping; masked values are 0, the mean.
 
-        It draws from torch's generator of the device, which is seeded anew for each micro-batch.
+        It draws from the device's default generator, which is keyed by the micro-batch.
         """
         config = self._config
         for _ in range(config.time_masks):
@@ -130,22 +130,22 @@ class Audio:
 
 
 def mel_filters(audio: AudioConfig) -> torch.Tensor:
-    """Triangles of height 1 on HTK's mel scale, as torchaudio makes them: float32 (bins, mels)."""
+    """Returns triangular filters of height 1 on HTK's mel scale, as torchaudio's: float32 (bins, mels)."""
     highest = audio.sample_rate // 2
     first, last = (
         2595.0 * math.log10(1.0 + edge / 700.0) for edge in (audio.lowest, audio.highest or float(highest))
     )
     edges = 700.0 * (10.0 ** (torch.linspace(first, last, audio.mels + 2) / 2595.0) - 1.0)
-    away = edges - torch.linspace(0, highest, audio.bins // 2 + 1).unsqueeze(1)
+    distance = edges - torch.linspace(0, highest, audio.bins // 2 + 1).unsqueeze(1)
     width = edges.diff()
-    return torch.minimum(-away[:, :-2] / width[:-1], away[:, 2:] / width[1:]).clamp_min(0.0)
+    return torch.minimum(-distance[:, :-2] / width[:-1], distance[:, 2:] / width[1:]).clamp_min(0.0)
 
 
 def mask_stretch(feature: torch.Tensor, longest: int, axis: int) -> torch.Tensor:
-    """Sets a stretch shorter than `longest`, of each recording's own, to 0 along an axis."""
+    """Sets a random stretch of each recording, shorter than `longest`, to 0 along an axis."""
     if longest < 1:
         return feature
-    # Transposed, because masked_fill's result is contiguous and a model's kernels depend on the strides.
+    # Transposed, since masked_fill's result is contiguous, and kernels are chosen by strides.
     feature = feature.transpose(axis, -1)
     size, device, dtype = feature.shape[-1], feature.device, feature.dtype
     length = torch.rand(feature.shape[:2], device=device, dtype=dtype) * longest

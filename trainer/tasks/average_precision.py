@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ Array = npt.NDArray[Any]
 
 
 class _Annotations:
-    """Stand-in for pycocotools' own class of annotations, without files and without its printing."""
+    """Stand-in for pycocotools' COCO class that reads no files and prints nothing."""
 
     def __init__(self, entries: Iterable[dict[str, Any]], images: int, classes: int) -> None:
         self._entries = list(entries)
@@ -32,27 +32,26 @@ class _Annotations:
 
 
 def average_precision(rows: Mapping[str, Array], classes: int) -> dict[str, float]:
-    """Mean over the classes that there are boxes of; 0 where there are none at all.
+    """Mean average precision over the classes that have true boxes; 0 if there is no true box.
 
     Args:
-        rows: For each image `boxes` (n, d, 4), `scores` (n, d), below 0 where there is no box, and `labels`
-            (n, d) of what was found, at most 100; `true_boxes` (n, m, 4), `true_labels` (n, m), `true_crowd`
-            (n, m), `true_area` (n, m), in pixels of the file, and `true_count` (n,) of what is there; `pixel`
-            (n, 1), how many pixels of the file a pixel of the image is. Crowds match any number of boxes, and
+        rows: For each image the detections, at most 100: `boxes` (n, d, 4), `scores` (n, d), below 0 for
+            padding, and `labels` (n, d); the true boxes: `true_boxes` (n, m, 4), `true_labels` (n, m),
+            `true_crowd` (n, m), `true_area` (n, m) in pixels of the file, and their number `true_count` (n,);
+            `pixel` (n, 1), pixels of the file per pixel of the image. Crowds match any number of boxes, and
             count neither for nor against them.
-        classes: Their number.
+        classes: Number of classes.
 
     Returns:
-        `map`, the mean over the overlaps 0.5, 0.55 to 0.95, and `map_50`, at 0.5.
+        `map`, the mean over the IoU thresholds 0.5, 0.55 to 0.95, and `map_50`, at 0.5.
     """
     evaluation = _evaluation(rows, classes)
     evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
     evaluation.params.maxDets = [100]
-    with contextlib.redirect_stdout(io.StringIO()):
-        evaluation.evaluate()
-        evaluation.accumulate()
-    precision = evaluation.eval["precision"][:, :, :, 0, 0]  # (overlaps, recalls, classes), -1: nothing there
-    return {name: _mean(part) for name, part in (("map", precision), ("map_50", precision[:1]))}
+    _run(evaluation.evaluate, evaluation.accumulate)
+    # (thresholds, recalls, classes); -1 where a class has no true box
+    precision = evaluation.eval["precision"][:, :, :, 0, 0]
+    return {name: _mean(values) for name, values in (("map", precision), ("map_50", precision[:1]))}
 
 
 _COCO = (
@@ -62,72 +61,65 @@ _COCO = (
 
 
 def coco_figures(rows: Mapping[str, Array], classes: int) -> dict[str, float | None]:
-    """The twelve figures that COCO publishes, in its order, by pycocotools' own summary.
+    """Returns COCO's twelve metrics by name, in its order, from pycocotools' own summary.
 
-    Small, medium and large are below 32 x 32 pixels of the file, below 96 x 96, and the rest: by the area
-    that the annotations give, and for what was found by that of its box.
+    Small, medium and large are below 32 x 32 pixels of the file, below 96 x 96, and the rest: by the area in
+    the annotations, and for detections by the area of the box.
 
     Args:
-        rows: As `average_precision` takes them.
-        classes: Their number.
+        rows: As for `average_precision`.
+        classes: Number of classes.
 
     Returns:
-        By name; None where there is no box of that size.
+        Values by name; None where there is no true box of that size.
     """
     evaluation = _evaluation(rows, classes)
-    with contextlib.redirect_stdout(io.StringIO()):
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
+    _run(evaluation.evaluate, evaluation.accumulate, evaluation.summarize)
     return {
         name: None if value < 0 else float(value) for name, value in zip(_COCO, evaluation.stats, strict=True)
     }
 
 
 def _evaluation(rows: Mapping[str, Array], classes: int) -> Any:
-    """A COCOeval of boxes, with COCO's parameters."""
+    """Returns a COCOeval of boxes, with COCO's parameters."""
     from pycocotools.cocoeval import COCOeval
 
     n = len(rows["scores"])
     valid = np.arange(rows["true_labels"].shape[1]) < rows["true_count"][:, None]
     crowd, scores = rows["true_crowd"], rows["scores"]
     area = (rows["boxes"][..., 2:].astype(np.float64) - rows["boxes"][..., :2]).prod(-1) * rows["pixel"]
-    there = _entries(rows["true_boxes"], rows["true_labels"], rows["true_area"], valid, "iscrowd", crowd)
-    true = _Annotations(there, n, classes)
-    answers = _entries(rows["boxes"], rows["labels"], area, scores >= 0, "score", scores)
-    found = _Annotations(answers, n, classes)
+    true = _entries(rows["true_boxes"], rows["true_labels"], rows["true_area"], valid, "iscrowd", crowd)
+    detected = _entries(rows["boxes"], rows["labels"], area, scores >= 0, "score", scores)
+    return COCOeval(_Annotations(true, n, classes), _Annotations(detected, n, classes), "bbox")
+
+
+def _run(*methods: Callable[[], object]) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        return COCOeval(true, found, "bbox")
+        for method in methods:
+            method()
 
 
 def _entries(
     boxes: Array, labels: Array, areas: Array, valid: Array, extra: str, values: Array
 ) -> Iterator[dict[str, Any]]:
-    image, place = np.nonzero(valid)
-    box = boxes[image, place].astype(np.float64)
+    image, column = np.nonzero(valid)
+    box = boxes[image, column].astype(np.float64)
     box[:, 2:] -= box[:, :2]
-    # From 1: an id of 0 means to pycocotools that nothing matched.
+    # From 1 on: pycocotools takes an id of 0 for no match.
     for number, (i, b, label, area, value) in enumerate(
         zip(
             image.tolist(),
             box.tolist(),
-            labels[image, place].tolist(),
-            areas[image, place].tolist(),
-            values[image, place].tolist(),
+            labels[image, column].tolist(),
+            areas[image, column].tolist(),
+            values[image, column].tolist(),
             strict=True,
         ),
         1,
     ):
-        yield {
-            "id": number,
-            "image_id": i,
-            "category_id": label,
-            "bbox": b,
-            "area": area,
-            extra: value,
-        }
+        yield {"id": number, "image_id": i, "category_id": label, "bbox": b, "area": area, extra: value}
 
 
 def _mean(precision: Array) -> float:
-    there = precision[precision > -1]
-    return float(there.mean()) if there.size else 0.0
+    known = precision[precision > -1]
+    return float(known.mean()) if known.size else 0.0

@@ -23,7 +23,7 @@ _UNIFORMS = {"none": 0, "flip": 1, "crop": 3, "affine": 5}
 
 
 class Classification:
-    """Images to classes, by cross entropy."""
+    """Image classification by cross entropy."""
 
     metric = "accuracy"
     lower_is_better = False
@@ -50,7 +50,7 @@ class Classification:
         return dataset
 
     def describe(self) -> Mapping[str, Any]:
-        """Classes, input shape and normalization: (pixel / 255 - mean) / std."""
+        """Returns classes, input shape and normalization: (pixel / 255 - mean) / std."""
         height, width, channels = self.train_data.fields[IMAGE].shape
         images = self.images
         return {
@@ -61,37 +61,37 @@ class Classification:
         }
 
     def model(self) -> nn.Module:
-        """A new model for these images."""
+        """Returns a new model for these images and classes."""
         model = build_model(self._model, self.images.channels, len(self.images.classes))
         if self._regularization.stochastic_depth:
             add_stochastic_depth(model, self._regularization.stochastic_depth)
         return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross entropy, summed over the micro-batch."""
+        """Returns the cross entropy summed over the micro-batch."""
         image, label, chosen = self._pixels(batch, train=True), batch.fields[LABEL], self._regularization
         if not chosen.mixup and not chosen.cutmix:
             return cross_entropy(model(image), label, batch, chosen.label_smoothing)
         mixed = mix(image, chosen.mixup, chosen.cutmix)
         logits = model(mixed.image)
-        own = cross_entropy(logits, label, batch, chosen.label_smoothing, mixed.share)
-        other = cross_entropy(logits, label[mixed.other], batch, chosen.label_smoothing, 1 - mixed.share)
+        own = cross_entropy(logits, label, batch, chosen.label_smoothing, mixed.fraction)
+        other = cross_entropy(logits, label[mixed.other], batch, chosen.label_smoothing, 1 - mixed.fraction)
         return own + other
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Loss and correct answers, summed over the micro-batch."""
+        """Returns loss and metrics summed over the micro-batch."""
         return classified(model(*self.inputs(batch)), batch.fields[LABEL], batch)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Normalized images: float (n, channels, height, width)."""
+        """Returns normalized images, float (n, channels, height, width)."""
         return (self._pixels(batch, train=False),)
 
     def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
-        """Bytes (n, h, w, c) to normalized floats (n, c, h, w), augmented, in the model's memory format."""
+        """Normalizes, and augments to train: uint8 (n, h, w, c) to float (n, c, h, w)."""
         byte, chosen = batch.fields[IMAGE], self._data
         if not train:
             return self._normalize(byte, self._model.channels_last)
-        random = self._numbers(batch)
+        random = self._uniforms(batch)
         if self._policy is not None or chosen.jitter:
             planes = byte.permute(0, 3, 1, 2)
             if self._policy is not None:
@@ -112,8 +112,8 @@ class Classification:
             case _:
                 assert_never(chosen.augment)
 
-    def _numbers(self, batch: Batch) -> torch.Tensor:
-        """This task's random numbers: (n, uniforms), the last columns of what the batch carries."""
+    def _uniforms(self, batch: Batch) -> torch.Tensor:
+        """Returns this task's random numbers, (n, uniforms): the last columns of the batch's."""
         if batch.uniform is None:
             return torch.empty(0)
         return batch.uniform[:, batch.uniform.shape[1] - self.uniforms :]

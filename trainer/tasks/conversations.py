@@ -1,4 +1,4 @@
-"""Conversations for the task language: their tokenizer, and sets of them together."""
+"""Conversations for the task language: tokenizer and chat template, and several sets joined into one."""
 
 from collections.abc import Sequence
 
@@ -13,21 +13,21 @@ from trainer.data.left_out import tally
 from trainer.errors import BadInputError
 
 
-def joined(parts: Sequence[ArrayDataset], labeled: bool = False) -> ArrayDataset:
-    """Samples of one set after another, with the number of the set as their label."""
-    if len(parts) == 1 and not labeled:
-        return parts[0]
-    arrays = [one.arrays or {} for one in parts]
-    made = {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}
+def concatenate_sets(sets: Sequence[ArrayDataset], labeled: bool = False) -> ArrayDataset:
+    """Concatenates data sets; with `labeled` each sample has the number of its set as its label."""
+    if len(sets) == 1 and not labeled:
+        return sets[0]
+    arrays = [dataset.arrays or {} for dataset in sets]
+    concatenated = {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}
     if labeled:
-        made["label"] = np.repeat(np.arange(len(parts)), [len(one) for one in parts])
-    joined = ArrayDataset(made)
-    joined.left_out = tally(found for one in parts for found in one.left_out)
-    return joined
+        concatenated["label"] = np.repeat(np.arange(len(sets)), [len(dataset) for dataset in sets])
+    together = ArrayDataset(concatenated)
+    together.left_out = tally(left_out for dataset in sets for left_out in dataset.left_out)
+    return together
 
 
 def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> Chat | None:
-    """The tokenizer and chat template of conversations; None for other data."""
+    """Opens the tokenizer and chat template of conversations; returns None for other data."""
     if data.name != "conversations":
         return None
     if config.text == "stream":

@@ -16,18 +16,18 @@ from trainer.tasks.own_methods import WANTED, OwnMethods, line_of
 
 
 class CustomTask(OwnMethods):
-    """A task from somebody's class, which can be tried before training."""
+    """A task from the user's class, with a trial of its methods before training."""
 
     def check(self) -> None:
-        """Tries every method on a few samples, on the CPU, so that what is wrong is found before training.
+        """Tries every method on a few samples, on the CPU.
 
         Raises:
-            BadInputError: Naming the method and what it should give.
+            BadInputError: Naming the method that is wrong, and the result that it should give.
         """
         try_task(self)
 
     def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
-        """Tries its optimizer and scheduler, which `make` makes anew for a model; raises as `check`."""
+        """Tries the optimizer and scheduler that `make` creates for a model; raises as `check` does."""
         try_updates(self, make)
 
     def anew(self) -> "CustomTask":
@@ -36,7 +36,7 @@ class CustomTask(OwnMethods):
 
 
 def custom_task(path: Path) -> CustomTask:
-    """Runs somebody's file and makes the task that it defines: the one class in it with a method `loss`.
+    """Runs the user's file and returns its task: the only class in it with a method `loss`.
 
     Raises:
         BadInputError: If the file can't be run, holds no such class, or the class lacks a method.
@@ -49,17 +49,17 @@ def custom_task(path: Path) -> CustomTask:
         raise BadInputError(
             f"{path}{line_of(error, path)}: {type(error).__name__}: {error}; mend the file"
         ) from error
-    found = [
-        kind
-        for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, "loss")
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "loss")
     ]
-    if len(found) != 1:
-        names = ", ".join(kind.__name__ for kind in found) or "none"
+    if len(classes) != 1:
+        names = ", ".join(one.__name__ for one in classes) or "none"
         raise BadInputError(
             f"{path}: one class with the methods {', '.join(WANTED)} is wanted; found {names}"
         )
-    return _made(found[0], str(path), source_hash(path), getattr(module, "hooks", ()))
+    return _made(classes[0], str(path), source_hash(path), getattr(module, "hooks", ()))
 
 
 def _made(kind: type, source: str, source_hash: str, hooks: Any) -> CustomTask:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.data.dataset import NUM_ITEMS, Dataset, spread
+from trainer.data.dataset import NUM_ITEMS, spread
 from trainer.data.loader import Batch, is_field_name
 from trainer.errors import BadInputError
 from trainer.models.buffers import few
@@ -18,36 +18,36 @@ from trainer.observe.console import warn
 from trainer.observe.rows import why_no_metric
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
-from trainer.tasks.figures import as_tensor, told, why_unfit
+from trainer.tasks.figures import as_tensor, describe_value, why_unfit
 from trainer.tasks.own_methods import OwnMethods
 from trainer.tasks.trial import (
-    Held,
+    Snapshot,
     expanded,
     fall_short_when_doubled,
     find_no_sums,
-    goes_on_alike,
-    held,
     outside_of_checkpoint,
+    resumes_alike,
+    snapshot,
     stay_when_doubled,
 )
 
 _TRIED = 4  # samples
-_SUMMARIZED = 32  # samples whose rows `summarize` is tried on
+_SUMMARIZED = 32  # samples for a trial of `summarize`
 
 
 def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> None:
-    """Tries its optimizer and scheduler on a few samples, on the CPU: do they go on from what is saved?
+    """Tries the user's optimizer and scheduler on a few samples, on the CPU, with a save and a load between.
 
     Args:
-        make: Makes both anew, for a model.
+        make: Creates both for a model.
 
     Raises:
-        BadInputError: If they can't be called, or a checkpoint couldn't hold what they keep.
+        BadInputError: If they can't be called, or a checkpoint can't hold or restore their state.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = task.model()
-        batch = _two(task, task.train_data)
+        batch = _training_batch(task)
 
         def update(rates: HostSchedule) -> None:
             model.zero_grad(set_to_none=True)
@@ -56,7 +56,7 @@ def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> 
             task._call("scheduler", rates.advance)
 
         try:
-            alike = goes_on_alike(model, partial(make, model), update)
+            alike = resumes_alike(model, partial(make, model), update)
         except ValueError as error:
             raise BadInputError(
                 f"{task._source}: what optimizer or scheduler keep can't be put into a checkpoint "
@@ -70,16 +70,16 @@ def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> 
         )
 
 
-def _two(task: OwnMethods, dataset: Dataset) -> Batch:
-    count = min(_TRIED, len(dataset))
-    return _few(task, np.arange(max(2, count)) % count)  # BatchNorm wants two samples
+def _training_batch(task: OwnMethods) -> Batch:
+    count = min(_TRIED, len(task.train_data))
+    return _few(task, np.arange(max(2, count)) % count)  # BatchNorm needs two samples
 
 
 def try_task(task: OwnMethods) -> None:
-    """Tries every method on a few samples, on the CPU, so that what is wrong is found before training.
+    """Tries every method on a few samples, on the CPU, before training.
 
     Raises:
-        BadInputError: Naming the method and what it should give.
+        BadInputError: Naming the method that is wrong, and the result that it should give.
     """
     for what, data in (("training", task.train_data), ("evaluation", task.evaluation_data)):
         if odd := [name for name in data.fields if not is_field_name(name)]:
@@ -93,15 +93,15 @@ def try_task(task: OwnMethods) -> None:
                 "was expanded), which nothing can update; add .clone()"
             )
         begin_training(model)
-        first = held(model)
+        first = snapshot(model)
         with in_evaluation_mode(model):
             _try_loss(task, model)
-            before = held(model)
+            before = snapshot(model)
             _try_measure(task, model)
         changed = before.changed(model)
-        _refuse_made(task, first, model)
+        _reject_new_tensors(task, first, model)
         _try_state(task, model)
-        _refuse_made(task, first, model)
+        _reject_new_tensors(task, first, model)
     if changed:
         warn(
             f"{task._source}: measure changes the model's {few(changed)}, in evaluation mode: what the "
@@ -114,8 +114,8 @@ def try_task(task: OwnMethods) -> None:
         raise BadInputError(f"{task._source}: describe gave what JSON can't hold ({error})") from error
 
 
-def _refuse_made(task: OwnMethods, first: Held, model: nn.Module) -> None:
-    if name := first.made(model):
+def _reject_new_tensors(task: OwnMethods, first: Snapshot, model: nn.Module) -> None:
+    if name := first.added_or_removed(model):
         raise BadInputError(
             f"{task._source}: a forward pass makes the model's '{name}', or takes it away, of which "
             "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
@@ -124,27 +124,27 @@ def _refuse_made(task: OwnMethods, first: Held, model: nn.Module) -> None:
 
 
 def _try_loss(task: OwnMethods, model: nn.Module) -> None:
-    few = np.arange(min(_TRIED, len(task.train_data)))
-    once, twice = _few(task, few), _few(task, np.tile(few, 2))
+    samples = np.arange(min(_TRIED, len(task.train_data)))
+    once, twice = _few(task, samples), _few(task, np.tile(samples, 2))
     with _dtypes_explained(model, once):
         loss = task._call("loss", task._own.loss, model, once)
     if isinstance(loss, Mapping) and not task.losses:
         raise BadInputError(
             f"{task._source}: loss gave several; name them in the class: losses = {tuple(loss)!r}"
         )
-    parts = task._parts(loss) if task.losses else [loss]
+    parts = task._several(loss) if task.losses else [loss]
     for name, part in zip(task.losses or ("",), parts, strict=True):
         wrong = not isinstance(part, torch.Tensor) or part.shape or part.is_complex()
         if wrong or not (part.is_floating_point() or name in task.watched):
-            raise task._wrong("loss", f"{_called(name)}{told(part)}")
+            raise task._wrong("loss", f"{_called(name)}{describe_value(part)}")
     if not any(part.requires_grad for part in parts[: len(parts) - len(task.watched)]):
         raise task._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
-    # With gradients on: a loss may take some itself.
+    # With gradients enabled: a loss may compute gradients itself.
     tried = [partial(_values, task, model, b) for b in (once, twice)]
     for name, stays in zip(task.losses or ("",), stay_when_doubled(*tried), strict=True):
         if stays:
-            what = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
-            raise task._wrong("loss", what)
+            mean = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
+            raise task._wrong("loss", mean)
     for name, short in zip(task.losses or ("",), fall_short_when_doubled(*tried), strict=True):
         if short:
             warn(
@@ -168,12 +168,12 @@ def _try_measure(task: OwnMethods, model: nn.Module) -> None:
     rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
     _try_sums(task, model, metrics, rows)
     if rows:
-        # As many as there will be: `summarize` may hold them against what it knows of all samples.
+        # As many rows as in a run: `summarize` may compare them with facts of the whole set.
         again = torch.arange(len(data)) % len(chosen)
         try:
             summarized = task._summarize({name: value[again] for name, value in rows.items()})
         except BadInputError as error:
-            # So metrics complain of a class that these few samples lack.
+            # Metrics raise ValueError for a class that is absent from these few samples.
             if not isinstance(error.__cause__, ValueError) or len(chosen) == len(data):
                 raise
             warn(f"{error} (tried on {len(chosen)} of {len(data)} samples)")
@@ -190,7 +190,7 @@ def _try_measure(task: OwnMethods, model: nn.Module) -> None:
 
 
 def _measured(task: OwnMethods, model: nn.Module, samples: Ints) -> dict[str, torch.Tensor]:
-    """What `measure` gives of some samples, each figure a tensor that fits."""
+    """Calls `measure` on some samples and checks each result; returns them as tensors by name."""
     batch = _few(task, samples, evaluation=True)
     try:
         with torch.no_grad(), _dtypes_explained(model, batch):
@@ -201,31 +201,34 @@ def _measured(task: OwnMethods, model: nn.Module, samples: Ints) -> dict[str, to
         hint = "gradients are off in measure: put what takes them into `with torch.enable_grad():`"
         raise BadInputError(f"{error}; {hint}") from error.__cause__
     if not isinstance(given, Mapping) or not given:
-        raise task._wrong("measure", told(given))
+        raise task._wrong("measure", describe_value(given))
     measured = {name: as_tensor(value) for name, value in given.items()}
     for name, value in measured.items():
         if unfit := why_unfit(name, value, len(samples)):
             raise task._wrong("measure", unfit)
         if value.ndim and not hasattr(task, "summarize"):
-            raise task._wrong("measure", f"'{name}' as {told(value)}, and there is no summarize")
+            raise task._wrong("measure", f"'{name}' as {describe_value(value)}, and there is no summarize")
     return measured
 
 
 def _try_sums(
     task: OwnMethods, model: nn.Module, names: Sequence[str], rows: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuses means, which would be divided twice, and rows that differ between batches."""
+    """Rejects means, which would be divided twice, and rows that differ between batches."""
 
     def figures(samples: Ints) -> list[float]:
-        found = _measured(task, model, samples)
+        measured = _measured(task, model, samples)
         for name, value in rows.items():
-            other = found.get(name)
+            other = measured.get(name)
             if other is None or other.shape[1:] != value.shape[1:] or other.dtype != value.dtype:
-                here = told(other)
+                one, another = describe_value(value), describe_value(other)
                 raise task._wrong(
-                    "measure", f"rows '{name}' as {told(value)} of one batch and as {here} of another"
+                    "measure", f"rows '{name}' as {one} of one batch and as {another} of another"
                 )
-        return [float(found[name]) if name in found and not found[name].ndim else np.nan for name in names]
+        return [
+            float(measured[name]) if name in measured and not measured[name].ndim else np.nan
+            for name in names
+        ]
 
     means, others = find_no_sums(figures, spread(len(task.evaluation_data), _TRIED))
     for name in (name for name, mean in zip(names, means, strict=True) if mean):
@@ -246,7 +249,7 @@ def _try_sums(
 
 
 def _try_state(task: OwnMethods, model: nn.Module) -> None:
-    batch = _two(task, task.train_data)
+    batch = _training_batch(task)
 
     def loss() -> torch.Tensor:
         return task._sum(task._own.loss(model, batch))
@@ -275,24 +278,24 @@ def _try_state(task: OwnMethods, model: nn.Module) -> None:
 
 
 def _values(task: OwnMethods, model: nn.Module, batch: Batch) -> list[float]:
-    """Of each loss."""
+    """Returns the value of each loss on a batch."""
     given = task._call("loss", task._own.loss, model, batch)
-    return [float(part.detach()) for part in (task._parts(given) if task.losses else [given])]
+    return [float(part.detach()) for part in (task._several(given) if task.losses else [given])]
 
 
 @contextlib.contextmanager
 def _dtypes_explained(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Names the array whose type isn't that of the weights, where a method fails."""
+    """A context that adds to an error the array whose dtype isn't that of the weights."""
     try:
         yield
     except BadInputError as error:
         weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         for name, value in batch.fields.items():
             if weights and value.is_floating_point() and value.dtype != weights:
-                theirs, ours = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, weights))
+                given, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, weights))
                 raise BadInputError(
-                    f"{error}; data gave '{name}' as {theirs} and the model's weights are {ours}: "
-                    f"give it as .astype(np.{ours})"
+                    f"{error}; data gave '{name}' as {given} and the model's weights are {wanted}: "
+                    f"give it as .astype(np.{wanted})"
                 ) from error.__cause__
         raise
 

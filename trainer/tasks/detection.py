@@ -1,4 +1,4 @@
-"""Detection: boxes and classes in images."""
+"""Object detection: boxes and classes in images."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,24 +28,24 @@ from trainer.data.formats.records import reading_of
 from trainer.data.loader import Batch
 from trainer.data.sources import check_alike, check_folder
 from trainer.errors import BadInputError
-from trainer.models.detection import cell_middles, detections, make_detector, tiny_losses
+from trainer.models.detection import cell_centers, detections, make_detector, tiny_losses
 from trainer.tasks.augment import Normalization
 from trainer.tasks.average_precision import average_precision
 from trainer.tasks.sums import weighted_sum
 
-# Mean and deviation of the pixels / 255: of the embedded canvases, and ImageNet's.
+# Mean and standard deviation of pixel / 255: of the embedded canvases, and ImageNet's.
 _Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 _GRAY: _Statistics = ((0.25,), (0.2,))
 _COLOR: _Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class Detection:
-    """Images to boxes.
+    """Object detection.
 
-    The losses of torchvision's models are means over what they look at in a micro-batch; multiplied by its
-    images they are not quite a sum over these, so another micro-batch trains slightly otherwise.
-    tiny_detector's loss is one of each image by itself, and adds up exactly. torchvision's models wait for
-    the device in each step, and so does their loss here.
+    The losses of torchvision's models are means over a micro-batch's anchors or proposals; times the number
+    of images they are only roughly a sum over images, so the result depends on the micro-batch size.
+    tiny_detector's loss is computed per image, and its sum is exact. torchvision's models synchronize with
+    the device in each step.
     """
 
     metric = "map"
@@ -65,7 +65,7 @@ class Detection:
         self.evaluation_data: Dataset = BoxedImages(evaluation, size, most, None, on_corrupt)
         self._model, self._config, self._seed = model, config, seed
         self._mean, self._std = _GRAY if self.channels == 1 else _COLOR
-        # torchvision's models normalize by themselves.
+        # torchvision's models normalize their input themselves.
         tiny = model.name in ("auto", "tiny_detector")
         self._normalize = Normalization(self._mean if tiny else (0.0,), self._std if tiny else (1.0,))
 
@@ -78,7 +78,7 @@ class Detection:
         return dataset
 
     def describe(self) -> Mapping[str, Any]:
-        """Classes, input shape, and normalization of tiny_detector's input: (pixel / 255 - mean) / std."""
+        """Returns classes, input shape, and tiny_detector's normalization: (pixel / 255 - mean) / std."""
         return {
             "classes": self.classes,
             "shape": (self.channels, self._size, self._size),
@@ -87,27 +87,27 @@ class Detection:
         }
 
     def model(self) -> nn.Module:
-        """A new detector for these images."""
+        """Returns a new detector for these images and classes."""
         return make_detector(self._model, self._config.norm, self._size, self.channels, len(self.classes))
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Images, float32 (n, channels, size, size): normalized, or in [0, 1] for torchvision's models."""
+        """Returns images, float32 (n, channels, size, size): normalized, or in [0, 1] for torchvision."""
         return (self._normalize(batch.fields[IMAGE], self._model.channels_last),)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Summed over the images."""
+        """Returns the detection loss summed over the images."""
         (image,) = self.inputs(batch)
         boxes, label, count = (batch.fields[name] for name in (BOXES, LABEL, COUNT))
         if self._model.name not in ("auto", "tiny_detector"):
             return _torchvision_loss(model, image, boxes, label, count, batch.weight)
-        logits, places = model(image)
+        logits, predicted = model(image)
         stride = 2 << len(self._model.blocks)
         side = -(-self._size // stride)
-        cells = cell_middles(side, side, stride, boxes)
-        return weighted_sum(tiny_losses(logits.float(), places, cells, stride, boxes, label, count), batch)
+        cells = cell_centers(side, side, stride, boxes)
+        return weighted_sum(tiny_losses(logits.float(), predicted, cells, stride, boxes, label, count), batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Returns the detections and the true boxes, a row for each image."""
+        """Returns the rows of `average_precision`: detections and true boxes of each image."""
         (image,) = self.inputs(batch)
         most = self._config.detections
         found = detections(model, image, most)
@@ -125,7 +125,7 @@ class Detection:
         return {**rows, "true_count": batch.fields[COUNT][:, None]}
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Mean average precision, see `average_precision`."""
+        """Returns the mean average precision, see `average_precision`."""
         arrays = {name: tensor.numpy() for name, tensor in rows.items()}
         arrays["true_count"] = arrays["true_count"][:, 0]
         return average_precision(arrays, len(self.classes))
@@ -139,14 +139,14 @@ def _torchvision_loss(
     count: torch.Tensor,
     weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The sum of a model's losses, times the images of the micro-batch."""
+    """Returns the sum of a torchvision model's losses, times the number of images in the micro-batch."""
     image = image.expand(-1, 3, -1, -1)
     counts = [boxes.shape[1]] * len(image) if image.is_meta else count.tolist()
     real = [True] * len(image) if weight is None or image.is_meta else (weight > 0).tolist()
-    learned = [index for index, there in enumerate(real) if there]
-    # Nothing but padding: each rank must call the model all the same, or the others wait for its gradients.
+    learned = [index for index, is_real in enumerate(real) if is_real]
+    # With padding alone this rank must still call the model: the others wait for its gradients.
     chosen = learned or [0]
-    # Their label 0 is the background.
+    # Label 0 of torchvision's models is the background.
     targets = [{"boxes": boxes[i, : counts[i]], "labels": label[i, : counts[i]] + 1} for i in chosen]
     losses = model([image[i] for i in chosen], targets)
     total: torch.Tensor = sum(losses.values()) * len(learned)
@@ -154,26 +154,26 @@ def _torchvision_loss(
 
 
 def _check_boxes(pictures: Pictures, config: DetectionConfig, data: DataConfig) -> None:
-    """Makes sure that boxes have room, and that no more are left out than the budget allows.
+    """Checks the number of boxes per image, and the number of rejected boxes against the budget.
 
     Raises:
-        BadInputError: If not.
+        BadInputError: If one of them is too large.
     """
     if pictures.most > config.max_boxes:
         raise BadInputError(
             f"an image has {pictures.most} boxes: set detection.max_boxes={pictures.most} or more"
         )
-    for one in getattr(pictures, "left_out", ()):
+    for reason in getattr(pictures, "left_out", ()):
         boxes = getattr(pictures, "boxes", 0)
-        if one.reason == WRONG_BOX and one.count > (budget := data.corrupt_samples(boxes)):
+        if reason.reason == WRONG_BOX and reason.count > (budget := data.corrupt_samples(boxes)):
             raise BadInputError(
-                f"{one.count:,} of {boxes:,} boxes can't be meant, and data.corrupt_budget allows {budget:,}"
-                f"; the first: {one.first}; mend them or raise the budget"
+                f"{reason.count:,} of {boxes:,} boxes can't be meant, and data.corrupt_budget allows "
+                f"{budget:,}; the first: {reason.first}; mend them or raise the budget"
             )
 
 
 def _more_pictures(data: DataConfig, split: str | None, seed: int) -> Pictures:
-    """Images to measure on; of COCO's files only those of the split are read."""
+    """Opens images for evaluation; of COCO's files only those of the split are read."""
     if data.name != "coco" or not isinstance(data.path, Path):
         return _pictures(data, seed)[1]
     from trainer.data.formats.coco import CocoPictures
@@ -184,10 +184,10 @@ def _more_pictures(data: DataConfig, split: str | None, seed: int) -> Pictures:
 
 
 def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
-    """Images for training and evaluation.
+    """Opens the images for training and for evaluation.
 
     Raises:
-        BadInputError: If they aren't there or aren't what they should be.
+        BadInputError: If they are missing or malformed.
     """
     if data.name == "digits-canvas":
         from trainer.data.builtin import digits_canvas as canvas
@@ -214,14 +214,15 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
     root = at_home(data.path, "data.path")
     check_folder(root)
     train, evaluation = (
-        CocoPictures(root, part, data.on_corrupt, reading_of(data)) for part in ("train", "val")
+        CocoPictures(root, split, data.on_corrupt, reading_of(data)) for split in ("train", "val")
     )
     if train.categories != evaluation.categories:
         odd = min(set(train.categories.items()) ^ set(evaluation.categories.items()))[0]
-        here, there = (
-            repr(part.categories[odd]) if odd in part.categories else "none" for part in (train, evaluation)
-        )
+        names = [
+            repr(one.categories[odd]) if odd in one.categories else "none" for one in (train, evaluation)
+        ]
         raise BadInputError(
-            f"{root}: category {odd} isn't the same in train ({here}) and val ({there}): make the lists equal"
+            f"{root}: category {odd} isn't the same in train ({names[0]}) and val ({names[1]}): make the "
+            "lists equal"
         )
     return train, evaluation

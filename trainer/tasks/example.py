@@ -1,4 +1,4 @@
-"""A custom task: two spirals told apart. Put your data, model and loss in their place.
+"""A custom task: two spirals to classify. Put your data, model and loss in their place.
 
 `trainer train FILE.py` trains it as it is; `--help-config` shows every key that RECIPE and --set may change.
 """
@@ -20,13 +20,13 @@ RECIPE: dict[str, Any] = {
 
 
 class Spirals:
-    """Two spirals to tell apart."""
+    """Two spirals as two classes."""
 
-    metric = "accuracy"  # of what `measure` gives: the checkpoint where it is best is kept
-    mode = "max"  # the higher the better; "min" for an error
+    metric = "accuracy"  # a metric of `measure`: the checkpoint where it is best is kept
+    mode = "max"  # higher is better; "min" for an error
 
     def data(self) -> Any:
-        """Samples to learn from and to measure on: arrays (samples, …) by name, or torch's data sets."""
+        """Returns the training and the evaluation set: arrays (samples, …) by name, or torch data sets."""
         random = np.random.default_rng(0)
         label = random.integers(0, 2, 2000)
         radius = np.sqrt(random.random(2000)) * 3
@@ -38,7 +38,7 @@ class Spirals:
         return {n: a[:1600] for n, a in both.items()}, {n: a[1600:] for n, a in both.items()}
 
     def model(self) -> nn.Module:
-        """A new model, on the CPU: the trainer moves it."""
+        """Returns a new model, on the CPU: the trainer moves it."""
         return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
     def inputs(self, batch: Any) -> tuple[torch.Tensor, ...]:
@@ -50,11 +50,11 @@ class Spirals:
     # losses = ("a", "b"): where `loss` gives a dict of them. See docs/your-own-task.md.
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The sum over the samples of a micro-batch, never their mean: the trainer divides."""
+        """Returns the sum over the samples of a micro-batch, never their mean: the trainer divides."""
         return F.cross_entropy(model(*self.inputs(batch)), batch.fields["label"], reduction="sum")
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Sums over samples of the second part of the data."""
+        """Returns sums over a batch of the evaluation set."""
         logits, label = model(*self.inputs(batch)), batch.fields["label"]
         right = (logits.argmax(1) == label).sum()
         return {"loss": F.cross_entropy(logits, label, reduction="sum"), "accuracy": right}

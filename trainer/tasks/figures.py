@@ -1,4 +1,4 @@
-"""Results that `measure` may return: sums, which are numbers or tensors (), and rows, tensors (n, …)."""
+"""Results that `measure` may return: sums, numbers or tensors (), and per-sample rows, tensors (n, …)."""
 
 from typing import Any
 
@@ -9,27 +9,27 @@ from trainer.observe.rows import why_no_metric
 
 
 def as_tensor(value: Any) -> Any:
-    """A number as a tensor; anything else as it is."""
-    plain = isinstance(value, int | float | np.integer | np.floating | np.bool_)
-    return torch.as_tensor(value, dtype=torch.float64) if plain else value
+    """Converts a number to a float64 tensor (); returns any other value unchanged."""
+    is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
+    return torch.as_tensor(value, dtype=torch.float64) if is_number else value
 
 
 def why_unfit(name: object, value: Any, samples: int) -> str:
-    """Says what is wrong with a figure measured on so many samples; empty if nothing is."""
-    rows = isinstance(value, torch.Tensor) and value.ndim > 0
-    if why := "" if rows and isinstance(name, str) else why_no_metric(name):
+    """Returns the fault of a result measured on so many samples; "" if it has none."""
+    has_rows = isinstance(value, torch.Tensor) and value.ndim > 0
+    if why := "" if has_rows and isinstance(name, str) else why_no_metric(name):
         return f"{name!r:.80}, which {why}"
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return f"'{name}' as {told(value)}"
-    if not rows and value.is_complex():
-        return f"'{name}' as {told(value)}"
-    return f"'{name}' as {told(value)} for {samples} samples" if rows and len(value) != samples else ""
+        return f"'{name}' as {describe_value(value)}"
+    if not has_rows:
+        return f"'{name}' as {describe_value(value)}" if value.is_complex() else ""
+    return f"'{name}' as {describe_value(value)} for {samples} samples" if len(value) != samples else ""
 
 
-def told(value: Any) -> str:
-    """Describes a value in a few words."""
+def describe_value(value: Any) -> str:
+    """Describes a value by its type, a tensor by layout, shape and dtype, for messages."""
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
+        dtype = str(value.dtype).removeprefix("torch.")
         layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
-        return f"a {layout}tensor of shape {tuple(value.shape)} and dtype {kind}"
+        return f"a {layout}tensor of shape {tuple(value.shape)} and dtype {dtype}"
     return "nothing" if value is None else f"a {type(value).__name__}"

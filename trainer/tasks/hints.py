@@ -1,4 +1,4 @@
-"""Names that other trainers use in a task, and ours for the same."""
+"""Hints for tasks written for other trainers: the method here that corresponds to one of theirs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 PAGE = "docs/from-other-trainers.md"
 # Methods of Lightning, of HF's Trainer and of timm's habits.
-_HERE = {
+_COUNTERPARTS = {
     "training_step": "loss(model, batch), a sum over the samples",
     "compute_loss": "loss(model, batch), a sum over the samples",
     "validation_step": "measure(model, batch)",
@@ -29,22 +29,22 @@ _HERE = {
 
 
 def of_class(own: Any) -> str:
-    """A hint on methods that have another name here, or that this is a model; "" if there are none."""
-    if found := [f"{name} is {here}" for name, here in _HERE.items() if name in dir(own)]:
-        return f"; of what it has, {'; '.join(found[:3])} (more in {PAGE})"
+    """Returns a hint on methods that have another name here, or on a class that is a model; else ""."""
+    if renamed := [f"{theirs} is {ours}" for theirs, ours in _COUNTERPARTS.items() if theirs in dir(own)]:
+        return f"; of its methods, {'; '.join(renamed[:3])} (more in {PAGE})"
     if isinstance(own, nn.Module):
         return f"; this is a module: a task is a class whose model() gives it ({PAGE})"
     return ""
 
 
 def of_error(error: Exception) -> str:
-    """A hint on an attribute that another trainer's class has; "" if it is something else."""
+    """Returns a hint on a missing attribute that another trainer's base class has; else ""."""
     name = getattr(error, "name", None) if isinstance(error, AttributeError) else None
-    return f" ({name} is here {_HERE[name]}; see {PAGE})" if name in _HERE else ""
+    return f" ({name} is here {_COUNTERPARTS[name]}; see {PAGE})" if name in _COUNTERPARTS else ""
 
 
 def of_data(given: Any) -> str:
-    """Why a DataLoader is no data; "" if it is something else."""
+    """Returns the remedy where `data` gave a DataLoader; else ""."""
     parts = given if isinstance(given, tuple | list) else (given,)
     if not any(isinstance(part, torch.utils.data.DataLoader) for part in parts):
         return ""
@@ -56,7 +56,7 @@ def of_data(given: Any) -> str:
 
 
 def of_updates(method: str, given: Any) -> str:
-    """Why what `optimizer` or `scheduler` gave, as for another trainer, can't be taken; "" if it can."""
+    """Returns the remedy where `optimizer` or `scheduler` gave a form that another trainer takes; else ""."""
     if isinstance(given, ReduceLROnPlateau):
         return (
             "scheduler gave a ReduceLROnPlateau, which waits for a metric; here the rate follows from the "

@@ -33,7 +33,7 @@ from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
 from trainer.models.hf_files import hf_vocabulary
 from trainer.rng import Ints
-from trainer.tasks.conversations import joined, open_chat
+from trainer.tasks.conversations import concatenate_sets, open_chat
 
 _RANDOM_VOCABULARY = 256
 
@@ -75,8 +75,8 @@ class Language:
             sets = [splits_of(one, data.eval_split, data.input_column) for one in paths]
             read = [self._conversations(one) for one, _ in sets]
             self._about, self._told = read[0][1], tuple(line for one in read for line in one[2])
-            self.train_data = joined([one[0] for one in read], labeled=data.mix is not None)
-            self.evaluation_data = joined([self._conversations(held)[0] for _, held in sets])
+            self.train_data = concatenate_sets([one[0] for one in read], labeled=data.mix is not None)
+            self.evaluation_data = concatenate_sets([self._conversations(held)[0] for _, held in sets])
         else:
             learned, held = _texts(data, path, config, seed)
             self._about = learned
@@ -308,7 +308,7 @@ def _exact(model: nn.Module, tokens: torch.Tensor, segment: torch.Tensor | None)
 
 
 def _lengths(arrays: Arrays) -> Ints:
-    """How many places of each sample are in use."""
+    """Returns the number of tokens of each sample, without padding."""
     return np.asarray(arrays.get(LENGTH, arrays[NUM_ITEMS]), np.int64)
 
 

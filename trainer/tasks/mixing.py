@@ -1,6 +1,6 @@
 """Mixup and CutMix: each image is mixed with another of its micro-batch, on the device.
 
-Not torchvision's MixUp and CutMix: these draw one share for a whole micro-batch, on the CPU.
+torchvision's MixUp and CutMix draw one fraction for a whole micro-batch, on the CPU.
 """
 
 from typing import NamedTuple
@@ -9,67 +9,67 @@ import torch
 
 
 class Mixed(NamedTuple):
-    """Images and what is in them.
+    """Mixed images.
 
     Attributes:
         image: float (n, c, h, w).
-        other: int64 (n,): which image of the micro-batch was mixed into each.
-        share: float (n,): how much of each is still its own.
+        other: int64 (n,): index of the image that was mixed into each.
+        fraction: float (n,): fraction of each image that is its own.
     """
 
     image: torch.Tensor
     other: torch.Tensor
-    share: torch.Tensor
+    fraction: torch.Tensor
 
 
 def mix(image: torch.Tensor, mixup: float, cutmix: float) -> Mixed:
     """Mixes each image with its neighbor, by mixup (Zhang et al., 2018) or CutMix (Yun et al., 2019).
 
-    Shares are drawn for each image from the device's default generator, which is keyed by the micro-batch.
+    Fractions are drawn for each image from the device's default generator, which is keyed by the micro-batch.
 
     Args:
         image: float (n, c, h, w).
-        mixup: Parameter of the Beta distribution of the share, 0 for none.
-        cutmix: The same for CutMix. If both are positive, each image has one of the two, at random.
+        mixup: Parameter of mixup's symmetric Beta distribution; 0: no mixup.
+        cutmix: Parameter of CutMix's; 0: no CutMix. If both are positive, each image gets one, at random.
     """
     count, device = len(image), image.device
     other = torch.arange(count, device=device).roll(1)
     blend = torch.full((count,), mixup > 0, device=device)
     if mixup and cutmix:
         blend = torch.rand(count, device=device) < 0.5
-    own_share = torch.ones(count, device=device)
+    own = torch.ones(count, device=device)
     if mixup:
-        own_share = torch.where(blend, _beta(mixup, count, device), own_share)
+        own = torch.where(blend, _beta(mixup, count, device), own)
     box = torch.zeros((), dtype=torch.bool, device=device)
     if cutmix:
         box, outside = _box(_beta(cutmix, count, device), image.shape[2], image.shape[3])
         box = box & ~blend.view(-1, 1, 1, 1)
-        own_share = torch.where(blend, own_share, outside)
+        own = torch.where(blend, own, outside)
     partner = image[other]
-    weight = torch.where(blend, own_share, 1.0).view(-1, 1, 1, 1).to(image.dtype)
-    return Mixed(torch.where(box, partner, torch.lerp(partner, image, weight)), other, own_share)
+    weight = torch.where(blend, own, 1.0).view(-1, 1, 1, 1).to(image.dtype)
+    return Mixed(torch.where(box, partner, torch.lerp(partner, image, weight)), other, own)
 
 
 def _beta(parameter: float, count: int, device: torch.device) -> torch.Tensor:
-    """Float (count,), from the symmetric Beta distribution."""
+    """Draws from the symmetric Beta distribution: float (count,)."""
     both = torch.full((count, 2), parameter, device=device)
     return torch._sample_dirichlet(both)[:, 0]
 
 
-def _box(share: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rectangle at a random place that leaves about `share` of an image; its edge may cut some off.
+def _box(fraction: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws rectangles that leave about `fraction` of an image; the image's border may clip them.
 
     Returns:
-        bool (n, 1, height, width), and the share of the pixels outside of it, float (n,).
+        bool (n, 1, height, width), and the fraction of the pixels outside of it, float (n,).
     """
-    side = (1 - share).sqrt()
+    side = (1 - fraction).sqrt()
     inside = []
     for pixels in (height, width):
-        middle = torch.rand(len(share), device=share.device) * pixels
-        reach = side * pixels / 2
-        place = torch.arange(pixels, device=share.device) + 0.5
-        low, high = (middle - reach)[:, None], (middle + reach)[:, None]
-        inside.append((place >= low) & (place < high))
+        center = torch.rand(len(fraction), device=fraction.device) * pixels
+        half = side * pixels / 2
+        position = torch.arange(pixels, device=fraction.device) + 0.5
+        low, high = (center - half)[:, None], (center + half)[:, None]
+        inside.append((position >= low) & (position < high))
     rows, columns = inside
     box = rows[:, None, :, None] & columns[:, None, None, :]
     return box, 1 - box.float().mean((1, 2, 3))

@@ -1,4 +1,4 @@
-"""The methods of somebody's class as a task calls them, and what each is to give."""
+"""The methods of the user's class, called as a task, and checks of their results."""
 
 import inspect
 import traceback
@@ -18,7 +18,7 @@ from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.observe.rows import is_name
 from trainer.optim.own import Scheduler
-from trainer.tasks.figures import as_tensor, told
+from trainer.tasks.figures import as_tensor, describe_value
 from trainer.tasks.hints import of_class, of_data, of_error, of_updates
 
 WANTED = {
@@ -35,8 +35,8 @@ GIVEN = {
     "optimizer": "a torch.optim.Optimizer of the model's parameters, whose step() needs no arguments",
     "scheduler": "a scheduler of torch.optim.lr_scheduler, whose step() follows each update",
 }
-# What a task may have besides: methods, and plain attributes.
-METHODS_BESIDES = (
+# Optional methods and attributes of a task.
+OPTIONAL_METHODS = (
     "describe",
     "inputs",
     "predict",
@@ -45,24 +45,25 @@ METHODS_BESIDES = (
 )
 _ATTRIBUTES = ("metric", "mode", "losses", "watched", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
-_LETTERS = 160  # of what somebody gave, in a message
-_SLIP = 0.8  # how much alike names are of which one is a slip of the other
+_LETTERS = 160  # of a value in a message
+_SLIP = 0.8  # similarity from which a name counts as a misspelling of another
 
 
 class OwnMethods:
-    """Somebody's class, as a task.
+    """The user's class as a task.
 
-    Batches come to `loss` and `measure` without padding, so that these needn't know of weights.
+    `loss` and `measure` get batches without padding, and needn't know of sample weights.
 
     Args:
-        own: Has the methods data, model, loss and measure, and may have describe, inputs, summarize, predict,
-            collate, transforms, optimizer, scheduler, and the attributes metric (default: loss), mode ("min"
-            or "max": which way the metric is better; not needed for loss and accuracy), losses (the names of
-            several), watched (more names of what `loss` gives: what isn't trained) and uniforms.
-        source: Where it comes from, for messages: a file, or a class of a notebook.
+        own: An object with the methods data, model, loss and measure. Optional are describe, inputs,
+            summarize, predict, collate, transforms, optimizer, scheduler, and the attributes metric (default:
+            loss), mode ("min" or "max": which way the metric is better; not needed for loss and accuracy),
+            losses (the names of several), watched (names of results of `loss` that aren't trained) and
+            uniforms.
+        source: Its origin, for messages: a file, or a class of a notebook.
 
     Raises:
-        BadInputError: If a method is missing, `data` gives something else, or nothing says which way the
+        BadInputError: If a method is missing, `data` gives something else, or it isn't known which way the
             metric is better.
     """
 
@@ -85,13 +86,13 @@ class OwnMethods:
                 f"{source}: {both.pop()!r} is in losses and in watched; what is watched isn't trained"
             )
         self.losses = (*trained, *self.watched)
-        parts = self._call("data", own.data)
-        self._refuse(of_data(parts))
-        if not isinstance(parts, tuple | list) or len(parts) != 2:
-            raise self._wrong("data", f"{type(parts).__name__}")
+        data = self._call("data", own.data)
+        self._refuse(of_data(data))
+        if not isinstance(data, tuple | list) or len(data) != 2:
+            raise self._wrong("data", f"{type(data).__name__}")
         transforms = self._transforms()
-        self.train_data = self._call("data", self._dataset, parts[0], "training", transforms)
-        self.evaluation_data = self._call("data", self._dataset, parts[1], "evaluation", ())
+        self.train_data = self._call("data", self._dataset, data[0], "training", transforms)
+        self.evaluation_data = self._call("data", self._dataset, data[1], "evaluation", ())
         for name in ("inputs", "predict"):
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))
@@ -100,52 +101,53 @@ class OwnMethods:
                 setattr(self, name, getattr(self, f"_{name}"))
 
     def describe(self) -> Mapping[str, Any]:
-        """What its own `describe` says, or nothing."""
+        """Returns the facts of the class's `describe`, {} without one."""
         return self._own.describe() if hasattr(self._own, "describe") else {}
 
     def model(self) -> nn.Module:
-        """A new model."""
+        """Returns a new model."""
         model = self._call("model", self._own.model)
         if not isinstance(model, nn.Module):
             raise self._wrong("model", type(model).__name__)
         return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The sum over the samples that aren't padding; of all losses, if there are several."""
+        """Returns the sum of all trained losses over the samples that aren't padding, float ()."""
         real, padding = _without_padding(batch, self.train_data)
         loss = self._sum(self._own.loss(model, real))
         return loss * 0 if padding else loss
 
     def loss_parts(self, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
-        """Each of several losses, in the order of `losses`, summed over the samples that aren't padding."""
+        """Returns each loss, in the order of `losses`, summed over the samples that aren't padding."""
         real, padding = _without_padding(batch, self.train_data)
-        parts = self._parts(self._own.loss(model, real))
-        parts = [
-            part if part.is_floating_point() else part.float() for part in parts
-        ]  # a count that is watched
-        return [part * 0 for part in parts] if padding else parts
+        losses = self._several(self._own.loss(model, real))
+        # A watched loss may be a count.
+        losses = [loss if loss.is_floating_point() else loss.float() for loss in losses]
+        return [loss * 0 for loss in losses] if padding else losses
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Sums over the samples that aren't padding, and rows with zeros for those that are."""
+        """Returns sums over the samples that aren't padding, and rows with zeros for padding."""
         real, padding = _without_padding(batch, self.evaluation_data)
         measured: Mapping[str, torch.Tensor] = self._own.measure(model, real)
         if batch.weight is None or not isinstance(measured, Mapping):
             return measured
         added = len(batch.weight) - len(next(iter(real.fields.values())))
-        whole = {}
+        padded = {}
         for name, given in measured.items():
-            whole[name] = value = as_tensor(given)
+            padded[name] = value = as_tensor(given)
             if not isinstance(value, torch.Tensor):
                 continue
             if padding:
-                whole[name] = torch.zeros_like(value)
+                padded[name] = torch.zeros_like(value)
             elif value.ndim and added:
-                whole[name] = torch.cat([value, value.new_zeros((added, *value.shape[1:]))])
-        return whole
+                padded[name] = torch.cat([value, value.new_zeros((added, *value.shape[1:]))])
+        return padded
 
-    def _parts(self, given: Any) -> list[torch.Tensor]:
+    def _several(self, given: Any) -> list[torch.Tensor]:
+        """Checks the names of several losses; returns the losses in the order of `losses`."""
         if not isinstance(given, Mapping) or given.keys() != set(self.losses):
-            gave = f"losses named {', '.join(map(str, given))}" if isinstance(given, Mapping) else told(given)
+            named = isinstance(given, Mapping)
+            gave = f"losses named {', '.join(map(str, given))}" if named else describe_value(given)
             raise BadInputError(
                 f"{self._source}: loss gave {gave}; by the class's attributes losses and watched it gives "
                 f"{', '.join(self.losses)}, all of them each time"
@@ -155,14 +157,14 @@ class OwnMethods:
     def _sum(self, given: Any) -> torch.Tensor:
         if not self.losses:
             return cast(torch.Tensor, given)
-        first, *others = self._parts(given)[: len(self.losses) - len(self.watched)]
+        first, *others = self._several(given)[: len(self.losses) - len(self.watched)]
         return sum(others, first)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = self._call("optimizer", self._own.optimizer, model)
         self._refuse(of_updates("optimizer", optimizer))
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise self._wrong("optimizer", told(optimizer))
+            raise self._wrong("optimizer", describe_value(optimizer))
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = {id(p): name for name, p in model.named_parameters()}
         if given - names.keys():
@@ -176,12 +178,12 @@ class OwnMethods:
         return optimizer
 
     def _scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler:
-        wanted = inspect.signature(self._own.scheduler).parameters
-        arguments = (optimizer, steps) if "steps" in wanted else (optimizer,)
+        parameters = inspect.signature(self._own.scheduler).parameters
+        arguments = (optimizer, steps) if "steps" in parameters else (optimizer,)
         scheduler = self._call("scheduler", self._own.scheduler, *arguments)
         self._refuse(of_updates("scheduler", scheduler))
         if missing := [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)]:
-            raise self._wrong("scheduler", f"{told(scheduler)} without {missing[0]}")
+            raise self._wrong("scheduler", f"{describe_value(scheduler)} without {missing[0]}")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise self._wrong("scheduler", "one of another optimizer")
         return cast(Scheduler, scheduler)
@@ -189,14 +191,14 @@ class OwnMethods:
     def _summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         metrics = self._call("summarize", self._own.summarize, rows)
         if not isinstance(metrics, Mapping):
-            raise self._wrong("summarize", told(metrics))
-        plain = {}
+            raise self._wrong("summarize", describe_value(metrics))
+        numbers = {}
         for name, value in metrics.items():
             try:
-                plain[name] = float(value)
+                numbers[name] = float(value)
             except (TypeError, ValueError, RuntimeError):
-                raise self._wrong("summarize", f"'{name}' as {told(value)}") from None
-        return plain
+                raise self._wrong("summarize", f"'{name}' as {describe_value(value)}") from None
+        return numbers
 
     def _transforms(self) -> tuple[Callable[[Any], Any], ...]:
         if not hasattr(self._own, "transforms"):
@@ -204,25 +206,25 @@ class OwnMethods:
         given = self._call("transforms", self._own.transforms)
         transforms = tuple(given) if isinstance(given, list | tuple) else (given,)
         if odd := [one for one in transforms if not callable(one)]:
-            raise self._wrong("transforms", told(odd[0]))
+            raise self._wrong("transforms", describe_value(odd[0]))
         return transforms
 
-    def _dataset(self, part: Any, what: str, transforms: tuple[Callable[[Any], Any], ...]) -> Dataset:
+    def _dataset(self, given: Any, what: str, transforms: tuple[Callable[[Any], Any], ...]) -> Dataset:
         collate = getattr(self._own, "collate", None)
-        if not isinstance(part, Mapping) and not hasattr(part, "read") and is_items(part):
-            return ItemDataset(part, what, collate, transforms, getattr(part, "num_items", 1))
-        if not isinstance(part, Mapping):
-            if missing := [name for name in _OF_DATASETS if not hasattr(part, name)]:
-                raise self._wrong("data", f"a {type(part).__name__} without {missing[0]}")
+        if not isinstance(given, Mapping) and not hasattr(given, "read") and is_items(given):
+            return ItemDataset(given, what, collate, transforms, getattr(given, "num_items", 1))
+        if not isinstance(given, Mapping):
+            if missing := [name for name in _OF_DATASETS if not hasattr(given, name)]:
+                raise self._wrong("data", f"a {type(given).__name__} without {missing[0]}")
             if transforms or collate:
                 raise BadInputError(
                     f"{self._source}: data gave a data set with `read`, which fills batches itself: do there "
                     "what transforms and collate do, and leave them out"
                 )
-            for name, field in part.fields.items():
+            for name, field in given.fields.items():
                 self._numbers(name, np.empty(0, field.dtype))
-            return cast(Dataset, part)
-        arrays = {name: self._numbers(name, value) for name, value in part.items()}
+            return cast(Dataset, given)
+        arrays = {name: self._numbers(name, value) for name, value in given.items()}
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or min(lengths.values()) < 1:
             raise self._wrong("data", f"arrays of different lengths or empty ones ({lengths})")
@@ -233,10 +235,10 @@ class OwnMethods:
             raise self._wrong("data", f"'{NUM_ITEMS}' that aren't one whole number from 0 on for each sample")
         if num_items is not None and not num_items.any():
             raise self._wrong("data", f"'{NUM_ITEMS}' that are 0 for every sample, so that nothing counts")
-        whole = ArrayDataset(arrays)
+        dataset = ArrayDataset(arrays)
         if not transforms and collate is None:
-            return whole
-        return ItemDataset(ArrayItems(arrays), what, collate, transforms, whole.num_items)
+            return dataset
+        return ItemDataset(ArrayItems(arrays), what, collate, transforms, dataset.num_items)
 
     def _numbers(self, name: str, value: Any) -> npt.NDArray[Any]:
         try:
@@ -251,10 +253,10 @@ class OwnMethods:
             raise
         except Exception as error:
             line = line_of(error, Path(self._source))
-            what = (str(error) or "no message").splitlines()[0]
+            message = (str(error) or "no message").splitlines()[0]
             raise BadInputError(
                 f"{self._source}:{line}{',' * bool(line)} in {method}: {type(error).__name__}: "
-                f"{what}{of_error(error)}; {method} gives {GIVEN[method]}"
+                f"{message}{of_error(error)}; {method} gives {GIVEN[method]}"
             ) from error
 
     def _refuse(self, why: str) -> None:
@@ -266,22 +268,22 @@ class OwnMethods:
 
 
 def line_of(error: Exception, path: Path) -> str:
-    """The last line of a file that an error went through, such as " line 7"; empty if through none."""
+    """Returns the last line of a file in an error's traceback, such as " line 7"; "" without one."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
     return f" line {lines[-1]}" if lines else ""
 
 
 def _check_names(own: Any, source: str) -> None:
-    """Refuses what is all but called like something that a task may have: nothing would ever use it."""
+    """Rejects a misspelled optional method or attribute, which would never be used."""
     for kind in type(own).__mro__:
         if kind.__module__.partition(".")[0] in ("builtins", "torch", "typing"):
             continue
         for name, value in vars(kind).items():
             method = callable(value) or isinstance(value, staticmethod | classmethod)
-            possible = METHODS_BESIDES if method else _ATTRIBUTES
+            possible = OPTIONAL_METHODS if method else _ATTRIBUTES
             meant = get_close_matches(name, possible, n=1, cutoff=_SLIP)
-            if meant and not name.startswith("_") and name not in (*GIVEN, *METHODS_BESIDES, *_ATTRIBUTES):
-                if hasattr(own, meant[0]):  # that is there, so this is something else
+            if meant and not name.startswith("_") and name not in (*GIVEN, *OPTIONAL_METHODS, *_ATTRIBUTES):
+                if hasattr(own, meant[0]):  # the class has the right name, too: this is something else
                     continue
                 what = "method" if method else "attribute"
                 raise BadInputError(
@@ -291,7 +293,7 @@ def _check_names(own: Any, source: str) -> None:
 
 
 def _lower_is_better(own: Any, metric: str, source: str) -> bool:
-    """From `mode`, or the metric's name where that leaves no doubt."""
+    """Returns the direction of a metric, from `mode` or from a well-known name."""
     mode = getattr(own, "mode", None)
     if mode not in (None, "min", "max"):
         raise BadInputError(f'{source}: mode is {mode!r}; give "min" or "max": which way {metric} is better')
@@ -306,10 +308,10 @@ def _lower_is_better(own: Any, metric: str, source: str) -> bool:
 
 
 def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
-    """The batch without samples of weight 0; as it is, and True, where there is nothing else in it.
+    """Returns the batch without padding, samples of weight 0; unchanged, and True, if all of it is padding.
 
-    Padding comes last. How much there is of it the host knows without asking the device, but where samples
-    differ in their items.
+    Padding comes last. Its length follows from `num_items` without a synchronization with the device, except
+    where samples have different numbers of items.
     """
     if batch.weight is None:
         return batch, False
@@ -323,12 +325,12 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
 
 
 def _names(own: Any, attribute: str, source: str) -> tuple[str, ...]:
-    """Of several losses, or of what is watched."""
+    """Returns the names in `losses` or `watched`."""
     given = getattr(own, attribute, ())
     names = tuple(given) if isinstance(given, tuple | list) else ("",)
     if not all(map(is_name, names)) or len(set(names)) < len(names):
-        told = f"{given!r}"[:_LETTERS]
         raise BadInputError(
-            f'{source}: {attribute} is {told}; give their names, short texts such as ("content", "style")'
+            f"{source}: {attribute} is {repr(given)[:_LETTERS]}; give their names, short texts such as "
+            '("content", "style")'
         )
     return names

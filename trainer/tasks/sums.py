@@ -1,4 +1,4 @@
-"""Sums over the samples of a micro-batch, to which its padding adds nothing."""
+"""Sums over the samples of a micro-batch, without its padding."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from trainer.data.loader import Batch
 
 
 class Metric(NamedTuple):
-    """Metric of a classifier, besides its loss.
+    """Metric of a classifier, in addition to its loss.
 
     Attributes:
-        of: Gives a number or a truth for each sample, (n,), of logits (n, classes) and labels (n,); its mean
-            over the samples is the metric.
-        classes: Least number of classes for it to say something.
+        of: Maps logits (n, classes) and labels (n,) to a number or bool for each sample, (n,), whose mean
+            is the metric.
+        classes: Smallest number of classes for which it is reported.
     """
 
     of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,9 +23,9 @@ class Metric(NamedTuple):
 
 
 def _within(most: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Whether the right class is among the `most` likeliest.
+    """Returns a function that is true where the label is among the `most` largest logits.
 
-    Of equal logits the first class wins, as in argmax, for each `most` alike; with a NaN none is right.
+    Of equal logits the first class ranks higher, as in argmax; a sample with a NaN counts as wrong.
     """
 
     def within(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _within(most: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     return within
 
 
-# By the name that rows have, of classification and of audio.
+# By the key in metrics records; for the tasks classification and audio.
 METRICS = {
     "accuracy": Metric(_within(1), classes=1),
     "top5": Metric(_within(5), classes=6),
@@ -46,10 +46,10 @@ METRICS = {
 
 
 def weighted_sum(each: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Weighted sum of a number for each sample: float (n,) to float ()."""
+    """Weighted sum of per-sample values: float (n,) to float ()."""
     if batch.weight is None:
         return each.sum()
-    # where, not a product: whatever the padding gives (an infinity too) counts for nothing.
+    # where, not a product: an infinity from the padding must not make the sum a NaN.
     return torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()
 
 
@@ -58,17 +58,17 @@ def cross_entropy(
     label: torch.Tensor,
     batch: Batch,
     smoothing: float = 0.0,
-    share: torch.Tensor | None = None,
+    fraction: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of logits (n, classes) and labels (n,), each sample times its share (n,)."""
-    if batch.weight is None and share is None:
+    """Summed cross-entropy of logits (n, classes) and labels (n,), each sample times its fraction (n,)."""
+    if batch.weight is None and fraction is None:
         return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
     each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
-    return weighted_sum(each if share is None else each * share, batch)
+    return weighted_sum(each if fraction is None else each * fraction, batch)
 
 
 def classified(logits: torch.Tensor, label: torch.Tensor, batch: Batch) -> Mapping[str, torch.Tensor]:
-    """Loss and `METRICS` of logits (n, classes)."""
+    """Returns the sums of the loss and of `METRICS`, from logits (n, classes) and labels (n,)."""
     sums = {"loss": cross_entropy(logits, label, batch)}
     for name, metric in METRICS.items():
         if logits.shape[1] >= metric.classes:

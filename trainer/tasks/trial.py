@@ -1,4 +1,4 @@
-"""Trials of somebody's loss before training: is it a sum, and is all it depends on in a checkpoint?"""
+"""Trials of the user's loss before training: is it a sum, and is all of its state in a checkpoint?"""
 
 import hashlib
 import json
@@ -19,15 +19,15 @@ from trainer.models.pointwise import mend_pointwise
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
 
-_DRAWS = 16  # of a loss that draws random numbers
-_NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
+_DRAWS = 16  # evaluations of a loss that draws random numbers
+_NOISE = 0.1  # largest relative error at which factors 1 and 2 can be distinguished
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
 _ZERO = 1e-6
-_APART = 0.05  # relative: by how much the parts of what is no sum miss it, whatever rounds
+_APART = 0.05  # relative difference from a sum that rounding can't explain
 _EQUAL = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
-_LARGEST_BYTES = 1 << 20  # of an attribute that is looked at: not somebody's data
-_DEEPEST = 2  # lists in lists that are looked into
-_MOVED = 0.01  # of other weights
+_LARGEST_BYTES = 1 << 20  # of an attribute that is compared: larger ones are data
+_DEEPEST = 2  # depth of nested lists and dicts that are searched
+_MOVED = 0.01  # added to weights for a trial with other weights
 
 _Figures = Callable[[], Sequence[float]]
 
@@ -35,12 +35,12 @@ _Figures = Callable[[], Sequence[float]]
 def stay_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
     """Marks figures that are equal for the same samples twice in one micro-batch, as a mean is.
 
-    A sum doubles; what compares the samples with each other grows, too. Where random numbers are drawn, the
-    averages over several draws are compared; what is too noisy to tell, or 0, passes.
+    A sum doubles; a figure that compares the samples with each other grows, too. Where random numbers are
+    drawn, averages over several draws are compared. Figures that are 0 or too noisy pass.
 
     Args:
-        once: The figures of some samples.
-        twice: Those of a micro-batch that holds each of them twice.
+        once: Returns the figures of some samples.
+        twice: Returns the figures of a micro-batch that has each of these samples twice.
     """
     values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(2)])
     if not np.array_equal(values[0, 0], values[1, 0], equal_nan=True):
@@ -58,28 +58,28 @@ def _stays(values: npt.NDArray[np.float64]) -> bool:
 
 
 def fall_short_when_doubled(once: _Figures, twice: _Figures) -> list[bool]:
-    """Marks figures that are clearly less than doubled for the same samples twice: a part of them is no sum.
+    """Marks figures that are clearly less than doubled for the same samples twice: they aren't sums.
 
-    A mean of what compares the samples, or a penalty on the weights. What draws random numbers passes.
+    An example is a mean over pairs of samples, or a penalty on the weights. Random figures pass.
 
     Args:
-        once: The figures of some samples.
-        twice: Those of a micro-batch that holds each of them twice.
+        once: Returns the figures of some samples.
+        twice: Returns the figures of a micro-batch that has each of these samples twice.
     """
     value, again, double = (np.abs(_drawn(seed, f)) for seed, f in ((0, once), (1, once), (0, twice)))
     return [*((value == again) & (value > _ZERO) & (double < 2 * (1 - _APART) * value))]
 
 
 def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> tuple[list[bool], list[int]]:
-    """Finds figures of samples that are a mean or another figure of the whole batch; and others that are no
-    sum.
-
-    The second are less (-1) or more (1) than those of two halves add up to, or 0. What draws random numbers
-    isn't looked at.
+    """Finds figures that aren't sums over the samples.
 
     Args:
-        figures: Of a batch of some samples.
-        samples: Some.
+        figures: Returns the figures of a batch of some samples.
+        samples: Samples for the trial.
+
+    Returns:
+        True for each figure that is a mean or another statistic of the batch; and for each other one whether
+        it is less (-1) or more (1) than the sum of two half batches', or 0. Random figures get 0.
     """
     once, twice = partial(figures, samples), partial(figures, np.tile(samples, 2))
     stay = stay_when_doubled(once, twice)
@@ -98,23 +98,23 @@ def find_no_sums(figures: Callable[[Ints], Sequence[float]], samples: Ints) -> t
 
 
 class _AllEqual(TorchFunctionMode):
-    """Within it whatever torch compares for equality is equal: so a share of right answers isn't 0."""
+    """A context in which all torch comparisons for equality are true, so that an accuracy isn't 0."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return torch.ones_like(found) if func in _EQUAL and isinstance(found, torch.Tensor) else found
+        result = func(*args, **(kwargs or {}))
+        return torch.ones_like(result) if func in _EQUAL and isinstance(result, torch.Tensor) else result
 
 
-class Outside(NamedTuple):
-    """State outside of checkpoints that a training depends on, or changes.
+class UnsavedState(NamedTuple):
+    """State that training changes or depends on, and that no checkpoint holds.
 
     Attributes:
-        buffers: Non-persistent buffers that each training forward pass changes further, by name.
-        differs: What came out otherwise the second time, from the same state: "" if nothing did.
-        attributes: Numbers and tensors kept as plain attributes, and what modules and optimizers outside of
-            the model hold, that each forward pass changes further.
+        buffers: Names of non-persistent buffers that change with each training forward pass.
+        differs: The first result that differs in a repetition from the same state; "" if none does.
+        attributes: Names of plain attributes, numbers or tensors, and of tensors in modules and optimizers
+            outside of the model, that change with each forward pass.
     """
 
     buffers: list[str]
@@ -122,17 +122,17 @@ class Outside(NamedTuple):
     attributes: list[str]
 
 
-def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], owner: object) -> Outside:
+def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], owner: object) -> UnsavedState:
     """Trains on the same samples twice, from the same state_dict and random numbers, as after a resume.
 
-    On one thread, so that the bits repeat. A cache that is filled once, and what each forward pass sets
-    anew, are alike after both and no matter. Twice more with other weights shows what follows the model
-    from outside of it, also where it was copied from it in the first pass.
+    It runs on one thread, so that the bits repeat. A cache that is filled once, or state that each forward
+    pass overwrites, is equal after both passes. Two more passes with other weights find state outside of the
+    model that follows its weights, also if it was copied from them in the first pass.
 
     Args:
-        model: Gets its state_dict back afterwards.
-        loss: Of some samples, float ().
-        owner: The task, whose attributes are looked at, too.
+        model: The model; its state_dict is restored afterwards.
+        loss: Computes the loss of some samples, float ().
+        owner: The task, whose attributes are compared, too.
     """
     kept = {name: value.detach().clone() for name, value in _tensors(model).items()}
     begin_training(model)
@@ -148,29 +148,29 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
         model.zero_grad(set_to_none=True)
     differing = [name for name, digest in results.items() if again[0].get(name) != digest]
     changed = [name for name, digest in state.items() if again[1].get(name) != digest]
-    held = _tensors(model)
-    differing += [f"the buffer '{name}'" for name in changed if name in held]
+    saved = _tensors(model)
+    differing += [f"the buffer '{name}'" for name in changed if name in saved]
     pairs = ((attributes, again[2]), (followed, further))
     moving = [name for one, other in pairs for name, digest in one.items() if other.get(name) != digest]
-    return Outside(
-        [name for name in changed if name not in held],
+    return UnsavedState(
+        [name for name in changed if name not in saved],
         differing[0] if differing else "",
         list(dict.fromkeys(moving)),
     )
 
 
-def goes_on_alike(
+def resumes_alike(
     model: nn.Module, make: Callable[[], HostSchedule], update: Callable[[HostSchedule], None]
 ) -> bool:
-    """Whether a second update is the same by an optimizer and scheduler made anew, which load their state.
+    """True if a new optimizer and scheduler, after loading the saved state, make the same second update.
 
     Args:
-        model: Trained by it.
-        make: Makes an optimizer and its rates for the model.
+        model: The model; it is trained.
+        make: Creates the optimizer and its learning rates for the model.
         update: Makes one update.
 
     Raises:
-        ValueError: If their state holds what no checkpoint can.
+        ValueError: If their state has a type that no checkpoint can hold.
     """
     begin_training(model)
     mend_pointwise(model)
@@ -210,14 +210,14 @@ _Digests = dict[str, bytes]
 def _followed(
     model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
 ) -> tuple[_Digests, _Digests]:
-    """Returns the state beside the model after each of two passes with other weights; empty if none."""
+    """Returns digests of state outside of the model after each of two passes with other weights."""
     if not _learned(model, owner):
         return {}, {}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     moved = {name: value + _MOVED if name in trained else value for name, value in kept.items()}
     try:
         first, second = (_trained(model, moved, loss, owner)[2] for _ in range(2))
-    except Exception:  # a loss may want weights of a kind
+    except Exception:  # a loss may fail with such weights
         return {}, {}
     return first, second
 
@@ -225,7 +225,7 @@ def _followed(
 def _trained(
     model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
 ) -> tuple[_Digests, _Digests, _Digests]:
-    """Loss and gradients, buffers after it, and plain attributes after it."""
+    """Returns digests of loss and gradients, and of buffers and plain attributes after a backward pass."""
     _put_back(model, kept)
     model.zero_grad(set_to_none=True)
     torch.default_generator.manual_seed(0)
@@ -259,23 +259,24 @@ def _attributes(owner: str, thing: object) -> _Digests:
 
 
 def _learned(model: nn.Module, owner: object) -> _Digests:
-    """Digests of modules and optimizers that task or model keep beside the model, also in lists and dicts.
+    """Returns digests of modules and optimizers that the task or model keeps outside of the model.
 
-    Also tensors in such lists: a moving average of one's own.
+    Lists and dicts are searched, and tensors in them count, such as a moving average.
     """
     inside = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
-    found = _Digests()
+    digests = _Digests()
     for name, thing in _owners(model, owner):
         for key, value in getattr(thing, "__dict__", {}).items():
             if key not in _OF_MODULES:
-                found |= {n: _digest(t) for n, t in _held(f"{name}.{key}", value, inside, _DEEPEST)}
-    return found
+                digests |= {n: _digest(t) for n, t in _inner(f"{name}.{key}", value, inside, _DEEPEST)}
+    return digests
 
 
 _OF_MODULES = vars(nn.Module()).keys()
 
 
-def _held(name: str, value: object, inside: set[int], deeper: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _inner(name: str, value: object, inside: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in a module, an optimizer, or nested lists and dicts, by name."""
     if id(value) in inside:
         return
     if isinstance(value, nn.Module):
@@ -284,12 +285,12 @@ def _held(name: str, value: object, inside: set[int], deeper: int) -> Iterator[t
         for number, state in enumerate(value.state.values()):
             tensors = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
             yield from ((f"{name}.state[{number}].{key}", tensor) for key, tensor in tensors.items())
-    elif isinstance(value, dict | list | tuple) and deeper:
+    elif isinstance(value, dict | list | tuple) and depth:
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(one, torch.Tensor):
                 yield from [(f"{name}[{key!r}]", one)] * (one.nbytes <= _LARGEST_BYTES)
             else:
-                yield from _held(f"{name}[{key!r}]", one, inside, deeper - 1)
+                yield from _inner(f"{name}[{key!r}]", one, inside, depth - 1)
 
 
 def _digest(value: Any) -> bytes:
@@ -314,7 +315,7 @@ def _put_back(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
 
 
 def expanded(model: nn.Module) -> str:
-    """The name of a tensor of which several elements are one number in memory; or nothing."""
+    """Returns the name of a tensor with several elements at one address, as by expand(); "" if none."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
             continue
@@ -323,13 +324,13 @@ def expanded(model: nn.Module) -> str:
     return ""
 
 
-class Held(NamedTuple):
-    """Tensors of a model, to be compared with those after a forward pass.
+class Snapshot(NamedTuple):
+    """State of a model, to compare with its state after a forward pass.
 
     Attributes:
-        parameters: By name, each with its version.
-        buffers: Their bits, by name.
-        stored: Names of what a checkpoint holds.
+        parameters: Parameters by name, each with its version counter.
+        buffers: SHA-256 of buffers, by name.
+        stored: Names of the tensors that a checkpoint holds.
     """
 
     parameters: dict[str, tuple[nn.Parameter, int]]
@@ -337,8 +338,8 @@ class Held(NamedTuple):
     stored: frozenset[str]
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Names of what the model now holds otherwise."""
-        now = held(model)
+        """Returns the names of parameters and buffers that have changed."""
+        now = snapshot(model)
         moved = [
             name
             for name, (parameter, version) in self.parameters.items()
@@ -348,17 +349,17 @@ class Held(NamedTuple):
         ]
         return moved + [name for name, digest in self.buffers.items() if now.buffers.get(name) != digest]
 
-    def made(self, model: nn.Module) -> str:
-        """The name of what a checkpoint would hold now, and not before, or the other way round."""
-        return min(self.stored ^ held(model).stored, default="")
+    def added_or_removed(self, model: nn.Module) -> str:
+        """Returns the name of a tensor that a checkpoint would hold only now, or only before; "" if none."""
+        return min(self.stored ^ snapshot(model).stored, default="")
 
 
-def held(model: nn.Module) -> Held:
-    """Returns the model's tensors as they are now."""
+def snapshot(model: nn.Module) -> Snapshot:
+    """Returns the model's state now."""
     parameters = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
     real = {n: buffer for n, buffer in model.named_buffers() if not nn.parameter.is_lazy(buffer)}
     buffers = {name: _digest(buffer) for name, buffer in real.items()}
-    return Held(parameters, buffers, frozenset({**_tensors(model), **parameters}))
+    return Snapshot(parameters, buffers, frozenset({**_tensors(model), **parameters}))
 
 
 def _drawn(seed: int, figures: _Figures) -> Sequence[float]:

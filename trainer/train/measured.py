@@ -13,7 +13,7 @@ from trainer.errors import BadInputError
 from trainer.observe.console import warn
 from trainer.observe.rows import why_no_metric
 from trainer.tasks import Summarizing, Task
-from trainer.tasks.figures import as_tensor, told, why_unfit
+from trainer.tasks.figures import as_tensor, describe_value, why_unfit
 
 
 class _Layout(NamedTuple):
@@ -50,7 +50,9 @@ class Measured:
         """Keeps what `measure` gave for a micro-batch: sums as float64, rows in their own type."""
         try:
             if not isinstance(given, Mapping):
-                raise BadInputError(f"measure gave {told(given)} for a batch; it gives a dict of tensors")
+                raise BadInputError(
+                    f"measure gave {describe_value(given)} for a batch; it gives a dict of tensors"
+                )
             for name, value in given.items():
                 self._put(number, name, value)
         except BadInputError as error:

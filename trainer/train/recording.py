@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import nn
 
-from trainer.checkpoint.tensor_file import encode
+from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.config.registry import named
@@ -201,4 +201,4 @@ def save_weights(model: nn.Module, path: Path, whole: Mapping[str, torch.Tensor]
     """
     with written_whole(path) as beside:
         beside.unlink()  # it makes a new one
-        return write_file(beside, encode(plain_state(model, whole)))
+        return write_file(beside, safetensors_bytes(plain_state(model, whole)))

@@ -184,7 +184,6 @@ def tensors_of(state: TrainState) -> Tensors:
     model = {name: own_rows(tensor) for name, tensor in state.model.state_dict().items()}
     tensors = {"model": model, "optimizer": dict(_optimizer_tensors(state))}
     if state.average is not None:
-        state.average.catch_up()
         tensors["optimizer"]["ema/moved_at"] = state.average.moved_at
         tensors["ema"] = state.average.tensors
     return tensors

@@ -9,7 +9,7 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.models.precision import scale_of
 from trainer.observe.phases import PHASE_TIMER, enter_phase
-from trainer.tasks import Several, Task
+from trainer.tasks import MultiLossTask, Task
 from trainer.train.state import Run
 
 
@@ -34,9 +34,9 @@ class LossOf(nn.Module):
 class LossesOf(LossOf):
     """Losses of a task with several: float (n,), the trained sum and each of them."""
 
-    task: Several
+    task: MultiLossTask
 
-    def __init__(self, task: Several, model: nn.Module) -> None:
+    def __init__(self, task: MultiLossTask, model: nn.Module) -> None:
         """The same."""
         super().__init__(task, model)
         self.trained = len(task.losses) - len(getattr(task, "watched", ()))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.folder import Damaged, Unreadable
-from trainer.checkpoint.tensor_file import encode
+from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.commands.export import hf
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.loader import Batch
@@ -127,7 +127,7 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
         with staged() as say:
             say("export: writing safetensors, tensor by tensor")
             beside.mkdir(parents=True)
-            digest = write_file(beside / "model.safetensors", encode(tensors))
+            digest = write_file(beside / "model.safetensors", safetensors_bytes(tensors))
             facts = {
                 "format": options.to,
                 "file": "model.safetensors",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.store import newest_good
-from trainer.checkpoint.tensor_file import encode
+from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.models import HF
 from trainer.errors import BadInputError
 from trainer.host.files import read_inside, write_file
@@ -45,7 +45,7 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
     if to == "peft":
         file = _write_adapter(run, base.folder, base.revision, dtype, folder)
     else:
-        write_file(folder / FILE, encode(model.state_dict()))
+        write_file(folder / FILE, safetensors_bytes(model.state_dict()))
         config = read_config(name, base.folder)
         config.pop("torch_dtype", None)
         _write_json(folder / CONFIG, {**config, "dtype": str(dtype).removeprefix("torch.")})
@@ -101,7 +101,7 @@ def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torc
         "target_modules": sorted(key.removesuffix(".lora_a") for key in learned if key.endswith(".lora_a")),
     }
     _write_json(to / ADAPTER_CONFIG, config)
-    write_file(to / ADAPTER, encode(tensors))
+    write_file(to / ADAPTER, safetensors_bytes(tensors))
     return to / ADAPTER
 
 

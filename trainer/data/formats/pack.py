@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.checkpoint.tensor_file import encode
+from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.records import Reading, Records
 from trainer.data.formats.sharded import INDEX, About, Shard, content_hash, write_index
@@ -239,7 +239,7 @@ def _pack_shard(records: Records, target: Path, settings: PackSettings, number: 
     }
     if settings.raw:
         columns |= {"height": np.array(heights, np.int32), "width": np.array(widths, np.int32)}
-    parts = encode({name: torch.from_numpy(array) for name, array in columns.items()})
+    parts = safetensors_bytes({name: torch.from_numpy(array) for name, array in columns.items()})
     disk.write_file(part.with_suffix(".tmp"), parts)
     disk.sync_folder(target)
     disk.rename(part.with_suffix(".tmp"), part)

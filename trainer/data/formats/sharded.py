@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import Self
 
-from trainer.checkpoint.tensor_file import encode
+from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.data import DataConfig
 from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
@@ -294,7 +294,8 @@ def write_index(
         disk.remove(folder / f".{name}")
     disk.remove(folder / INDEX)
     digest = disk.write_file(
-        folder / f".{COLUMNS}", encode({name: torch.from_numpy(array) for name, array in columns.items()})
+        folder / f".{COLUMNS}",
+        safetensors_bytes({name: torch.from_numpy(array) for name, array in columns.items()}),
     )
     about = About(
         stored=stored,

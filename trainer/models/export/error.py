@@ -1,4 +1,4 @@
-"""Error of an exported model's outputs against those of the model."""
+"""Error of an exported model's outputs against the model's own."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
 
 
 def relative_error(wanted: Outputs, given: Outputs) -> float:
-    """The largest difference over the largest value wanted, of the worst output.
+    """Returns the largest absolute difference over the largest absolute value, for the worst output.
 
     Args:
-        wanted: What the trained model gives.
-        given: What the file gives.
+        wanted: Outputs of the trained model.
+        given: Outputs of the exported file.
 
     Returns:
-        Infinity if the two can't be compared: other shapes, a NaN on either side, or nothing at all.
+        Infinity if they can't be compared: different shapes, a NaN in either, or no output.
     """
     if [one.shape for one in wanted] != [one.shape for one in given]:
         return math.inf

@@ -1,7 +1,7 @@
-"""BatchNorm folded into the layer before it: in evaluation both are one affine map (Jacob et al., 2018).
+"""Folding of BatchNorm into the layer before it: in evaluation both are one affine map (Jacob et al., 2018).
 
-torch does the arithmetic. Which layers may be folded is found here: torch.fx.experimental.optimization.fuse
-knows convolutions alone, and raises where a model can't be traced.
+torch computes the folded weights; this module finds the layers that may be folded.
+torch.fx.experimental.optimization.fuse knows convolutions alone, and raises if a model can't be traced.
 """
 
 import copy
@@ -14,20 +14,20 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-# Exactly these classes: another may compute something else with the same tensors. Dimensions of the output.
+# Exactly these classes, as a subclass may compute something else; with the dimensions of their output.
 _LAYERS = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Folded(NamedTuple):
-    """A model with fewer BatchNorms.
+    """Result of `fold_batchnorm`.
 
     Attributes:
-        model: A copy; where BatchNorm was is an Identity, so that names stay.
-        names: The BatchNorms that are gone.
-        kept: How many there still are.
-        why: Why nothing could be looked at; "" where that isn't so.
+        model: Copy with an Identity in place of each folded BatchNorm, so that names stay.
+        names: Names of the folded BatchNorms.
+        kept: Number of the others.
+        why: Reason why the model couldn't be traced; "" if it was.
     """
 
     model: nn.Module
@@ -39,11 +39,11 @@ class Folded(NamedTuple):
 def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
     """Folds each BatchNorm that directly follows a convolution or linear layer whose output it alone takes.
 
-    Who takes what is seen by tracing the model with torch.fx; what that can't trace stays as it is.
+    The data flow is traced by torch.fx; a model that it can't trace stays unchanged.
 
     Args:
-        model: In evaluation mode; left as it is.
-        inputs: What it is called with, for the shapes.
+        model: In evaluation mode; not modified.
+        inputs: Example inputs, for the shapes.
     """
     model = copy.deepcopy(model)
     if not _norms_in(model):
@@ -51,7 +51,7 @@ def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
     try:
         traced = fx.symbolic_trace(model)
         ShapeProp(traced).propagate(*inputs)
-    except Exception as error:  # whatever the model's own Python does with symbols instead of tensors
+    except Exception as error:  # from the model's own Python, called with proxies instead of tensors
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Folded(model, (), _norms_in(model), f"stays: torch.fx can't trace the model ({why})")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -72,7 +72,7 @@ def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
 
 
 def _pair(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[str, str] | None:
-    """The layer and the BatchNorm of a node that is one, if it may be folded as far as the two can tell."""
+    """Returns the names of the layer and the BatchNorm of a node, if these two may be folded."""
     if node.op != "call_module" or len(node.all_input_nodes) != 1:
         return None
     before = node.all_input_nodes[0]
@@ -85,7 +85,7 @@ def _pair(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[str, str] | Non
         return None
     if any("forward" in vars(one) or any(getattr(one, kind) for kind in _HOOKS) for one in (layer, norm)):
         return None
-    # (n, length, channels) from a linear layer is normalized over the length; a lone sample over channels.
+    # (n, length, channels) from a linear layer would be normalized over the length.
     shape = getattr(before.meta.get("tensor_meta"), "shape", ())
     return (str(before.target), str(node.target)) if len(shape) == _LAYERS[type(layer)] else None
 
@@ -93,7 +93,7 @@ def _pair(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[str, str] | Non
 def _folded(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
     """Folds two layers into one, of any number of dimensions; in float64, rounded once."""
     exact = copy.deepcopy(norm).double()
-    if not exact.affine:  # which torch can't fold into a linear layer
+    if not exact.affine:  # torch can't fold it into a linear layer
         like = exact.get_buffer("running_var")
         exact.weight, exact.bias = nn.Parameter(torch.ones_like(like)), nn.Parameter(torch.zeros_like(like))
     fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval

@@ -1,4 +1,4 @@
-"""The formats: each writer takes a model and example inputs, and leaves its file or files in a folder."""
+"""Writers of export formats: each takes a model and example inputs, and writes to a folder."""
 
 import importlib.util
 import io
@@ -24,28 +24,28 @@ _LARGEST_ONNX = (1 << 31) - (64 << 20)
 
 
 def input_names(inputs: Tensors) -> list[str]:
-    """Names of the model's inputs in files that know names."""
+    """Returns the names of the model's inputs in a file: "input", or "input_0" and so on."""
     return ["input"] if len(inputs) == 1 else [f"input_{number}" for number in range(len(inputs))]
 
 
 def output_names(outputs: Tensors) -> list[str]:
-    """Names of the model's outputs likewise."""
+    """Returns the names of the model's outputs in a file: "output", or "output_0" and so on."""
     return ["output"] if len(outputs) == 1 else [f"output_{number}" for number in range(len(outputs))]
 
 
 def exported_program(model: nn.Module, inputs: Tensors) -> Any:
-    """torch.export of a model whose inputs share their first dimension, which stays open."""
+    """Exports a model by torch.export, with a dynamic batch dimension shared by all inputs."""
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
-    if len(inputs[0]) == 1:  # which would be taken for a constant
+    if len(inputs[0]) == 1:  # torch.export would make the size a constant
         inputs = [torch.cat([value, value]) for value in inputs]
-    # Not strict: torch reads no bytecode then, which takes longer and fails more often.
+    # Non-strict: without tracing bytecode, which is slower and fails more often.
     return torch.export.export(
         model, tuple(inputs), dynamic_shapes=_shapes(model, inputs, {0: batch}), strict=False
     )
 
 
 def _shapes(model: nn.Module, inputs: Tensors, shape: dict[int, Any]) -> Any:
-    """Returns the shapes for each input; a forward(*values) takes them as one."""
+    """Returns the dynamic shapes of the inputs; for a forward(*values) they are one argument."""
     import inspect
 
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
@@ -54,7 +54,7 @@ def _shapes(model: nn.Module, inputs: Tensors, shape: dict[int, Any]) -> Any:
 
 
 def write_torch_export(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
-    """torch.export's archive; needs no Python code of the model."""
+    """Writes torch.export's archive, which needs no Python code of the model."""
     file = folder / "model.pt2"
     with quiet():
         _save(partial(torch.export.save, exported_program(model, inputs)), file)
@@ -62,10 +62,10 @@ def write_torch_export(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
 
 
 def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
-    """ONNX, by way of torch.export, or of TorchScript before torch 2.6.
+    """Writes ONNX from torch.export's program, before torch 2.6 from TorchScript.
 
     Raises:
-        BadInputError: If the packages for it aren't here, or torch is too old for them.
+        BadInputError: If its packages aren't installed.
     """
     if missing := missing_packages("onnx", "onnxscript", "onnxruntime"):
         raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
@@ -75,7 +75,7 @@ def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
         outputs = leaves(model(*inputs))
     takes, gives = input_names(inputs), output_names(outputs)
     new: dict[str, Any] = {"dynamo": True, "external_data": size > _LARGEST_ONNX}
-    # Before 2.6 torch.export's way goes with the onnxscript of its day only.
+    # Before 2.6 the exporter by torch.export needs an old onnxscript.
     old = {"dynamo": False, "dynamic_axes": {name: {0: "batch"} for name in (*takes, *gives)}}
     is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
     with quiet():
@@ -92,7 +92,7 @@ def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
 
 
 def write_torchscript(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
-    """A frozen trace, for C++ and for what can't load torch.export's archives.
+    """Writes a frozen TorchScript trace, for C++ and for programs that can't load torch.export's archives.
 
     Raises:
         BadInputError: If this torch has no TorchScript any more.
@@ -104,7 +104,7 @@ def write_torchscript(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
 
 
 def frozen_trace(model: nn.Module, inputs: Tensors) -> torch.jit.ScriptModule:
-    """A trace with its weights as constants; freezing folds BatchNorm, too.
+    """Traces a model by TorchScript and freezes its weights as constants, which also folds BatchNorm.
 
     Raises:
         BadInputError: If this torch has no TorchScript any more.
@@ -116,7 +116,7 @@ def frozen_trace(model: nn.Module, inputs: Tensors) -> torch.jit.ScriptModule:
 
 
 def _save(save: Callable[[io.BytesIO], object], file: Path) -> None:
-    """Saves to memory first: on a full disk torch's own writer of files aborts the process.
+    """Saves to memory, then to the file: on a full disk torch's own writer aborts the process.
 
     Raises:
         OSError: If the file can't be written.
@@ -127,13 +127,13 @@ def _save(save: Callable[[io.BytesIO], object], file: Path) -> None:
 
 
 def missing_packages(*names: str) -> str:
-    """Lists the packages that aren't installed, as words."""
+    """Lists the packages that aren't installed, separated by commas; "" if none."""
     return ", ".join(name for name in names if importlib.util.find_spec(name) is None)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what exporters say of their own insides from the user: deprecations, and passes that ran."""
+    """A context without the exporters' warnings and log lines on their internals."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

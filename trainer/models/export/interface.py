@@ -9,19 +9,19 @@ from torch.utils import _pytree as pytree
 
 
 def leaves(output: Any) -> list[torch.Tensor]:
-    """The tensors of what a model returns, in order: of a tensor, a tuple, a mapping, or these nested."""
+    """Returns the tensors of a model's output in order: a tensor, a tuple, a mapping, or these nested."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 class InLowPrecision(nn.Module):
-    """A bfloat16 model that takes and gives float32, so that whoever calls it needn't know the type."""
+    """Wraps a bfloat16 model so that its inputs and outputs are float32."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *values: torch.Tensor) -> Any:
-        """Casts what is floating, on the way in and out."""
+        """Casts floating-point inputs to bfloat16, and outputs to float32."""
         output = self.model(*(v.to(torch.bfloat16) if v.is_floating_point() else v for v in values))
         return pytree.tree_map(_float32, output)
 
@@ -32,7 +32,7 @@ def _float32(value: Any) -> Any:
 
 
 class FromPixels(nn.Module):
-    """A classifier that takes uint8 (n, height, width, channels) and gives probabilities (n, classes)."""
+    """Wraps a classifier: uint8 (n, height, width, channels) to probabilities (n, classes)."""
 
     scale: torch.Tensor
     shift: torch.Tensor

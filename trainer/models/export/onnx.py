@@ -1,4 +1,4 @@
-"""ONNX Runtime, without torch, as where a model will be used."""
+"""Inference by ONNX Runtime, without torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +8,11 @@ _Outputs = list[Any]
 
 
 def onnx_session(file: Path, threads: int = 0) -> Callable[..., _Outputs]:
-    """A model in ONNX Runtime on the CPU: arrays in, arrays out.
+    """Opens an ONNX file in ONNX Runtime on the CPU; returns a function of arrays that returns arrays.
 
     Args:
-        file: The model.
-        threads: For one operation; 0: as many as there are cores.
+        file: ONNX file.
+        threads: Threads of one operation; 0: one per core.
     """
     import onnxruntime
 

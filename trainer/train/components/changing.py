@@ -14,7 +14,7 @@ from trainer.distributed.overlap import buffers_of_parameters
 from trainer.distributed.parallel import World, is_sharded, sum_over_ranks
 from trainer.errors import BadInputError
 from trainer.models.batchnorm import batchnorm_buffers
-from trainer.models.buffers import FoundBuffers, Place, few, is_mean, place
+from trainer.models.buffers import FoundBuffers, TensorSlot, few, is_mean, tensor_slot
 from trainer.models.precision import autocast
 from trainer.observe.console import warn
 from trainer.tasks import Task
@@ -187,13 +187,13 @@ class _Trial:
             self.error = f"{type(error).__name__}: {what[:_LETTERS]}"
 
     def _look_at(self, other: nn.Module, twin: Task, batches: Sequence[Callable[[], Batch]]) -> None:
-        places = {name: place(other, name) for name, _ in other.named_buffers()}
+        places = {name: tensor_slot(other, name) for name, _ in other.named_buffers()}
         self._kinds = {name: (type(at.module), at.key) for name, at in places.items()}
         self._means = {name for name, buffer in other.named_buffers() if is_mean(buffer)}
         statistics = {id(buffer): buffer for buffer in batchnorm_buffers(other)}
         of_batchnorm = [name for name, buffer in other.named_buffers() if id(buffer) in statistics]
         shapes = _shapes(other)
-        weights = {name: _look(place(other, name)) for name, _ in other.named_parameters()}
+        weights = {name: _look(tensor_slot(other, name)) for name, _ in other.named_parameters()}
         tried = [batches[0]] * _TRIES + [*batches[1:]]
         for seed, batch in enumerate(tried):
             before = [_look(at) for at in places.values()]
@@ -294,7 +294,7 @@ def _written_in_part(
     return {name for name, entries in same.items() if bool(entries.any()) and not bool(entries.all())}
 
 
-def _look(at: Place) -> _Look:
+def _look(at: TensorSlot) -> _Look:
     tensor = at.tensors[at.key]
     return (None, 0, None) if tensor is None else (tensor, tensor._version, tensor.detach().clone())
 

@@ -150,7 +150,7 @@ def saved_by_sharding(recipe: Recipe, task: Task, model: nn.Module, world: World
 
 def _averages(recipe: Recipe) -> int:
     """How many averages of the weights a rank holds on its device."""
-    return int(recipe.ema.decay > 0 and not recipe.ema.on_cpu)
+    return int(recipe.ema.decay > 0)
 
 
 def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, loading_bytes: int) -> str:

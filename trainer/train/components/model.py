@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from trainer.config.recipe import Recipe
-from trainer.config.sizes import GIB, MIB
+from trainer.config.sizes import MIB
 from trainer.distributed.overlap import first_names, sharing
 from trainer.distributed.parallel import World, check_agreement, is_sharded, words_of_ranks
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
-from trainer.models.activations import ModelCost, cheapest, measure, seconds_of_step
+from trainer.models.activations import ModelCost, measure
 from trainer.models.compiling import (
     compile_blocks,
     compile_model,
+    ddp_notes,
     missing_for_compiling,
     prepare_cache,
     uncompiled,
-    words_on_ddp,
 )
 from trainer.models.finetune import fine_tune
 from trainer.models.gpt import GPT, fault_of_blocks
@@ -104,7 +104,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         keep_in_fp32(kept.values(), device)
         notes.append(f"in float32: {_few(list(kept))}")
     # Before anything that asks other ranks, or looks at tensors on the device: it runs forward passes here.
-    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home, timed=not sharded)
+    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home, sharded)
     notes.extend(cost_of_checkpointing)
     if recipe.parallel.sync_batchnorm and world.group is not None:
         notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
@@ -122,7 +122,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         else model
     )
     if (compiled or getattr(model, "by_blocks", False)) and recipe.parallel.strategy == "ddp":
-        notes += words_on_ddp(world.size)
+        notes += ddp_notes(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
 
@@ -133,41 +133,31 @@ def _few(names: list[str]) -> str:
 
 
 def _choose_checkpointed(
-    recipe: Recipe, task: Task, model: nn.Module, device: torch.device, timed: bool
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device, sharded: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    """The modules to checkpoint, and a line that says what it costs.
+    """Returns the modules to checkpoint, and a line on the memory that it saves.
 
     Args:
-        timed: Whether the model lies where it is trained; elsewhere only shapes are computed.
+        sharded: True to count by shapes alone, as the model isn't on the device that trains it.
     """
-    config = recipe.memory
-    possible, chosen = candidates(config, model)
+    possible, chosen = candidates(recipe.memory, model)
     if not possible:
         return [], []
     forward = _forward(recipe, task, model, device)
-    if timed:
-        with uncompiled():
-            cost: ModelCost | str = measure(model, possible, forward)
-    else:
+    if sharded:
         cost = _counted(recipe, task, model, possible)
+    else:
+        with uncompiled():
+            cost = measure(model, possible, forward)
     if isinstance(cost, str):
-        if config.budget_gib is not None:
-            raise BadInputError(
-                f"memory.budget_gib: what the blocks keep {cost}; take memory.checkpointing=blocks, or names"
-            )
         line = f"activation checkpointing: {_few(chosen)}; what it saves {cost}"
         return [possible[name] for name in chosen], [line]
-    if uncalled := [name for name in chosen if name not in cost.blocks]:
+    if uncalled := [name for name in chosen if name not in cost.saved]:
         raise BadInputError(
             f"memory.names: the model never calls '{uncalled[0]}' itself (as an attention does with its "
             "projection, whose weights it reads); name what lies around it"
         )
-    if config.budget_gib is not None:
-        chosen = cheapest(cost, config.budget_gib * GIB)
-    line = _cost_line(cost, chosen)
-    if chosen and timed:
-        line += _time_line(model, cost, chosen, forward, device)
-    return [possible[name] for name in chosen], [line]
+    return [possible[name] for name in chosen], [_cost_line(cost, chosen)]
 
 
 def _forward(
@@ -188,7 +178,7 @@ def _counted(recipe: Recipe, task: Task, model: nn.Module, possible: dict[str, n
     try:
         with without_values(task, model) as twin:
             forward = _forward(recipe, twin, model, torch.device("cpu"))
-            return measure(model, possible, forward, timed=False)
+            return measure(model, possible, forward)
     except BadInputError:
         raise
     except Exception as error:  # code that asks for values
@@ -197,30 +187,11 @@ def _counted(recipe: Recipe, task: Task, model: nn.Module, possible: dict[str, n
 
 def _cost_line(cost: ModelCost, chosen: list[str]) -> str:
     kept = f"{cost.kept() / MIB:,.1f}"
-    if not chosen:
-        return (
-            f"activation checkpointing: a micro-batch keeps {kept} MiB of activations, which fit as they are"
-        )
     return (
         f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
         f"{cost.kept(chosen) / MIB:,.1f} MiB of activations, and backward {cost.again(chosen) / MIB:,.1f} "
         f"more for the block that it computes again, instead of {kept}"
     )
-
-
-def _time_line(
-    model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
-) -> str:
-    originals = {name: model.get_submodule(name).forward for name in chosen}
-    for name in chosen:
-        recompute(model.get_submodule(name))
-    step = seconds_of_step(model, forward, device)
-    for name, original in originals.items():
-        model.get_submodule(name).forward = original
-    again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
-    # The rest of a step is at least the backward pass of what is computed again.
-    more = again / max(step - again, again)
-    return f", for about {more:.0%} more time (measured here without compiling)"
 
 
 def _missing_somewhere(missing: str | None, world: World) -> str | None:
