@@ -18,6 +18,7 @@ from trainer.errors import BadInputError
 ASK = {"role": "user", "content": "what is it"}
 ANSWER = {"role": "assistant", "content": "the cat"}
 TALK = {"messages": [ASK, ANSWER]}
+CALL = {"name": "f", "arguments": {"a": 1}}
 
 
 @pytest.fixture
@@ -100,7 +101,16 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "only parts of type text"),
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "weight is 0.5, and should be 0 or 1"),
         ({"conversations": [{"from": "observation", "value": "a"}]}, "from 'observation': human, gpt"),
-        ({**TALK, "tools": "["}, "tools: not JSON"),
+        ({**TALK, "tools": "["}, r"tools is '\[': not JSON"),
+        ({**TALK, "tools": {"name": "f"}}, "tools is {'name': 'f'}, and should be a list of objects"),
+        ({**TALK, "tools": ["f"]}, "tools is 'f': not JSON"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": "f()"}]}, r"messages\[1\]: tool_calls is 'f\(\)': not"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [3]}]}, "tool_calls holds 3, and should hold objects"),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": [CALL | {"arguments": "[1]"}]}]},
+            r"arguments is \[1\], and",
+        ),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "the chat template leaves tool_calls out"),
     ],
 )
 def test_a_row_that_cannot_be_meant_is_named(row: Any, says: str, chat: Chat, tmp_path: Path) -> None:
@@ -140,6 +150,17 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
     ]
     notes = "\n".join(found.notes)
     assert "4 rows of" in notes
+    odd = {"messages": [ASK, {**ANSWER, "name": "a", "thinking": "hm"}], "tools": [CALL]}
+    more = [odd, {"text": "a", "completion": "b"}, {**TALK, "prompt": "a"}]
+    found = tokenized(Split((lines(tmp_path / "c.jsonl", *more),)), chat, "completions", 99)
+    reads = "which the chat template doesn't read (c.jsonl: line 1)"
+    assert [str(one) for one in found.left_out] == [
+        f"1 conversation with 'name' in messages, {reads}",
+        f"1 conversation with 'reasoning_content' in messages, {reads}",
+        f"1 conversation with 'tools', {reads}",
+        "1 row with 'completion', which isn't read (c.jsonl: line 2)",
+        "1 row with 'prompt', which isn't read (c.jsonl: line 3)",
+    ]
     assert "1 texts are longer than language.sequence_length, and cut" in notes
     assert "1 rows hold the text of a special token" in notes and "a.jsonl: line 13: <|im_end|>" in notes
     with pytest.raises(BadInputError, match=r"nothing to learn from is left \(1 conversation of more than 5"):
@@ -168,7 +189,8 @@ def test_lines_with_a_byte_order_mark_and_carriage_returns(chat: Chat, tmp_path:
         texts(chat, Split((file,)))
 
 
-def test_rows_of_parquet_and_arrow_are_those_of_lines(chat: Chat, tmp_path: Path) -> None:
+def test_rows_of_parquet_and_arrow_are_those_of_lines(tmp_path: Path) -> None:
+    chat = open_tokenizer(chat_folder(tmp_path / "chat", "qwen3"))
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

@@ -232,8 +232,9 @@ class DataConfig(LoaderConfig):
             raise ValueError(
                 "data.mix names all sets to learn from; put data.path among them, with its weight"
             )
-        if odd := next((name for name, one in self.mix.items() if not one > 0), None) or not self.mix:
-            raise ValueError(f"data.mix: give a weight above 0 to each set (of {odd})")
+        odd = [name for name, weight in self.mix.items() if not 0 < weight < math.inf]
+        if odd or not self.mix:
+            raise ValueError(f"data.mix: give a weight above 0 to each set{f' (of {odd[0]})' if odd else ''}")
         if self.class_weights is not None:
             raise ValueError("data.mix and data.class_weights are two ways to draw; leave one of them out")
         return self

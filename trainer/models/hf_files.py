@@ -18,12 +18,13 @@ from trainer.host.here import from_here
 from trainer.host.strict_json import parse
 from trainer.models.hub import FILE, NoSuchFileError, hub_file
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_ADAPTER = "adapter_config.json"
 INDEX = f"{FILE}.index.json"
 # What belongs to the text and not to the weights; a folder need not have each.
 TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model"),
 )
 _REPOSITORY = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w-][\w./-]*)", re.ASCII)
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)  # no way out of the folder
@@ -64,6 +65,11 @@ def find_model(name: str) -> HfModel:
             f"{what}: there is no folder {folder}; give hf/FOLDER with {CONFIG} and {FILE}, or "
             "hf/OWNER/REPO@REVISION of the hub"
         )
+    if (folder / _ADAPTER).exists():
+        raise BadInputError(
+            f"{what}: {folder} holds {_ADAPTER}, what LoRA learned beside another model; merge the two first "
+            "(peft: merge_and_unload(), then save_pretrained())"
+        )
     if not (folder / CONFIG).exists():
         raise BadInputError(f"{what}: {folder} holds no {CONFIG}: give a folder that save_pretrained() wrote")
     return HfModel(folder, name, None)
@@ -86,7 +92,7 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
 
 def generation_config(folder: Path) -> dict[str, Any]:
     """What a model's folder says of generation; nothing where it says nothing."""
-    file = folder / "generation_config.json"
+    file = folder / GENERATION
     return _json(f"model.name={HF}{folder}", file) if file.exists() else {}
 
 

@@ -28,7 +28,7 @@ _TENTH = 10
 _ROWS = 64  # of Parquet that are read at once
 _MOST_BYTES = 4 << 30  # that a group of such rows may inflate to
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_THOUGHT = ("reasoning_content", "thinking", "reasoning")
+THOUGHT = ("reasoning_content", "thinking", "reasoning")  # names of what a model thought, in a message
 _TOLD = 6  # names, in a message
 # Half of a pair, which is no text; and what Unicode reserves, which marks places here.
 _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
@@ -293,6 +293,14 @@ def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> 
     return Plain("", prompt + completion) if learn == "all" else Plain(prompt, completion)
 
 
+def unread_names(row: Mapping[str, Any], column: str | None) -> list[str]:
+    """Names in a row that `sample_of` reads nothing of."""
+    kind = _kind(row, column)
+    read = ("prompt", "completion") if kind == "prompt" else (kind if column is None else column,)
+    tools = kind in ("messages", "conversations") or any(isinstance(row.get(one), list) for one in read)
+    return [name for name in row if name not in (*read, *("tools",) * tools)]
+
+
 def _kind(row: Mapping[str, Any], column: str | None) -> str:
     if column not in (None, "prompt", "completion"):
         if column not in row:
@@ -315,12 +323,8 @@ def _talk(messages: Sequence[Mapping[str, Any]], first: int, tools: Any, learn: 
     counting = [number for number in said if number >= first and messages[number].get("weight", 1)]
     if not counting:
         raise SkippedError("conversation{s} without an assistant turn to learn from")
-    if isinstance(tools, str):
-        try:
-            tools = strict_json.parse(tools.encode())
-        except ValueError as error:
-            raise RowError(f"tools: {error}") from error
-    return Talk(messages, counting[-1:] if learn == "last" else counting, tools or None)
+    tools = _objects(tools, "tools") if tools else None
+    return Talk(messages, counting[-1:] if learn == "last" else counting, tools)
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -347,17 +351,52 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise RowError(f"{where}: role is {_shown(role)}, and should be user, assistant or system")
     if value.get("weight", 1) not in (0, 1):
         raise RowError(f"{where}: weight is {_shown(value['weight'])}, and should be 0 or 1")
-    if content is None and not value.get("tool_calls"):
+    if calls := value.get("tool_calls"):
+        calls = [_call(one, f"{where}: tool_calls") for one in _objects(calls, f"{where}: tool_calls")]
+        value = {**value, "tool_calls": calls}
+    if content is None and not calls:
         raise RowError(f"{where}: has no content")
     if isinstance(content, list):
         content = "".join(_part(one, where) for one in content)
     # As transformers gives templates what a model thought, by whichever of its names they read.
-    thought = next((value[name] for name in _THOUGHT if value.get(name) is not None), None)
+    thought = next((value[name] for name in THOUGHT if value.get(name) is not None), None)
     named = (
         {} if thought is None else {"thinking": value.get("thinking", thought), "reasoning_content": thought}
     )
     text = "" if content is None else _string(content, f"{where}: content")
     return {**value, **named, "content": text}
+
+
+def _objects(value: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects; files of columns hold the list, or each object, as JSON in a string."""
+    found = _parsed(value, where)
+    if not isinstance(found, list):
+        raise RowError(f"{where} is {_shown(found)}, and should be a list of objects")
+    found = [_parsed(one, where) for one in found]
+    if odd := [one for one in found if not isinstance(one, dict)]:
+        raise RowError(f"{where} holds {_shown(odd[0])}, and should hold objects")
+    return found
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object: a string would be quoted again by a template."""
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": _call(inner, where)}
+    if "arguments" not in call:
+        return call
+    arguments = _parsed(call["arguments"] or {}, f"{where}: arguments")
+    if not isinstance(arguments, dict):
+        raise RowError(f"{where}: arguments is {_shown(arguments)}, and should be an object")
+    return {**call, "arguments": arguments}
+
+
+def _parsed(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return strict_json.parse(value.encode())
+    except ValueError as error:
+        raise RowError(f"{where} is {_shown(value)}: {error}") from error
 
 
 def _weight_of(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,24 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.data.formats.chat import Chat, ChatError
 from trainer.data.formats.chat_template import TODAY
-from trainer.data.formats.conversations import READ, Plain, RowError, SkippedError, Split, Talk, sample_of
+from trainer.data.formats.conversations import (
+    Plain,
+    RowError,
+    SkippedError,
+    Split,
+    Talk,
+    sample_of,
+    unread_names,
+)
 from trainer.data.formats.text import Text, smallest_type
-from trainer.data.formats.turns import Counted, counted, turns
+from trainer.data.formats.turns import Counted, counted, turns, unread_keys
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 1  # of the cache: raised where the same rows become other tokens
+_LAYOUT = 2  # of the cache: raised where the same rows become other tokens
 _BATCH = 512  # rows that are tokenized together
 _NEVER = re.compile(r"(?!)")
 
@@ -136,14 +144,20 @@ def _made(split: Split, chat: Chat, learn: str, length: int) -> _Parts:
 def _prepared(split: Split, chat: Chat, learn: str, told: _Tally) -> Iterator[_Prepared]:
     control = re.compile("|".join(map(re.escape, chat.controls))) if chat.controls else _NEVER
     for where, row in split.rows():
-        unread = (name for name in row if name not in (*READ, split.column))
-        told.left_out += [_left(f"row{{s}} with {name!r}, which isn't read", where) for name in unread]
         try:
             sample = sample_of(row, learn, split.column)
+            names = unread_names(row, split.column)
+            told.left_out += [_left(f"row{{s}} with {name!r}, which isn't read", where) for name in names]
             if isinstance(sample, Plain):
                 yield _plain(where, sample, chat)
                 continue
-            yield _talk(where, sample, chat, learn)
+            talk = _talk(where, sample, chat, learn)
+            unread = unread_keys(chat, sample.messages, sample.tools, talk.text)
+            told.left_out += [
+                _left(f"conversation{{s}} with {what}, which the chat template doesn't read", where)
+                for what in unread
+            ]
+            yield talk
         except SkippedError as reason:
             told.left_out.append(_left(str(reason), where))
             continue

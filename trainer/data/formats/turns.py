@@ -1,7 +1,7 @@
 """Which part of a rendered conversation an assistant writes, as places in the text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from trainer.data.formats.chat import Chat, ChatError, Encoded, Message
 from trainer.data.formats.chat_template import Spans
+from trainer.data.formats.conversations import THOUGHT
 from trainer.rng import Ints
 
 _PROBE = "\ufdd2"  # no character, by Unicode's definition: nothing that is read holds it
@@ -138,6 +139,30 @@ def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
                 f"the chat template leaves message {number + 1} (role {message['role']!r}) out; take it out, "
                 "or put it into another message"
             )
+
+
+def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) -> Iterator[str]:
+    """Keys of messages, and the tools, that a conversation's text would be the same without.
+
+    Raises:
+        ChatError: If calls of tools are among them: the assistant would learn to say nothing there.
+    """
+    keys = sorted({key for one in messages for key in one} - {"role", "content", "weight"})
+    for group in dict.fromkeys(THOUGHT if key in THOUGHT else (key,) for key in keys):
+        without = [{key: one[key] for key in one if key not in group} for one in messages]
+        try:
+            unread = chat.render(without, tools) == text
+        except ChatError:
+            continue
+        if unread and "tool_calls" in group and any(one.get("tool_calls") for one in messages):
+            raise ChatError(
+                "the chat template leaves tool_calls out; use the template of a model that calls tools, or "
+                "put the calls into content"
+            )
+        if unread:
+            yield f"{group[0]!r} in messages"
+    if tools and chat.render(messages) == text:
+        yield "'tools'"
 
 
 def counted(chat: Chat, text: str, encoded: Encoded, spans: Spans) -> Counted:
