@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
-from trainer.data.formats.conversations import Talk, sample_of
+from trainer.data.formats.messages import Talk, sample_of
 from trainer.data.formats.turns import counted, turns
 from trainer.errors import BadInputError
 

@@ -112,6 +112,7 @@ def test_sets_of_conversations_are_mixed(sets: Path) -> None:
         ({"class_weights": "balanced"}, "two ways to draw"),
         ({"mix": {"a": 0}}, "a weight above 0 to each set .of .*a"),
         ({"mix": {}}, "a weight above 0"),
+        ({"mix": {"a": float("inf")}}, "finite number"),
         ({"name": "stdlib"}, "data.mix is for data.name=conversations"),
     ],
 )

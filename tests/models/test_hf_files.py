@@ -67,6 +67,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no_config": (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
     "outward": (link_outward, "is a link, which may lead anywhere"),
     "pickle": (pickled, r"pytorch_model\.bin is a pickle"),
+    "adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        "adapter_config.json, what LoRA learned",
+    ),
     "none": (lambda f: (f / "model.safetensors").unlink(), r"holds no model\.safetensors"),
     "shard_outward": (lambda f: to_shards(f, ("../a.safetensors", "b.safetensors")), r"names '\.\./a\.saf"),
     "missing": (

@@ -232,7 +232,7 @@ class DataConfig(LoaderConfig):
             raise ValueError(
                 "data.mix names all sets to learn from; put data.path among them, with its weight"
             )
-        odd = [name for name, weight in self.mix.items() if not 0 < weight < math.inf]
+        odd = [name for name, weight in self.mix.items() if weight <= 0]
         if odd or not self.mix:
             raise ValueError(f"data.mix: give a weight above 0 to each set{f' (of {odd[0]})' if odd else ''}")
         if self.class_weights is not None:

@@ -344,9 +344,14 @@ def generated(
     """
     longest = model.sequence_length
     assert isinstance(longest, int)
-    tokens = prompt
+    cached = hasattr(model, "following")
+    tokens, done, cache = prompt, 0, model.cache() if cached else None  # type: ignore[operator]
     for _ in range(count):
-        logits = model(tokens[None, -longest:])[0, -1].float()
+        if cached and len(tokens) <= longest:
+            logits = model.following(tokens[None, done:], cache).float()  # type: ignore[operator]
+            done = len(tokens)
+        else:  # places are counted from the first token that is seen: what was kept is of others
+            logits = model(tokens[None, -longest:])[0, -1].float()
         if temperature == 0:
             chosen = logits.argmax().view(1)
         else:

@@ -6,6 +6,7 @@ window see no further. And the head is applied here, so that the logits of many 
 memory. Names of parameters are those of the library's files.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ class HfLanguage(nn.Module):
         self._body, self._head = causal.base_model_prefix, _head_of(causal)
         self._legacy = [re.compile(one) for one in causal._keys_to_ignore_on_load_unexpected or ()]
         self._windows = _windows(config)
+        taken = inspect.signature(type(causal.base_model).forward).parameters
+        self._cached = "cache" if "cache" in taken else "past_key_values"  # before 5.24 of the library
         divided = float(getattr(config, "logits_scaling", None) or 1.0)
         factor = float(getattr(config, "logit_scale", None) or 1.0) / divided
         self._scaling = Scaling(factor, getattr(config, "final_logit_softcapping", None))
@@ -81,8 +84,26 @@ class HfLanguage(nn.Module):
         head = getattr(self, self._head)
         return self._scaling.of(head(hidden, weight) if self._tied else head(hidden))
 
-    def _hidden(self, tokens: torch.Tensor, segment: torch.Tensor | None) -> torch.Tensor:
-        place = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    def cache(self) -> Any:
+        """An empty cache of keys and values, for `following`."""
+        from transformers import DynamicCache
+
+        return DynamicCache()
+
+    def following(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Logits (vocabulary,) after a text that goes on: `cache` holds what was given before.
+
+        Args:
+            tokens: int64 (1, length); of length 1 unless the cache is empty.
+            cache: From `cache`; what these tokens add is put into it.
+        """
+        hidden = self._hidden(tokens, None, cache)[0, -1]
+        head = getattr(self, self._head)
+        return self._scaling.of(head(hidden, self._of_head()[0]) if self._tied else head(hidden))
+
+    def _hidden(self, tokens: torch.Tensor, segment: torch.Tensor | None, cache: Any = None) -> torch.Tensor:
+        before = 0 if cache is None else cache.get_seq_length()
+        place = (before + torch.arange(tokens.shape[1], device=tokens.device)).expand(tokens.shape)
         if segment is not None:
             place = place_in_segment(segment)
         body = getattr(self, self._body)
@@ -90,8 +111,9 @@ class HfLanguage(nn.Module):
         made = body(
             inputs_embeds=body.get_input_embeddings()(tokens),
             position_ids=place,
-            use_cache=False,
-            seen=_seen(segment, tokens, self._windows),
+            use_cache=cache is not None,
+            **({} if cache is None else {self._cached: cache}),
+            seen=_seen(segment, tokens, self._windows, before),
         )
         hidden: torch.Tensor = made.last_hidden_state
         return hidden
@@ -254,19 +276,21 @@ def _windows(config: Any) -> tuple[int, ...]:
 # --- attention ---
 
 
-def _seen(segment: torch.Tensor | None, tokens: torch.Tensor, windows: Sequence[int]) -> _Masks:
+def _seen(
+    segment: torch.Tensor | None, tokens: torch.Tensor, windows: Sequence[int], before: int = 0
+) -> _Masks:
     """Which place sees which, bool (n or 1, 1, length, length), by the width of a window; 0: without one.
 
-    None stands for all before it.
+    None stands for all before it, and `before` for how many tokens a cache holds: so many more columns.
     """
-    length, device = tokens.shape[1], tokens.device
+    length, device = before + tokens.shape[1], tokens.device
     every = None if segment is None else pairs_mask(segment)
     masks: dict[int, torch.Tensor | None] = {0: every}
     for window in windows:
         masks[window] = every
         if window < length:
             place = torch.arange(length, device=device)
-            back = place[:, None] - place
+            back = place[before:, None] - place
             near = (back >= 0) & (back < window)
             masks[window] = near[None, None] if every is None else near & every
     return masks
@@ -306,7 +330,7 @@ def _attend(
             value,
             mask,
             dropout,
-            is_causal=mask is None,
+            is_causal=mask is None and query.shape[2] > 1,  # a single query is the last place, and sees all
             scale=scaling,
             enable_gqa=groups > 1 and mask is None,
         )
@@ -324,7 +348,8 @@ def _capped(
 ) -> torch.Tensor:
     """Attention with capped scores, which torch's kernels don't have: all pairs at once."""
     if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        queries, keys = query.shape[2], key.shape[2]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scaling(scale, cap).of(query @ key.transpose(2, 3))
     scores = scores.masked_fill(~mask, float("-inf"))

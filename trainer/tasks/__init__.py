@@ -89,6 +89,15 @@ class Summarizing(Task, Protocol):
 
 
 @runtime_checkable
+class Deriving(Protocol):
+    """A task with metrics that follow from others of the whole set."""
+
+    def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Further metrics, such as perplexity from the loss."""
+        ...
+
+
+@runtime_checkable
 class Checked(Protocol):
     """A task with more to look at before there are ranks than opening its data does."""
 

@@ -14,18 +14,11 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.data.formats.chat import Chat, ChatError
 from trainer.data.formats.chat_template import TODAY
-from trainer.data.formats.conversations import (
-    Plain,
-    RowError,
-    SkippedError,
-    Split,
-    Talk,
-    sample_of,
-    unread_names,
-)
+from trainer.data.formats.conversations import RowSplit
+from trainer.data.formats.messages import Continuation, RowError, SkippedError, Talk, sample_of, unread_names
 from trainer.data.formats.text import Text, smallest_type
 from trainer.data.formats.turns import Counted, counted, turns, unread_keys
-from trainer.data.left_out import LeftOut, one, tally
+from trainer.data.left_out import LeftOut, by_suffix, one, tally
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import written_whole
@@ -92,7 +85,7 @@ class _Tally:
             yield f"the chat template asks for today's date and is given {TODAY}, so that runs repeat"
 
 
-def tokenized(split: Split, chat: Chat, learn: str, length: int) -> Tokenized:
+def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized:
     """Returns rows as tokens, from the cache if they are there.
 
     Args:
@@ -120,7 +113,7 @@ def tokenized(split: Split, chat: Chat, learn: str, length: int) -> Tokenized:
 _Parts = tuple["np.ndarray", "np.ndarray", "np.ndarray", tuple[LeftOut, ...], tuple[str, ...]]
 
 
-def _made(split: Split, chat: Chat, learn: str, length: int) -> _Parts:
+def _made(split: RowSplit, chat: Chat, learn: str, length: int) -> _Parts:
     told, found = _Tally(), list[Counted]()
     batch = list[_Prepared]()
     for row in _prepared(split, chat, learn, told):
@@ -133,22 +126,24 @@ def _made(split: Split, chat: Chat, learn: str, length: int) -> _Parts:
     if not found:
         why = "; ".join(map(str, left_out)) or "it has no rows"
         raise BadInputError(f"{split.files[0]}: nothing to learn from is left ({why})")
-    sizes = np.array([len(one.ids) for one in found], np.int64)
-    tokens = np.concatenate([one.ids for one in found]).astype(smallest_type(chat.vocabulary))
-    counts = np.concatenate([one.counts for one in found]).astype(np.uint8)
+    beside = (one(f"{by_suffix(name)} beside the files that are read", name) for name in split.beside)
+    left_out = tally([*left_out, *beside])
+    sizes = np.array([len(each.ids) for each in found], np.int64)
+    tokens = np.concatenate([each.ids for each in found]).astype(smallest_type(chat.vocabulary))
+    counts = np.concatenate([each.counts for each in found]).astype(np.uint8)
     begins = np.cumsum(sizes) - sizes
     told.tokens, told.counting = len(tokens), int(counts.sum() - counts[begins].sum())
     return tokens, begins, counts, left_out, tuple(told.told(chat, len(found)))
 
 
-def _prepared(split: Split, chat: Chat, learn: str, told: _Tally) -> Iterator[_Prepared]:
+def _prepared(split: RowSplit, chat: Chat, learn: str, told: _Tally) -> Iterator[_Prepared]:
     control = re.compile("|".join(map(re.escape, chat.controls))) if chat.controls else _NEVER
     for where, row in split.rows():
         try:
             sample = sample_of(row, learn, split.column)
             names = unread_names(row, split.column)
             told.left_out += [_left(f"row{{s}} with {name!r}, which isn't read", where) for name in names]
-            if isinstance(sample, Plain):
+            if isinstance(sample, Continuation):
                 yield _plain(where, sample, chat)
                 continue
             talk = _talk(where, sample, chat, learn)
@@ -177,7 +172,7 @@ def _name(where: str) -> str:
     return where.rpartition("/")[2]
 
 
-def _plain(where: str, sample: Plain, chat: Chat) -> _Prepared:
+def _plain(where: str, sample: Continuation, chat: Chat) -> _Prepared:
     if chat.eos is None:
         raise RowError(
             f"{chat.folder}: tokenizer_config.json names no eos_token, by which a text ends; add it"

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from trainer.data.formats.chat import Chat, ChatError, Encoded, Message
 from trainer.data.formats.chat_template import Spans
-from trainer.data.formats.conversations import THOUGHT
+from trainer.data.formats.messages import THOUGHT
 from trainer.rng import Ints
 
 _PROBE = "\ufdd2"  # no character, by Unicode's definition: nothing that is read holds it
