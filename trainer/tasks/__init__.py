@@ -90,10 +90,10 @@ class Summarizing(Task, Protocol):
 
 @runtime_checkable
 class Deriving(Protocol):
-    """A task with metrics that follow from others of the whole set."""
+    """A task with figures that follow from metrics, such as perplexity from the loss."""
 
     def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Further metrics, such as perplexity from the loss."""
+        """Returns the figures for a row of all sets' metrics; a run's proof holds the metrics alone."""
         ...
 
 

@@ -207,11 +207,12 @@ class Language:
         return figures
 
     def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Perplexity of a model of tokens: of bytes the field tells bits."""
-        if self._bytes:
-            return {}
-        loss = metrics["loss"]
-        return {"perplexity": math.inf if loss > _LARGEST_LOSS else math.exp(loss)}
+        """Perplexity of each set, of a model of tokens: for bytes the field has bits."""
+        losses = {} if self._bytes else {name: one for name, one in metrics.items() if name.endswith("loss")}
+        return {
+            f"{name.removesuffix('loss')}perplexity": math.inf if loss > _LARGEST_LOSS else math.exp(loss)
+            for name, loss in losses.items()
+        }
 
     def given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens and targets, int64 (n, length), targets that don't count being -100; and segments."""

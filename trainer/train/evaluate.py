@@ -16,7 +16,7 @@ from trainer.errors import BadInputError
 from trainer.models.modes import in_evaluation_mode
 from trainer.models.precision import autocast
 from trainer.observe.phases import enter_phase
-from trainer.tasks import Deriving, Task
+from trainer.tasks import Task
 from trainer.train.measured import Measured, summarized
 from trainer.train.state import Run
 
@@ -110,8 +110,7 @@ def evaluate(
             metrics[name] = float(table[:real].sum()) / count
         else:
             rows[name] = table[:real].flatten(0, 1)[: share.plan.samples].cpu()
-    metrics |= summarized(task, rows, world) if rows else {}
-    return {**metrics, **task.derived(metrics)} if isinstance(task, Deriving) else metrics
+    return metrics | summarized(task, rows, world) if rows else metrics
 
 
 def next_evaluation(config: EvaluationConfig, plan: Plan, done: int) -> int:

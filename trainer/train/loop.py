@@ -9,6 +9,7 @@ from trainer.launch.worker import requested
 from trainer.observe.log import MetricLogger
 from trainer.observe.memory import after_evaluation, memory_row
 from trainer.observe.phases import enter_phase
+from trainer.tasks import Deriving
 from trainer.train.anomaly import AnomalyDetector, Finding
 from trainer.train.evaluate import evaluate_run, next_evaluation, out_of_patience
 from trainer.train.outputs import Outputs
@@ -128,7 +129,8 @@ def _evaluate(run: Run, logger: MetricLogger) -> bool:
     if freed := after_evaluation(run.recipe.memory, run.world.device):
         _tell_memory(run, logger, "evaluation", freed)
     step = run.state.step
-    logger.emit({"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics})
+    row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics}
+    logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
     return best
 
 
