@@ -129,7 +129,7 @@ def test_a_run_on_a_mix_resumes_to_the_same_bits_also_where_its_files_moved(sets
     done = attempt(parts, recipe(elsewhere))
     assert done.code == 0, done.line
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
-    for row in read_rows(parts, "eval"):
+    for row in read_rows(parts, ("eval",)):
         for name in ("", "eval/b/"):
             assert row[f"{name}perplexity"] == math.exp(row[f"{name}loss"])
 

@@ -329,6 +329,7 @@ def generated(
     count: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    whole: bool = False,
 ) -> Iterator[int]:
     """Continues a text, token by token.
 
@@ -338,13 +339,14 @@ def generated(
         count: Tokens to add.
         temperature: The logits are divided by it; 0 takes the likeliest token each time.
         generator: Where the random numbers come from; of the same device.
+        whole: Whether each token computes the whole text again, by a call of the model as in training.
 
     Yields:
         Each token that is added.
     """
     longest = model.sequence_length
     assert isinstance(longest, int)
-    cached = hasattr(model, "following")
+    cached = hasattr(model, "following") and not whole
     tokens, done, cache = prompt, 0, model.cache() if cached else None  # type: ignore[operator]
     for _ in range(count):
         if cached and len(tokens) <= longest:

@@ -90,10 +90,13 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def generation_config(folder: Path) -> dict[str, Any]:
-    """What a model's folder says of generation; nothing where it says nothing."""
-    file = folder / GENERATION
-    return _json(f"model.name={HF}{folder}", file) if file.exists() else {}
+def end_tokens(name: str, eos: int | None) -> set[int]:
+    """Tokens that end an answer: a tokenizer's, and those of a model's generation_config.json."""
+    ends = {eos}
+    if name.startswith(HF) and (file := model_folder(name) / GENERATION).exists():
+        more = _json(f"model.name={name}", file).get("eos_token_id")
+        ends |= set(more if isinstance(more, list) else [more])
+    return {one for one in ends if isinstance(one, int)}
 
 
 def hf_vocabulary(name: str, of_text: int) -> int:

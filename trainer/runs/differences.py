@@ -23,6 +23,8 @@ FREE = (
     "data.cache_limit",
     "data.check",
     "data.mix*",  # sizes and shares are compared with the data, as its order
+    "language.prompts",
+    "language.answer_tokens",
     "language.tokenizer",  # so is what a tokenizer makes of the text
     "data.workers",
     "data.prefetch",

@@ -11,6 +11,7 @@ from trainer.observe.memory import after_evaluation, memory_row
 from trainer.observe.phases import enter_phase
 from trainer.tasks import Deriving
 from trainer.train.anomaly import AnomalyDetector, Finding
+from trainer.train.answers import answers
 from trainer.train.evaluate import evaluate_run, next_evaluation, out_of_patience
 from trainer.train.outputs import Outputs
 from trainer.train.state import Run
@@ -131,6 +132,10 @@ def _evaluate(run: Run, logger: MetricLogger) -> bool:
     step = run.state.step
     row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics}
     logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
+    enter_phase("evaluation")
+    if answered := answers(run):
+        logger.emit(answered)
+    enter_phase("logging")
     return best
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from trainer.config.models import HF
 from trainer.data.formats.encoders import Encoder, read_tokenizer
 from trainer.data.formats.text import decode, encode
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.gpt import generate, generated
-from trainer.models.hf_files import generation_config, model_folder
+from trainer.models.hf_files import end_tokens
+from trainer.tasks.conversations import prompt_tokens
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun
 
@@ -48,13 +48,8 @@ def _chat(
         raise BadInputError("a model of conversations answers: give --prompt TEXT, what a user says")
     if options.tokenizer is not None:
         raise BadInputError("--tokenizer: a run on conversations has its own; leave it out")
-    try:
-        text = chat.render([{"role": "user", "content": options.prompt}], generation_prompt=True)
-    except ValueError as error:
-        raise BadInputError(f"--prompt: {error}") from error
-    (asked,) = chat.encode([text])
-    begun = torch.from_numpy(asked.ids).to(device)
-    ends, added, shown = _ends(run, chat), list[int](), ""
+    begun = torch.from_numpy(prompt_tokens(chat, options.prompt, "--prompt")).to(device)
+    ends, added, shown = end_tokens(run.recipe.model.name, chat.eos), list[int](), ""
     for token in generated(run.model.to(device), begun, options.tokens, options.temperature, random):
         if token in ends:
             break
@@ -65,15 +60,6 @@ def _chat(
             shown = whole
     print(_harmless(chat.tokenizer.decode(added)[len(shown) :]))
     return EXIT_DONE
-
-
-def _ends(run: OpenedRun, chat: Any) -> set[int]:
-    """Tokens that end a turn: the tokenizer's, and those of generation_config.json beside it."""
-    ends = {chat.eos}
-    if run.recipe.model.name.startswith(HF):
-        more = generation_config(model_folder(run.recipe.model.name)).get("eos_token_id")
-        ends |= set(more if isinstance(more, list) else [more])
-    return ends - {None}
 
 
 def _encoder(given: str | None, trained: str) -> Encoder | None:
