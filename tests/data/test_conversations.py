@@ -247,6 +247,13 @@ def test_files_of_a_split(tmp_path: Path) -> None:
     beside = {name: splits_of(tmp_path / name, None)[0].beside for name in "abcd"}
     wanted = {"a": ("old.jsonl",), "b": (), "c": ("more.jsonl.gz",), "d": ("README.md", "extra.csv")}
     assert beside == wanted
+    (tmp_path / "d" / "data" / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(BadInputError, match=r"holds 1 of the 2 files train-…-of-00002; fetch the others"):
+        splits_of(tmp_path / "d", None)
+    lines(tmp_path / "a" / "train.parquet")
+    with pytest.raises(BadInputError, match=r"train\.jsonl and train\.parquet may hold the same rows"):
+        splits_of(tmp_path / "a", None)
+    (tmp_path / "a" / "train.parquet").unlink()
     with pytest.raises(BadInputError, match=r"nothing to measure on: other\.jsonl"):
         splits_of(tmp_path / "a", "other")
     with pytest.raises(BadInputError, match=r"holds no \.jsonl or \.parquet"):

@@ -85,13 +85,13 @@ class HfLanguage(nn.Module):
         return self._scaling.of(head(hidden, weight) if self._tied else head(hidden))
 
     def cache(self) -> Any:
-        """An empty cache of keys and values, for `following`."""
+        """Returns an empty cache of keys and values, for `following`."""
         from transformers import DynamicCache
 
         return DynamicCache()
 
     def following(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Logits (vocabulary,) after a text that goes on: `cache` holds what was given before.
+        """Logits (vocabulary,) after the last token of a text whose earlier tokens are in `cache`.
 
         Args:
             tokens: int64 (1, length); of length 1 unless the cache is empty.
@@ -119,7 +119,7 @@ class HfLanguage(nn.Module):
         return hidden
 
     def _of_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's weight, with what LoRA adds to it, and its bias."""
+        """Returns the head's weight, LoRA's product added to it, and its bias."""
         if self._tied:
             return getattr(self, self._body).get_input_embeddings().weight, None
         head = getattr(self, self._head)
@@ -133,7 +133,7 @@ class HfLanguage(nn.Module):
     ) -> tuple[dict[str, str], str]:
         """Names of tensors in the library's files by our own, and a note for people.
 
-        What older versions wrote and nobody reads is left out; a body alone stands there without its prefix.
+        Tensors of older versions that no module reads are left out; files of a body alone lack its prefix.
 
         Args:
             names: Of all tensors in the files.
@@ -171,7 +171,7 @@ class HfLanguage(nn.Module):
 
 
 def hf_model(name: str, sequence_length: int) -> HfLanguage:
-    """A new model whose weights are zero: they are to be loaded.
+    """Builds a model whose weights are zero, to be loaded.
 
     Args:
         name: As model.name has it.
@@ -206,7 +206,7 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
 
 
 def _library(name: str) -> Any:
-    """The library, which knows our attention then."""
+    """Imports the library, and registers our attention with it."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         raise BadInputError(
             f"model.name={name} needs torch 2.6 or newer, as transformers does (this is "
@@ -279,9 +279,9 @@ def _windows(config: Any) -> tuple[int, ...]:
 def _seen(
     segment: torch.Tensor | None, tokens: torch.Tensor, windows: Sequence[int], before: int = 0
 ) -> _Masks:
-    """Which place sees which, bool (n or 1, 1, length, length), by the width of a window; 0: without one.
+    """Attention masks by the width of a window (0: none), bool (n or 1, 1, length, before + length).
 
-    None stands for all before it, and `before` for how many tokens a cache holds: so many more columns.
+    None is a causal mask. `before` is the number of tokens in a cache, in columns before those of `tokens`.
     """
     length, device = before + tokens.shape[1], tokens.device
     every = None if segment is None else pairs_mask(segment)

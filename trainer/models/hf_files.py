@@ -46,7 +46,7 @@ class HfModel(NamedTuple):
 
 
 def model_folder(name: str) -> Path:
-    """The folder of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; what is of the hub is fetched if it isn't here.
+    """Returns the folder of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; fetches the hub's files once.
 
     Raises:
         BadInputError: If there is no such model, or it can't be had.
@@ -55,7 +55,7 @@ def model_folder(name: str) -> Path:
 
 
 def find_model(name: str) -> HfModel:
-    """The files of a model, all of them; see `model_folder`."""
+    """Finds all files of a model; see `model_folder`."""
     asked, what = name.removeprefix(HF), f"model.name={name}"
     if (named := _REPOSITORY.fullmatch(asked)) is not None:
         return _of_hub(what, named["repository"], named["revision"])
@@ -76,7 +76,7 @@ def find_model(name: str) -> HfModel:
 
 
 def read_config(name: str, folder: Path) -> dict[str, Any]:
-    """The configuration in a model's folder.
+    """Reads the configuration in a model's folder.
 
     Raises:
         BadInputError: If it can't be read, or the model wants code of its own to be run.
@@ -100,10 +100,10 @@ def end_tokens(name: str, eos: int | None) -> set[int]:
 
 
 def hf_vocabulary(name: str, of_text: int) -> int:
-    """How many tokens a model knows.
+    """Vocabulary size of a model.
 
     Args:
-        of_text: How many the text may hold.
+        of_text: Vocabulary size that the text needs.
 
     Raises:
         BadInputError: If the model knows fewer.
@@ -120,7 +120,7 @@ def hf_vocabulary(name: str, of_text: int) -> int:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files with a model's weights: one, or those that an index lists.
+    """Lists the files with a model's weights: one, or those of an index.
 
     Raises:
         BadInputError: If there are none that can be read here.
@@ -205,7 +205,7 @@ def _json(what: str, file: Path) -> dict[str, Any]:
 
 
 def _inside(what: str, file: Path) -> Path:
-    """The file, if it lies in its folder; a link of the hub's cache leads to a blob of the repository."""
+    """Returns the file, if it lies in its folder; links of the hub's cache lead to its blobs."""
     real = real_inside(file)
     if real.is_symlink():
         raise BadInputError(f"{what}: {file} is a link, which may lead anywhere; copy the file there")

@@ -32,7 +32,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class ChatError(ValueError):
-    """What is wrong with one conversation; who knows its row adds that."""
+    """Fault of a conversation; the caller adds its row."""
 
 
 class Encoded(NamedTuple):
@@ -134,7 +134,7 @@ class Chat(NamedTuple):
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Messages with the arguments of calls as objects, and as JSON, which some templates put into text."""
+    """Yields messages with arguments of calls as objects, then as the JSON that some templates need."""
     yield messages
     if any(_arguments(messages)):
         yield [_with_text(one) for one in messages]
@@ -146,7 +146,7 @@ def _arguments(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 
 
 def _with_text(value: Any) -> Any:
-    """A message, a call or a function; see `_forms`."""
+    """Writes arguments as JSON in a message, a call or a function; see `_forms`."""
     if not isinstance(value, Mapping):
         return value
     changed = dict(value)

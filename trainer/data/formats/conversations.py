@@ -1,7 +1,10 @@
 """Files of rows of text, of prompt and completion, or of messages: JSON lines, Parquet, Arrow folders."""
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ READ = (
 )  # keys of a row; others are counted
 _HELD = ("validation", "val", "valid", "test", "eval")
 _LINES = (".jsonl", ".json", ".ndjson")
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)
 _TENTH = 10
 _ROWS = 64  # of Parquet that are read at once
 _MOST_BYTES = 4 << 30  # that a group of such rows may inflate to
@@ -56,7 +60,7 @@ class RowSplit(NamedTuple):
         return digest.hexdigest()
 
     def rows(self) -> Iterator[_Row]:
-        """Where each row stands, and the row.
+        """Yields each row after its place: file and line or number.
 
         Raises:
             BadInputError: If one isn't JSON, or a file can't be read.
@@ -75,7 +79,7 @@ class RowSplit(NamedTuple):
 
 
 def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[RowSplit, RowSplit]:
-    """The rows to learn from and to measure on: by splits that are there, else each tenth is measured on.
+    """Finds the rows to learn from and to measure on: by splits in the folder, else by tenths.
 
     Args:
         path: A file; or a folder with train.jsonl, train.parquet or train/, and one to measure on beside
@@ -134,7 +138,19 @@ def _inside(folder: Path) -> tuple[Path, ...]:
     if not folder.is_dir():
         return ()
     shown = (one for one in folder.iterdir() if not one.name.startswith("."))
-    return tuple(sorted(one for one in shown if one.suffix in (*_LINES, ".parquet") and one.is_file()))
+    files = sorted(one for one in shown if one.suffix in (*_LINES, ".parquet") and one.is_file())
+    for one, other in pairwise(files):
+        if one.stem == other.stem:
+            raise BadInputError(
+                f"{folder}: {one.name} and {other.name} may hold the same rows; keep one of them"
+            )
+    numbered = Counter((found[1], int(found[2])) for one in files if (found := _NUMBERED.fullmatch(one.stem)))
+    for (name, count), there in numbered.items():
+        if there != count:
+            raise BadInputError(
+                f"{folder}: holds {there} of the {count} files {name}-…-of-{count:05}; fetch the others"
+            )
+    return tuple(files)
 
 
 def _rows(path: Path, read: Collection[str | None]) -> Iterator[_Row]:

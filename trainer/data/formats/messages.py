@@ -1,4 +1,4 @@
-"""Rows as what they mean: a conversation of messages, a prompt and how it goes on, or a text."""
+"""Meaning of rows: a conversation of messages, a prompt and its completion, or a text."""
 
 import json
 import re
@@ -15,11 +15,11 @@ _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
 
 
 class RowError(ValueError):
-    """What is wrong with a row; who knows its number adds that."""
+    """Fault of a row; the caller adds its number."""
 
 
 class SkippedError(Exception):
-    """A row that is left out, and why."""
+    """Reason to leave a row out."""
 
 
 class Talk(NamedTuple):
@@ -37,14 +37,14 @@ class Talk(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """A text, or a prompt and how it goes on: only what follows the prompt counts."""
+    """A text, or a prompt and its completion, which alone counts in the loss."""
 
     prompt: str
     completion: str
 
 
 def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> Talk | Continuation:
-    """What a row says.
+    """Parses a row.
 
     Args:
         row: Its keys and values.

@@ -1,4 +1,4 @@
-"""Which part of a rendered conversation an assistant writes, as places in the text."""
+"""Spans of a rendered conversation that an assistant writes, as places in the text."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -90,7 +90,7 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
 
 
 def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> int:
-    """Where a turn ends that is rendered otherwise as the last one; 0 if it isn't found.
+    """Finds the end of a turn that is rendered otherwise as the last one; 0 if it isn't found.
 
     A probe behind its content shows where that stands whole; the token that ends a turn follows it. After
     calls of tools it is the token that the turn would end with as the last one, before what comes next.
@@ -116,7 +116,7 @@ def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text:
 
 
 def _probed(chat: Chat, messages: Sequence[Message], number: int, content: str, tools: Any, text: str) -> int:
-    """Where the probe in a message's content comes out, if nothing else changes; else -1."""
+    """Finds the probe of a message's content in the rendered text, if nothing else changes; else -1."""
     found = chat.render(
         [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]], tools
     )
@@ -142,7 +142,7 @@ def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
 
 
 def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) -> Iterator[str]:
-    """Keys of messages, and the tools, that a conversation's text would be the same without.
+    """Yields keys of messages, and the tools, without which a conversation's text is the same.
 
     Raises:
         ChatError: If calls of tools are among them: the assistant would learn to say nothing there.
@@ -168,7 +168,7 @@ def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
 def counted(chat: Chat, text: str, encoded: Encoded, spans: Spans) -> Counted:
     """Says which tokens of a text count: those that lie wholly in a span.
 
-    Blanks behind the token that ends a turn don't: they are the template's, and nobody waits for them.
+    Blanks behind the token that ends a turn don't: they are the template's, and generation ends before them.
     """
     ids, starts, ends = encoded
     ended, counts = set(chat.added.values()), starts < 0

@@ -33,12 +33,12 @@ class MixDraws:
     shares: tuple[int, ...]
 
     def fingerprint(self) -> str:
-        """Other words for other sizes or shares."""
+        """Returns a text that differs with sizes and shares."""
         digest = hashlib.sha256(repr((self.sizes, self.shares)).encode())
         return f"mixed {digest.hexdigest()[:16]}"
 
     def told(self) -> str:
-        """A line on what an epoch has of the sets."""
+        """Describes an epoch: draws and samples of each set, in a line."""
         block, samples = sum(self.shares), sum(self.sizes)
         each = ", ".join(
             f"{share} of {name} ({size:,} samples, {share * samples / block / size:.3g} times an epoch)"
