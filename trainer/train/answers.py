@@ -12,6 +12,7 @@ from trainer.models.hf_files import end_tokens
 from trainer.models.modes import in_evaluation_mode
 from trainer.models.precision import autocast
 from trainer.observe.log import Row
+from trainer.observe.phases import heartbeat
 from trainer.tasks.conversations import prompt_tokens
 from trainer.train.state import Run
 
@@ -38,9 +39,13 @@ def answers(run: Run) -> Row | None:
     ):
         for prompt in config.prompts:
             begun = torch.from_numpy(prompt_tokens(chat, prompt, "language.prompts")).to(run.world.device)
-            tokens = generated(state.model, begun, config.answer_tokens, 0.0, whole=sharded)
-            # All of them where the model is sharded: each rank calls it as often as the others.
-            kept = takewhile(lambda token: token not in ends, list(tokens) if sharded else tokens)
-            found[f"answer/{prompt}"] = chat.tokenizer.decode(list(kept))
+            answer = list[int]()
+            for token in generated(state.model, begun, config.answer_tokens, 0.0, whole=sharded):
+                heartbeat()  # other ranks wait
+                answer.append(token)
+                if token in ends and not sharded:  # else each rank calls the model as often as the others
+                    break
+            kept = list(takewhile(lambda token: token not in ends, answer))
+            found[f"answer/{prompt}"] = chat.tokenizer.decode(kept)
     at = {"step": state.step, "epoch": round(run.plan.epoch_at(state.step), 4)}
     return {"kind": "answers", **at, "seconds": round(time.perf_counter() - began, 3), **found}

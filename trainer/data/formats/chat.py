@@ -7,6 +7,7 @@ tokenizers do: the template writes what begins and ends a conversation, so the t
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,7 +113,7 @@ class Chat(NamedTuple):
             except Exception as error:  # a template is a program: it raises whatever Python raises
                 refusal = refusal or error
             else:
-                if not any(str(one) in marked for one in _arguments(given) if one):
+                if not any(map(partial(_python_in, marked), _arguments(given))):
                     return unmarked(marked)
         reason = (
             first_line(refusal) if refusal else "it writes arguments of calls as Python does, not as JSON"
@@ -136,8 +137,13 @@ class Chat(NamedTuple):
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yields messages with arguments of calls as objects, then as the JSON that some templates need."""
     yield messages
-    if any(_arguments(messages)):
+    if _arguments(messages):
         yield [_with_text(one) for one in messages]
+
+
+def _python_in(text: str, arguments: Mapping[str, Any]) -> bool:
+    """True if arguments stand in a text as Python prints them, and not as JSON."""
+    return str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
 
 
 def _arguments(messages: Sequence[Message]) -> list[Mapping[str, Any]]:

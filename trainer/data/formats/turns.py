@@ -147,7 +147,8 @@ def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
     Raises:
         ChatError: If calls of tools are among them: the assistant would learn to say nothing there.
     """
-    keys = sorted({key for one in messages for key in one} - {"role", "content", "weight"})
+    given = {key for one in messages for key, value in one.items() if value not in (None, "", [], {})}
+    keys = sorted(given - {"role", "content", "weight"})
     for group in dict.fromkeys(THOUGHT if key in THOUGHT else (key,) for key in keys):
         without = [{key: one[key] for key in one if key not in group} for one in messages]
         try:
