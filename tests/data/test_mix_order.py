@@ -85,7 +85,7 @@ def recipe_of(folder: Path, mix: Any, **data: Any) -> Recipe:
         language={**SMALL, "tokenizer": str(folder / "chat")},
         data={
             "name": "conversations",
-            "mix": {f"{folder}/{name}.jsonl": weight for name, weight in mix.items()},
+            "mix": {name if ":" in name else f"{folder}/{name}.jsonl": one for name, one in mix.items()},
             "global_batch_size": 8,
             "micro_batch_size": 4,
             **data,
@@ -142,6 +142,7 @@ def test_a_run_on_a_mix_resumes_to_the_same_bits_also_where_its_files_moved(sets
         ({"mix": {"a": 0}}, "a weight above 0 to each set .of .*a"),
         ({"mix": {}}, "a weight above 0"),
         ({"mix": {"a": float("inf")}}, "finite number"),
+        ({"mix": {"https://example.org/a": 1}}, "sets are files of this machine; copy https"),
         ({"name": "stdlib"}, "data.mix is for data.name=conversations"),
     ],
 )

@@ -56,8 +56,8 @@ class HfLanguage(nn.Module):
         self._windows = _windows(config)
         taken = inspect.signature(type(causal.base_model).forward).parameters
         self._cached = "cache" if "cache" in taken else "past_key_values"  # before 5.24 of the library
-        divided = float(getattr(config, "logits_scaling", None) or 1.0)
-        factor = float(getattr(config, "logit_scale", None) or 1.0) / divided
+        divided, factor = (getattr(config, key, None) for key in ("logits_scaling", "logit_scale"))
+        factor = (1.0 if factor is None else float(factor)) / (1.0 if divided is None else float(divided))
         self._scaling = Scaling(factor, getattr(config, "final_logit_softcapping", None))
         for part, module in causal.named_children():
             self.add_module(part, module)
@@ -187,10 +187,12 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_lengths(name, config, sequence_length)
+        config.return_dict, config.output_hidden_states = True, False  # what the body returns
         with Uninitialized():
             causal = library.AutoModelForCausalLM.from_config(
                 config, attn_implementation=_ATTENTION, dtype=torch.float32, trust_remote_code=False
             )
+        model = HfLanguage(causal, sequence_length, name)
     except BadInputError:
         raise
     except Exception as error:  # the library's, of whatever a configuration says
@@ -198,7 +200,6 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
             f"model.name={name}: transformers {library.__version__} can't make a model of {folder / CONFIG} "
             f"({first_line(error)[:200]}); mend the configuration, or choose another model"
         ) from error
-    model = HfLanguage(causal, sequence_length, name)
     for parameter in model.parameters():
         if not parameter.is_meta:
             nn.init.zeros_(parameter)
@@ -252,6 +253,12 @@ def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
         raise BadInputError(
             f"language.sequence_length={sequence_length}: {name} knows {longest} places "
             "(max_position_embeddings); set it to at most that"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise BadInputError(
+            f"model.name={name}: {CONFIG} says sliding_window={window}, with which a token sees nothing; "
+            "bring back the model's own configuration"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
