@@ -12,6 +12,7 @@ from trainer.data.formats.text import decode, encode
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.gpt import generate, generated
 from trainer.models.hf_files import end_tokens
+from trainer.observe.text import printable
 from trainer.tasks.conversations import prompt_tokens
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun
@@ -36,7 +37,7 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     added = generate(run.model.to(device), begun, options.tokens, options.temperature, random).tolist()
     if said["end_of_document"] in added:
         added = added[: added.index(said["end_of_document"])]
-    print(_harmless(_text([*prompt, *added], said, encoder)))
+    print(printable(_text([*prompt, *added], said, encoder)))
     return EXIT_DONE
 
 
@@ -56,9 +57,9 @@ def _chat(
         added.append(token)
         whole = chat.tokenizer.decode(added)
         if not whole.endswith("\ufffd"):  # or a letter of several tokens has only begun
-            print(_harmless(whole[len(shown) :]), end="", flush=True)
+            print(printable(whole[len(shown) :]), end="", flush=True)
             shown = whole
-    print(_harmless(chat.tokenizer.decode(added)[len(shown) :]))
+    print(printable(chat.tokenizer.decode(added)[len(shown) :]))
     return EXIT_DONE
 
 
@@ -91,8 +92,3 @@ def _first(said: Mapping[str, Any]) -> int:
     if isinstance(end, int):
         return end
     return max(0, str(said["characters"]).find("\n"))
-
-
-def _harmless(text: str) -> str:
-    # A model's output must not contain control sequences for the terminal.
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
