@@ -50,8 +50,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gemma2", {}, "transformers"),
         ("gpt_neox", {}, "transformers"),
-        ("llama", {"lora": {"rank": 2, "targets": ["*.q_proj", "lm_head"]}}, "transformers"),
-        ("llama", {"lora": {"rank": 2, "targets": ["*.q_proj", "lm_head"]}}, "peft"),
+        ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}}, "transformers"),
+        ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}}, "peft"),
     ],
 )
 def test_the_library_computes_what_was_trained(
@@ -66,7 +66,7 @@ def test_the_library_computes_what_was_trained(
     if to == "peft":
         facts = json.loads((made / "adapter_config.json").read_text())
         assert facts["base_model_name_or_path"] == str((tmp_path / "base").resolve())
-        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 16.0, 3)
+        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, 3)
     else:
         assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
 
