@@ -250,6 +250,9 @@ def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
     assert differences(older, stored.config) == []
     packed = {**stored.config, "language": {**stored.config["language"], "text": "packed"}}
     assert differences(older, packed) == ['language.text: "stream", now "packed"']
+    moved = [{"model": {"name": f"hf/{name}"}, "language": {"tokenizer": name}} for name in "ab"]
+    assert differences(*moved) == [], "their content is compared with the data and the weights"
+    assert differences({"model": {"name": "gpt"}}, {"model": {"name": "hf/a"}})
     with pytest.raises(
         BadInputError, match=r"another configuration \(optim\.lr: 0\.001, now 0\.5\); .* force"
     ):

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.chat_folders import CHATML, chat_folder
 from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of
+from tests.helpers.toys import make_recipe
 from tests.train.test_hf import WORDS, recipe_of
 from trainer.cli import main
 from trainer.commands.export import check, reload
@@ -48,8 +50,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gemma2", {}, "transformers"),
         ("gpt_neox", {}, "transformers"),
-        ("llama", {"lora": {"rank": 2, "targets": ["*.q_proj", "lm_head"]}}, "transformers"),
-        ("llama", {"lora": {"rank": 2, "targets": ["*.q_proj", "lm_head"]}}, "peft"),
+        ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}}, "transformers"),
+        ("llama", {"lora": {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}}, "peft"),
     ],
 )
 def test_the_library_computes_what_was_trained(
@@ -64,9 +66,38 @@ def test_the_library_computes_what_was_trained(
     if to == "peft":
         facts = json.loads((made / "adapter_config.json").read_text())
         assert facts["base_model_name_or_path"] == str((tmp_path / "base").resolve())
-        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 16.0, 3)
+        assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, 3)
     else:
         assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_the_tokenizer_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which language.tokenizer may have named; the base's own isn't what the model was trained with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = folder_of("llama", tmp_path / "base", vocab_size=500)
+    (base / "chat_template.jinja").write_text("the base's")
+    (base / "generation_config.json").write_text("{}")
+    chat = chat_folder(tmp_path / "chat", template=CHATML)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 12)
+    recipe = make_recipe(
+        task="language",
+        data={
+            "name": "conversations",
+            "path": str(tmp_path / "a.jsonl"),
+            **dict.fromkeys(("global_batch_size", "micro_batch_size"), 1),
+        },
+        model={"name": f"hf/{base}"},
+        language={"sequence_length": 48, "tokenizer": str(chat)},
+        max_steps=1,
+    )
+    done = attempt(tmp_path / "run", recipe)
+    assert done.code == 0, done.said
+    assert main(["export", str(tmp_path / "run"), "--to", "transformers"]) == 0
+    made = tmp_path / "run" / "export" / "transformers-fp32"
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        assert (made / name).read_bytes() == (chat / name).read_bytes()
+    assert (made / "generation_config.json").exists()
 
 
 def test_what_has_no_adapter_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

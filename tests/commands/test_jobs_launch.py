@@ -305,6 +305,21 @@ def test_the_folders_of_a_language_model_are_mounted(
     assert job["mounts"]["/recipe/other"] == f"{here}/other"
     settings = [word for word in job["command"] if "=" in word]
     assert settings[-2:] == ["language.tokenizer=/recipe/other", "model.name=hf//recipe/smol"]
+    mix = {"smol": 3, "/data/more": 1, "a/talks.jsonl": 2, "b/talks.jsonl": 0.5}
+    for name in ("a/talks.jsonl", "b/talks.jsonl"):
+        Path(name).parent.mkdir()
+        Path(name).touch()
+    mixed = f"data={{name: conversations, mix: {json.dumps(mix)}}}"
+    Path("here").mkdir()
+    mixed_words = ["gpt-stdlib", "--data", "here", "--set", mixed, "--set"]
+    job = rendered([*mixed_words, "evaluation.sets.a={path: a/talks.jsonl}"], "docker", capsys)
+    mounts = {there: file for there, file in job["mounts"].items() if there.startswith("/recipe/")}
+    files = {"smol": "smol", "talks.jsonl": "a/talks.jsonl", "1-talks.jsonl": "b/talks.jsonl"}
+    assert mounts == {f"/recipe/{name}": f"{here}/{file}" for name, file in files.items()}
+    settings = [word for word in job["command"] if "=" in word]
+    assert settings[-2] == "evaluation.sets.a.path=/recipe/talks.jsonl"
+    given = ["/recipe/smol", "/data/more", "/recipe/talks.jsonl", "/recipe/1-talks.jsonl"]
+    assert json.loads(settings[-1].removeprefix("data.mix=")) == dict(zip(given, mix.values(), strict=True))
     job = rendered([*words, "model.name=hf/someone/smol@main"], "docker", capsys)
     assert set(job["mounts"]) == {"/workspace/runs", "/recipe/other"}  # the hub's is fetched there
 

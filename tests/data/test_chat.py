@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
+from trainer.data.formats.messages import Talk, sample_of
 from trainer.data.formats.turns import counted, turns
 from trainer.errors import BadInputError
 
@@ -90,6 +91,31 @@ def test_tools_and_their_answers(tmp_path: Path) -> None:
     said = counting(chat, talk, [1, 3], tools)
     call_text = '\n<tool_call>\n{"name": "add", "arguments": {"a": "é", "b": 2}}\n</tool_call><|im_end|>'
     assert said == f"{call_text}|<think>\n\n</think>\n\nfour<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ call.function | tojson }}",  # a string would be quoted again
+        '{{ \'{"name": "add", "arguments": \' + call.function.arguments + \'}\' }}',
+        '{{ \'{"name": "add", "arguments": \' ~ call.function.arguments ~ \'}\' }}',
+        "{% set said = call.function.arguments %}"
+        '{{ \'{"name": "add", "arguments": \' ~ (said if said is string else said | tojson) ~ \'}\' }}',
+    ],
+)
+def test_arguments_of_a_call_become_json_once(template: str, tmp_path: Path) -> None:
+    """However a template puts them into text, and whether a row has them as an object or as JSON."""
+    calls = "{% for call in message.tool_calls or [] %}" + template + "{% endfor %}"
+    chat = open_tokenizer(
+        chat_folder(tmp_path, template=CHATML.replace("+ '<|im_end|>'", "}}" + calls + "{{'<|im_end|>'"))
+    )
+    for arguments in ({"a": "é", "b": 2}, '{"a": "é", "b": 2}'):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        sample = sample_of({"messages": [TALK[0], asked, *TALK[:2]]}, "completions")
+        assert isinstance(sample, Talk)
+        said = counting(chat, list(sample.messages), [1])
+        assert said == '{"name": "add", "arguments": {"a": "é", "b": 2}}<|im_end|>'
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from tests.data.test_arrow import write
 from tests.helpers.chat_folders import TEMPLATES, chat_folder
 from trainer.data.formats import tokenized as module
 from trainer.data.formats.chat import Chat, open_tokenizer
-from trainer.data.formats.conversations import Split, splits_of
+from trainer.data.formats.conversations import RowSplit, splits_of
 from trainer.data.formats.tokenized import tokenized
 from trainer.errors import BadInputError
 
 ASK = {"role": "user", "content": "what is it"}
 ANSWER = {"role": "assistant", "content": "the cat"}
 TALK = {"messages": [ASK, ANSWER]}
+CALL = {"name": "f", "arguments": {"a": 1}}
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def lines(file: Path, *rows: Any) -> Path:
     return file
 
 
-def texts(chat: Chat, split: Split, learn: str = "completions", length: int = 500) -> list[str]:
+def texts(chat: Chat, split: RowSplit, learn: str = "completions", length: int = 500) -> list[str]:
     """What counts of each row."""
     found = tokenized(split, chat, learn, length).text
     assert found.begins is not None and found.counts is not None
@@ -75,7 +76,7 @@ END = "<|im_end|>"
     ],
 )
 def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path) -> None:
-    assert texts(chat, Split((lines(tmp_path / "a.jsonl", row),))) == [counts]
+    assert texts(chat, RowSplit((lines(tmp_path / "a.jsonl", row),))) == [counts]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +101,22 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "only parts of type text"),
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "weight is 0.5, and should be 0 or 1"),
         ({"conversations": [{"from": "observation", "value": "a"}]}, "from 'observation': human, gpt"),
-        ({**TALK, "tools": "["}, "tools: not JSON"),
+        ({**TALK, "tools": "["}, r"tools is '\[': not JSON"),
+        ({**TALK, "tools": {"name": "f"}}, "tools is {'name': 'f'}, and should be a list of objects"),
+        ({**TALK, "tools": ["f"]}, "tools is 'f': not JSON"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": "f()"}]}, r"messages\[1\]: tool_calls is 'f\(\)': not"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [3]}]}, "tool_calls holds 3, and should hold objects"),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": [CALL | {"arguments": "[1]"}]}]},
+            r"arguments is \[1\], and",
+        ),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "the chat template leaves tool_calls out"),
     ],
 )
 def test_a_row_that_cannot_be_meant_is_named(row: Any, says: str, chat: Chat, tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", TALK, row if isinstance(row, dict) else row + "\n")
     with pytest.raises(BadInputError, match=says) as error:
-        tokenized(Split((file,)), chat, "completions", 99)
+        tokenized(RowSplit((file,)), chat, "completions", 99)
     assert str(error.value).startswith(f"{file}: line 2: ")
     assert "\n" not in str(error.value)
 
@@ -127,7 +137,7 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
         {"prompt": "b " * 99, "completion": "c"},
     ]
     rows += [{"text": "the cat sat " * 99}, {"messages": [ASK, {"role": "assistant", "content": END}]}]
-    found = tokenized(Split((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", 99)
+    found = tokenized(RowSplit((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", 99)
     assert [str(one) for one in found.left_out] == [
         "1 empty row (a.jsonl: line 2)",
         "1 row of empty text (a.jsonl: line 3)",
@@ -140,10 +150,21 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
     ]
     notes = "\n".join(found.notes)
     assert "4 rows of" in notes
+    odd = {"messages": [ASK, {**ANSWER, "name": "a", "thinking": "hm"}], "tools": [CALL]}
+    more = [odd, {"text": "a", "completion": "b"}, {**TALK, "prompt": "a"}]
+    found = tokenized(RowSplit((lines(tmp_path / "c.jsonl", *more),)), chat, "completions", 99)
+    reads = "which the chat template doesn't read (c.jsonl: line 1)"
+    assert [str(one) for one in found.left_out] == [
+        f"1 conversation with 'name' in messages, {reads}",
+        f"1 conversation with 'reasoning_content' in messages, {reads}",
+        f"1 conversation with 'tools', {reads}",
+        "1 row with 'completion', which isn't read (c.jsonl: line 2)",
+        "1 row with 'prompt', which isn't read (c.jsonl: line 3)",
+    ]
     assert "1 texts are longer than language.sequence_length, and cut" in notes
     assert "1 rows hold the text of a special token" in notes and "a.jsonl: line 13: <|im_end|>" in notes
     with pytest.raises(BadInputError, match=r"nothing to learn from is left \(1 conversation of more than 5"):
-        tokenized(Split((lines(tmp_path / "b.jsonl", TALK),)), chat, "completions", 5)
+        tokenized(RowSplit((lines(tmp_path / "b.jsonl", TALK),)), chat, "completions", 5)
 
 
 def test_a_text_begins_once_and_a_template_is_not_begun_again(tmp_path: Path) -> None:
@@ -151,7 +172,7 @@ def test_a_text_begins_once_and_a_template_is_not_begun_again(tmp_path: Path) ->
     for family, bos in (("llama3", "<|begin_of_text|>"), ("gemma", "<bos>")):
         chat = open_tokenizer(chat_folder(tmp_path / family, family))
         file = lines(tmp_path / "a.jsonl", TALK, {"text": "Hello"}, {"text": f"{bos}Hello"})
-        found = tokenized(Split((file,)), chat, "all", 99).text
+        found = tokenized(RowSplit((file,)), chat, "all", 99).text
         assert found.begins is not None and chat.bos is not None
         assert (found.tokens == chat.bos).nonzero()[0].tolist() == found.begins.tolist()
 
@@ -159,16 +180,17 @@ def test_a_text_begins_once_and_a_template_is_not_begun_again(tmp_path: Path) ->
 def test_lines_with_a_byte_order_mark_and_carriage_returns(chat: Chat, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([json.dumps(TALK).encode()] * 2))
-    assert texts(chat, Split((file,))) == [f"the cat{END}"] * 2
+    assert texts(chat, RowSplit((file,))) == [f"the cat{END}"] * 2
     file.write_bytes(json.dumps([TALK]).encode())
     with pytest.raises(BadInputError, match="is one JSON list; write a line for each"):
-        texts(chat, Split((file,)))
+        texts(chat, RowSplit((file,)))
     file.write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(BadInputError, match=r"a\.jsonl: is gzip"):
-        texts(chat, Split((file,)))
+        texts(chat, RowSplit((file,)))
 
 
-def test_rows_of_parquet_and_arrow_are_those_of_lines(chat: Chat, tmp_path: Path) -> None:
+def test_rows_of_parquet_and_arrow_are_those_of_lines(tmp_path: Path) -> None:
+    chat = open_tokenizer(chat_folder(tmp_path / "chat", "qwen3"))
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -181,13 +203,13 @@ def test_rows_of_parquet_and_arrow_are_those_of_lines(chat: Chat, tmp_path: Path
     columns = {"messages": rows, "source": ["a", "b", "c"]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", row_group_size=2)
     write(tmp_path / "hf" / "train", columns)
-    wanted = texts(chat, Split((lines(tmp_path / "a.jsonl", *({"messages": row} for row in rows)),)))
-    for split in (Split((tmp_path / "a.parquet",)), Split((tmp_path / "hf" / "train",))):
+    wanted = texts(chat, RowSplit((lines(tmp_path / "a.jsonl", *({"messages": row} for row in rows)),)))
+    for split in (RowSplit((tmp_path / "a.parquet",)), RowSplit((tmp_path / "hf" / "train",))):
         assert texts(chat, split) == wanted
         assert str(tokenized(split, chat, "completions", 500).left_out[0]).startswith("3 rows with 'source'")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(BadInputError, match=r"a\.parquet: not a readable Parquet file"):
-        texts(chat, Split((tmp_path / "a.parquet",)))
+        texts(chat, RowSplit((tmp_path / "a.parquet",)))
 
 
 def test_files_of_a_split(tmp_path: Path) -> None:
@@ -213,6 +235,25 @@ def test_files_of_a_split(tmp_path: Path) -> None:
         == [(["x.jsonl"], False), (["x.jsonl"], True)]
     )
     assert [len(names) for names, _ in files(tmp_path / "d")] == [2, 1]
+    for name in (
+        "c/more.jsonl.gz",
+        "c/.hidden",
+        "a/old.jsonl",
+        "a/test.jsonl",
+        "d/data/extra.csv",
+        "d/README.md",
+    ):
+        lines(tmp_path / name)
+    beside = {name: splits_of(tmp_path / name, None)[0].beside for name in "abcd"}
+    wanted = {"a": ("old.jsonl",), "b": (), "c": ("more.jsonl.gz",), "d": ("README.md", "extra.csv")}
+    assert beside == wanted
+    (tmp_path / "d" / "data" / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(BadInputError, match=r"holds 1 of the 2 files train-…-of-00002; fetch the others"):
+        splits_of(tmp_path / "d", None)
+    lines(tmp_path / "a" / "train.parquet")
+    with pytest.raises(BadInputError, match=r"train\.jsonl and train\.parquet may hold the same rows"):
+        splits_of(tmp_path / "a", None)
+    (tmp_path / "a" / "train.parquet").unlink()
     with pytest.raises(BadInputError, match=r"nothing to measure on: other\.jsonl"):
         splits_of(tmp_path / "a", "other")
     with pytest.raises(BadInputError, match=r"holds no \.jsonl or \.parquet"):
@@ -231,9 +272,9 @@ def test_another_column_by_its_name(chat: Chat, tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": " b", "chosen": [ASK, ANSWER], "body": "Hello"}
     file = lines(tmp_path / "a.jsonl", row)
     for column, counts in (("chosen", f"the cat{END}"), ("body", f"Hello{END}"), ("prompt", f" b{END}")):
-        assert texts(chat, Split((file,), None, column)) == [counts]
+        assert texts(chat, RowSplit((file,), None, column)) == [counts]
     with pytest.raises(BadInputError, match=r"no 'gone', which data\.input_column names"):
-        texts(chat, Split((file,), None, "gone"))
+        texts(chat, RowSplit((file,), None, "gone"))
 
 
 def test_the_cache_is_by_content_and_a_damaged_one_is_made_anew(
@@ -248,11 +289,11 @@ def test_the_cache_is_by_content_and_a_damaged_one_is_made_anew(
 
     monkeypatch.setattr(module, "_made", counted)
     file = lines(tmp_path / "a.jsonl", TALK, {"text": "Hello", "id": 1})
-    first = tokenized(Split((file,)), chat, "completions", 99)
+    first = tokenized(RowSplit((file,)), chat, "completions", 99)
 
     def again(learn: str = "completions", chat: Chat = chat, length: int = 99) -> int:
         made.clear()
-        found = tokenized(Split((file,)), chat, learn, length)
+        found = tokenized(RowSplit((file,)), chat, learn, length)
         if not made:
             pairs: Any = zip(first.text, found.text, strict=True)
             assert all(np.array_equal(a, b) for a, b in pairs)

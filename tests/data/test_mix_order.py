@@ -1,6 +1,7 @@
 """Promise: sets are mixed in the proportion of their weights, as arithmetic of the position."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.chat_folders import chat_folder
+from tests.helpers.forked import attempt
+from tests.helpers.rows import read_rows
 from tests.helpers.small_gpt import SMALL
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe
@@ -82,7 +85,7 @@ def recipe_of(folder: Path, mix: Any, **data: Any) -> Recipe:
         language={**SMALL, "tokenizer": str(folder / "chat")},
         data={
             "name": "conversations",
-            "mix": {f"{folder}/{name}.jsonl": weight for name, weight in mix.items()},
+            "mix": {name if ":" in name else f"{folder}/{name}.jsonl": one for name, one in mix.items()},
             "global_batch_size": 8,
             "micro_batch_size": 4,
             **data,
@@ -105,6 +108,32 @@ def test_sets_of_conversations_are_mixed(sets: Path) -> None:
     assert draws is not None and "4 draws" in draws.told()
 
 
+def test_a_run_on_a_mix_resumes_to_the_same_bits_also_where_its_files_moved(sets: Path) -> None:
+    def recipe(folder: Path) -> Recipe:
+        made = recipe_of(folder, {"a": 1, "b": 3}, micro_batch_size=2).model_dump()
+        made["log"] = {"every": 1, "to": ["jsonl"]}
+        made["checkpoint"] |= {"every": 2, "minutes": 0, "best": False}
+        made["evaluation"]["sets"] = {"b": {"path": f"{folder}/b.jsonl"}}
+        return Recipe.model_validate({**made, "epochs": 3})
+
+    whole, parts, elsewhere = (sets / name for name in ("whole", "parts", "elsewhere"))
+    done = attempt(whole, recipe(sets))
+    assert done.code == 0, done.said
+    assert attempt(parts, recipe(sets), stop_after=3).code == 75
+    elsewhere.mkdir()
+    for file in (*sets.glob("*.jsonl"), sets / "chat"):
+        file.rename(elsewhere / file.name)
+    other = recipe(elsewhere)
+    other.data.mix = dict.fromkeys(other.data.mix or (), 2.0)
+    assert "order: mixed" in attempt(parts, other).line
+    done = attempt(parts, recipe(elsewhere))
+    assert done.code == 0, done.line
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+    for row in read_rows(parts, ("eval",)):
+        for name in ("", "eval/b/"):
+            assert row[f"{name}perplexity"] == math.exp(row[f"{name}loss"])
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -112,6 +141,8 @@ def test_sets_of_conversations_are_mixed(sets: Path) -> None:
         ({"class_weights": "balanced"}, "two ways to draw"),
         ({"mix": {"a": 0}}, "a weight above 0 to each set .of .*a"),
         ({"mix": {}}, "a weight above 0"),
+        ({"mix": {"a": float("inf")}}, "finite number"),
+        ({"mix": {"https://example.org/a": 1}}, "sets are files of this machine; copy https"),
         ({"name": "stdlib"}, "data.mix is for data.name=conversations"),
     ],
 )

@@ -1,5 +1,6 @@
 """Promise: a model of transformers computes of documents side by side what the library does of each alone."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from tests.helpers.hf_models import FAMILIES, NEEDS, PLACES, WORDS, Exactly64, folder_of, lengths, made
+from trainer.errors import BadInputError
+from trainer.models.gpt import generated
 from trainer.models.hf import HfLanguage, hf_model
 from trainer.models.weights import load_initial
 
@@ -46,6 +49,35 @@ def test_documents_side_by_side_are_what_each_is_alone(family: str, tmp_path: Pa
         padded = theirs(rows, attention_mask=mask.long()).logits
         for row, (ours, document) in enumerate(zip(model(rows), alone, strict=True)):
             assert (ours - padded[row])[: len(document)].abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_goes_on_from_what_was_kept_of_it(family: str, tmp_path: Path) -> None:
+    """Keys and values of a cache give the logits of the whole text; a text that outgrows the model, too."""
+    model = loaded(folder_of(family, tmp_path))
+    tokens, cache = documents()[0][0], model.cache()
+    with torch.no_grad(), Exactly64():
+        wanted = model(tokens[None])[0]
+        for begin, end in ((0, 9), *((n, n + 1) for n in range(9, PLACES))):
+            found = model.following(tokens[None, begin:end], cache)
+            assert (found - wanted[end - 1]).abs().max() <= 1e-12
+    model.sequence_length = 16
+    text = tokens[:9]
+    for token in generated(model, text, 12, temperature=0):
+        assert token == int(model(text[None, -16:])[0, -1].argmax())
+        text = torch.cat((text, torch.tensor([token])))
+
+
+def test_a_configuration_that_asks_for_other_outputs(tmp_path: Path) -> None:
+    folder, tokens = folder_of("granite", tmp_path), documents()[0]
+    wanted = loaded(folder)(tokens)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"return_dict": False, "output_hidden_states": True, "output_attentions": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(loaded(folder)(tokens), wanted)
+    (folder / "config.json").write_text(json.dumps(config | {"logits_scaling": 0}))
+    with pytest.raises(BadInputError, match=r"can't make a model of .*division by zero"):
+        loaded(folder)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "phi", "cohere", "llama"])

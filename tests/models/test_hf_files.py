@@ -61,12 +61,17 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "dynamic depend on the longest text",
     ),
     "short": (lambda f: change(f, max_position_embeddings=9), "knows 9 places .*set it to at most"),
+    "window": (lambda f: change(f, model_type="mistral", sliding_window=0), "sliding_window=0, with which"),
     "heads": (lambda f: change(f, num_attention_heads="four"), "can't make a model of"),
     "json": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not JSON"),
     "list": (lambda f: (f / "config.json").write_text("[]"), r"config\.json is no JSON object"),
     "no_config": (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
     "outward": (link_outward, "is a link, which may lead anywhere"),
     "pickle": (pickled, r"pytorch_model\.bin is a pickle"),
+    "adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        "adapter_config.json, what LoRA learned",
+    ),
     "none": (lambda f: (f / "model.safetensors").unlink(), r"holds no model\.safetensors"),
     "shard_outward": (lambda f: to_shards(f, ("../a.safetensors", "b.safetensors")), r"names '\.\./a\.saf"),
     "missing": (

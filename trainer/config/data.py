@@ -232,8 +232,11 @@ class DataConfig(LoaderConfig):
             raise ValueError(
                 "data.mix names all sets to learn from; put data.path among them, with its weight"
             )
-        if odd := next((name for name, one in self.mix.items() if not one > 0), None) or not self.mix:
-            raise ValueError(f"data.mix: give a weight above 0 to each set (of {odd})")
+        odd = [name for name, weight in self.mix.items() if weight <= 0]
+        if odd or not self.mix:
+            raise ValueError(f"data.mix: give a weight above 0 to each set{f' (of {odd[0]})' if odd else ''}")
+        if urls := [name for name in self.mix if is_url(name)]:
+            raise ValueError(f"data.mix: sets are files of this machine; copy {urls[0]} here")
         if self.class_weights is not None:
             raise ValueError("data.mix and data.class_weights are two ways to draw; leave one of them out")
         return self

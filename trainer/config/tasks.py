@@ -86,6 +86,13 @@ class LanguageConfig(GPTConfig):
         description="folder of a model, for tokenizer.json and chat template; default: the model's own "
         "(conversations)",
     )
+    prompts: tuple[str, ...] = Field(
+        (),
+        max_length=32,
+        description="what a user says, answered at each evaluation by the likeliest tokens, for the report "
+        "(conversations)",
+    )
+    answer_tokens: int = Field(64, ge=1, le=4096, description="tokens of an answer at most (prompts)")
     attention: Literal["auto", "mask"] = Field(
         "auto",
         description="how packed documents are kept apart: auto (on a GPU by blocks of places, with "

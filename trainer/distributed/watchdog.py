@@ -28,6 +28,7 @@ from trainer.launch.worker import leave_now
 from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.text import enumerated
 
+_ALONE = ("evaluation", "checkpoint", "end")  # phases in which a rank works on while others wait
 _LOOKS = 20  # checks within the allowed time without progress
 _LONGEST_INTERVAL = 5.0  # seconds
 _PATIENCE = 10  # factor of the allowed time while a step compiles, and at the end
@@ -233,7 +234,7 @@ class Watchdog:
             step, last = min(now - last, 4 * self._interval), now
             here = (
                 PHASE_TIMER.count,
-                PHASE_TIMER.heartbeats if PHASE_TIMER.phase in ("checkpoint", "end") else 0,
+                PHASE_TIMER.heartbeats if PHASE_TIMER.phase in _ALONE else 0,
             )
             self._idle = self._idle + step if here == position else 0.0
             position, limit = here, self._limit()

@@ -329,6 +329,7 @@ def generated(
     count: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    whole: bool = False,
 ) -> Iterator[int]:
     """Generates tokens after a prompt, one by one.
 
@@ -338,15 +339,21 @@ def generated(
         count: Number of tokens to generate.
         temperature: Divisor of the logits; 0 takes the most likely token.
         generator: Random generator on the same device.
+        whole: True to compute the whole text again for each token, by a call of the model as in training.
 
     Yields:
         Each generated token.
     """
     longest = model.sequence_length
     assert isinstance(longest, int)
-    tokens = prompt
+    cached = hasattr(model, "following") and not whole
+    tokens, done, cache = prompt, 0, model.cache() if cached else None  # type: ignore[operator]
     for _ in range(count):
-        logits = model(tokens[None, -longest:])[0, -1].float()
+        if cached and len(tokens) <= longest:
+            logits = model.following(tokens[None, done:], cache).float()  # type: ignore[operator]
+            done = len(tokens)
+        else:  # places are counted from the first token that is seen: what was kept is of others
+            logits = model(tokens[None, -longest:])[0, -1].float()
         if temperature == 0:
             chosen = logits.argmax().view(1)
         else:

@@ -6,6 +6,7 @@ window see no further. And the head is applied here, so that the logits of many 
 memory. Names of parameters are those of the library's files.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,8 +54,10 @@ class HfLanguage(nn.Module):
         self._body, self._head = causal.base_model_prefix, _head_of(causal)
         self._legacy = [re.compile(one) for one in causal._keys_to_ignore_on_load_unexpected or ()]
         self._windows = _windows(config)
-        divided = float(getattr(config, "logits_scaling", None) or 1.0)
-        factor = float(getattr(config, "logit_scale", None) or 1.0) / divided
+        taken = inspect.signature(type(causal.base_model).forward).parameters
+        self._cached = "cache" if "cache" in taken else "past_key_values"  # before 5.24 of the library
+        divided, factor = (getattr(config, key, None) for key in ("logits_scaling", "logit_scale"))
+        factor = (1.0 if factor is None else float(factor)) / (1.0 if divided is None else float(divided))
         self._scaling = Scaling(factor, getattr(config, "final_logit_softcapping", None))
         for part, module in causal.named_children():
             self.add_module(part, module)
@@ -81,8 +84,26 @@ class HfLanguage(nn.Module):
         head = getattr(self, self._head)
         return self._scaling.of(head(hidden, weight) if self._tied else head(hidden))
 
-    def _hidden(self, tokens: torch.Tensor, segment: torch.Tensor | None) -> torch.Tensor:
-        place = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    def cache(self) -> Any:
+        """Returns an empty cache of keys and values, for `following`."""
+        from transformers import DynamicCache
+
+        return DynamicCache()
+
+    def following(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Logits (vocabulary,) after the last token of a text whose earlier tokens are in `cache`.
+
+        Args:
+            tokens: int64 (1, length); of length 1 unless the cache is empty.
+            cache: From `cache`; what these tokens add is put into it.
+        """
+        hidden = self._hidden(tokens, None, cache)[0, -1]
+        head = getattr(self, self._head)
+        return self._scaling.of(head(hidden, self._of_head()[0]) if self._tied else head(hidden))
+
+    def _hidden(self, tokens: torch.Tensor, segment: torch.Tensor | None, cache: Any = None) -> torch.Tensor:
+        before = 0 if cache is None else cache.get_seq_length()
+        place = (before + torch.arange(tokens.shape[1], device=tokens.device)).expand(tokens.shape)
         if segment is not None:
             place = place_in_segment(segment)
         body = getattr(self, self._body)
@@ -90,14 +111,15 @@ class HfLanguage(nn.Module):
         made = body(
             inputs_embeds=body.get_input_embeddings()(tokens),
             position_ids=place,
-            use_cache=False,
-            seen=_seen(segment, tokens, self._windows),
+            use_cache=cache is not None,
+            **({} if cache is None else {self._cached: cache}),
+            seen=_seen(segment, tokens, self._windows, before),
         )
         hidden: torch.Tensor = made.last_hidden_state
         return hidden
 
     def _of_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's weight, with what LoRA adds to it, and its bias."""
+        """Returns the head's weight, LoRA's product added to it, and its bias."""
         if self._tied:
             return getattr(self, self._body).get_input_embeddings().weight, None
         head = getattr(self, self._head)
@@ -111,7 +133,7 @@ class HfLanguage(nn.Module):
     ) -> tuple[dict[str, str], str]:
         """Names of tensors in the library's files by our own, and a note for people.
 
-        What older versions wrote and nobody reads is left out; a body alone stands there without its prefix.
+        Tensors of older versions that no module reads are left out; files of a body alone lack its prefix.
 
         Args:
             names: Of all tensors in the files.
@@ -149,7 +171,7 @@ class HfLanguage(nn.Module):
 
 
 def hf_model(name: str, sequence_length: int) -> HfLanguage:
-    """A new model whose weights are zero: they are to be loaded.
+    """Builds a model whose weights are zero, to be loaded.
 
     Args:
         name: As model.name has it.
@@ -165,10 +187,12 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_lengths(name, config, sequence_length)
+        config.return_dict, config.output_hidden_states = True, False  # what the body returns
         with Uninitialized():
             causal = library.AutoModelForCausalLM.from_config(
                 config, attn_implementation=_ATTENTION, dtype=torch.float32, trust_remote_code=False
             )
+        model = HfLanguage(causal, sequence_length, name)
     except BadInputError:
         raise
     except Exception as error:  # the library's, of whatever a configuration says
@@ -176,7 +200,6 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
             f"model.name={name}: transformers {library.__version__} can't make a model of {folder / CONFIG} "
             f"({first_line(error)[:200]}); mend the configuration, or choose another model"
         ) from error
-    model = HfLanguage(causal, sequence_length, name)
     for parameter in model.parameters():
         if not parameter.is_meta:
             nn.init.zeros_(parameter)
@@ -184,7 +207,7 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
 
 
 def _library(name: str) -> Any:
-    """The library, which knows our attention then."""
+    """Imports the library, and registers our attention with it."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         raise BadInputError(
             f"model.name={name} needs torch 2.6 or newer, as transformers does (this is "
@@ -231,6 +254,12 @@ def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
             f"language.sequence_length={sequence_length}: {name} knows {longest} places "
             "(max_position_embeddings); set it to at most that"
         )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise BadInputError(
+            f"model.name={name}: {CONFIG} says sliding_window={window}, with which a token sees nothing; "
+            "bring back the model's own configuration"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if (kind := one.get("rope_type")) in _MOVING_ROPE:
@@ -254,19 +283,21 @@ def _windows(config: Any) -> tuple[int, ...]:
 # --- attention ---
 
 
-def _seen(segment: torch.Tensor | None, tokens: torch.Tensor, windows: Sequence[int]) -> _Masks:
-    """Which place sees which, bool (n or 1, 1, length, length), by the width of a window; 0: without one.
+def _seen(
+    segment: torch.Tensor | None, tokens: torch.Tensor, windows: Sequence[int], before: int = 0
+) -> _Masks:
+    """Attention masks by the width of a window (0: none), bool (n or 1, 1, length, before + length).
 
-    None stands for all before it.
+    None is a causal mask. `before` is the number of tokens in a cache, in columns before those of `tokens`.
     """
-    length, device = tokens.shape[1], tokens.device
+    length, device = before + tokens.shape[1], tokens.device
     every = None if segment is None else pairs_mask(segment)
     masks: dict[int, torch.Tensor | None] = {0: every}
     for window in windows:
         masks[window] = every
         if window < length:
             place = torch.arange(length, device=device)
-            back = place[:, None] - place
+            back = place[before:, None] - place
             near = (back >= 0) & (back < window)
             masks[window] = near[None, None] if every is None else near & every
     return masks
@@ -306,7 +337,7 @@ def _attend(
             value,
             mask,
             dropout,
-            is_causal=mask is None,
+            is_causal=mask is None and query.shape[2] > 1,  # a single query is the last place, and sees all
             scale=scaling,
             enable_gqa=groups > 1 and mask is None,
         )
@@ -324,7 +355,8 @@ def _capped(
 ) -> torch.Tensor:
     """Attention with capped scores, which torch's kernels don't have: all pairs at once."""
     if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        queries, keys = query.shape[2], key.shape[2]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scaling(scale, cap).of(query @ key.transpose(2, 3))
     scores = scores.masked_fill(~mask, float("-inf"))

@@ -18,12 +18,13 @@ from trainer.host.here import from_here
 from trainer.host.strict_json import parse
 from trainer.models.hub import FILE, NoSuchFileError, hub_file
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_ADAPTER = "adapter_config.json"
 INDEX = f"{FILE}.index.json"
 # What belongs to the text and not to the weights; a folder need not have each.
 TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model"),
 )
 _REPOSITORY = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w-][\w./-]*)", re.ASCII)
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)  # no way out of the folder
@@ -45,7 +46,7 @@ class HfModel(NamedTuple):
 
 
 def model_folder(name: str) -> Path:
-    """The folder of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; what is of the hub is fetched if it isn't here.
+    """Returns the folder of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; fetches the hub's files once.
 
     Raises:
         BadInputError: If there is no such model, or it can't be had.
@@ -54,7 +55,7 @@ def model_folder(name: str) -> Path:
 
 
 def find_model(name: str) -> HfModel:
-    """The files of a model, all of them; see `model_folder`."""
+    """Finds all files of a model; see `model_folder`."""
     asked, what = name.removeprefix(HF), f"model.name={name}"
     if (named := _REPOSITORY.fullmatch(asked)) is not None:
         return _of_hub(what, named["repository"], named["revision"])
@@ -64,13 +65,18 @@ def find_model(name: str) -> HfModel:
             f"{what}: there is no folder {folder}; give hf/FOLDER with {CONFIG} and {FILE}, or "
             "hf/OWNER/REPO@REVISION of the hub"
         )
+    if (folder / _ADAPTER).exists():
+        raise BadInputError(
+            f"{what}: {folder} holds {_ADAPTER}, what LoRA learned beside another model; merge the two first "
+            "(peft: merge_and_unload(), then save_pretrained())"
+        )
     if not (folder / CONFIG).exists():
         raise BadInputError(f"{what}: {folder} holds no {CONFIG}: give a folder that save_pretrained() wrote")
     return HfModel(folder, name, None)
 
 
 def read_config(name: str, folder: Path) -> dict[str, Any]:
-    """The configuration in a model's folder.
+    """Reads the configuration in a model's folder.
 
     Raises:
         BadInputError: If it can't be read, or the model wants code of its own to be run.
@@ -84,18 +90,20 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def generation_config(folder: Path) -> dict[str, Any]:
-    """Returns the generation_config.json of a model's folder; {} without one."""
-    file = folder / "generation_config.json"
-    return _json(f"model.name={HF}{folder}", file) if file.exists() else {}
+def end_tokens(name: str, eos: int | None) -> set[int]:
+    """Tokens that end an answer: a tokenizer's, and those of a model's generation_config.json."""
+    ends = {eos}
+    if name.startswith(HF) and (file := model_folder(name) / GENERATION).exists():
+        more = _json(f"model.name={name}", file).get("eos_token_id")
+        ends |= set(more if isinstance(more, list) else [more])
+    return {one for one in ends if isinstance(one, int)}
 
 
 def hf_vocabulary(name: str, of_text: int) -> int:
-    """Returns the size of a model's vocabulary.
+    """Vocabulary size of a model.
 
     Args:
-        name: `model.name`.
-        of_text: Size of the text's vocabulary.
+        of_text: Vocabulary size that the text needs.
 
     Raises:
         BadInputError: If the model knows fewer.
@@ -112,7 +120,7 @@ def hf_vocabulary(name: str, of_text: int) -> int:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files with a model's weights: one, or those that an index lists.
+    """Lists the files with a model's weights: one, or those of an index.
 
     Raises:
         BadInputError: If there are none that can be read here.
@@ -197,7 +205,7 @@ def _json(what: str, file: Path) -> dict[str, Any]:
 
 
 def _inside(what: str, file: Path) -> Path:
-    """The file, if it lies in its folder; a link of the hub's cache leads to a blob of the repository."""
+    """Returns the file, if it lies in its folder; links of the hub's cache lead to its blobs."""
     real = real_inside(file)
     if real.is_symlink():
         raise BadInputError(f"{what}: {file} is a link, which may lead anywhere; copy the file there")

@@ -290,10 +290,16 @@ class MetricLogger:
                 speed["mfu"] = speed["flops_per_s"] / sources.peak
         return speed
 
-    def emit(self, row: Row) -> None:
-        """Hands a record to the sinks, with secrets removed from its text."""
+    def emit(self, row: Row, derived: Mapping[str, float] | None = None) -> None:
+        """Hands a record to the sinks, with secrets removed from its text.
+
+        Args:
+            row: The record; the checksums hold it as it is.
+            derived: Further figures for the sinks, which follow from the record's.
+        """
         if self._checksums is not None and row["kind"] == "eval":
             self._checksums.write(row, ())
-        row = {name: redact_text(value) if isinstance(value, str) else value for name, value in row.items()}
+        shown = {**row, **(derived or {})}
+        row = {name: redact_text(value) if isinstance(value, str) else value for name, value in shown.items()}
         for sink in self.sinks:
             sink(row)

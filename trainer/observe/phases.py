@@ -33,7 +33,7 @@ class PhaseTimer:
         phase: What it does.
         step: The step that it does, or did last, counted from 1.
         count: Phases entered so far.
-        heartbeats: Signs of progress that other ranks don't give, while a checkpoint is written.
+        heartbeats: Signs of progress that other ranks don't give, while a checkpoint or answers are written.
         since: When the phase began, as `time.perf_counter_ns` has it.
         spent: Nanoseconds of the host in each phase, without those since then.
         on_device: Called with each phase, to put a mark into the device's stream; None on a CPU.
@@ -83,5 +83,5 @@ def communicating() -> Phase:
 
 
 def heartbeat() -> None:
-    """A sign of progress from the thread that writes a checkpoint."""
+    """Gives a sign of progress: of the thread that writes a checkpoint, or of a rank that others wait for."""
     PHASE_TIMER.heartbeats += 1

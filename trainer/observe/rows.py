@@ -7,6 +7,7 @@ from pathlib import Path
 FILES = {
     "train": "metrics.jsonl",
     "eval": "evaluations.jsonl",
+    "answers": "answers.jsonl",
     "memory": "memory.jsonl",
     "hook": "hooks.jsonl",
     "verdict": "verdicts.jsonl",

@@ -50,6 +50,11 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def printable(text: str) -> str:
+    """Replaces what isn't printed in a model's output or a sample of data, such as a terminal's controls."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
+
 def seconds_left(steps: int, step: int, first: int, seconds: float) -> float:
     """Estimates the time until the last step, from the steps since `first` and their seconds."""
     return seconds / max(1, step - first) * (steps - step)

@@ -11,7 +11,8 @@ from trainer.observe.rows import FILES
 
 # All that is written by rank 0 alone, so that it is whole when a status is written.
 _ROWS = (*FILES.values(), "checksums.jsonl", "anomalies.jsonl")
-_SHOWN_ALONE = [*(FILES[kind] for kind in ("memory", "hook", "verdict")), "anomalies.jsonl"]  # in no other
+_ALONE = ("answers", "memory", "hook", "verdict")
+_SHOWN_ALONE = [*(FILES[kind] for kind in _ALONE), "anomalies.jsonl"]  # in no other
 
 
 def hashes_of_rows(folder: Path) -> dict[str, str]:

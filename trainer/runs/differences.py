@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+from trainer.config.models import HF
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.config.redact import REDACTED, redact
@@ -21,6 +22,10 @@ FREE = (
     "data.cache",
     "data.cache_limit",
     "data.check",
+    "data.mix*",  # sizes and shares are compared with the data, as its order
+    "language.prompts",
+    "language.answer_tokens",
+    "language.tokenizer",  # so is what a tokenizer makes of the text
     "data.workers",
     "data.prefetch",
     "data.resident",
@@ -71,6 +76,8 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in FREE)
         # Where somebody's file lies is free: what is in it is compared with the data.
         if key != "task" or not all(str(one.get(key)).endswith(".py") for one in (before, after))
+        # Of a model of files the configuration is compared with its weights.
+        if key != "model.name" or not all(str(one.get(key)).startswith(HF) for one in (before, after))
         # Only skipping is a part of the arithmetic.
         if key != "anomaly.nonfinite" or "skip" in (before.get(key), after.get(key))
     ]

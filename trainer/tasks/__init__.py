@@ -89,6 +89,15 @@ class Summarizing(Task, Protocol):
 
 
 @runtime_checkable
+class Deriving(Protocol):
+    """A task with figures that follow from metrics, such as perplexity from the loss."""
+
+    def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns the figures for a row of all sets' metrics; a run's proof holds the metrics alone."""
+        ...
+
+
+@runtime_checkable
 class Checked(Protocol):
     """A task with checks that run once, before the ranks start."""
 

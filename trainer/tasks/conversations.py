@@ -1,6 +1,7 @@
 """Conversations for the task language: tokenizer and chat template, and several sets joined into one."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -8,9 +9,10 @@ from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import LanguageConfig
 from trainer.data.dataset import ArrayDataset
-from trainer.data.formats.chat import Chat, open_tokenizer
+from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
 from trainer.data.left_out import tally
 from trainer.errors import BadInputError
+from trainer.rng import Ints
 
 
 def concatenate_sets(sets: Sequence[ArrayDataset], labeled: bool = False) -> ArrayDataset:
@@ -26,9 +28,27 @@ def concatenate_sets(sets: Sequence[ArrayDataset], labeled: bool = False) -> Arr
     return together
 
 
+def prompt_tokens(chat: Chat, prompt: str, what: str) -> Ints:
+    """Tokens of what a user says, to where an assistant goes on.
+
+    Args:
+        what: Whose wish it is, for errors.
+
+    Raises:
+        BadInputError: If the template refuses it.
+    """
+    try:
+        text = chat.render([{"role": "user", "content": prompt}], generation_prompt=True)
+    except ChatError as error:
+        raise BadInputError(f"{what}: {error}") from error
+    return next(chat.encode([text])).ids
+
+
 def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> Chat | None:
     """Opens the tokenizer and chat template of conversations; returns None for other data."""
     if data.name != "conversations":
+        if config.prompts:
+            raise BadInputError("language.prompts are answered with data.name=conversations; leave them out")
         return None
     if config.text == "stream":
         raise BadInputError(
@@ -39,8 +59,20 @@ def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> C
         raise BadInputError(
             "data.mix: padded samples are read in buckets of like length; use language.text=packed"
         )
+    chat = open_tokenizer(_chat_folder(model, config))
+    for prompt in config.prompts:
+        tokens = len(prompt_tokens(chat, prompt, f"language.prompts: {prompt!r:.60}"))
+        if tokens > config.sequence_length:
+            raise BadInputError(
+                f"language.prompts: {prompt!r:.60} has {tokens} tokens, more than language.sequence_length; "
+                "shorten it"
+            )
+    return chat
+
+
+def _chat_folder(model: ModelConfig, config: LanguageConfig) -> Path:
     if config.tokenizer is not None:
-        return open_tokenizer(at_home(config.tokenizer, "language.tokenizer"))
+        return at_home(config.tokenizer, "language.tokenizer")
     if not model.name.startswith("hf/"):
         raise BadInputError(
             "data.name=conversations needs a tokenizer: --set language.tokenizer=FOLDER, with the "
@@ -48,4 +80,4 @@ def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> C
         )
     from trainer.models.hf_files import model_folder
 
-    return open_tokenizer(model_folder(model.name))
+    return model_folder(model.name)

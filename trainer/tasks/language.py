@@ -21,7 +21,7 @@ from trainer.data.builtin.stdlib import stdlib_text
 from trainer.data.dataset import LENGTH, NUM_ITEMS, ArrayDataset, Arrays, Dataset
 from trainer.data.formats.arrow import arrow_text, split_text, splits
 from trainer.data.formats.chat import Chat
-from trainer.data.formats.conversations import Split, splits_of
+from trainer.data.formats.conversations import RowSplit, splits_of
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
 from trainer.data.formats.tokenized import tokenized
@@ -36,6 +36,7 @@ from trainer.rng import Ints
 from trainer.tasks.conversations import concatenate_sets, open_chat
 
 _RANDOM_VOCABULARY = 256
+_LARGEST_LOSS = 700.0  # whose exponential is a number
 
 
 class Language:
@@ -90,7 +91,9 @@ class Language:
             )
         self._vocabulary = config.vocabulary or self._about.vocabulary
         if model.name.startswith(HF):
-            self._vocabulary = hf_vocabulary(model.name, self._vocabulary)
+            # Tokenizers may know more tokens than their model, such as Gemma 3's of pictures.
+            used = self._vocabulary if self.chat is None else 0
+            self._vocabulary = hf_vocabulary(model.name, used)
         self._bytes = self._about.tokenizer == "bytes"
         self.metric = "bits_per_byte" if self._bytes else "loss"
         self.padding = self._padding(data, seed)
@@ -203,6 +206,14 @@ class Language:
             figures["padding"] = 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())
         return figures
 
+    def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Perplexity of each set, of a model of tokens: for bytes the field has bits."""
+        losses = {} if self._bytes else {name: one for name, one in metrics.items() if name.endswith("loss")}
+        return {
+            f"{name.removesuffix('loss')}perplexity": math.inf if loss > _LARGEST_LOSS else math.exp(loss)
+            for name, loss in losses.items()
+        }
+
     def given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens and targets, int64 (n, length), targets that don't count being -100; and segments."""
         fields = batch.fields
@@ -221,10 +232,12 @@ class Language:
             targets = torch.where(valid, targets, IGNORED)
         return tokens, targets, fields.get(SEGMENT)
 
-    def _conversations(self, split: Split) -> tuple[ArrayDataset, Text, tuple[str, ...]]:
+    def _conversations(self, split: RowSplit) -> tuple[ArrayDataset, Text, tuple[str, ...]]:
         """Samples of conversations, the text that they are of, and what is to be said of it."""
         assert self.chat is not None
         text, left_out, notes = tokenized(split, self.chat, self._config.learn, self._config.sequence_length)
+        if self._name.startswith(HF):
+            hf_vocabulary(self._name, int(text.tokens.max()) + 1)
         samples = self._samples(text, measured=True)
         assert isinstance(samples, ArrayDataset)
         samples.left_out = left_out

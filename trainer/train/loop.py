@@ -6,10 +6,12 @@ from typing import Literal
 
 from trainer.distributed.consensus import StopConsensus
 from trainer.launch.worker import requested
-from trainer.observe.log import MetricLogger
+from trainer.observe.log import MetricLogger, Row
 from trainer.observe.memory import after_evaluation, memory_row
 from trainer.observe.phases import enter_phase
+from trainer.tasks import Deriving
 from trainer.train.anomaly import AnomalyDetector, Finding
+from trainer.train.answers import answers
 from trainer.train.evaluate import evaluate_run, next_evaluation, out_of_patience
 from trainer.train.outputs import Outputs
 from trainer.train.state import Run
@@ -128,7 +130,12 @@ def _evaluate(run: Run, logger: MetricLogger) -> bool:
     if freed := after_evaluation(run.recipe.memory, run.world.device):
         _tell_memory(run, logger, "evaluation", freed)
     step = run.state.step
-    logger.emit({"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics})
+    row: Row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics}
+    logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
+    enter_phase("evaluation")
+    if answered := answers(run):
+        logger.emit(answered)
+    enter_phase("logging")
     return best
 
 

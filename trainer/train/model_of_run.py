@@ -16,6 +16,7 @@ from torch import nn
 from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.folder import Damaged, Unreadable, look_up, odd_weights, read, stored_in
 from trainer.checkpoint.store import listing, newest_good
+from trainer.config.model import LoraConfig
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.config.section import validated
@@ -42,7 +43,10 @@ from trainer.train.components.task import make_task, more_sets
 from trainer.train.provenance import file_hash
 
 # Where data lies and how it comes; all else is the run's.
-_ELSEWHERE = [*(key for key in FREE if key.startswith(("data.", "evaluation.sets."))), "task"]
+_ELSEWHERE = [
+    *(key for key in FREE if key.startswith(("data.", "evaluation.sets.", "language.tokenizer"))),
+    "task",
+]
 # Of `Task.describe`: what gives a model's inputs and outputs their meaning.
 _MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
 # What only training needs: hooks that drop branches would be exported, weights come from the run.
@@ -51,7 +55,7 @@ NOT_NOW = (
     *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
     "hooks.enabled=false",
     "checkpoint.folder=null",
-    *("model.freeze=[]", "model.lora={rank: 0, targets: []}"),
+    *("model.freeze=[]", f"model.lora={json.dumps(LoraConfig().model_dump(mode='json'))}"),
 )
 
 

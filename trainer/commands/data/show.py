@@ -12,6 +12,7 @@ from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.documents import IGNORED
 from trainer.data.formats.text import decode_text as decode
 from trainer.errors import BadInputError
+from trainer.observe.text import printable
 from trainer.tasks.language import Language
 from trainer.train.components.task import left_out_of, make_plan, make_task
 from trainer.train.model_of_run import read_samples
@@ -83,10 +84,6 @@ def _text(document: SampleDocument, decoded: Callable[[Sequence[int]], str], mar
     for counts, run in groupby(document.counts):
         begin = len(decoded(document.ids[:at]))  # decoded by itself, a part may lose the blank before it
         at += len(list(run))
-        text = _harmless(decoded(document.ids[:at])[begin:])
+        text = printable(decoded(document.ids[:at])[begin:])
         parts.append(f"{marks[0]}{text}{marks[1]}" if counts else text)
     return "".join(parts)
-
-
-def _harmless(text: str) -> str:
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

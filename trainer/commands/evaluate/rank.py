@@ -27,6 +27,7 @@ def measure_run(opened: Any, world: Any) -> dict[str, Any]:
     from trainer.data.sampling.plan import evaluation_share
     from trainer.models.pointwise import mend_pointwise
     from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
+    from trainer.tasks import Deriving
     from trainer.train.components.run import set_determinism
     from trainer.train.evaluate import evaluate
     from trainer.train.replaced import count_replaced
@@ -49,6 +50,8 @@ def measure_run(opened: Any, world: Any) -> dict[str, Any]:
     loader = make_loader(Source(data, share), world.device, recipe.data, workers, quarantine)
     task = with_details(opened.task)
     metrics = evaluate(task, model, loader, share, world, recipe.precision)
+    if isinstance(task, Deriving):
+        metrics |= task.derived(metrics)
     return {
         "run": str(opened.folder),
         "weights": opened.weights,

@@ -13,7 +13,7 @@ from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.models import HF
 from trainer.errors import BadInputError
 from trainer.host.files import read_inside, write_file
-from trainer.models.hf_files import CONFIG, TEXT_FILES, find_model, read_config
+from trainer.models.hf_files import CONFIG, GENERATION, TEXT_FILES, find_model, read_config
 from trainer.models.hub import FILE
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.train.model_of_run import OpenedRun
@@ -50,9 +50,12 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
         config.pop("torch_dtype", None)
         _write_json(folder / CONFIG, {**config, "dtype": str(dtype).removeprefix("torch.")})
         file = folder / FILE
+    chat = getattr(run.task, "chat", None)
     for one in TEXT_FILES:
-        if (base.folder / one).exists():
-            write_file(folder / one, [read_inside(base.folder / one, _LARGEST)])
+        # What the run's text was made with, which language.tokenizer may have named.
+        source = base.folder if chat is None or one == GENERATION else chat.folder
+        if (source / one).exists():
+            write_file(folder / one, [read_inside(source / one, _LARGEST)])
     return file
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from trainer.config.models import HF
 from trainer.data.formats.encoders import Encoder, read_tokenizer
 from trainer.data.formats.text import decode_text as decode, encode_text as encode
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.gpt import generate, generated
-from trainer.models.hf_files import generation_config, model_folder
+from trainer.models.hf_files import end_tokens
+from trainer.observe.text import printable
+from trainer.tasks.conversations import prompt_tokens
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun
 
@@ -36,7 +37,7 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     added = generate(run.model.to(device), begun, options.tokens, options.temperature, random).tolist()
     if facts["end_of_document"] in added:
         added = added[: added.index(facts["end_of_document"])]
-    print(_harmless(_text([*prompt, *added], facts, encoder)))
+    print(printable(_text([*prompt, *added], facts, encoder)))
     return EXIT_DONE
 
 
@@ -48,32 +49,18 @@ def _chat(
         raise BadInputError("a model of conversations answers: give --prompt TEXT, what a user says")
     if options.tokenizer is not None:
         raise BadInputError("--tokenizer: a run on conversations has its own; leave it out")
-    try:
-        text = chat.render([{"role": "user", "content": options.prompt}], generation_prompt=True)
-    except ValueError as error:
-        raise BadInputError(f"--prompt: {error}") from error
-    (asked,) = chat.encode([text])
-    begun = torch.from_numpy(asked.ids).to(device)
-    ends, added, shown = _ends(run, chat), list[int](), ""
+    begun = torch.from_numpy(prompt_tokens(chat, options.prompt, "--prompt")).to(device)
+    ends, added, shown = end_tokens(run.recipe.model.name, chat.eos), list[int](), ""
     for token in generated(run.model.to(device), begun, options.tokens, options.temperature, random):
         if token in ends:
             break
         added.append(token)
         text_so_far = chat.tokenizer.decode(added)
         if not text_so_far.endswith("\ufffd"):  # or a letter of several tokens has only begun
-            print(_harmless(text_so_far[len(shown) :]), end="", flush=True)
+            print(printable(text_so_far[len(shown) :]), end="", flush=True)
             shown = text_so_far
-    print(_harmless(chat.tokenizer.decode(added)[len(shown) :]))
+    print(printable(chat.tokenizer.decode(added)[len(shown) :]))
     return EXIT_DONE
-
-
-def _ends(run: OpenedRun, chat: Any) -> set[int]:
-    """Tokens that end a turn: the tokenizer's, and those of generation_config.json beside it."""
-    ends = {chat.eos}
-    if run.recipe.model.name.startswith(HF):
-        more = generation_config(model_folder(run.recipe.model.name)).get("eos_token_id")
-        ends |= set(more if isinstance(more, list) else [more])
-    return ends - {None}
 
 
 def _encoder(given: str | None, trained: str) -> Encoder | None:
@@ -105,8 +92,3 @@ def _first(facts: Mapping[str, Any]) -> int:
     if isinstance(end, int):
         return end
     return max(0, str(facts["characters"]).find("\n"))
-
-
-def _harmless(text: str) -> str:
-    # A model's output must not contain control sequences for the terminal.
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

@@ -1,5 +1,6 @@
 """Mounts for the local paths that a configuration names."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,41 @@ from trainer.host.disks import read_mount
 INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
 # The keys that hold paths.
 PATHS = ("data.path", "data.cache", "model.pretrained", "language.tokenizer", "task", "checkpoint.folder")
-_MODEL = "model.name"
+_MODEL, _MIX = "model.name", "data.mix"
 _OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay")
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
     """Returns the keys that name a path outside of every container, with that path."""
-    unread = spec.recipe.startswith(INSIDE) and spec.recipe_text is None
-    values = override({} if unread else read_recipe(spec.recipe), spec.all_settings())
+    values = _values(spec)
     found = {key: _value(values, key) for key in (*PATHS, _MODEL)}
     model = found[_MODEL].removeprefix(HF)  # a folder of the library transformers, or no path at all
     found[_MODEL] = model if found[_MODEL].startswith(HF) and Path(model).absolute().is_dir() else ""
+    sets = (f"evaluation.sets.{name}.path" for name in _mapping(values, "evaluation.sets"))
+    found |= {key: _value(values, key) for key in sets}
+    found |= {f"{_MIX}.{path}": path for path in _mapping(values, _MIX)}
     return {key: path for key, path in found.items() if path and not _is_there(spec, key, path)}
 
 
+def _values(spec: JobSpec) -> dict[str, Any]:
+    unread = spec.recipe.startswith(INSIDE) and spec.recipe_text is None
+    return override({} if unread else read_recipe(spec.recipe), spec.all_settings())
+
+
 def _value(values: Any, key: str) -> str:
+    found = _at(values, key)
+    return found if isinstance(found, str) else ""
+
+
+def _mapping(values: Any, key: str) -> dict[str, Any]:
+    found = _at(values, key)
+    return found if isinstance(found, dict) else {}
+
+
+def _at(values: Any, key: str) -> Any:
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None
-    return values if isinstance(values, str) else ""
+    return values
 
 
 def _is_there(spec: JobSpec, key: str, path: str) -> bool:
@@ -50,8 +68,11 @@ def carried(spec: JobSpec, place: JobPlace) -> JobSpec:
     Raises:
         BadInputError: If a path can't be mounted.
     """
+    mix = dict[str, str]()
     for key, path in local_paths(spec).items():
         here = Path(path).absolute()
+        mixed = key.startswith(f"{_MIX}.")
+        key = _MIX if mixed else key  # noqa: PLW2901
         if key == "data.cache":
             raise BadInputError(
                 f"{key}={path}: containers don't see it; give --cache {path}, and --set {key}=/cache/data"
@@ -73,8 +94,9 @@ def carried(spec: JobSpec, place: JobPlace) -> JobSpec:
         if seen := _seen(spec, here):
             target = seen
         elif key != "data.path":
-            target = f"{container.RECIPE_MOUNT}/{here.name}"
-            changes = {"files": {**spec.files, here.name: str(here)}}
+            name = _free_name(spec.files, here)
+            target = f"{container.RECIPE_MOUNT}/{name}"
+            changes = {"files": {**spec.files, name: str(here)}}
         elif spec.data is None:
             folder = here.parent if here.is_file() else here
             target = container.DATA if folder == here else f"{container.DATA}/{here.name}"
@@ -84,9 +106,22 @@ def carried(spec: JobSpec, place: JobPlace) -> JobSpec:
                 f"{key}={path}: only --data {spec.data} is mounted; leave one of the two out, or give a path "
                 f"below {container.DATA}"
             )
-        value = f"{HF}{target}" if key == _MODEL else target
-        spec = spec.model_copy(update={**changes, "settings": (*spec.settings, f"{key}={value}")})
+        if mixed:
+            mix[path] = target
+        settings = () if mixed else (f"{key}={HF if key == _MODEL else ''}{target}",)
+        spec = spec.model_copy(update={**changes, "settings": (*spec.settings, *settings)})
+    if weights := _mapping(
+        _values(spec), _MIX
+    ):  # also where none of them lies here: data.path isn't set then
+        mounted = json.dumps({mix.get(path, path): weight for path, weight in weights.items()})
+        spec = spec.model_copy(update={"settings": (*spec.settings, f"{_MIX}={mounted}")})
     return spec
+
+
+def _free_name(files: Mapping[str, str], here: Path) -> str:
+    """A name to mount a file under: its own, unless another file has it."""
+    names = (here.name, *(f"{number}-{here.name}" for number in range(1, len(files) + 1)))
+    return next(name for name in names if files.get(name, str(here)) == str(here))
 
 
 def _seen(spec: JobSpec, here: Path) -> str:

@@ -191,7 +191,7 @@ class JobSpec(BaseModel):
 
     def all_settings(self, data: str = "/data") -> list[str]:
         """Returns the settings of `--set` on each node, with the path of the data."""
-        given = any(one.startswith("data.path=") for one in self.settings)
+        given = any(one.startswith(("data.path=", "data.mix=")) for one in self.settings)
         return [*self.settings, *([] if self.data is None or given else [f"data.path={data}"])]
 
     @property

@@ -7,6 +7,7 @@ tokenizers do: the template writes what begins and ends a conversation, so the t
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,15 +29,11 @@ Message = Mapping[str, Any]
 _LARGEST = 1 << 30  # tokenizer.json
 _LARGEST_TEMPLATE = 1 << 20
 _BATCH = 512  # texts that are encoded side by side
-_MARKS = "\ufdd0\ufdd1"  # no characters, by Unicode's definition: around what {% generation %} holds
-_TODAY = (
-    "2024-07-26"  # Llama 3's own date where it isn't told one: a run that asks for today's wouldn't repeat
-)
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatError(ValueError):
-    """What is wrong with one conversation; who knows its row adds that."""
+    """Fault of a conversation; the caller adds its row."""
 
 
 class Encoded(NamedTuple):
@@ -101,19 +98,27 @@ class Chat(NamedTuple):
                 f"{self.folder} has no chat template; put a chat_template.jinja there, or give rows of "
                 "prompt and completion"
             )
-        try:
-            marked = self.templates[name].render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-                **self.special,
-            )
-        except (MemoryError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # a template is a program: a wrong type in it raises what Python raises
-            raise ChatError(f"the chat template refuses it ({first_line(error)})") from error
-        return unmarked(marked)
+        refusal: Exception | None = None
+        for given in _forms(messages):
+            try:
+                marked = self.templates[name].render(
+                    messages=given,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=generation_prompt,
+                    **self.special,
+                )
+            except (MemoryError, KeyboardInterrupt):
+                raise
+            except Exception as error:  # a template is a program: it raises whatever Python raises
+                refusal = refusal or error
+            else:
+                if not any(map(partial(_python_in, marked), _arguments(given))):
+                    return unmarked(marked)
+        reason = (
+            first_line(refusal) if refusal else "it writes arguments of calls as Python does, not as JSON"
+        )
+        raise ChatError(f"the chat template refuses it ({reason})") from refusal
 
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
         """Encodes texts; special tokens in them are special tokens.
@@ -127,6 +132,37 @@ class Chat(NamedTuple):
             for one in batch:
                 offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
                 yield Encoded(np.array(one.ids, np.int64), offsets[:, 0], offsets[:, 1])
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yields messages with arguments of calls as objects, then as the JSON that some templates need."""
+    yield messages
+    if _arguments(messages):
+        yield [_with_text(one) for one in messages]
+
+
+def _python_in(text: str, arguments: Mapping[str, Any]) -> bool:
+    """True if arguments stand in a text as Python prints them, and not as JSON."""
+    return str(arguments) in text and json.dumps(arguments, ensure_ascii=False) not in text
+
+
+def _arguments(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    calls = [call.get("function") or call for one in messages for call in one.get("tool_calls") or ()]
+    return [found for call in calls if isinstance(found := call.get("arguments"), Mapping)]
+
+
+def _with_text(value: Any) -> Any:
+    """Writes arguments as JSON in a message, a call or a function; see `_forms`."""
+    if not isinstance(value, Mapping):
+        return value
+    changed = dict(value)
+    if isinstance(calls := value.get("tool_calls"), list):
+        changed["tool_calls"] = [_with_text(one) for one in calls]
+    if "function" in value:
+        changed["function"] = _with_text(value["function"])
+    if isinstance(arguments := value.get("arguments"), Mapping):
+        changed["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return changed
 
 
 def open_tokenizer(folder: Path) -> Chat:

@@ -1,9 +1,10 @@
-"""Rows of text, of prompt and completion, or of messages: JSON lines, Parquet, and Arrow folders."""
+"""Files of rows of text, of prompt and completion, or of messages: JSON lines, Parquet, Arrow folders."""
 
 import hashlib
-import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,63 +25,31 @@ READ = (
 )  # keys of a row; others are counted
 _HELD = ("validation", "val", "valid", "test", "eval")
 _LINES = (".jsonl", ".json", ".ndjson")
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)
 _TENTH = 10
 _ROWS = 64  # of Parquet that are read at once
 _MOST_BYTES = 4 << 30  # that a group of such rows may inflate to
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_THOUGHT = ("reasoning_content", "thinking", "reasoning")
-_TOLD = 6  # names, in a message
-# Half of a pair, which is no text; and what Unicode reserves, which marks places here.
-_NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
-
 _Row = tuple[str, Mapping[str, Any]]  # where it stands, and its keys
 
 
-class RowError(ValueError):
-    """What is wrong with a row; who knows its number adds that."""
-
-
-class SkippedError(Exception):
-    """A row that is left out, and why."""
-
-
-class Talk(NamedTuple):
-    """A conversation.
-
-    Attributes:
-        messages: Each with role, and content as text.
-        counting: The messages that count in the loss, by number.
-        tools: What the assistant may call.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    counting: Sequence[int]
-    tools: Any = None
-
-
-class Plain(NamedTuple):
-    """A text, or a prompt and how it goes on: only what follows the prompt counts."""
-
-    prompt: str
-    completion: str
-
-
-class Split(NamedTuple):
+class RowSplit(NamedTuple):
     """Rows to learn from or to measure on.
 
     Attributes:
         files: They are read one after another; folders are splits by `save_to_disk`.
         tenth: None for all rows; True for each tenth of them (of fewer, for the last), False for the others.
         column: The one that is read; None: whichever is there.
+        beside: Names in the same folder that aren't read.
     """
 
     files: tuple[Path, ...]
     tenth: bool | None = None
     column: str | None = None
+    beside: tuple[str, ...] = ()
 
     def sha256(self) -> str:
         """Hash of the content of all files, and of what is read of them."""
-        digest = hashlib.sha256(repr((self.tenth, self.column)).encode())
+        digest = hashlib.sha256(repr((self.tenth, self.column, self.beside)).encode())
         for path in self.files:
             inside = [*sorted(path.glob("*.arrow")), path / "state.json"] if path.is_dir() else [path]
             for file in inside:
@@ -91,7 +60,7 @@ class Split(NamedTuple):
         return digest.hexdigest()
 
     def rows(self) -> Iterator[_Row]:
-        """Where each row stands, and the row.
+        """Yields each row after its place: file and line or number.
 
         Raises:
             BadInputError: If one isn't JSON, or a file can't be read.
@@ -109,8 +78,8 @@ class Split(NamedTuple):
             yield before
 
 
-def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[Split, Split]:
-    """The rows to learn from and to measure on: by splits that are there, else each tenth is measured on.
+def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[RowSplit, RowSplit]:
+    """Finds the rows to learn from and to measure on: by splits in the folder, else by tenths.
 
     Args:
         path: A file; or a folder with train.jsonl, train.parquet or train/, and one to measure on beside
@@ -123,7 +92,7 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
     """
     if (path / "dataset_dict.json").exists():
         learned, measured = splits(path, held)
-        return Split((learned,), None, column), Split((measured,), None, column)
+        return RowSplit((learned,), None, column), RowSplit((measured,), None, column)
     train = _files(path, TRAIN) if path.is_dir() else ()
     if train:
         names = [held] if held else _HELD
@@ -134,13 +103,14 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
                 ".parquet or a folder; put one there, or name the training file alone, of which each tenth "
                 "row is held back"
             )
-        return Split(train, None, column), Split(found, None, column)
+        return RowSplit(train, None, column, _beside(path, [*train, *found])), RowSplit(found, None, column)
     if held is not None:
         raise BadInputError(f"{path}: holds one set without splits; leave data.eval_split={held} out")
     files = (path,) if (path / "state.json").exists() or not path.is_dir() else _inside(path)
     if not files:
         raise BadInputError(f"{path}: holds no .jsonl or .parquet files; give a file, or the folder of some")
-    return Split(files, False, column), Split(files, True, column)
+    beside = _beside(path, files) if path.is_dir() and files != (path,) else ()
+    return RowSplit(files, False, column, beside), RowSplit(files, True, column)
 
 
 def _files(folder: Path, split: str) -> tuple[Path, ...]:
@@ -152,6 +122,14 @@ def _files(folder: Path, split: str) -> tuple[Path, ...]:
     return tuple(found[0] or found[1])
 
 
+def _beside(folder: Path, read: Sequence[Path]) -> tuple[str, ...]:
+    """Names of what lies beside the files that are read, but for hidden files and splits to measure on."""
+    places = {folder, *(one.parent for one in read)}
+    others = {one for place in places for one in place.iterdir()} - {*read, *places}
+    held = (one for one in others if any(_is_of(one, name) for name in _HELD))
+    return tuple(sorted(one.name for one in others - {*held} if not one.name.startswith(".")))
+
+
 def _is_of(file: Path, split: str) -> bool:
     return file.stem == split or file.stem.startswith(f"{split}-")
 
@@ -160,7 +138,19 @@ def _inside(folder: Path) -> tuple[Path, ...]:
     if not folder.is_dir():
         return ()
     shown = (one for one in folder.iterdir() if not one.name.startswith("."))
-    return tuple(sorted(one for one in shown if one.suffix in (*_LINES, ".parquet") and one.is_file()))
+    files = sorted(one for one in shown if one.suffix in (*_LINES, ".parquet") and one.is_file())
+    for one, other in pairwise(files):
+        if one.stem == other.stem:
+            raise BadInputError(
+                f"{folder}: {one.name} and {other.name} may hold the same rows; keep one of them"
+            )
+    numbered = Counter((found[1], int(found[2])) for one in files if (found := _NUMBERED.fullmatch(one.stem)))
+    for (name, count), there in numbered.items():
+        if there != count:
+            raise BadInputError(
+                f"{folder}: holds {there} of the {count} files {name}-…-of-{count:05}; fetch the others"
+            )
+    return tuple(files)
 
 
 def _rows(path: Path, read: Collection[str | None]) -> Iterator[_Row]:
@@ -253,135 +243,3 @@ def _dense(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _dense(one) for key, one in value.items() if one is not None}
     return [_dense(one) for one in value] if isinstance(value, list) else value
-
-
-def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> Talk | Plain:
-    """What a row says.
-
-    Args:
-        row: Its keys and values.
-        learn: As language.learn.
-        column: The key that is read; None: whichever is there.
-
-    Raises:
-        RowError: If it can't be meant.
-        SkippedError: If there is nothing to learn from in it.
-    """
-    if not row:
-        raise SkippedError("empty row{s}")
-    if _NO_TEXT.search(json.dumps(row, ensure_ascii=False, default=lambda _: "")):
-        raise RowError(
-            "holds half of a surrogate pair, or a character that Unicode reserves (U+FDD0 to U+FDEF)"
-        )
-    kind = _kind(row, column)
-    if kind == "messages":
-        return _talk(_messages(row[column or kind], kind), 0, row.get("tools"), learn)
-    if kind == "conversations":
-        return _talk(_messages(row[kind], kind), 0, row.get("tools"), learn)
-    if kind == "text":
-        text = _string(row[column or kind], kind)
-        if not text.strip():
-            raise SkippedError("row{s} of empty text")
-        return Plain("", text)
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) or isinstance(completion, list):
-        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
-        return _talk([*before, *after], len(before), row.get("tools"), learn)
-    prompt, completion = _string(prompt, "prompt"), _string(completion, "completion")
-    if not completion.strip():
-        raise SkippedError("row{s} with an empty completion")
-    return Plain("", prompt + completion) if learn == "all" else Plain(prompt, completion)
-
-
-def _kind(row: Mapping[str, Any], column: str | None) -> str:
-    if column not in (None, "prompt", "completion"):
-        if column not in row:
-            raise RowError(f"has {_names(row)}, and no {column!r}, which data.input_column names")
-        return "messages" if isinstance(row[column], list) else "text"
-    kinds = [kind for kind in ("text", "messages", "conversations") if kind in row and not column]
-    kinds += ["prompt"] * ("completion" in row and "prompt" in row)
-    if len(kinds) != 1:
-        what = f"has {' and '.join(kinds)}: name one by data.input_column" if kinds else f"has {_names(row)}"
-        raise RowError(f"{what}; a row has text, or prompt and completion, or messages")
-    return kinds[0]
-
-
-def _talk(messages: Sequence[Mapping[str, Any]], first: int, tools: Any, learn: str) -> Talk:
-    said = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-    if any(
-        not str(messages[n].get("content") or "").strip() and not messages[n].get("tool_calls") for n in said
-    ):
-        raise SkippedError("conversation{s} with an empty assistant turn")
-    counting = [number for number in said if number >= first and messages[number].get("weight", 1)]
-    if not counting:
-        raise SkippedError("conversation{s} without an assistant turn to learn from")
-    if isinstance(tools, str):
-        try:
-            tools = strict_json.parse(tools.encode())
-        except ValueError as error:
-            raise RowError(f"tools: {error}") from error
-    return Talk(messages, counting[-1:] if learn == "last" else counting, tools or None)
-
-
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise RowError(f"{key} is {_shown(value)}, and should be a list of messages with role and content")
-    if not value:
-        raise SkippedError("conversation{s} without messages")
-    return [_message(one, f"{key}[{number}]") for number, one in enumerate(value)]
-
-
-def _message(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RowError(f"{where} is {_shown(value)}, and should have role and content")
-    if "from" in value and "role" not in value:
-        role = _ROLES.get(str(value["from"]))
-        if role is None or set(value) - {"from", "value", "weight"}:
-            raise RowError(
-                f"{where} has {_names(value)}, from {_shown(value['from'])}: human, gpt and system are read; "
-                "give others as role and content"
-            )
-        value = {"role": role, "content": value.get("value"), **_weight_of(value)}
-    role, content = value.get("role"), value.get("content")
-    if not isinstance(role, str) or not role:
-        raise RowError(f"{where}: role is {_shown(role)}, and should be user, assistant or system")
-    if value.get("weight", 1) not in (0, 1):
-        raise RowError(f"{where}: weight is {_shown(value['weight'])}, and should be 0 or 1")
-    if content is None and not value.get("tool_calls"):
-        raise RowError(f"{where}: has no content")
-    if isinstance(content, list):
-        content = "".join(_part(one, where) for one in content)
-    # As transformers gives templates what a model thought, by whichever of its names they read.
-    thought = next((value[name] for name in _THOUGHT if value.get(name) is not None), None)
-    named = (
-        {} if thought is None else {"thinking": value.get("thinking", thought), "reasoning_content": thought}
-    )
-    text = "" if content is None else _string(content, f"{where}: content")
-    return {**value, **named, "content": text}
-
-
-def _weight_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {"weight": value["weight"]} if "weight" in value else {}
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and set(part) == {"type", "text"}:
-        return _string(part["text"], f"{where}: text")
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise RowError(f"{where}: content holds {_shown(kind)}, and only parts of type text are read")
-
-
-def _string(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"{where} is {_shown(value)}, and should be text")
-    return value
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    names = [repr(name) for name in row]
-    return ", ".join(names[:_TOLD]) + ", …" * (len(names) > _TOLD) or "no keys"
-
-
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -14,16 +14,17 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.data.formats.chat import Chat, ChatError
 from trainer.data.formats.chat_template import TODAY
-from trainer.data.formats.conversations import READ, Plain, RowError, SkippedError, Split, Talk, sample_of
+from trainer.data.formats.conversations import RowSplit
+from trainer.data.formats.messages import Continuation, RowError, SkippedError, Talk, sample_of, unread_names
 from trainer.data.formats.text import Text, smallest_type
-from trainer.data.formats.turns import Counted, counted, turns
-from trainer.data.left_out import LeftOut, one, tally
+from trainer.data.formats.turns import Counted, counted, turns, unread_keys
+from trainer.data.left_out import LeftOut, by_suffix, one, tally
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 1  # of the cache: raised where the same rows become other tokens
+_LAYOUT = 2  # of the cache: raised where the same rows become other tokens
 _BATCH = 512  # rows that are tokenized together
 _NEVER = re.compile(r"(?!)")
 
@@ -43,7 +44,7 @@ class Tokenized(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A row as text: where what counts stands in it, and whether the tokenizer adds begin and end."""
+    """A row as text, with the spans that count and whether the tokenizer adds begin and end tokens."""
 
     where: str
     text: str
@@ -60,7 +61,7 @@ class _Tally:
         self.tokens = self.counting = self.straddling = self.unended = self.cut = self.controls = 0
         self.first_control = ""
 
-    def told(self, chat: Chat, rows: int) -> Iterator[str]:
+    def notes(self, chat: Chat, rows: int) -> Iterator[str]:
         """Lines for people."""
         yield f"{rows:,} rows of {self.tokens:,} tokens, {self.counting:,} of which count in the loss"
         if self.straddling:
@@ -84,7 +85,7 @@ class _Tally:
             yield f"the chat template asks for today's date and is given {TODAY}, so that runs repeat"
 
 
-def tokenized(split: Split, chat: Chat, learn: str, length: int) -> Tokenized:
+def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized:
     """Returns rows as tokens, from the cache if they are there.
 
     Args:
@@ -112,46 +113,54 @@ def tokenized(split: Split, chat: Chat, learn: str, length: int) -> Tokenized:
 _Parts = tuple["np.ndarray", "np.ndarray", "np.ndarray", tuple[LeftOut, ...], tuple[str, ...]]
 
 
-def _made(split: Split, chat: Chat, learn: str, length: int) -> _Parts:
-    told, found = _Tally(), list[Counted]()
+def _made(split: RowSplit, chat: Chat, learn: str, length: int) -> _Parts:
+    totals, found = _Tally(), list[Counted]()
     batch = list[_Prepared]()
-    for row in _prepared(split, chat, learn, told):
+    for row in _prepared(split, chat, learn, totals):
         batch.append(row)
         if len(batch) == _BATCH:
-            found += _counted(batch, chat, length, told)
+            found += _counted(batch, chat, length, totals)
             batch = []
-    found += _counted(batch, chat, length, told)
-    left_out = tally(told.left_out)
+    found += _counted(batch, chat, length, totals)
+    left_out = tally(totals.left_out)
     if not found:
         why = "; ".join(map(str, left_out)) or "it has no rows"
         raise BadInputError(f"{split.files[0]}: nothing to learn from is left ({why})")
-    sizes = np.array([len(one.ids) for one in found], np.int64)
-    tokens = np.concatenate([one.ids for one in found]).astype(smallest_type(chat.vocabulary))
-    counts = np.concatenate([one.counts for one in found]).astype(np.uint8)
+    beside = (one(f"{by_suffix(name)} beside the files that are read", name) for name in split.beside)
+    left_out = tally([*left_out, *beside])
+    sizes = np.array([len(each.ids) for each in found], np.int64)
+    tokens = np.concatenate([each.ids for each in found]).astype(smallest_type(chat.vocabulary))
+    counts = np.concatenate([each.counts for each in found]).astype(np.uint8)
     begins = np.cumsum(sizes) - sizes
-    told.tokens, told.counting = len(tokens), int(counts.sum() - counts[begins].sum())
-    return tokens, begins, counts, left_out, tuple(told.told(chat, len(found)))
+    totals.tokens, totals.counting = len(tokens), int(counts.sum() - counts[begins].sum())
+    return tokens, begins, counts, left_out, tuple(totals.notes(chat, len(found)))
 
 
-def _prepared(split: Split, chat: Chat, learn: str, told: _Tally) -> Iterator[_Prepared]:
+def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterator[_Prepared]:
     control = re.compile("|".join(map(re.escape, chat.controls))) if chat.controls else _NEVER
     for where, row in split.rows():
-        unread = (name for name in row if name not in (*READ, split.column))
-        told.left_out += [_left(f"row{{s}} with {name!r}, which isn't read", where) for name in unread]
         try:
             sample = sample_of(row, learn, split.column)
-            if isinstance(sample, Plain):
+            names = unread_names(row, split.column)
+            totals.left_out += [_left(f"row{{s}} with {name!r}, which isn't read", where) for name in names]
+            if isinstance(sample, Continuation):
                 yield _plain(where, sample, chat)
                 continue
-            yield _talk(where, sample, chat, learn)
+            talk = _talk(where, sample, chat, learn)
+            unread = unread_keys(chat, sample.messages, sample.tools, talk.text)
+            totals.left_out += [
+                _left(f"conversation{{s}} with {what}, which the chat template doesn't read", where)
+                for what in unread
+            ]
+            yield talk
         except SkippedError as reason:
-            told.left_out.append(_left(str(reason), where))
+            totals.left_out.append(_left(str(reason), where))
             continue
         except (RowError, ChatError) as error:
             raise BadInputError(f"{where}: {error}") from error
         if found := next(filter(None, (control.search(each["content"]) for each in sample.messages)), None):
-            told.controls += 1
-            told.first_control = told.first_control or f"{_name(where)}: {found[0]}"
+            totals.controls += 1
+            totals.first_control = totals.first_control or f"{_name(where)}: {found[0]}"
 
 
 def _left(reason: str, where: str) -> LeftOut:
@@ -163,7 +172,7 @@ def _name(where: str) -> str:
     return where.rpartition("/")[2]
 
 
-def _plain(where: str, sample: Plain, chat: Chat) -> _Prepared:
+def _plain(where: str, sample: Continuation, chat: Chat) -> _Prepared:
     if chat.eos is None:
         raise RowError(
             f"{chat.folder}: tokenizer_config.json names no eos_token, by which a text ends; add it"
@@ -180,20 +189,20 @@ def _talk(where: str, sample: Talk, chat: Chat, learn: str) -> _Prepared:
     return _Prepared(where, text, spans, plain=False, whole=False)
 
 
-def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, told: _Tally) -> Iterator[Counted]:
+def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, totals: _Tally) -> Iterator[Counted]:
     for row, encoded in zip(batch, chat.encode([row.text for row in batch]), strict=True):
         found = counted(chat, row.text, encoded, row.spans)
         if row.plain:
             found = _with_ends(found, chat)
         targets = len(found.ids) - 1
         if not found.counts[1:].any():
-            told.left_out.append(_left("row{s} without a token that counts", row.where))
+            totals.left_out.append(_left("row{s} without a token that counts", row.where))
         elif targets > length and not row.whole:
-            told.left_out.append(_left(f"conversation{{s}} of more than {length:,} tokens", row.where))
+            totals.left_out.append(_left(f"conversation{{s}} of more than {length:,} tokens", row.where))
         else:
-            told.straddling += found.straddling
-            told.unended += found.unended
-            told.cut += targets > length
+            totals.straddling += found.straddling
+            totals.unended += found.unended
+            totals.cut += targets > length
             yield found
 
 
@@ -224,7 +233,7 @@ def _kept(file: Path) -> _Parts | None:
         left_out = tuple(LeftOut.model_validate(one) for one in about["left_out"])
         return tokens, begins, counts, left_out, tuple(map(str, about["notes"]))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        say(f"{file}: is damaged ({error}), and made anew")
+        say(f"{file}: is damaged ({error}), and made again")
         return None
 
 

@@ -1,7 +1,7 @@
-"""Which part of a rendered conversation an assistant writes, as places in the text."""
+"""Spans of a rendered conversation that an assistant writes, as places in the text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from trainer.data.formats.chat import Chat, ChatError, Encoded, Message
 from trainer.data.formats.chat_template import Spans
+from trainer.data.formats.messages import THOUGHT
 from trainer.rng import Ints
 
 _PROBE = "\ufdd2"  # no character, by Unicode's definition: nothing that is read holds it
@@ -89,7 +90,7 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
 
 
 def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> int:
-    """Where a turn ends that is rendered otherwise as the last one; 0 if it isn't found.
+    """Finds the end of a turn that is rendered otherwise as the last one; 0 if it isn't found.
 
     A probe behind its content shows where that stands whole; the token that ends a turn follows it. After
     calls of tools it is the token that the turn would end with as the last one, before what comes next.
@@ -115,7 +116,7 @@ def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text:
 
 
 def _probed(chat: Chat, messages: Sequence[Message], number: int, content: str, tools: Any, text: str) -> int:
-    """Where the probe in a message's content comes out, if nothing else changes; else -1."""
+    """Finds the probe of a message's content in the rendered text, if nothing else changes; else -1."""
     found = chat.render(
         [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]], tools
     )
@@ -140,10 +141,35 @@ def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
             )
 
 
+def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) -> Iterator[str]:
+    """Yields keys of messages, and the tools, without which a conversation's text is the same.
+
+    Raises:
+        ChatError: If calls of tools are among them: the assistant would learn to say nothing there.
+    """
+    given = {key for one in messages for key, value in one.items() if value not in (None, "", [], {})}
+    keys = sorted(given - {"role", "content", "weight"})
+    for group in dict.fromkeys(THOUGHT if key in THOUGHT else (key,) for key in keys):
+        without = [{key: one[key] for key in one if key not in group} for one in messages]
+        try:
+            unread = chat.render(without, tools) == text
+        except ChatError:
+            continue
+        if unread and "tool_calls" in group and any(one.get("tool_calls") for one in messages):
+            raise ChatError(
+                "the chat template leaves tool_calls out; use the template of a model that calls tools, or "
+                "put the calls into content"
+            )
+        if unread:
+            yield f"{group[0]!r} in messages"
+    if tools and chat.render(messages) == text:
+        yield "'tools'"
+
+
 def counted(chat: Chat, text: str, encoded: Encoded, spans: Spans) -> Counted:
     """Says which tokens of a text count: those that lie wholly in a span.
 
-    Blanks behind the token that ends a turn don't: they are the template's, and nobody waits for them.
+    Blanks behind the token that ends a turn don't: they are the template's, and generation ends before them.
     """
     ids, starts, ends = encoded
     ended, counts = set(chat.added.values()), starts < 0

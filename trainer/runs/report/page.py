@@ -33,6 +33,7 @@ def _one(run: RecordedRun) -> dict[str, object]:
         record.what(run),
         record.model(run),
         sections.curves(run),
+        sections.answers(run),
         sections.of_hooks(run),
         sections.time(run),
         sections.throughput(run),

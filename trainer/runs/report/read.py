@@ -95,6 +95,7 @@ class RecordedRun:
         epoch_start: Records of kind "memory" at the start of an epoch, thinned.
         epoch_end: Records of kind "memory" at the end of an epoch, thinned.
         hook: Records of kind "hook", thinned.
+        answers: Answers to prompts at the first evaluation and at the last one.
         pictures: Pictures of hooks, by name: step of the last one, and its path in the run folder.
         freed: Records of kind "memory" after evaluations that released memory, thinned.
         end: The last record of kind "end", or {}.
@@ -118,6 +119,7 @@ class RecordedRun:
     freed: list[Point] = field(default_factory=list)
     hook: list[Point] = field(default_factory=list)
     pictures: dict[str, tuple[int, str]] = field(default_factory=dict)
+    answers: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     verdicts: FirstAndLast = field(default_factory=FirstAndLast)
     verdict: dict[str, Any] | None = None
@@ -183,6 +185,8 @@ def _read_rows(run: RecordedRun) -> None:
             run.verdicts.add(row)
             if row.get("final"):
                 run.verdict = row
+        elif kind == "answers":
+            run.answers = [*run.answers[:1], row]
         elif kind == "end":
             run.end = row
     run.train, run.evaluation = rows["train"].points(), rows["eval"].points()

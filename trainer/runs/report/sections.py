@@ -8,13 +8,14 @@ from markupsafe import Markup
 from trainer.host.files import oddity, read_inside
 from trainer.observe.charts.axis import AxisKind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
-from trainer.observe.text import DASH, count, size
+from trainer.observe.text import DASH, count, plain, size
 from trainer.runs.report.figures import end_step, metric_scale, metrics, over_rows, sets, totals
 from trainer.runs.report.parts import html
 from trainer.runs.report.phases import PHASES_EXPLAINED, phase_bar, phase_chart
 from trainer.runs.report.read import KNOWN, OF_LOSSES, RecordedRun
 
 _MARKS = 30
+_ANSWER = 4000  # characters
 _PICTURE_BYTES = 4 << 20  # of all pictures on a page
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -168,6 +169,18 @@ def of_hooks(run: RecordedRun) -> Markup:
             left -= len(png)
             pictures.append((name, step, b64encode(png).decode()))
     return html("sections.hooks", charts, pictures)
+
+
+def answers(run: RecordedRun) -> Markup | None:
+    """Shows what the model answered to each prompt, at first and at last."""
+    if not run.answers:
+        return None
+    prompts = [name for name in run.answers[-1] if name.startswith("answer/")]
+    rows = [
+        [name.removeprefix("answer/"), *(plain(one.get(name) or "", _ANSWER) for one in run.answers)]
+        for name in prompts
+    ]
+    return html("sections.answers", [one["step"] for one in run.answers], rows)
 
 
 def title_of(name: str) -> str:

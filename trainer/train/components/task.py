@@ -258,7 +258,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
         task.loss(model, blank_batch(task, plan.micro_batch_size, torch.device("meta")))
     except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
         pass
-    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         if "meta tensors" in str(error):  # it asks for a value, with .item() say, which shapes don't have
             return
         what = (str(error) or type(error).__name__).splitlines()[0]

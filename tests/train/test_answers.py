@@ -1,0 +1,100 @@
+"""Promise: fixed prompts are answered at each evaluation, for the report, and training keeps its bits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.chat_folders import CHATML, chat_folder
+from tests.helpers.forked import attempt
+from tests.helpers.rows import read_rows
+from tests.helpers.small_gpt import SMALL
+from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.world import Ranks
+from trainer.config.recipe import Recipe
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.runs.report.page import page
+from trainer.runs.report.read import read_recorded_run
+from trainer.train.answers import answers
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
+
+ASKED = ("what is <b>it</b>?", "who")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chat_folder(tmp_path / "chat", template=CHATML)
+    talk = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "the cat"}]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 20)
+    return tmp_path
+
+
+def recipe_of(folder: Path, *prompts: str, **sections: Any) -> Recipe:
+    return make_recipe(
+        task="language",
+        data={
+            "name": "conversations",
+            "path": f"{folder}/a.jsonl",
+            "global_batch_size": 2,
+            "micro_batch_size": 1,
+        },
+        language={
+            **SMALL,
+            "sequence_length": 64,
+            "tokenizer": f"{folder}/chat",
+            "prompts": prompts,
+            "answer_tokens": 9,
+        },
+        **{"epochs": 20, "optim": {"lr": 0.02, "schedule": "constant"}, **sections},
+    )
+
+
+def test_prompts_are_answered_and_the_bits_are_those_without(folder: Path) -> None:
+    short = {
+        "log": {"every": 1, "to": ["jsonl"]},
+        "ema": {"decay": 0.5},
+        "evaluation": {"every": "10 epochs"},
+    }
+    asked, plain = folder / "asked", folder / "plain"
+    for run, prompts in ((asked, ASKED), (plain, ())):
+        done = attempt(run, recipe_of(folder, *prompts, **short))
+        assert done.code == 0, done.said
+    for name in ("model.safetensors", "ema.safetensors"):
+        assert (asked / name).read_bytes() == (plain / name).read_bytes()
+    rows = read_rows(asked, ("answers",))
+    assert [row["step"] for row in rows] == [row["step"] for row in read_rows(asked, ("eval",))]
+    assert rows[-1]["answer/what is <b>it</b>?"] == "the cat", "to the token that ends the turn"
+    assert rows[-1].keys() == {"kind", "step", "epoch", "seconds", *(f"answer/{one}" for one in ASKED)}
+    assert not read_rows(plain, ("answers",))
+    text = page([read_recorded_run(asked)])
+    assert "what is &lt;b&gt;it&lt;/b&gt;?" in text and "the cat" in text
+
+
+def rank_answers(world: World, recipe: Recipe) -> Any:
+    run = build(recipe, make_task(recipe), world, workers=0)
+    torch.manual_seed(3)
+    found = answers(run)
+    return None if found is None else {name: text for name, text in found.items() if name != "seconds"}
+
+
+def test_of_several_ranks_the_first_answers_and_a_sharded_model_the_same(ranks: Ranks, folder: Path) -> None:
+    recipe = recipe_of(folder, *ASKED)
+    alone = rank_answers(World(0, 1, 0, torch.device("cpu"), None), recipe)
+    both = ranks.run(2, rank_answers, recipe)
+    assert both == [alone, None]
+    sharded = recipe_of(folder, *ASKED, parallel={"strategy": "fsdp", "threads": 1})
+    assert ranks.run(2, rank_answers, sharded)[0] == alone
+
+
+def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInputError, match=r"'a a.* has \d+ tokens, more than language\.sequence_length"):
+        build_alone(recipe := recipe_of(folder, "a " * 99), make_task(recipe))
+    with pytest.raises(BadInputError, match=r"language\.prompts are answered with data\.name=conversations"):
+        make_task(
+            make_recipe(task="language", data={"name": "synthetic"}, language={**SMALL, "prompts": ["a"]})
+        )

@@ -1,0 +1,214 @@
+"""Meaning of rows: a conversation of messages, a prompt and its completion, or a text."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainer.host import strict_json
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+THOUGHT = ("reasoning_content", "thinking", "reasoning")  # names of what a model thought, in a message
+_TOLD = 6  # names, in a message
+# Half of a pair, which is no text; and what Unicode reserves, which marks places here.
+_NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
+
+
+class RowError(ValueError):
+    """Fault of a row; the caller adds its number."""
+
+
+class SkippedError(Exception):
+    """Reason to leave a row out."""
+
+
+class Talk(NamedTuple):
+    """A conversation.
+
+    Attributes:
+        messages: Each with role, and content as text.
+        counting: The messages that count in the loss, by number.
+        tools: What the assistant may call.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    counting: Sequence[int]
+    tools: Any = None
+
+
+class Continuation(NamedTuple):
+    """A text, or a prompt and its completion, which alone counts in the loss."""
+
+    prompt: str
+    completion: str
+
+
+def sample_of(row: Mapping[str, Any], learn: str, column: str | None = None) -> Talk | Continuation:
+    """Parses a row.
+
+    Args:
+        row: Its keys and values.
+        learn: As language.learn.
+        column: The key that is read; None: whichever is there.
+
+    Raises:
+        RowError: If it can't be meant.
+        SkippedError: If there is nothing to learn from in it.
+    """
+    if not row:
+        raise SkippedError("empty row{s}")
+    if _NO_TEXT.search(json.dumps(row, ensure_ascii=False, default=lambda _: "")):
+        raise RowError(
+            "holds half of a surrogate pair, or a character that Unicode reserves (U+FDD0 to U+FDEF)"
+        )
+    kind = _kind(row, column)
+    if kind == "messages":
+        return _talk(_messages(row[column or kind], kind), 0, row.get("tools"), learn)
+    if kind == "conversations":
+        return _talk(_messages(row[kind], kind), 0, row.get("tools"), learn)
+    if kind == "text":
+        text = _string(row[column or kind], kind)
+        if not text.strip():
+            raise SkippedError("row{s} of empty text")
+        return Continuation("", text)
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) or isinstance(completion, list):
+        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
+        return _talk([*before, *after], len(before), row.get("tools"), learn)
+    prompt, completion = _string(prompt, "prompt"), _string(completion, "completion")
+    if not completion.strip():
+        raise SkippedError("row{s} with an empty completion")
+    return Continuation("", prompt + completion) if learn == "all" else Continuation(prompt, completion)
+
+
+def unread_names(row: Mapping[str, Any], column: str | None) -> list[str]:
+    """Names in a row that `sample_of` reads nothing of."""
+    kind = _kind(row, column)
+    read = ("prompt", "completion") if kind == "prompt" else (kind if column is None else column,)
+    tools = kind in ("messages", "conversations") or any(isinstance(row.get(one), list) for one in read)
+    return [name for name in row if name not in (*read, *("tools",) * tools)]
+
+
+def _kind(row: Mapping[str, Any], column: str | None) -> str:
+    if column not in (None, "prompt", "completion"):
+        if column not in row:
+            raise RowError(f"has {_names(row)}, and no {column!r}, which data.input_column names")
+        return "messages" if isinstance(row[column], list) else "text"
+    kinds = [kind for kind in ("text", "messages", "conversations") if kind in row and not column]
+    kinds += ["prompt"] * ("completion" in row and "prompt" in row)
+    if len(kinds) != 1:
+        what = f"has {' and '.join(kinds)}: name one by data.input_column" if kinds else f"has {_names(row)}"
+        raise RowError(f"{what}; a row has text, or prompt and completion, or messages")
+    return kinds[0]
+
+
+def _talk(messages: Sequence[Mapping[str, Any]], first: int, tools: Any, learn: str) -> Talk:
+    said = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    if any(
+        not str(messages[n].get("content") or "").strip() and not messages[n].get("tool_calls") for n in said
+    ):
+        raise SkippedError("conversation{s} with an empty assistant turn")
+    counting = [number for number in said if number >= first and messages[number].get("weight", 1)]
+    if not counting:
+        raise SkippedError("conversation{s} without an assistant turn to learn from")
+    tools = _objects(tools, "tools") if tools else None
+    return Talk(messages, counting[-1:] if learn == "last" else counting, tools)
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise RowError(f"{key} is {_shown(value)}, and should be a list of messages with role and content")
+    if not value:
+        raise SkippedError("conversation{s} without messages")
+    return [_message(one, f"{key}[{number}]") for number, one in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RowError(f"{where} is {_shown(value)}, and should have role and content")
+    if "from" in value and "role" not in value:
+        role = _ROLES.get(str(value["from"]))
+        if role is None or set(value) - {"from", "value", "weight"}:
+            raise RowError(
+                f"{where} has {_names(value)}, from {_shown(value['from'])}: human, gpt and system are read; "
+                "give others as role and content"
+            )
+        value = {"role": role, "content": value.get("value"), **_weight_of(value)}
+    role, content = value.get("role"), value.get("content")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"{where}: role is {_shown(role)}, and should be user, assistant or system")
+    if value.get("weight", 1) not in (0, 1):
+        raise RowError(f"{where}: weight is {_shown(value['weight'])}, and should be 0 or 1")
+    if calls := value.get("tool_calls"):
+        calls = [_call(one, f"{where}: tool_calls") for one in _objects(calls, f"{where}: tool_calls")]
+        value = {**value, "tool_calls": calls}
+    if content is None and not calls:
+        raise RowError(f"{where}: has no content")
+    if isinstance(content, list):
+        content = "".join(_part(one, where) for one in content)
+    # As transformers gives templates what a model thought, by whichever of its names they read.
+    thought = next((value[name] for name in THOUGHT if value.get(name) is not None), None)
+    named = (
+        {} if thought is None else {"thinking": value.get("thinking", thought), "reasoning_content": thought}
+    )
+    text = "" if content is None else _string(content, f"{where}: content")
+    return {**value, **named, "content": text}
+
+
+def _objects(value: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects; files of columns hold the list, or each object, as JSON in a string."""
+    found = _parsed(value, where)
+    if not isinstance(found, list):
+        raise RowError(f"{where} is {_shown(found)}, and should be a list of objects")
+    found = [_parsed(one, where) for one in found]
+    if odd := [one for one in found if not isinstance(one, dict)]:
+        raise RowError(f"{where} holds {_shown(odd[0])}, and should hold objects")
+    return found
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object: a string would be quoted again by a template."""
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": _call(inner, where)}
+    if "arguments" not in call:
+        return call
+    arguments = _parsed(call["arguments"] or {}, f"{where}: arguments")
+    if not isinstance(arguments, dict):
+        raise RowError(f"{where}: arguments is {_shown(arguments)}, and should be an object")
+    return {**call, "arguments": arguments}
+
+
+def _parsed(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return strict_json.parse(value.encode())
+    except ValueError as error:
+        raise RowError(f"{where} is {_shown(value)}: {error}") from error
+
+
+def _weight_of(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {"weight": value["weight"]} if "weight" in value else {}
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and set(part) == {"type", "text"}:
+        return _string(part["text"], f"{where}: text")
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise RowError(f"{where}: content holds {_shown(kind)}, and only parts of type text are read")
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{where} is {_shown(value)}, and should be text")
+    return value
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    names = [repr(name) for name in row]
+    return ", ".join(names[:_TOLD]) + ", …" * (len(names) > _TOLD) or "no keys"
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

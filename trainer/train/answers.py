@@ -1,0 +1,51 @@
+"""Answers to fixed prompts at each evaluation, by a model of conversations."""
+
+import time
+from contextlib import nullcontext
+from itertools import takewhile
+
+import torch
+
+from trainer.distributed.sharding import evaluating
+from trainer.models.gpt import generated
+from trainer.models.hf_files import end_tokens
+from trainer.models.modes import in_evaluation_mode
+from trainer.models.precision import autocast
+from trainer.observe.log import Row
+from trainer.observe.phases import heartbeat
+from trainer.tasks.conversations import prompt_tokens
+from trainer.train.state import Run
+
+
+def answers(run: Run) -> Row | None:
+    """Answers `language.prompts` by the likeliest tokens, which draws no random number.
+
+    By the averaged weights if there are any, on rank 0; collective where the model is sharded.
+
+    Returns:
+        A row with the answer to each prompt and what they took in seconds; None where none is wanted here.
+    """
+    state, config = run.state, run.recipe.language
+    chat, sharded = getattr(run.task, "chat", None), state.rows is not None
+    if chat is None or not config.prompts or (run.world.rank and not sharded):
+        return None
+    began, ends = time.perf_counter(), end_tokens(run.recipe.model.name, chat.eos)
+    found = dict[str, str]()
+    with (
+        nullcontext() if state.average is None else state.average.in_place(),
+        in_evaluation_mode(state.model),
+        evaluating(state.model),
+        autocast(run.recipe.precision, run.world.device),
+    ):
+        for prompt in config.prompts:
+            begun = torch.from_numpy(prompt_tokens(chat, prompt, "language.prompts")).to(run.world.device)
+            answer = list[int]()
+            for token in generated(state.model, begun, config.answer_tokens, 0.0, whole=sharded):
+                heartbeat()  # other ranks wait
+                answer.append(token)
+                if token in ends and not sharded:  # else each rank calls the model as often as the others
+                    break
+            kept = list(takewhile(lambda token: token not in ends, answer))
+            found[f"answer/{prompt}"] = chat.tokenizer.decode(kept)
+    at = {"step": state.step, "epoch": round(run.plan.epoch_at(state.step), 4)}
+    return {"kind": "answers", **at, "seconds": round(time.perf_counter() - began, 3), **found}
