@@ -148,21 +148,11 @@ def pooled(file: Path, channels: Sequence[str], md5_only: Sequence[str]) -> list
         if channel not in channels or subdir not in SUBDIRS or not known:
             continue
         name, version, build = split(filename)
-        found.append(
-            Package(
-                url=f"{HOST}{key}",
-                name=name,
-                version=version,
-                build=build,
-                build_number=build_number(build),
-                sha256=entry.get("sha256", ""),
-                md5="" if "sha256" in entry else entry["md5"],
-                size=int(entry.get("size", 0)),
-                license=entry.get("license", ""),
-                depends=entry["depends"],
-                constrains=entry.get("constrains", []),
-            )
-        )
+        facts: dict[str, Any] = {"sha256": entry.get("sha256", "")}
+        facts |= {"md5": "" if facts["sha256"] else entry["md5"], "size": int(entry.get("size", 0))}
+        facts |= {"license": entry.get("license", ""), "depends": entry["depends"]}
+        facts |= {"constrains": entry.get("constrains", []), "build_number": build_number(build)}
+        found.append(Package(url=f"{HOST}{key}", name=name, version=version, build=build, **facts))
     return found
 
 

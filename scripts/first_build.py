@@ -26,7 +26,7 @@ from pathlib import Path
 from ssl import create_default_context
 from typing import NamedTuple
 
-from engine_checks import ROOT, call, check_disk, check_engine, last_line
+from engine_checks import ROOT, call, check_disk, check_engine, image_digest, last_line
 from explicit_lock import LockError
 from failures import FAILURES, FULL, Failure, explain, logged
 from image import (
@@ -252,14 +252,9 @@ def build_twice(request: Request, folder: Path, labels: dict[str, str], prune: b
     digest = read_layers(second).digest
     run("docker", "load", "--quiet", "--input", second)
     second.unlink()
-    if digest_in_engine(request.name) != digest:
+    if image_digest(request.name) != digest:
         raise BadInputError(f"the engine loaded {request.name} as another image than {digest}")
     return digest
-
-
-def digest_in_engine(name: str) -> str:
-    """The digest of an image's manifest, which the containerd store has as its name."""
-    return call("docker", "image", "inspect", "--format", "{{.Id}}", name).stdout.strip()
 
 
 def build(given: Given, step: Steps) -> dict[str, str]:
@@ -413,9 +408,6 @@ def main() -> int:
         help=f"disk to ask for ({NEED_GB:g}, pruned {NEED_PRUNED_GB:g})",
     )
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
-        print("first-build: needs Python 3.11 or newer (tomllib): name one with PYTHON=…", file=sys.stderr)
-        return 2
     need = options.need_gb if options.need_gb is not None else NEED_PRUNED_GB if options.prune else NEED_GB
     advisories = options.advisories.resolve() if options.advisories else None
     given = Given(options.stack, options.compression, options.prune, advisories, need)

@@ -111,13 +111,6 @@ def archive_words(
     return build_words(request, stack, request.target, *as_labels(labels), *more, "--output", made)
 
 
-def facts_of(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Asks the libraries in the image for their versions, in a stage of the build."""
-    run(*build_words(request, stack, "facts", "--output", f"type=local,dest={folder}"))
-    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    return facts
-
-
 def labels_of(
     request: Request, stack: Mapping[str, Any], facts: Mapping[str, Any], commit: str
 ) -> dict[str, str]:
@@ -173,18 +166,25 @@ def source_of(root: Path) -> str:
 
 
 def read_stack(name: str) -> Any:
-    """A stack's description."""
+    """Returns a stack's description.
+
+    Raises:
+        BadInputError: there is no such stack, or this Python has no tomllib.
+    """
+    if sys.version_info < (3, 11):
+        raise BadInputError("needs Python 3.11 or newer (tomllib): name one with PYTHON=…")
     check_stack(name)
     return read_toml(ROOT / "stacks" / name / "stack.toml")
 
 
 def checked_facts(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the facts of the image after checking them.
+    """Returns the versions that the libraries in the image name, asked in a stage of the build.
 
     Raises:
-        BadInputError: If that isn't the stack.
+        BadInputError: they aren't the stack's.
     """
-    facts = facts_of(request, stack, folder)
+    run(*build_words(request, stack, "facts", "--output", f"type=local,dest={folder}"))
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     wrong = mismatches(stack, facts, bool(request.stand_in))
     if wrong:
         raise BadInputError(f"{request.name} isn't its stack: {'; '.join(wrong)}")
@@ -225,13 +225,9 @@ def build(request: Request) -> None:
     run(*build_words(request, stack, request.target, *given))
     print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
     if not request.tag:
-        run("docker", "tag", request.name, dated(request.name, datetime.now(timezone.utc)))
+        # The name that this day's image keeps when the next one is built.
+        run("docker", "tag", request.name, f"{request.name}-{datetime.now(timezone.utc):%Y%m%d}")
     check_size(request, stack)
-
-
-def dated(name: str, now: datetime) -> str:
-    """The name that a day's image keeps when the next one is built."""
-    return f"{name}-{now:%Y%m%d}"
 
 
 def has_containerd_store() -> bool:
@@ -346,9 +342,6 @@ def main() -> int:
                 "--above-wheels", action="store_true", help="only the layers above the wheels"
             )
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
-        print("image: needs Python 3.11 or newer (tomllib): name one with PYTHON=…", file=sys.stderr)
-        return 2
     request = Request(options.stack, options.target, options.stand_in, options.tag, options.compression)
     try:
         if options.command == "verify":

@@ -23,6 +23,7 @@ from typing import Any
 
 import conda_lock
 from conda_lock import FILES, Package, read_toml
+from failures import explain
 from wheels import canonical, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +76,11 @@ def shorten(marker: str, environments: list[str]) -> str:
 
 
 def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options: str) -> str:
-    """Runs uv on requirements; the output file in the folder holds the versions that it prefers."""
+    """Runs uv on requirements; the output file in the folder holds the versions that it prefers.
+
+    Raises:
+        CalledProcessError: uv failed; its stderr was printed.
+    """
     (folder / "asked.in").write_text("\n".join(asked) + "\n")
     (folder / "constraints.txt").write_text(constraints)
     command = [uv, "pip", "compile", "--quiet", "--universal", "--python-version=3.10", "--only-binary=:all:"]
@@ -83,7 +88,18 @@ def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options:
     command += ["--constraints", str(folder / "constraints.txt"), "--output-file", str(folder / "lock")]
     # In the folder: uv takes the environments from the pyproject.toml there.
     environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
-    subprocess.run([*command, str(folder / "asked.in")], cwd=folder, env=environment, check=True)
+    try:
+        subprocess.run(
+            [*command, str(folder / "asked.in")],
+            cwd=folder,
+            env=environment,
+            check=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except subprocess.CalledProcessError as error:
+        print(error.stderr, end="", file=sys.stderr)
+        raise
     return (folder / "lock").read_text()
 
 
@@ -226,8 +242,9 @@ def run(stack: Path, only: str, pool: Path | None, upgrade: bool) -> int:
             texts[stack / "wheels.lock"] = lock_wheels(
                 str(uv), stack, upgrade, conda_lock.read_records(records)
             )
-        except subprocess.CalledProcessError:
-            return stop("uv found no solution (above); nothing is changed", 1)
+        except subprocess.CalledProcessError as error:
+            why = explain(error.stderr) or "no solution (above)"
+            return stop(f"uv: {why}; nothing is changed", 1)
     today = int(time.time()) // 86400 * 86400
     print(f"lock: {stack.name}: changed {', '.join(replace(texts, stack, today)) or 'nothing'}")
     return 0

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Makes a new stack from an old one with another torch: `make stack FROM=torch2.9-cu128 TORCH=2.14.1`.
 
-It keeps the old stack's conda half and, where it can, its other wheels. What the new torch brings
-(torchvision, CUDA, cuDNN, NCCL, Triton) is what resolving it says; its GPUs are what the installed torch
-says. Then the tests marked compat run on the new stack and on the old. Where it can't be locked or installed,
-no new folder is left.
+It keeps the old stack's conda half and, where it can, its other wheels. The versions of torchvision, CUDA,
+cuDNN, NCCL and Triton come from resolving torch, the GPUs from the installed torch. Then the tests marked
+compat run on the new stack and on the old. The stack is made in build/stack and moved to stacks/ once it is
+locked and installed: a failure before leaves stacks/ as it was.
 """
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -21,10 +22,11 @@ from typing import Any
 import lock
 import stack_table
 from conda_lock import FILES, read_toml
+from failures import explain
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-# torchaudio ends here; from torch 2.15 on, of CUDA 13.2, its import fails. The trainer itself needs none.
+# The last torchaudio; its import fails from torch 2.15 on (CUDA 13.2). The trainer doesn't need it.
 LAST_AUDIO, LAST_WITH_AUDIO = "2.11.0", (2, 14)
 WHERE = {
     **{"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"},
@@ -35,11 +37,11 @@ ARCHITECTURES = "import torch; print(torch._C._cuda_getArchFlags() or '')"
 
 
 class StackError(Exception):
-    """Raised where there is no new stack, with the reason in one line."""
+    """Raised where no stack can be made, with the reason in one line."""
 
 
 def audio_of(torch: str) -> str:
-    """The torchaudio that fits a torch; "" for none."""
+    """Returns the version of torchaudio that fits a torch; "" if none does."""
     major, minor = map(int, torch.split(".")[:2])
     if (major, minor) > LAST_WITH_AUDIO:
         return ""
@@ -80,10 +82,10 @@ def brought(resolved: str) -> dict[str, str]:
 
 
 def drivers(cuda: str, given: str, stacks: Path) -> tuple[str, str]:
-    """Native driver and floor of a CUDA: as given (NATIVE,FLOOR), or as another stack has them.
+    """Returns native driver and floor of a CUDA: as given (NATIVE,FLOOR), else from a stack of that CUDA.
 
     Raises:
-        StackError: neither says.
+        StackError: given is malformed, or no stack has that CUDA.
     """
     if given:
         found = re.fullmatch(r"(\d+[\d.]*),(\d+[\d.]*)", given)
@@ -102,7 +104,7 @@ def drivers(cuda: str, given: str, stacks: Path) -> tuple[str, str]:
 def described(
     old: str, name: str, pins: Mapping[str, str], brings: Mapping[str, str], driver: tuple[str, str]
 ) -> str:
-    """The new stack.toml, from the text of the old."""
+    """Returns the text of the new stack.toml, from that of the old."""
 
     def put(text: str, key: str, value: str) -> str:
         return re.sub(rf'(?m)^{key} = ".*?"', f'{key} = "{value}"', text)
@@ -120,10 +122,10 @@ def described(
 
 
 def with_architectures(text: str, flags: str) -> str:
-    """stack.toml with the GPUs that a torch names (`sm_80 sm_90a`).
+    """Returns stack.toml with the GPU architectures in torch's flags (`sm_80 sm_90a`).
 
     Raises:
-        StackError: it names none.
+        StackError: the flags have none.
     """
     found = list(dict.fromkeys(re.findall(r"sm_\d+", flags)))
     if not found:
@@ -132,15 +134,21 @@ def with_architectures(text: str, flags: str) -> str:
 
 
 def documented(page: str, name: str, stack: Mapping[str, Any]) -> str:
-    """docs/stacks.md with a row for the stack, before the first that is there."""
+    """Returns docs/stacks.md with a row for the stack, as the first of its table."""
     gpus = f"{stack['gpu']['architectures'][0]} to {stack['gpu']['architectures'][-1]}"
     facts = f"{stack['pins']['torch']}, {stack['brings']['cuda']}; wheels"
     row = f"| `{name}` | {facts} | {gpus} | {stack['driver']['floor']} | {stack['supported_until']} |\n"
     return page if f"| `{name}`" in page else re.sub(r"(?m)^(\|(?:-+\|)+\n)", rf"\g<1>{row}", page, count=1)
 
 
+def offered(workflow: str, name: str) -> str:
+    """Returns the workflow `image` with the stack as the second of its choices; the first is the default."""
+    there = re.search(rf"options: \[.*{re.escape(name)}[,\]]", workflow)
+    return workflow if there else re.sub(r"(options: \[[^,\]]+)", rf"\g<1>, {name}", workflow, count=1)
+
+
 def call(*words: object) -> None:
-    """Runs a program, and prints its words.
+    """Runs a program after printing its command.
 
     Raises:
         StackError: it failed.
@@ -150,79 +158,123 @@ def call(*words: object) -> None:
         raise StackError(f"{' '.join(map(str, words[1:4]))} failed (above)")
 
 
-def make(base: str, torch: str, driver: str, tests: bool) -> str:
-    """Makes the stack and returns its name.
+def install(stack: str, name: str) -> Path:
+    """Installs a stack's wheels into build/compat; returns the Python of that environment.
+
+    Args:
+        stack: Name in stacks/, or path of the stack's folder.
+        name: Name of the environment.
+    """
+    venv = ROOT / "build/compat" / name
+    call(
+        *(sys.executable, "scripts/bootstrap.py", "--stack", stack, "--venv", venv),
+        *("--groups", "train", "test"),
+    )
+    return venv / "bin/python"
+
+
+def resolved(asked: list[str], environments: Sequence[str]) -> str:
+    """Returns uv's resolution of requirements for some environments.
 
     Raises:
-        StackError: it can't be made; there is no new folder then.
+        StackError: there is none, or the index can't be reached.
+    """
+    uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv") or "uv"
+    with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "pyproject.toml").write_text(
+            f"[tool.uv]\nenvironments = {json.dumps(environments)}\n"
+        )
+        try:
+            return lock.resolve(uv, asked, "", Path(temporary))
+        except OSError as error:
+            raise StackError(f"uv can't be run: {error}") from None
+        except subprocess.CalledProcessError as error:
+            why = explain(error.stderr) or f"no versions fit {' '.join(asked)} (above)"
+            raise StackError(f"uv: {why}") from None
+
+
+def lock_and_install(old: Path, made: Path, text: str) -> None:
+    """Locks a new stack's wheels in a folder, installs them, and takes the GPUs from the installed torch.
+
+    Raises:
+        StackError: a step failed.
+    """
+    made.mkdir(parents=True)
+    (made / "stack.toml").write_text(text)
+    for file in (*FILES.values(), "records.json", "environment.yml", "wheels.lock"):
+        (made / file).write_text((old / file).read_text().replace(old.name, made.name))
+    inside = str(made.relative_to(ROOT))
+    call(sys.executable, "scripts/lock.py", "--stack", inside, "--only", "wheels")
+    python = install(inside, made.name)
+    flags = subprocess.run([python, "-c", ARCHITECTURES], capture_output=True, text=True, check=True).stdout
+    (made / "stack.toml").write_text(with_architectures((made / "stack.toml").read_text(), flags))
+    wheels = made / "wheels.lock"
+    wheels.write_text(wheels.read_text().replace(inside, made.name))
+
+
+def listed(name: str) -> None:
+    """Writes a stack into the doctor's table, docs/stacks.md and the workflow `image`."""
+    stack_table.main()
+    page, workflow = ROOT / "docs/stacks.md", ROOT / ".github/workflows/image.yml"
+    page.write_text(documented(page.read_text(), name, read_toml(ROOT / "stacks" / name / "stack.toml")))
+    workflow.write_text(offered(workflow.read_text(), name))
+
+
+def make(base: str, torch: str, driver: str) -> str:
+    """Makes the stack; returns its name.
+
+    Raises:
+        StackError: it can't be made; stacks/ is as it was.
     """
     stacks = ROOT / "stacks"
     old = stacks / base
-    if not (old / "stack.toml").is_file():
+    if not base or not (old / "stack.toml").is_file():
         raise StackError(f"FROM={base}: no such folder of stacks/")
     if not re.fullmatch(r"\d+\.\d+\.\d+", torch):
         raise StackError(f"TORCH={torch}: give a release, as 2.14.1")
-    if read_toml(old / "stack.toml")["kind"] != "wheels":
+    about = read_toml(old / "stack.toml")
+    if about["kind"] != "wheels":
         raise StackError(f"FROM={base} is conda's, whose channel ended with torch 2.5.1: give one of wheels")
     audio = {"torchaudio": audio_of(torch)} if audio_of(torch) else {}
     asked = [f"torch=={torch}", "torchvision", *(f"{key}=={value}" for key, value in audio.items())]
-    uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv") or "uv"
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            said = lock.resolve(uv, asked, "", Path(temporary))
-        except (OSError, subprocess.CalledProcessError):
-            raise StackError(f"uv finds no torch {torch} with a torchvision (above)") from None
-    brings = brought(said)
+    project = read_toml(ROOT / "pyproject.toml")["tool"]["uv"]["environments"]
+    brings = brought(resolved(asked, about.get("environments", project)))
     pins = {"torch": torch, "torchvision": brings.pop("torchvision"), **audio}
     name = f"torch{'.'.join(torch.split('.')[:2])}-cu{brings['cuda'].replace('.', '')}"
-    new, venv = stacks / name, ROOT / "build/compat" / name
-    if new.exists():
+    if (stacks / name).exists():
         raise StackError(f"stacks/{name} is there: make lock STACK={name} locks it anew")
     text = described(
         (old / "stack.toml").read_text(), name, pins, brings, drivers(brings["cuda"], driver, stacks)
     )
+    made, venv = ROOT / "build/stack" / name, ROOT / "build/compat" / name
+    shutil.rmtree(made, ignore_errors=True)  # of a call that was killed
+    kept = venv.exists()
     try:
-        new.mkdir()
-        (new / "stack.toml").write_text(text)
-        for file in (*FILES.values(), "records.json", "environment.yml", "wheels.lock"):
-            (new / file).write_text((old / file).read_text().replace(base, name))
-        call(sys.executable, "scripts/lock.py", "--stack", name, "--only", "wheels")
-        call(
-            sys.executable,
-            "scripts/bootstrap.py",
-            "--stack",
-            name,
-            "--venv",
-            venv,
-            "--groups",
-            "train",
-            "test",
-        )
-        flags = subprocess.run(
-            [venv / "bin/python", "-c", ARCHITECTURES], capture_output=True, text=True, check=True
-        )
-        (new / "stack.toml").write_text(with_architectures((new / "stack.toml").read_text(), flags.stdout))
+        lock_and_install(old, made, text)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        for folder in (made, *([] if kept else [venv])):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    stack_table.main()
-    page = ROOT / "docs/stacks.md"
-    page.write_text(documented(page.read_text(), name, read_toml(new / "stack.toml")))
-    for one in (name, base) if tests else ():
-        where = ROOT / "build/compat" / one
-        call(
-            sys.executable,
-            "scripts/bootstrap.py",
-            "--stack",
-            one,
-            "--venv",
-            where,
-            "--groups",
-            "train",
-            "test",
-        )
-        call(where / "bin/python", "-m", "pytest", "-m", "compat", "-n", "auto", "--dist", "loadgroup")
+    made.rename(stacks / name)
+    listed(name)
     return name
+
+
+def run_tests(name: str, base: str) -> None:
+    """Runs the tests marked compat on the new stack and on the old.
+
+    Raises:
+        StackError: one failed.
+    """
+    for stack in (name, base):
+        python = install(stack, stack)
+        try:
+            call(python, "-m", "pytest", "-m", "compat", "-n", "auto", "--dist", "loadgroup")
+        except StackError:
+            raise StackError(
+                f"stacks/{name} is made, but tests fail on {stack} (above); to take it back: "
+                f"git checkout docs/stacks.md trainer/host .github && rm -r stacks/{name}"
+            ) from None
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -235,13 +287,13 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--no-tests", action="store_true", help="don't run the tests marked compat on both")
     options = parser.parse_args(words)
     try:
-        name = make(options.base, options.torch, options.driver, not options.no_tests)
+        name = make(options.base, options.torch, options.driver)
+        if not options.no_tests:
+            run_tests(name, options.base)
     except (StackError, OSError, subprocess.CalledProcessError) as error:
         print(f"stack: {error}", file=sys.stderr)
         return 2
-    print(
-        f"stack: stacks/{name} is made: make image STACK={name}; the workflow image has a list of stacks, too"
-    )
+    print(f"stack: stacks/{name} is made; next: make image STACK={name}, then budget_gb in its stack.toml")
     return 0
 
 
