@@ -21,12 +21,11 @@ import uuid
 import zipfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
 from conda_lock import read_toml
-from image_records import license_of
 from wheels import Wheel, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,17 +170,35 @@ def write_sdist(file: Path, folder: Path, files: Sequence[Path], epoch: int) -> 
                 archive.addfile(entry, content)
 
 
+def license_of(name: str) -> str:
+    """The license that an installed package names; "" if it isn't installed or names none."""
+    try:
+        said: Any = metadata(name)  # "get" is not in its type before Python 3.12
+    except PackageNotFoundError:
+        return ""
+    short = [
+        text.rsplit(" :: ", 1)[-1]
+        for text in said.get_all("Classifier") or []
+        if text.startswith("License ::")
+    ]
+    whole = (said.get("License") or "").strip()
+    return said.get("License-Expression") or ("" if "\n" in whole else whole) or " OR ".join(short)
+
+
 def bill(version: str, wheels: Sequence[Wheel], epoch: int) -> dict[str, Any]:
     """A bill of materials (CycloneDX 1.6) of what training takes, as the default stack locks it."""
 
     def component(wheel: Wheel) -> dict[str, Any]:
         purl = f"pkg:pypi/{wheel.name}@{wheel.version}"
-        entry: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": wheel.name}
-        entry |= {"version": wheel.version, "purl": purl}
-        for installed in distributions(name=wheel.name):
-            if license := license_of(installed.read_text("METADATA") or ""):
-                entry["licenses"] = [{"license": {"name": license}}]
-        return entry
+        entry = {
+            "type": "library",
+            "bom-ref": purl,
+            "name": wheel.name,
+            "version": wheel.version,
+            "purl": purl,
+        }
+        said = license_of(wheel.name)
+        return {**entry, "licenses": [{"license": {"name": said}}]} if said else entry
 
     own = f"pkg:pypi/reproducible-trainer@{version}"
     unique = {(one.name, one.version): one for one in wheels if "train" in one.groups}
