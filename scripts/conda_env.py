@@ -63,7 +63,7 @@ def say(line: str) -> None:
 
 
 def hash_of(file: Path, algorithm: str) -> str:
-    """The hash of a file's content."""
+    """Returns the hash of a file's content."""
     found = hashlib.new(algorithm, usedforsecurity=False)
     with file.open("rb") as source:
         while block := source.read(1 << 20):
@@ -72,7 +72,7 @@ def hash_of(file: Path, algorithm: str) -> str:
 
 
 def intact(file: Path, package: Package) -> bool:
-    """Whether the file is there with the package's hash."""
+    """True if the file exists with the package's hash."""
     return file.is_file() and hash_of(file, package.algorithm) == package.digest
 
 
@@ -134,7 +134,7 @@ def download(url: str, target: Path, source: Source) -> None:
 
 
 def fetch(package: Package, source: Source) -> bool:
-    """Puts a package into the cache, its hash checked; returns whether it was there already.
+    """Puts a package into the cache, its hash checked; returns True if the cache had it.
 
     Raises:
         MakeError: missing, or another file than the lock's.
@@ -224,7 +224,7 @@ def link(conda: str, verb: str, prefix: Path, packages: list[Package], cache: Pa
 
 
 def bytecode(prefix: Path) -> set[Path]:
-    """The folders of bytecode."""
+    """Returns the folders of bytecode."""
     return set(prefix.rglob("__pycache__"))
 
 

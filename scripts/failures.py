@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-LAST = 60  # lines in which the reason is looked for: what was overcome earlier is none
+LAST = 60  # lines searched for the reason: earlier failures were retried with success
 
 
 class Failure(NamedTuple):
-    """A kind of failure: how programs say it, what it is, and what to do."""
+    """A kind of failure: a pattern of programs' messages, its name, and the remedy."""
 
     sign: str
     what: str
@@ -71,7 +71,7 @@ FAILURES = (
 
 
 def scrubbed(line: str) -> str:
-    """A line without the passwords of URLs and without tokens."""
+    """Returns a line with *** for tokens and for passwords in URLs."""
     line = re.sub(r"(?<=://)[^/\s@]+@", "***@", line)
     return re.sub(r"(?i)\b(token|password|secret|authorization)([=:]\s*)[^\s&\"']+", r"\1\2***", line)
 
@@ -91,7 +91,7 @@ def logged(file: Path) -> Iterator[Callable[[], str]]:
     """Copies what this process and its children print into a file, too.
 
     Yields:
-        A function that gives what was printed since it was called last (its last lines).
+        A function that returns the last lines printed since its last call.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     mark, heard, recent = f"{os.urandom(8).hex()}\n", threading.Event(), deque[str](maxlen=4 * LAST)

@@ -72,7 +72,7 @@ RESERVED = (
 
 
 class Base(NamedTuple):
-    """A base of the Dockerfile: name with tag, digest, and the stage that it is."""
+    """A base of the Dockerfile: name with tag, digest, and its stage."""
 
     name: str
     digest: str
@@ -95,7 +95,7 @@ class Given(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A step that passed: what it saw, how long it took, and how much disk was free after it."""
+    """A step that passed: its result, duration, and the disk that was free after it."""
 
     name: str
     saw: str
@@ -110,7 +110,7 @@ def free_gb() -> float:
 
 
 class Steps:
-    """The steps that passed, each with what it saw."""
+    """The steps that passed, each with its result."""
 
     def __init__(self, since: Callable[[], str]) -> None:
         """Takes the function that returns the output since the step before."""
@@ -137,10 +137,10 @@ class Steps:
 
 
 def read_bases(text: str) -> list[Base]:
-    """The bases that a Dockerfile pins by digest.
+    """Returns the bases that a Dockerfile pins by digest.
 
     Raises:
-        BadInputError: If there aren't the two.
+        BadInputError: If it doesn't pin exactly the stages conda-base and debian-base.
     """
     found = [Base(**match.groupdict()) for match in BASE.finditer(text)]
     if [base.stage for base in found] != ["conda-base", "debian-base"]:
@@ -196,7 +196,7 @@ def pull(base: Base) -> str:
     """Pulls a base by its digest.
 
     Raises:
-        BadInputError: If it can't be had; if only the digest is gone, with the one that the name has now.
+        BadInputError: If it can't be pulled; for a digest that is gone, with the one that the name has now.
     """
     words = ("docker", "pull", "--quiet", "--platform=linux/amd64")
     print("+", *words, base.ref, flush=True)
@@ -274,7 +274,7 @@ def build(given: Given, step: Steps) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """A port that nobody listens on."""
+    """Returns a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

@@ -90,7 +90,7 @@ class Report(NamedTuple):
 
 
 def keep(path: str) -> bool:
-    """Whether the walk needs a file's content."""
+    """True if the walk needs a file's content."""
     wanted = any(rule.fullmatch(path) for rule in (META, METADATA, RECORD))
     return (
         wanted
@@ -124,7 +124,7 @@ def wrong_made(made: Made, entry: Entry, before: Entry | None, root: Path) -> st
 
 
 def unlocked(components: list[Component], locked: Locked) -> list[Finding]:
-    """Packages that are not of the stack's locks."""
+    """Returns a finding for each package that isn't in the stack's locks."""
     urls = {(package.url, package.digest) for package in locked.conda}
     wheels = {(canonical(wheel.name), wheel.version) for wheel in locked.wheels}
     found = []
@@ -144,7 +144,7 @@ def unlocked(components: list[Component], locked: Locked) -> list[Finding]:
 def owner_of(
     path: str, entry: Entry, before: Entry | None, claims: list[Claim], made: Sequence[Made], root: Path
 ) -> str | Finding:
-    """The owner of a path that fits no claim: this repository, or what is wrong with it."""
+    """Returns the owner of a path that fits no claim: this repository, or a finding."""
     if claims:
         return Finding("changed", path, f"not what the record of {claims[0].component.name} says")
     if rule := next((one for one in made if fnmatch.fnmatch(path, one.path)), None):
@@ -207,7 +207,7 @@ def account(
 
 
 def totals(report: Report, files: Files) -> dict[str, tuple[int, int]]:
-    """Files and bytes of each owner."""
+    """Returns the number of files and bytes of each owner."""
     found: dict[str, tuple[int, int]] = {}
     for path, owner in report.owners.items():
         number, size = found.get(owner, (0, 0))

@@ -45,7 +45,7 @@ def wanted(project: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def shorten(marker: str, environments: list[str]) -> str:
-    """Takes out of uv's marker what is true in every environment of the lock.
+    """Removes from uv's marker the conditions that hold in every environment of the lock.
 
     uv repeats the environments: `(E1 and X) or (E2 and X) or (E3 and X)`. That is X.
     """
@@ -104,18 +104,18 @@ def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options:
 
 
 def named(requirement: str) -> str:
-    """The package that a requirement is for."""
+    """Returns the name of a requirement's package."""
     return canonical(re.split(r"[ =<>;\[]", requirement)[0])
 
 
 def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]) -> str:
-    """Resolves all groups together, then asks which part each of them needs.
+    """Resolves all groups together, then each group within that resolution; returns the lock's text.
 
     Args:
         uv: The program.
         stack: Folder of the stack.
-        upgrade: Whether newer versions replace those of the present lock.
-        packages: What conda installs.
+        upgrade: True if newer versions replace those of the present lock.
+        packages: The stack's conda packages.
     """
     description, project = read_toml(stack / "stack.toml"), read_toml(ROOT / "pyproject.toml")
     environments = description.get("environments", project["tool"]["uv"]["environments"])
@@ -251,7 +251,7 @@ def run(stack: Path, only: str, pool: Path | None, upgrade: bool) -> int:
 
 
 def stop(line: str, code: int) -> int:
-    """Says in one line why it ends."""
+    """Prints one line; returns the exit code."""
     print(f"lock: {line}", file=sys.stderr)
     return code
 

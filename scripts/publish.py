@@ -66,7 +66,7 @@ def short(stack: str, target: str) -> str:
 
 
 def digest_of(ref: str) -> str:
-    """The digest of a name in its registry; "" if it has none.
+    """Returns the digest of a name in its registry; "" if it has none.
 
     Raises:
         BadInputError: If the registry can't be asked.
@@ -160,7 +160,7 @@ def sign(about: Tested, registry: str, bills: Path, key: Path | None) -> None:
 
 
 def check_bill(bill: Path, digest: str) -> None:
-    """Makes sure that a bill of materials is an image's.
+    """Checks that a bill of materials is that of an image's digest.
 
     Raises:
         BadInputError: If it isn't.
@@ -173,7 +173,7 @@ def check_bill(bill: Path, digest: str) -> None:
 
 
 def tags_of(about: Tested, registry: str, day: str, version: str) -> dict[str, str]:
-    """The names to give, and the digest of each; a day's further images get a number.
+    """Returns the digest for each new name; further images of a day get a number.
 
     Raises:
         BadInputError: If a version's name is taken by another image.
