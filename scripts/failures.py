@@ -39,6 +39,22 @@ FAILURES = (
         "a mirror, a proxy or the channel changed it: find out which before anything is locked anew",
     ),
     Failure(
+        r"certificate has expired|not yet valid",
+        "a certificate's dates don't hold here",
+        "set this machine's clock (timedatectl); if that is right, the server's owner must renew it",
+    ),
+    Failure(
+        r"certificate is (not )?valid for|hostname mismatch|unrecognized name",
+        "a certificate is another host's",
+        "something between answers for the server: check HTTPS_PROXY and the name's address",
+    ),
+    Failure(
+        r"http response to https client|wrong.version.number",
+        "a server answers without TLS",
+        "HTTPS_PROXY begins with http:// for most proxies; a registry of yours without TLS belongs into "
+        "insecure-registries of the engine's daemon.json",
+    ),
+    Failure(
         r"x509:|certificate verify failed|self[- ]signed certificate|unknown authority|unknownissuer"
         r"|unable to get local issuer",
         "a certificate's authority is unknown here",
@@ -51,19 +67,20 @@ FAILURES = (
         "docker login raises a registry's limit; else wait",
     ),
     Failure(
-        r"pull access denied|unauthorized|HTTP 40[137]\b|proxy authentication required",
+        r"pull access denied|access to the resource is denied|no basic auth credentials|unauthorized"
+        r"|HTTP 40[137]\b|40[13] forbidden|proxy authentication required",
         "access is refused",
         "docker login HOST; a proxy may want a password (HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT)",
     ),
     Failure(
-        r"HTTP 404|HTTP 410|manifest unknown|no such manifest|: not found$",
+        r"HTTP 404|HTTP 410|404 not found|410 gone|manifest unknown|no such manifest|: not found$",
         "what is pinned is gone from its server",
         "look for a mirror that has it (ARGS of make lock: --pool FILE), or lock anew: make lock STACK=…",
     ),
     Failure(
         r"no such host|name or service not known|temporary failure in name resolution|nodename nor servname"
         r"|network is unreachable|no route to host|connection refused|connection reset|timed? ?out"
-        r"|server misbehaving|dns error|proxyconnect",
+        r"|server misbehaving|dns error|proxyconnect|context deadline exceeded|unexpected eof",
         "a server can't be reached",
         "check the network and HTTPS_PROXY (the engine has its own: docs.docker.com/engine/daemon/proxy)",
     ),
