@@ -574,7 +574,7 @@ def test_a_signal_while_it_begins_leaves_nothing(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(conda_env, "fetch", fetch)
     monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Pool)
-    source = conda_env.Source(tmp_path, "", False, 0.0, threading.Event(), set())
+    source = conda_env.Source(tmp_path, "", 0.0, threading.Event(), set())
     packages: Any = ["one", "another"]
     try:
         with pytest.raises(KeyboardInterrupt):
