@@ -80,7 +80,8 @@ FAILURES = (
     Failure(
         r"no such host|name or service not known|temporary failure in name resolution|nodename nor servname"
         r"|network is unreachable|no route to host|connection refused|connection reset|timed? ?out"
-        r"|server misbehaving|dns error|proxyconnect|context deadline exceeded|unexpected eof",
+        r"|server misbehaving|dns error|proxyconnect|context deadline exceeded|unexpected eof"
+        r"|network was disabled",
         "a server can't be reached",
         "check the network and HTTPS_PROXY (the engine has its own: docs.docker.com/engine/daemon/proxy)",
     ),

@@ -33,11 +33,24 @@ WHERE = {
     **{"python_version": "3.12", "python_full_version": "3.12.0", "implementation_name": "cpython"},
     "platform_python_implementation": "CPython",
 }
-ARCHITECTURES = "import torch; print(torch._C._cuda_getArchFlags() or '')"
+# Prints versions with their CUDA (`0.29.2+cu132`), which an index's metadata lacks, and torch's GPUs.
+ASK = """
+import importlib.util, json, pathlib, re, torch
+said = {"torch": torch.__version__, "gpus": torch._C._cuda_getArchFlags() or ""}
+for name in ("torchvision", "torchaudio"):
+    if spec := importlib.util.find_spec(name):
+        text = pathlib.Path(spec.origin).with_name("version.py").read_text()
+        said[name] = re.search(r"__version__ = ['\\"](.+)['\\"]", text)[1]
+print(json.dumps(said))
+"""
 
 
 class StackError(Exception):
     """Raised where no stack can be made, with the reason in one line."""
+
+
+class OtherCudaError(StackError):
+    """Raised where torchvision was built for another CUDA than torch; has the version of torchvision."""
 
 
 def audio_of(torch: str) -> str:
@@ -173,8 +186,8 @@ def install(stack: str, name: str) -> Path:
     return venv / "bin/python"
 
 
-def resolved(asked: list[str], environments: Sequence[str]) -> str:
-    """Returns uv's resolution of requirements for some environments.
+def resolved(asked: list[str], environments: list[str]) -> tuple[str, list[str]]:
+    """Returns uv's resolution of requirements, and its environments: without Pythons that torch has left.
 
     Raises:
         StackError: there is none, or the index can't be reached.
@@ -185,20 +198,27 @@ def resolved(asked: list[str], environments: Sequence[str]) -> str:
             f"[tool.uv]\nenvironments = {json.dumps(environments)}\n"
         )
         try:
-            return lock.resolve(uv, asked, "", Path(temporary))
+            return lock.resolve(uv, asked, "", Path(temporary)), environments
         except OSError as error:
             raise StackError(f"uv can't be run: {error}") from None
         except subprocess.CalledProcessError as error:
-            why = explain(error.stderr) or f"no versions fit {' '.join(asked)} (above)"
-            raise StackError(f"uv: {why}") from None
+            needs = re.search(r"\btorch==\S+ depends on Python>=(3\.\d+)", error.stderr)
+            later = f"python_full_version >= '{needs[1]}'" if needs else ""
+            if not later or later in environments[0]:
+                why = explain(error.stderr) or f"no versions fit {' '.join(asked)} (above)"
+                raise StackError(f"uv: {why}") from None
+    print(f"stack: {asked[0]}: {later}: so has the new stack", flush=True)
+    return resolved(asked, [f"{one} and {later}" for one in environments])
 
 
 def lock_and_install(old: Path, made: Path, text: str) -> None:
     """Locks a new stack's wheels in a folder, installs them, and takes the GPUs from the installed torch.
 
     Raises:
+        OtherCudaError: torchvision was built for another CUDA than torch.
         StackError: a step failed.
     """
+    shutil.rmtree(made, ignore_errors=True)  # of another try, or of a call that was killed
     made.mkdir(parents=True)
     (made / "stack.toml").write_text(text)
     for file in (*FILES.values(), "records.json", "environment.yml", "wheels.lock"):
@@ -206,8 +226,12 @@ def lock_and_install(old: Path, made: Path, text: str) -> None:
     inside = str(made.relative_to(ROOT))
     call(sys.executable, "scripts/lock.py", "--stack", inside, "--only", "wheels")
     python = install(inside, made.name)
-    flags = subprocess.run([python, "-c", ARCHITECTURES], capture_output=True, text=True, check=True).stdout
-    (made / "stack.toml").write_text(with_architectures((made / "stack.toml").read_text(), flags))
+    said = json.loads(subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True).stdout)
+    for name in ("torchaudio", "torchvision"):
+        if said.get(name, said["torch"]).partition("+")[2] != said["torch"].partition("+")[2]:
+            kind = OtherCudaError if name == "torchvision" else StackError
+            raise kind(f"{name} {said[name]} was built for another CUDA than torch {said['torch']}")
+    (made / "stack.toml").write_text(with_architectures((made / "stack.toml").read_text(), said["gpus"]))
     wheels = made / "wheels.lock"
     wheels.write_text(wheels.read_text().replace(inside, made.name))
 
@@ -220,42 +244,62 @@ def listed(name: str) -> None:
     workflow.write_text(offered(workflow.read_text(), name))
 
 
+def planned(old: Path, torch: str, vision: str, driver: str) -> tuple[str, str, str]:
+    """Returns name, stack.toml and version of torchvision for a torch; `vision` bounds the latter.
+
+    Raises:
+        StackError: no versions fit, or the stack exists.
+    """
+    about, stacks = read_toml(old / "stack.toml"), old.parent
+    audio = {"torchaudio": audio_of(torch)} if audio_of(torch) else {}
+    asked = [f"torch=={torch}", f"torchvision{vision}", *(f"{key}=={value}" for key, value in audio.items())]
+    project = read_toml(ROOT / "pyproject.toml")["tool"]["uv"]["environments"]
+    resolution, environments = resolved(asked, about.get("environments", project))
+    brings = brought(resolution)
+    pins = {"torch": torch, "torchvision": brings.pop("torchvision"), **audio}
+    name = f"torch{'.'.join(torch.split('.')[:2])}-cu{brings['cuda'].replace('.', '')}"
+    if (stacks / name).exists():
+        raise StackError(f"stacks/{name} is there: make lock STACK={name} locks it anew")
+    found = drivers(brings["cuda"], driver, stacks)
+    text = described((old / "stack.toml").read_text(), name, pins, brings, found)
+    if environments not in (project, about.get("environments")):
+        text = re.sub(r"(?m)^environments = .*\n", "", text)
+        line = f"environments = {json.dumps(environments)}\n"
+        text = re.sub(
+            r'(?m)^(python = "[^"]*").*\n', lambda match: f"{match[1]}  # of the image\n{line}", text
+        )
+    return name, text, pins["torchvision"]
+
+
 def make(base: str, torch: str, driver: str) -> str:
     """Makes the stack; returns its name.
 
     Raises:
         StackError: it can't be made; stacks/ is as it was.
     """
-    stacks = ROOT / "stacks"
-    old = stacks / base
+    old = ROOT / "stacks" / base
     if not base or not (old / "stack.toml").is_file():
         raise StackError(f"FROM={base}: no such folder of stacks/")
     if not re.fullmatch(r"\d+\.\d+\.\d+", torch):
         raise StackError(f"TORCH={torch}: give a release, as 2.14.1")
-    about = read_toml(old / "stack.toml")
-    if about["kind"] != "wheels":
+    if read_toml(old / "stack.toml")["kind"] != "wheels":
         raise StackError(f"FROM={base} is conda's, whose channel ended with torch 2.5.1: give one of wheels")
-    audio = {"torchaudio": audio_of(torch)} if audio_of(torch) else {}
-    asked = [f"torch=={torch}", "torchvision", *(f"{key}=={value}" for key, value in audio.items())]
-    project = read_toml(ROOT / "pyproject.toml")["tool"]["uv"]["environments"]
-    brings = brought(resolved(asked, about.get("environments", project)))
-    pins = {"torch": torch, "torchvision": brings.pop("torchvision"), **audio}
-    name = f"torch{'.'.join(torch.split('.')[:2])}-cu{brings['cuda'].replace('.', '')}"
-    if (stacks / name).exists():
-        raise StackError(f"stacks/{name} is there: make lock STACK={name} locks it anew")
-    text = described(
-        (old / "stack.toml").read_text(), name, pins, brings, drivers(brings["cuda"], driver, stacks)
-    )
+    name, text, vision = planned(old, torch, "", driver)
     made, venv = ROOT / "build/stack" / name, ROOT / "build/compat" / name
-    shutil.rmtree(made, ignore_errors=True)  # of a call that was killed
     kept = venv.exists()
     try:
-        lock_and_install(old, made, text)
+        while True:
+            try:
+                lock_and_install(old, made, text)
+                break
+            except OtherCudaError as error:
+                print(f"stack: {error}: trying an older torchvision", flush=True)
+                _, text, vision = planned(old, torch, f"<{vision}", driver)
     except BaseException:
         for folder in (made, *([] if kept else [venv])):
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    made.rename(stacks / name)
+    made.rename(ROOT / "stacks" / name)
     listed(name)
     return name
 

@@ -434,10 +434,76 @@ def test_a_stack_that_fails_halfway_leaves_nothing(
     assert not list(project.glob("build/*/*"))
 
 
+def installed(
+    *visions: str, audio: str = "2.11.0+cu130"
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Answers of an installed torch 2.14.1, with another torchvision each time."""
+    left = list(visions)
+
+    def run(*_: object, **__: object) -> "subprocess.CompletedProcess[str]":
+        said = {
+            "torch": "2.14.1+cu130",
+            "gpus": "sm_75 sm_90a",
+            "torchvision": left.pop(0),
+            "torchaudio": audio,
+        }
+        return subprocess.CompletedProcess([], 0, json.dumps(said), "")
+
+    return run
+
+
+def test_torchvision_is_of_the_same_cuda(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision 0.29.2 takes torch 2.14 by its metadata, and was built for CUDA 13.2."""
+    asked = []
+
+    def resolve(_: str, words: list[str], *__: object) -> str:
+        asked.append(words[1])
+        text = (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
+        return text.replace("torchvision==0.29.1", f"torchvision==0.29.{3 - len(asked)}")
+
+    monkeypatch.setattr(lock, "resolve", resolve)
+    monkeypatch.setattr(new_stack, "call", lambda *_: None)
+    monkeypatch.setattr(new_stack, "listed", lambda _: None)
+    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.2+cu132", "0.29.1+cu130"))
+    assert new_stack.main(WORDS) == 0
+    assert asked == ["torchvision", "torchvision<0.29.2"]
+    assert read_toml(project / "stacks/torch2.14-cu130/stack.toml")["pins"]["torchvision"] == "0.29.1"
+
+
+def test_torchaudio_of_another_cuda_is_one_line(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(new_stack, "call", lambda *_: None)
+    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.1+cu130", audio="2.11.0+cu128"))
+    assert new_stack.main(WORDS) == 2
+    said = capsys.readouterr().err
+    assert said == "stack: torchaudio 2.11.0+cu128 was built for another CUDA than torch 2.14.1+cu130\n"
+    assert not (project / "stacks/torch2.14-cu130").exists()
+
+
+def test_a_torch_that_has_left_a_python_makes_a_stack_without_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*given: Any) -> str:
+        environments = read_toml(given[-1] / "pyproject.toml")["tool"]["uv"]["environments"]
+        if ">= '3.11'" not in environments[0]:
+            said = "Because torch==2.14.1 depends on Python>=3.11, we can conclude that it cannot be used."
+            raise subprocess.CalledProcessError(1, "uv", stderr=said)
+        return (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
+
+    monkeypatch.setattr(lock, "resolve", resolve)
+    monkeypatch.setattr(new_stack, "call", lambda *_: None)
+    monkeypatch.setattr(new_stack, "listed", lambda _: None)
+    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.1+cu130"))
+    assert new_stack.main(WORDS) == 0
+    made = read_toml(project / "stacks/torch2.14-cu130/stack.toml")
+    assert [one.endswith(" and python_full_version >= '3.11'") for one in made["environments"]] == [True] * 3
+    assert made["python"] == "3.12" and made["source_date_epoch"]
+
+
 def test_a_new_stack_is_listed_wherever_stacks_are(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(new_stack, "call", lambda *_: None)
-    done = subprocess.CompletedProcess([], 0, "sm_75 sm_90a", "")
-    monkeypatch.setattr(new_stack.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.1+cu130"))
     monkeypatch.setattr(stack_table, "main", lambda: None)
     page = (project / "docs/stacks.md").read_text()
     (project / "docs/stacks.md").write_text(page.replace("`torch2.14-cu130` |", "`another` |"))
@@ -457,6 +523,7 @@ def test_a_new_stack_is_listed_wherever_stacks_are(project: Path, monkeypatch: p
     [
         ("error: Failed to fetch\n  Caused by: dns error\n", "uv: a server can't be reached (Caused by: dns"),
         ("  x No solution found\n", "uv: no versions fit torch==2.14.1 torchvision"),
+        ("hint: unavailable because the network was disabled\n", "uv: a server can't be reached"),
         ("error: invalid peer certificate: UnknownIssuer\n", "uv: a certificate's authority is unknown"),
     ],
 )
