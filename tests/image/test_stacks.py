@@ -405,8 +405,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The default stack and the files that list stacks; torch 2.14 resolves as the lock of its stack."""
     for name in ("stacks/torch2.9-cu128", "docs/stacks.md", ".github/workflows/image.yml", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name)
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(new_stack, "ROOT", tmp_path)
     resolution = (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
     monkeypatch.setattr(lock, "resolve", lambda *_: resolution)
@@ -427,7 +429,7 @@ def test_a_stack_that_fails_halfway_leaves_nothing(
         (project / "build/compat/torch2.14-cu130").mkdir(parents=True, exist_ok=True)
         return int(failing in words[1])
 
-    monkeypatch.setattr(new_stack.subprocess, "call", call)
+    monkeypatch.setattr(subprocess, "call", call)
     assert new_stack.main(WORDS) == 2
     assert capsys.readouterr().err.endswith("failed (above)\n")
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
@@ -454,7 +456,7 @@ def installed(
 
 def test_torchvision_is_of_the_same_cuda(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision 0.29.2 takes torch 2.14 by its metadata, and was built for CUDA 13.2."""
-    asked = []
+    asked = list[str]()
 
     def resolve(_: str, words: list[str], *__: object) -> str:
         asked.append(words[1])
@@ -464,7 +466,7 @@ def test_torchvision_is_of_the_same_cuda(project: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(lock, "resolve", resolve)
     monkeypatch.setattr(new_stack, "call", lambda *_: None)
     monkeypatch.setattr(new_stack, "listed", lambda _: None)
-    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.2+cu132", "0.29.1+cu130"))
+    monkeypatch.setattr(subprocess, "run", installed("0.29.2+cu132", "0.29.1+cu130"))
     assert new_stack.main(WORDS) == 0
     assert asked == ["torchvision", "torchvision<0.29.2"]
     assert read_toml(project / "stacks/torch2.14-cu130/stack.toml")["pins"]["torchvision"] == "0.29.1"
@@ -474,7 +476,7 @@ def test_torchaudio_of_another_cuda_is_one_line(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(new_stack, "call", lambda *_: None)
-    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.1+cu130", audio="2.11.0+cu128"))
+    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130", audio="2.11.0+cu128"))
     assert new_stack.main(WORDS) == 2
     said = capsys.readouterr().err
     assert said == "stack: torchaudio 2.11.0+cu128 was built for another CUDA than torch 2.14.1+cu130\n"
@@ -494,7 +496,7 @@ def test_a_torch_that_has_left_a_python_makes_a_stack_without_it(
     monkeypatch.setattr(lock, "resolve", resolve)
     monkeypatch.setattr(new_stack, "call", lambda *_: None)
     monkeypatch.setattr(new_stack, "listed", lambda _: None)
-    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.1+cu130"))
+    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130"))
     assert new_stack.main(WORDS) == 0
     made = read_toml(project / "stacks/torch2.14-cu130/stack.toml")
     assert [one.endswith(" and python_full_version >= '3.11'") for one in made["environments"]] == [True] * 3
@@ -503,7 +505,7 @@ def test_a_torch_that_has_left_a_python_makes_a_stack_without_it(
 
 def test_a_new_stack_is_listed_wherever_stacks_are(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(new_stack, "call", lambda *_: None)
-    monkeypatch.setattr(new_stack.subprocess, "run", installed("0.29.1+cu130"))
+    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130"))
     monkeypatch.setattr(stack_table, "main", lambda: None)
     page = (project / "docs/stacks.md").read_text()
     (project / "docs/stacks.md").write_text(page.replace("`torch2.14-cu130` |", "`another` |"))
