@@ -30,7 +30,7 @@ from explicit_lock import LockError, Package, parse_lock
 
 TRIES, TIMEOUT, PARALLEL = 5, 60.0, 4  # attempts; seconds without a byte; downloads at once
 GRACE = 3.0  # seconds in which downloads under way may see that they are to stop
-# With plugins, Miniconda's terms-of-service check asks the channel, --offline or not.
+# With plugins, Miniconda's terms-of-service check asks the channel, conda's --offline or not.
 NO_NETWORK = {"CONDA_NO_PLUGINS": "true", "CONDA_OFFLINE": "true"}
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # of conda itself, which stays in the dev image
 # Of a record: where it lay in this build.
@@ -63,7 +63,7 @@ def say(line: str) -> None:
 
 
 def hash_of(file: Path, algorithm: str) -> str:
-    """The hash of a file's content."""
+    """Returns the hash of a file's content."""
     found = hashlib.new(algorithm, usedforsecurity=False)
     with file.open("rb") as source:
         while block := source.read(1 << 20):
@@ -72,7 +72,7 @@ def hash_of(file: Path, algorithm: str) -> str:
 
 
 def intact(file: Path, package: Package) -> bool:
-    """Whether the file is there with the package's hash."""
+    """True if the file exists with the package's hash."""
     return file.is_file() and hash_of(file, package.algorithm) == package.digest
 
 
@@ -81,7 +81,6 @@ class Source(NamedTuple):
 
     cache: Path
     mirror: str
-    offline: bool
     backoff: float  # seconds before the first retry
     stop: threading.Event  # set when another download failed, or a signal came
     parts: set[Path]  # files that are being written to
@@ -135,7 +134,7 @@ def download(url: str, target: Path, source: Source) -> None:
 
 
 def fetch(package: Package, source: Source) -> bool:
-    """Puts a package into the cache, its hash checked; returns whether it was there already.
+    """Puts a package into the cache, its hash checked; returns True if the cache had it.
 
     Raises:
         MakeError: missing, or another file than the lock's.
@@ -147,8 +146,6 @@ def fetch(package: Package, source: Source) -> bool:
         say(f"{target} is corrupt: taking it again")
         target.unlink()
     remote = not mirror or mirror.startswith(("http:", "https:"))
-    if remote and source.offline:
-        raise MakeError(f"{target} is missing, and --offline forbids to fetch it")
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
     os.close(handle)
@@ -227,7 +224,7 @@ def link(conda: str, verb: str, prefix: Path, packages: list[Package], cache: Pa
 
 
 def bytecode(prefix: Path) -> set[Path]:
-    """The folders of bytecode."""
+    """Returns the folders of bytecode."""
     return set(prefix.rglob("__pycache__"))
 
 
@@ -309,7 +306,7 @@ def make(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix=".conda_env-", dir=prefix.parent) as folder:
         work = Path(folder)
         cache = options.cache.absolute() if options.cache else work / "packages"
-        source = Source(cache, options.mirror, options.offline, options.backoff, threading.Event(), set())
+        source = Source(cache, options.mirror, options.backoff, threading.Event(), set())
         fetch_all(packages, source)
         if options.add:  # a failure may leave it half done; a stage of an image is thrown away then
             before, keep = records(prefix), bytecode(prefix)
@@ -339,7 +336,6 @@ def main() -> None:
     add("--add", action="store_true", help="add the lock's packages to the environment that PREFIX is")
     add("--mirror", default="", metavar="URL|DIR", help="stands for the host of the lock's URLs")
     add("--cache", type=Path, metavar="DIR", help="keeps the packages, for the next time (default: not kept)")
-    add("--offline", action="store_true", help="only from the cache, or a mirror that is a folder")
     add("--allow-md5", nargs="+", default=[], metavar="NAME", help="packages whose lock line has only an md5")
     add("--conda", default="conda", metavar="FILE", help="the conda to use (%(default)s)")
     add("--backoff", type=float, default=1.0, metavar="SECONDS", help="before the first retry (%(default)g)")

@@ -1,7 +1,7 @@
 """The conda half of a stack: solves it, writes its files, and reads them again.
 
 `conda.lock` is what the slim image and `environment.yml` hold, `conda-dev.lock` what the dev image adds; both
-are explicit, `url#sha256`, in the order of installation. `records.json` keeps what the solver was told about
+are explicit, `url#sha256`, in the order of installation. `records.json` keeps the solver's input about
 each package, so that the tests can solve again without a network. Only solving needs py-rattler.
 """
 
@@ -78,7 +78,7 @@ class Package(NamedTuple):
 
     @property
     def python(self) -> bool:
-        """Whether it installs a Python package, which a wheel could install as well."""
+        """True if it installs a Python package, which a wheel could install as well."""
         return any(re.split(r"[ =<>]", line)[0] == "python" for line in self.depends)
 
 
@@ -90,18 +90,18 @@ def read_toml(path: Path) -> Any:
 
 
 def split(url: str) -> tuple[str, str, str]:
-    """Name, version and build of a package's address or file name."""
+    """Returns name, version and build in a package's address or file name."""
     name, version, build = re.sub(r"\.(conda|tar\.bz2)$", "", url.rsplit("/", 1)[-1]).rsplit("-", 2)
     return name, version, build
 
 
 def build_number(build: str) -> int:
-    """The number in a build string: its last part that is one, as in `h8ab3286_1_cpython`."""
+    """Returns the last number between underscores of a build string, as in `h8ab3286_1_cpython`."""
     return int(next((part for part in reversed(build.split("_")) if part.isdigit()), 0))
 
 
 def read_lock(text: str) -> list[tuple[str, str]]:
-    """The address and the hash of each line of an explicit lock."""
+    """Returns address and hash of each line of an explicit lock."""
     lines = [line for line in text.splitlines() if line and not line.startswith(("#", "@"))]
     return [(url, checksum) for url, _, checksum in (line.partition("#") for line in lines)]
 
@@ -117,13 +117,13 @@ def write_records(packages: Sequence[Package]) -> str:
 
 
 def write_lock(stack: str, target: str, packages: Sequence[Package]) -> str:
-    """An explicit lock."""
+    """Returns the text of an explicit lock."""
     more = " What the dev image adds to conda.lock." if target == "dev" else ""
     return HEADER.format(stack=stack, more=more) + "".join(f"{package.line}\n" for package in packages)
 
 
 def write_environment(stack: str, channels: Sequence[str], packages: Sequence[Package], path: str) -> str:
-    """An `environment.yml` that pins version and build of what `conda.lock` holds; `path` is its own."""
+    """Returns the text of the `environment.yml` at `path`, with version and build of each package."""
     return ENVIRONMENT.format(
         stack=stack,
         path=path,
@@ -139,7 +139,7 @@ def write_environment(stack: str, channels: Sequence[str], packages: Sequence[Pa
 
 
 def pooled(file: Path, channels: Sequence[str], md5_only: Sequence[str]) -> list[Package]:
-    """The usable records of a pool: those of the channels with a sha256 and known dependencies."""
+    """Returns a pool's records of the channels that have a sha256 and known dependencies."""
     pool = json.loads(lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes())
     found = []
     for key, entry in pool.items():
@@ -148,21 +148,11 @@ def pooled(file: Path, channels: Sequence[str], md5_only: Sequence[str]) -> list
         if channel not in channels or subdir not in SUBDIRS or not known:
             continue
         name, version, build = split(filename)
-        found.append(
-            Package(
-                url=f"{HOST}{key}",
-                name=name,
-                version=version,
-                build=build,
-                build_number=build_number(build),
-                sha256=entry.get("sha256", ""),
-                md5="" if "sha256" in entry else entry["md5"],
-                size=int(entry.get("size", 0)),
-                license=entry.get("license", ""),
-                depends=entry["depends"],
-                constrains=entry.get("constrains", []),
-            )
-        )
+        facts: dict[str, Any] = {"sha256": entry.get("sha256", "")}
+        facts |= {"md5": "" if facts["sha256"] else entry["md5"], "size": int(entry.get("size", 0))}
+        facts |= {"license": entry.get("license", ""), "depends": entry["depends"]}
+        facts |= {"constrains": entry.get("constrains", []), "build_number": build_number(build)}
+        found.append(Package(url=f"{HOST}{key}", name=name, version=version, build=build, **facts))
     return found
 
 
@@ -186,7 +176,7 @@ def write_repodata(packages: Sequence[Package], folder: Path) -> list[tuple[str,
 
 
 def to_package(record: Any) -> Package:
-    """A record of py-rattler as ours."""
+    """Returns py-rattler's record as a Package."""
     sha256 = (record.sha256 or b"").hex()
     return Package(
         url=record.url,

@@ -25,7 +25,7 @@ from trainer.host.stacks import Stack, numbers, read_stacks, stack_fitting  # no
 
 
 def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs a program and keeps what it says; 127 if it isn't there, 124 if it took too long."""
+    """Runs a program and captures its output; exit code 127 if it doesn't exist, 124 after the timeout."""
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout)
     except OSError as error:
@@ -121,7 +121,7 @@ def check_driver(stack: Stack, driver: str, architectures: Sequence[str]) -> Non
 
 
 def host_driver() -> tuple[str, list[str]]:
-    """The driver's version ("" if unknown) and each GPU's architecture (sm_90)."""
+    """Returns the driver's version ("" if unknown) and each GPU's architecture (sm_90)."""
     asked = "--query-gpu=driver_version,compute_cap"
     lines = call("nvidia-smi", asked, "--format=csv,noheader").stdout.splitlines()
     rows = [line.split(", ") for line in lines if re.fullmatch(r"[\d.]+, \d+\.\d", line)]
@@ -129,7 +129,7 @@ def host_driver() -> tuple[str, list[str]]:
 
 
 def container_gpus(image: str) -> tuple[list[Gpu], str]:
-    """The GPUs that a container of an image sees, and why it sees none."""
+    """Returns the GPUs that a container of an image sees, and the reason if it sees none."""
     options = ["--rm", "--pull=never", "--network=none", "--gpus=all", "--entrypoint=nvidia-smi"]
     done = call("docker", "run", *options, image, "-L")
     gpus = parse_gpus(done.stdout)
@@ -141,18 +141,18 @@ def container_gpus(image: str) -> tuple[list[Gpu], str]:
 
 
 def has_image(image: str) -> bool:
-    """Whether the engine has an image."""
+    """True if the engine has an image."""
     return call("docker", "image", "inspect", image).returncode == 0
 
 
 def image_digest(image: str) -> str:
-    """The engine's digest of an image, for the manifests of runs in it; empty if it hasn't the image."""
+    """Returns the engine's digest of an image; "" if the engine doesn't have it."""
     found = call("docker", "image", "inspect", "--format", "{{.Id}}", image).stdout.strip()
     return found if found.startswith("sha256:") else ""
 
 
 def is_rootless() -> bool:
-    """Whether the engine's root is the user who runs it."""
+    """True if the engine is rootless: its root is the user who runs it."""
     options = call("docker", "info", "--format", "{{json .SecurityOptions}}").stdout
     try:
         return any("name=rootless" in option for option in json.loads(options) or [])

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-LAST = 60  # lines in which the reason is looked for: what was overcome earlier is none
+LAST = 60  # lines searched for the reason: earlier failures were retried with success
 
 
 class Failure(NamedTuple):
-    """A kind of failure: how programs say it, what it is, and what to do."""
+    """A kind of failure: a pattern of programs' messages, its name, and the remedy."""
 
     sign: str
     what: str
@@ -39,6 +39,22 @@ FAILURES = (
         "a mirror, a proxy or the channel changed it: find out which before anything is locked anew",
     ),
     Failure(
+        r"certificate has expired|not yet valid",
+        "a certificate's dates don't hold here",
+        "set this machine's clock (timedatectl); if that is right, the server's owner must renew it",
+    ),
+    Failure(
+        r"certificate is (not )?valid for|hostname mismatch|unrecognized name",
+        "a certificate is another host's",
+        "something between answers for the server: check HTTPS_PROXY and the name's address",
+    ),
+    Failure(
+        r"http response to https client|wrong.version.number",
+        "a server answers without TLS",
+        "HTTPS_PROXY begins with http:// for most proxies; a registry of yours without TLS belongs into "
+        "insecure-registries of the engine's daemon.json",
+    ),
+    Failure(
         r"x509:|certificate verify failed|self[- ]signed certificate|unknown authority|unknownissuer"
         r"|unable to get local issuer",
         "a certificate's authority is unknown here",
@@ -51,19 +67,21 @@ FAILURES = (
         "docker login raises a registry's limit; else wait",
     ),
     Failure(
-        r"pull access denied|unauthorized|HTTP 40[137]\b|proxy authentication required",
+        r"pull access denied|access to the resource is denied|no basic auth credentials|unauthorized"
+        r"|HTTP 40[137]\b|40[13] forbidden|proxy authentication required",
         "access is refused",
         "docker login HOST; a proxy may want a password (HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT)",
     ),
     Failure(
-        r"HTTP 404|HTTP 410|manifest unknown|no such manifest|: not found$",
+        r"HTTP 404|HTTP 410|404 not found|410 gone|manifest unknown|no such manifest|: not found$",
         "what is pinned is gone from its server",
         "look for a mirror that has it (ARGS of make lock: --pool FILE), or lock anew: make lock STACK=…",
     ),
     Failure(
         r"no such host|name or service not known|temporary failure in name resolution|nodename nor servname"
         r"|network is unreachable|no route to host|connection refused|connection reset|timed? ?out"
-        r"|server misbehaving|dns error|proxyconnect",
+        r"|server misbehaving|dns error|proxyconnect|context deadline exceeded|unexpected eof"
+        r"|network was disabled",
         "a server can't be reached",
         "check the network and HTTPS_PROXY (the engine has its own: docs.docker.com/engine/daemon/proxy)",
     ),
@@ -71,7 +89,7 @@ FAILURES = (
 
 
 def scrubbed(line: str) -> str:
-    """A line without the passwords of URLs and without tokens."""
+    """Returns a line with *** for tokens and for passwords in URLs."""
     line = re.sub(r"(?<=://)[^/\s@]+@", "***@", line)
     return re.sub(r"(?i)\b(token|password|secret|authorization)([=:]\s*)[^\s&\"']+", r"\1\2***", line)
 
@@ -91,7 +109,7 @@ def logged(file: Path) -> Iterator[Callable[[], str]]:
     """Copies what this process and its children print into a file, too.
 
     Yields:
-        A function that gives what was printed since it was called last (its last lines).
+        A function that returns the last lines printed since its last call.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     mark, heard, recent = f"{os.urandom(8).hex()}\n", threading.Event(), deque[str](maxlen=4 * LAST)

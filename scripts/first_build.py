@@ -26,7 +26,7 @@ from pathlib import Path
 from ssl import create_default_context
 from typing import NamedTuple
 
-from engine_checks import ROOT, call, check_disk, check_engine, last_line
+from engine_checks import ROOT, call, check_disk, check_engine, image_digest, last_line
 from explicit_lock import LockError
 from failures import FAILURES, FULL, Failure, explain, logged
 from image import (
@@ -71,7 +71,7 @@ RESERVED = (
 
 
 class Base(NamedTuple):
-    """A base of the Dockerfile: name with tag, digest, and the stage that it is."""
+    """A base of the Dockerfile: name with tag, digest, and its stage."""
 
     name: str
     digest: str
@@ -94,7 +94,7 @@ class Given(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A step that passed: what it saw, how long it took, and how much disk was free after it."""
+    """A step that passed: its result, duration, and the disk that was free after it."""
 
     name: str
     saw: str
@@ -109,7 +109,7 @@ def free_gb() -> float:
 
 
 class Steps:
-    """The steps that passed, each with what it saw."""
+    """The steps that passed, each with its result."""
 
     def __init__(self, since: Callable[[], str]) -> None:
         """Takes the function that returns the output since the step before."""
@@ -136,10 +136,10 @@ class Steps:
 
 
 def read_bases(text: str) -> list[Base]:
-    """The bases that a Dockerfile pins by digest.
+    """Returns the bases that a Dockerfile pins by digest.
 
     Raises:
-        BadInputError: If there aren't the two.
+        BadInputError: If it doesn't pin exactly the stages conda-base and debian-base.
     """
     found = [Base(**match.groupdict()) for match in BASE.finditer(text)]
     if [base.stage for base in found] != ["conda-base", "debian-base"]:
@@ -195,7 +195,7 @@ def pull(base: Base) -> str:
     """Pulls a base by its digest.
 
     Raises:
-        BadInputError: If it can't be had; if only the digest is gone, with the one that the name has now.
+        BadInputError: If it can't be pulled; for a digest that is gone, with the one that the name has now.
     """
     words = ("docker", "pull", "--quiet", "--platform=linux/amd64")
     print("+", *words, base.ref, flush=True)
@@ -251,14 +251,9 @@ def build_twice(request: Request, folder: Path, labels: dict[str, str], prune: b
     digest = read_layers(second).digest
     run("docker", "load", "--quiet", "--input", second)
     second.unlink()
-    if digest_in_engine(request.name) != digest:
+    if image_digest(request.name) != digest:
         raise BadInputError(f"the engine loaded {request.name} as another image than {digest}")
     return digest
-
-
-def digest_in_engine(name: str) -> str:
-    """The digest of an image's manifest, which the containerd store has as its name."""
-    return call("docker", "image", "inspect", "--format", "{{.Id}}", name).stdout.strip()
 
 
 def build(given: Given, step: Steps) -> dict[str, str]:
@@ -278,7 +273,7 @@ def build(given: Given, step: Steps) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """A port that nobody listens on."""
+    """Returns a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -381,9 +376,6 @@ def main() -> int:
         help=f"disk to ask for ({NEED_GB:g}, pruned {NEED_PRUNED_GB:g})",
     )
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
-        print("first-build: needs Python 3.11 or newer (tomllib): name one with PYTHON=…", file=sys.stderr)
-        return 2
     need = options.need_gb if options.need_gb is not None else NEED_PRUNED_GB if options.prune else NEED_GB
     advisories = options.advisories.resolve() if options.advisories else None
     given = Given(options.stack, options.compression, options.prune, advisories, need)

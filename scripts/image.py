@@ -77,7 +77,7 @@ def run(*words: str | Path, quiet: bool = False, code: int = 0) -> None:
 
 
 def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: str) -> list[str]:
-    """The build of a target, as a command."""
+    """Returns the command that builds a target."""
     words = ["docker", "buildx", "build", "--provenance=false", "--sbom=false", f"--target={target}"]
     arguments = {
         "STACK": request.stack,
@@ -97,31 +97,24 @@ def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: 
 
 
 def as_labels(labels: Mapping[str, str]) -> list[str]:
-    """Labels as words of a build."""
+    """Returns labels as options of a build."""
     return [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
 
 
 def archive_words(
     request: Request, stack: Mapping[str, Any], labels: Mapping[str, str], archive: Path, *more: str
 ) -> list[str]:
-    """The build into an OCI archive whose bytes depend on the sources alone."""
+    """Returns the command that builds an OCI archive whose bytes depend on the sources alone."""
     made = f"type=oci,dest={archive},name={request.name},rewrite-timestamp=true"
     # By force: a layer that an earlier build left in the cache otherwise stays compressed as it was then.
     made += f",compression={request.compression},force-compression=true"
     return build_words(request, stack, request.target, *as_labels(labels), *more, "--output", made)
 
 
-def facts_of(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Asks the libraries in the image for their versions, in a stage of the build."""
-    run(*build_words(request, stack, "facts", "--output", f"type=local,dest={folder}"))
-    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    return facts
-
-
 def labels_of(
     request: Request, stack: Mapping[str, Any], facts: Mapping[str, Any], commit: str
 ) -> dict[str, str]:
-    """The image's labels: from its inside, but for what only stack.toml knows."""
+    """Returns the image's labels: from the libraries in it; description, date and driver from stack.toml."""
     created = datetime.fromtimestamp(stack["source_date_epoch"], timezone.utc)
     labels = {
         f"{LABEL}.title": "trainer",
@@ -161,7 +154,7 @@ def mismatches(stack: Mapping[str, Any], facts: Mapping[str, Any], stand_in: boo
 
 
 def commit_of(root: Path) -> str:
-    """The commit that is built, with -dirty if files differ from it; "unknown" outside of git."""
+    """Returns the commit, with -dirty if files differ from it; "unknown" outside of git."""
     found = call("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     return found.stdout.strip() if found.returncode == 0 else "unknown"
 
@@ -173,18 +166,25 @@ def source_of(root: Path) -> str:
 
 
 def read_stack(name: str) -> Any:
-    """A stack's description."""
+    """Returns a stack's description.
+
+    Raises:
+        BadInputError: there is no such stack, or this Python has no tomllib.
+    """
+    if sys.version_info < (3, 11):
+        raise BadInputError("needs Python 3.11 or newer (tomllib): name one with PYTHON=…")
     check_stack(name)
     return read_toml(ROOT / "stacks" / name / "stack.toml")
 
 
 def checked_facts(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the facts of the image after checking them.
+    """Returns the versions that the libraries in the image name, asked in a stage of the build.
 
     Raises:
-        BadInputError: If that isn't the stack.
+        BadInputError: they aren't the stack's.
     """
-    facts = facts_of(request, stack, folder)
+    run(*build_words(request, stack, "facts", "--output", f"type=local,dest={folder}"))
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     wrong = mismatches(stack, facts, bool(request.stand_in))
     if wrong:
         raise BadInputError(f"{request.name} isn't its stack: {'; '.join(wrong)}")
@@ -225,25 +225,21 @@ def build(request: Request) -> None:
     run(*build_words(request, stack, request.target, *given))
     print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
     if not request.tag:
-        run("docker", "tag", request.name, dated(request.name, datetime.now(timezone.utc)))
+        # The name that this day's image keeps when the next one is built.
+        run("docker", "tag", request.name, f"{request.name}-{datetime.now(timezone.utc):%Y%m%d}")
     check_size(request, stack)
 
 
-def dated(name: str, now: datetime) -> str:
-    """The name that a day's image keeps when the next one is built."""
-    return f"{name}-{now:%Y%m%d}"
-
-
 def has_containerd_store() -> bool:
-    """Whether the engine keeps images as containerd does."""
+    """True if the engine uses containerd's image store."""
     return "io.containerd.snapshotter" in call("docker", "info", "--format", "{{.DriverStatus}}").stdout
 
 
 def check_store() -> None:
-    """Makes sure that the engine can write archives with rewritten times.
+    """Checks that the engine can write archives with rewritten times.
 
     Raises:
-        BadInputError: If it keeps images in the old way.
+        BadInputError: If it doesn't use containerd's image store.
     """
     if not has_containerd_store():
         raise BadInputError(
@@ -253,7 +249,7 @@ def check_store() -> None:
 
 
 def size_of(image: str) -> int:
-    """Bytes of an image's files."""
+    """Returns the bytes of an image's files."""
     done = call("docker", "run", "--rm", "--network=none", "--user=0", "--entrypoint=du", image, "-sxb", "/")
     if done.returncode and not done.stdout:
         raise BadInputError(f"{image} can't be run: {done.stderr.strip()[-200:]}")
@@ -263,7 +259,7 @@ def size_of(image: str) -> int:
 def check_size(request: Request, stack: Mapping[str, Any]) -> None:
     """Compares an image with its stack's budget, which was measured with the stand-in for the bases.
 
-    With the real ones, whose Python and compilers nobody has measured, it is only said that one is larger.
+    With the real bases, which were never measured, a larger image gets a message only.
 
     Raises:
         BadInputError: If it is larger.
@@ -346,9 +342,6 @@ def main() -> int:
                 "--above-wheels", action="store_true", help="only the layers above the wheels"
             )
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
-        print("image: needs Python 3.11 or newer (tomllib): name one with PYTHON=…", file=sys.stderr)
-        return 2
     request = Request(options.stack, options.target, options.stand_in, options.tag, options.compression)
     try:
         if options.command == "verify":

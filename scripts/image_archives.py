@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from image_tar import Files, read_layer
 
 
 class Layers(NamedTuple):
@@ -31,31 +32,13 @@ def read_layers(archive: Path) -> Layers:
 
 
 def differing_files(first: Path, second: Path, layers: tuple[str, str]) -> list[str]:
-    """The paths that differ in any way between a layer of one archive and one of the other (uncompressed)."""
+    """Returns the paths that differ between a layer of one archive and one of the other (uncompressed)."""
 
-    def members(archive: Path, digest: str) -> dict[str, tuple[object, ...]]:
-        with tarfile.open(archive) as tar:  # noqa: SIM117  (the second needs the first)
-            with tarfile.open(fileobj=tar.extractfile(f"blobs/{digest.replace(':', '/')}")) as layer:
-                return {
-                    one.name: (
-                        one.mode,
-                        one.uid,
-                        one.gid,
-                        one.mtime,
-                        one.size,
-                        one.linkname,
-                        _content(layer, one),
-                    )
-                    for one in layer
-                }
+    def members(archive: Path, digest: str) -> Files:
+        with tarfile.open(archive) as tar:
+            layer = tar.extractfile(f"blobs/{digest.replace(':', '/')}")
+            assert layer is not None
+            return read_layer(layer, lambda _: False, "r:*")
 
     here, there = members(first, layers[0]), members(second, layers[1])
     return sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-
-
-def _content(layer: tarfile.TarFile, member: tarfile.TarInfo) -> str:
-    file = layer.extractfile(member) if member.isfile() else None
-    found = hashlib.sha256()
-    while file is not None and (block := file.read(1 << 20)):
-        found.update(block)
-    return found.hexdigest()

@@ -34,7 +34,7 @@ def _compiler() -> str:
 
 
 def facts() -> dict[str, object]:
-    """Versions, from the libraries themselves and not from what was asked for."""
+    """Returns versions as the libraries themselves name them."""
     flags = torch._C._cuda_getArchFlags() or ""
     return {
         "python": platform.python_version(),

@@ -90,7 +90,7 @@ class Report(NamedTuple):
 
 
 def keep(path: str) -> bool:
-    """Whether the walk needs a file's content."""
+    """True if the walk needs a file's content."""
     wanted = any(rule.fullmatch(path) for rule in (META, METADATA, RECORD))
     return (
         wanted
@@ -124,7 +124,7 @@ def wrong_made(made: Made, entry: Entry, before: Entry | None, root: Path) -> st
 
 
 def unlocked(components: list[Component], locked: Locked) -> list[Finding]:
-    """Packages that are not of the stack's locks."""
+    """Returns a finding for each package that isn't in the stack's locks."""
     urls = {(package.url, package.digest) for package in locked.conda}
     wheels = {(canonical(wheel.name), wheel.version) for wheel in locked.wheels}
     found = []
@@ -144,7 +144,7 @@ def unlocked(components: list[Component], locked: Locked) -> list[Finding]:
 def owner_of(
     path: str, entry: Entry, before: Entry | None, claims: list[Claim], made: Sequence[Made], root: Path
 ) -> str | Finding:
-    """The owner of a path that fits no claim: this repository, or what is wrong with it."""
+    """Returns the owner of a path that fits no claim: this repository, or a finding."""
     if claims:
         return Finding("changed", path, f"not what the record of {claims[0].component.name} says")
     if rule := next((one for one in made if fnmatch.fnmatch(path, one.path)), None):
@@ -178,7 +178,7 @@ def account(
     wheels, more = wheel_claims(files, {path for path in claims if path in files} | owners.keys())
     for path, some in more.items():
         claims.setdefault(path, []).extend(some)
-    components = sorted(components + wheels, key=place)
+    components = sorted(components + wheels, key=lambda one: one.place)
     gone = pruned(files)
     findings = unlocked(components, locked) if locked else []
     for path, some in claims.items():
@@ -206,13 +206,8 @@ def account(
     return Report(owners, components, sorted({*findings, *hazards(image, public - {""} | {NOTHING}, before)}))
 
 
-def place(one: Component) -> str:
-    """Returns the place of its record, as a sort key."""
-    return one.place
-
-
 def totals(report: Report, files: Files) -> dict[str, tuple[int, int]]:
-    """Files and bytes of each owner."""
+    """Returns the number of files and bytes of each owner."""
     found: dict[str, tuple[int, int]] = {}
     for path, owner in report.owners.items():
         number, size = found.get(owner, (0, 0))
@@ -236,13 +231,17 @@ def walk(options: argparse.Namespace) -> int:
     report = account(image, bases, locked=locked)
     sums = totals(report, image.files)
     if options.json:
-        owned = sorted(report.owners.items())
+        listed = {}
+        for path, owner in sorted(report.owners.items()):
+            entry = image.files[path]
+            content = {"target" if entry.kind == "link" else "sha256": entry.digest}
+            listed[path] = {"owner": owner, "kind": entry.kind, "mode": f"{entry.mode:o}", **content}
         whole = {
             "image": options.image,
             "digest": image.digest,
             "owners": {owner: {"files": n, "bytes": size} for owner, (n, size) in sorted(sums.items())},
             "findings": [finding._asdict() for finding in report.findings],
-            "files": {path: {"owner": owner, **shown(image.files[path])} for path, owner in owned},
+            "files": listed,
         }
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     if options.sbom:
@@ -262,12 +261,6 @@ def walk(options: argparse.Namespace) -> int:
     number = sum(number for number, _ in sums.values())
     print(f"image_files: {options.image}: {number} files have an owner, {len(report.findings)} findings")
     return 1 if report.findings else 0
-
-
-def shown(entry: Entry) -> dict[str, str]:
-    """A path's line of the list."""
-    key = "target" if entry.kind == "link" else "sha256"
-    return {"kind": entry.kind, "mode": f"{entry.mode:o}", key: entry.digest}
 
 
 def main(words: list[str] | None = None) -> None:

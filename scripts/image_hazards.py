@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def modes(files: Files, base: Files) -> Iterator[Finding]:
-    """Files that run as another user, that anybody may write, devices, ways to become root."""
+    """Yields setuid and world-writable files, devices, and programs to become root."""
     for path, entry in files.items():
         if entry.kind == "file" and entry.mode & 0o6000:
             yield Finding("setuid", path, f"mode {entry.mode:o}")
@@ -52,7 +52,7 @@ def modes(files: Files, base: Files) -> Iterator[Finding]:
 
 
 def libraries(files: Files) -> Iterator[Finding]:
-    """Libraries of which more than one real file is there."""
+    """Yields libraries that are in the image as more than one real file."""
     found: dict[str, list[str]] = {}
     for path, entry in files.items():
         match = LIBRARY.search(path)
@@ -64,7 +64,7 @@ def libraries(files: Files) -> Iterator[Finding]:
 
 
 def named(path: str) -> tuple[str, str] | None:
-    """The kind and the place (a cache's or repository's folder) that a path's name gives away."""
+    """Returns the kind and the folder of a secret, history or cache, by a path's name; else None."""
     for kind, pattern in PATTERNS:
         if match := pattern.match(path):
             return kind, match[0]
@@ -72,7 +72,7 @@ def named(path: str) -> tuple[str, str] | None:
 
 
 def left_behind(layers: Iterable[Files], public: set[str], base: Files) -> Iterator[Finding]:
-    """Secrets, histories and caches, also those that a later layer hides.
+    """Yields secrets, histories and caches, also those that a later layer hides.
 
     A file of `public`'s hashes, or unchanged from the base, is no secret.
     """
@@ -99,7 +99,7 @@ def left_behind(layers: Iterable[Files], public: set[str], base: Files) -> Itera
 
 
 def configured(image: Image) -> Iterator[Finding]:
-    """Secrets in the settings or the build history of an image."""
+    """Yields secrets in the settings or the build history of an image."""
     for line in image.config.get("config", {}).get("Env") or []:
         if SECRET.fullmatch(line):
             yield Finding("token", "ENV", line.partition("=")[0])
@@ -108,6 +108,6 @@ def configured(image: Image) -> Iterator[Finding]:
 
 
 def hazards(image: Image, public: set[str], base: Files) -> list[Finding]:
-    """Everything of these kinds; `public` are the hashes of packages' files, `base` the base's."""
+    """Returns all findings; `public` has the hashes of packages' files, `base` the base's files."""
     found = [*modes(image.files, base), *libraries(image.files), *configured(image)]
     return sorted({*found, *left_behind(image.layers, public, base)})

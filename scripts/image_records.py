@@ -45,7 +45,7 @@ Claims = dict[str, list[Claim]]
 
 
 def resolve(path: str, files: Files, left: int = 40) -> str:
-    """The path behind every link on the way; "" for a loop."""
+    """Returns a path with its links followed; "" for a loop."""
     done, rest = "", path.split("/")
     while rest:
         part = rest.pop(0)
@@ -63,7 +63,7 @@ def resolve(path: str, files: Files, left: int = 40) -> str:
 
 
 def same(one: Entry | None, other: Entry | None) -> bool:
-    """Whether two entries are there with the same content or target."""
+    """True if both entries exist, with the same content or target."""
     return bool(one and other and (one.kind, one.digest) == (other.kind, other.digest))
 
 
@@ -125,7 +125,7 @@ def wheel_claims(files: Files, known: Container[str]) -> tuple[list[Component], 
 
 
 def license_of(metadata: str) -> str:
-    """The license that a wheel's METADATA names: its expression, else its short field, else classifiers."""
+    """Returns the license in a wheel's METADATA: its expression, else its short field, else classifiers."""
     given = email.message_from_string(metadata)
     short = (given.get("License") or "").strip()
     if "\n" in short or len(short) > 100 or short.upper() == "UNKNOWN":  # a whole text, or none
@@ -136,7 +136,7 @@ def license_of(metadata: str) -> str:
 
 
 def unpacked(digest: str) -> str:
-    """A RECORD's `sha256=…` in hexadecimal; "" for another one or none."""
+    """Returns a RECORD's `sha256=…` in hexadecimal; "" for another algorithm or none."""
     algorithm, _, value = digest.partition("=")
     try:
         return base64.b64decode(value + "=" * (-len(value) % 4), b"-_").hex() if algorithm == "sha256" else ""
@@ -177,12 +177,12 @@ def pruned(files: Files) -> Pruned:
 
 
 def is_claimed(path: str, entry: Entry, claim: Claim, gone: Pruned) -> bool:
-    """Whether a file has the content of a claim, or that without its symbols."""
+    """True if a file has the content of a claim, or that content without its symbols."""
     return entry.digest == claim.digest or gone.stripped.get(path) == (claim.digest, entry.digest)
 
 
 def fits(path: str, claim: Claim, files: Files, original: dict[str, str], gone: Pruned) -> bool:
-    """Whether a path is what a claim says."""
+    """True if a path has the content or target of a claim."""
     entry = files[path]
     if entry.kind == "file":
         return not claim.soft and is_claimed(path, entry, claim, gone)

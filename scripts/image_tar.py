@@ -60,6 +60,7 @@ class Entry(NamedTuple):
     sources: tuple[bytes, ...] = ()
     secrets: tuple[str, ...] = ()
     hard: bool = False  # another name of a file that is counted under the first
+    stamp: tuple[object, ...] = ()  # of a layer's member: user, group, time, target
 
 
 Files = dict[str, Entry]
@@ -67,7 +68,7 @@ Keep = Callable[[str], bool]
 
 
 class Image(NamedTuple):
-    """An image as one tree, and what it was made of."""
+    """An image: its files merged, its layers, its configuration."""
 
     files: Files
     layers: list[Files]  # with their whiteouts; of a plain file system, the one tree
@@ -117,7 +118,7 @@ def read_file(source: IO[bytes], name: str, mode: int, size: int, keep: bool) ->
 
 
 class Member(tarfile.TarInfo):
-    """A tar's member; one whose header is cut off is an error, where tarfile takes it for the tar's end."""
+    """A tar's member; a header that is cut off is an error, not the tar's end as in tarfile."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> "Member":
@@ -129,7 +130,7 @@ class Member(tarfile.TarInfo):
 
 
 def plain(name: str) -> str:
-    """A member's path without what differs between writers of tars."""
+    """Returns a member's path in one form, without leading `./` or `/`."""
     return posixpath.normpath(f"/{name}").lstrip("/")
 
 
@@ -159,7 +160,8 @@ def read_layer(source: IO[bytes], keep: Keep, mode: Literal["r|*", "r:*"] = "r|*
     with tarfile.open(fileobj=source, mode=mode, tarinfo=Member) as tar:
         for member in tar:
             if name := plain(member.name):
-                files[name] = entry_of(tar, member, files, keep)
+                stamp = (member.uid, member.gid, member.mtime, member.linkname)
+                files[name] = entry_of(tar, member, files, keep)._replace(stamp=stamp)
     return files
 
 
@@ -186,7 +188,7 @@ def merge(layers: list[Files]) -> Files:
 
 
 def parents(path: str) -> Iterator[str]:
-    """The folders above a path, the root included."""
+    """Yields the folders above a path, the root last."""
     while path:
         path = posixpath.dirname(path)
         yield path
@@ -260,7 +262,7 @@ def read_layout(folder: Path, keep: Keep) -> Image:
 
 
 def parts(texts: dict[str, bytes]) -> tuple[str, dict[str, Any], list[str]]:
-    """The manifest's digest, the configuration and the layers' names of an archive."""
+    """Returns the manifest's digest, the configuration and the layers' names of an archive."""
     if "index.json" not in texts:
         first = json.loads(texts["manifest.json"])[0]
         return "", json.loads(texts[first["Config"]]), list(first["Layers"])

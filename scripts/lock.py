@@ -23,6 +23,7 @@ from typing import Any
 
 import conda_lock
 from conda_lock import FILES, Package, read_toml
+from failures import explain
 from wheels import canonical, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,7 @@ def wanted(project: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def shorten(marker: str, environments: list[str]) -> str:
-    """Takes out of uv's marker what is true in every environment of the lock.
+    """Removes from uv's marker the conditions that hold in every environment of the lock.
 
     uv repeats the environments: `(E1 and X) or (E2 and X) or (E3 and X)`. That is X.
     """
@@ -75,7 +76,11 @@ def shorten(marker: str, environments: list[str]) -> str:
 
 
 def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options: str) -> str:
-    """Runs uv on requirements; the output file in the folder holds the versions that it prefers."""
+    """Runs uv on requirements; the output file in the folder holds the versions that it prefers.
+
+    Raises:
+        CalledProcessError: uv failed; its stderr was printed.
+    """
     (folder / "asked.in").write_text("\n".join(asked) + "\n")
     (folder / "constraints.txt").write_text(constraints)
     command = [uv, "pip", "compile", "--quiet", "--universal", "--python-version=3.10", "--only-binary=:all:"]
@@ -83,23 +88,34 @@ def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options:
     command += ["--constraints", str(folder / "constraints.txt"), "--output-file", str(folder / "lock")]
     # In the folder: uv takes the environments from the pyproject.toml there.
     environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
-    subprocess.run([*command, str(folder / "asked.in")], cwd=folder, env=environment, check=True)
+    try:
+        subprocess.run(
+            [*command, str(folder / "asked.in")],
+            cwd=folder,
+            env=environment,
+            check=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except subprocess.CalledProcessError as error:
+        print(error.stderr, end="", file=sys.stderr)
+        raise
     return (folder / "lock").read_text()
 
 
 def named(requirement: str) -> str:
-    """The package that a requirement is for."""
+    """Returns the name of a requirement's package."""
     return canonical(re.split(r"[ =<>;\[]", requirement)[0])
 
 
 def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]) -> str:
-    """Resolves all groups together, then asks which part each of them needs.
+    """Resolves all groups together, then each group within that resolution; returns the lock's text.
 
     Args:
         uv: The program.
         stack: Folder of the stack.
-        upgrade: Whether newer versions replace those of the present lock.
-        packages: What conda installs.
+        upgrade: True if newer versions replace those of the present lock.
+        packages: The stack's conda packages.
     """
     description, project = read_toml(stack / "stack.toml"), read_toml(ROOT / "pyproject.toml")
     environments = description.get("environments", project["tool"]["uv"]["environments"])
@@ -226,15 +242,16 @@ def run(stack: Path, only: str, pool: Path | None, upgrade: bool) -> int:
             texts[stack / "wheels.lock"] = lock_wheels(
                 str(uv), stack, upgrade, conda_lock.read_records(records)
             )
-        except subprocess.CalledProcessError:
-            return stop("uv found no solution (above); nothing is changed", 1)
+        except subprocess.CalledProcessError as error:
+            why = explain(error.stderr) or "no solution (above)"
+            return stop(f"uv: {why}; nothing is changed", 1)
     today = int(time.time()) // 86400 * 86400
     print(f"lock: {stack.name}: changed {', '.join(replace(texts, stack, today)) or 'nothing'}")
     return 0
 
 
 def stop(line: str, code: int) -> int:
-    """Says in one line why it ends."""
+    """Prints one line; returns the exit code."""
     print(f"lock: {line}", file=sys.stderr)
     return code
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Makes a new stack from an old one with another torch: `make stack FROM=torch2.9-cu128 TORCH=2.14.1`.
 
-It keeps the old stack's conda half and, where it can, its other wheels. What the new torch brings
-(torchvision, CUDA, cuDNN, NCCL, Triton) is what resolving it says; its GPUs are what the installed torch
-says. Then the tests marked compat run on the new stack and on the old. Where it can't be locked or installed,
-no new folder is left.
+It keeps the old stack's conda half and, where it can, its other wheels. The versions of torchvision, CUDA,
+cuDNN, NCCL and Triton come from resolving torch, the GPUs from the installed torch. Then the tests marked
+compat run on the new stack and on the old. The stack is made in build/stack and moved to stacks/ once it is
+locked and installed: a failure before leaves stacks/ as it was.
 """
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -21,25 +22,39 @@ from typing import Any
 import lock
 import stack_table
 from conda_lock import FILES, read_toml
+from failures import explain
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-# torchaudio ends here; from torch 2.15 on, of CUDA 13.2, its import fails. The trainer itself needs none.
+# The last torchaudio; its import fails from torch 2.15 on (CUDA 13.2). The trainer doesn't need it.
 LAST_AUDIO, LAST_WITH_AUDIO = "2.11.0", (2, 14)
 WHERE = {
     **{"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"},
     **{"python_version": "3.12", "python_full_version": "3.12.0", "implementation_name": "cpython"},
     "platform_python_implementation": "CPython",
 }
-ARCHITECTURES = "import torch; print(torch._C._cuda_getArchFlags() or '')"
+# Prints versions with their CUDA (`0.29.2+cu132`), which an index's metadata lacks, and torch's GPUs.
+ASK = """
+import importlib.util, json, pathlib, re, torch
+said = {"torch": torch.__version__, "gpus": torch._C._cuda_getArchFlags() or ""}
+for name in ("torchvision", "torchaudio"):
+    if spec := importlib.util.find_spec(name):
+        text = pathlib.Path(spec.origin).with_name("version.py").read_text()
+        said[name] = re.search(r"__version__ = ['\\"](.+)['\\"]", text)[1]
+print(json.dumps(said))
+"""
 
 
 class StackError(Exception):
-    """Raised where there is no new stack, with the reason in one line."""
+    """Raised where no stack can be made, with the reason in one line."""
+
+
+class OtherCudaError(StackError):
+    """Raised where torchvision was built for another CUDA than torch; has the version of torchvision."""
 
 
 def audio_of(torch: str) -> str:
-    """The torchaudio that fits a torch; "" for none."""
+    """Returns the version of torchaudio that fits a torch; "" if none does."""
     major, minor = map(int, torch.split(".")[:2])
     if (major, minor) > LAST_WITH_AUDIO:
         return ""
@@ -80,10 +95,10 @@ def brought(resolved: str) -> dict[str, str]:
 
 
 def drivers(cuda: str, given: str, stacks: Path) -> tuple[str, str]:
-    """Native driver and floor of a CUDA: as given (NATIVE,FLOOR), or as another stack has them.
+    """Returns native driver and floor of a CUDA: as given (NATIVE,FLOOR), else from a stack of that CUDA.
 
     Raises:
-        StackError: neither says.
+        StackError: given is malformed, or no stack has that CUDA.
     """
     if given:
         found = re.fullmatch(r"(\d+[\d.]*),(\d+[\d.]*)", given)
@@ -102,7 +117,7 @@ def drivers(cuda: str, given: str, stacks: Path) -> tuple[str, str]:
 def described(
     old: str, name: str, pins: Mapping[str, str], brings: Mapping[str, str], driver: tuple[str, str]
 ) -> str:
-    """The new stack.toml, from the text of the old."""
+    """Returns the text of the new stack.toml, from that of the old."""
 
     def put(text: str, key: str, value: str) -> str:
         return re.sub(rf'(?m)^{key} = ".*?"', f'{key} = "{value}"', text)
@@ -120,10 +135,10 @@ def described(
 
 
 def with_architectures(text: str, flags: str) -> str:
-    """stack.toml with the GPUs that a torch names (`sm_80 sm_90a`).
+    """Returns stack.toml with the GPU architectures in torch's flags (`sm_80 sm_90a`).
 
     Raises:
-        StackError: it names none.
+        StackError: the flags have none.
     """
     found = list(dict.fromkeys(re.findall(r"sm_\d+", flags)))
     if not found:
@@ -132,15 +147,21 @@ def with_architectures(text: str, flags: str) -> str:
 
 
 def documented(page: str, name: str, stack: Mapping[str, Any]) -> str:
-    """docs/stacks.md with a row for the stack, before the first that is there."""
+    """Returns docs/stacks.md with a row for the stack, as the first of its table."""
     gpus = f"{stack['gpu']['architectures'][0]} to {stack['gpu']['architectures'][-1]}"
     facts = f"{stack['pins']['torch']}, {stack['brings']['cuda']}; wheels"
     row = f"| `{name}` | {facts} | {gpus} | {stack['driver']['floor']} | {stack['supported_until']} |\n"
     return page if f"| `{name}`" in page else re.sub(r"(?m)^(\|(?:-+\|)+\n)", rf"\g<1>{row}", page, count=1)
 
 
+def offered(workflow: str, name: str) -> str:
+    """Returns the workflow `image` with the stack as the second of its choices; the first is the default."""
+    there = re.search(rf"options: \[.*{re.escape(name)}[,\]]", workflow)
+    return workflow if there else re.sub(r"(options: \[[^,\]]+)", rf"\g<1>, {name}", workflow, count=1)
+
+
 def call(*words: object) -> None:
-    """Runs a program, and prints its words.
+    """Runs a program after printing its command.
 
     Raises:
         StackError: it failed.
@@ -150,79 +171,154 @@ def call(*words: object) -> None:
         raise StackError(f"{' '.join(map(str, words[1:4]))} failed (above)")
 
 
-def make(base: str, torch: str, driver: str, tests: bool) -> str:
-    """Makes the stack and returns its name.
+def install(stack: str, name: str) -> Path:
+    """Installs a stack's wheels into build/compat; returns the Python of that environment.
+
+    Args:
+        stack: Name in stacks/, or path of the stack's folder.
+        name: Name of the environment.
+    """
+    venv = ROOT / "build/compat" / name
+    call(
+        *(sys.executable, "scripts/bootstrap.py", "--stack", stack, "--venv", venv),
+        *("--groups", "train", "test"),
+    )
+    return venv / "bin/python"
+
+
+def resolved(asked: list[str], environments: list[str]) -> tuple[str, list[str]]:
+    """Returns uv's resolution of requirements, and its environments: without Pythons that torch has left.
 
     Raises:
-        StackError: it can't be made; there is no new folder then.
+        StackError: there is none, or the index can't be reached.
     """
-    stacks = ROOT / "stacks"
-    old = stacks / base
-    if not (old / "stack.toml").is_file():
+    uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv") or "uv"
+    with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "pyproject.toml").write_text(
+            f"[tool.uv]\nenvironments = {json.dumps(environments)}\n"
+        )
+        try:
+            return lock.resolve(uv, asked, "", Path(temporary)), environments
+        except OSError as error:
+            raise StackError(f"uv can't be run: {error}") from None
+        except subprocess.CalledProcessError as error:
+            needs = re.search(r"\btorch==\S+ depends on Python>=(3\.\d+)", error.stderr)
+            later = f"python_full_version >= '{needs[1]}'" if needs else ""
+            if not later or later in environments[0]:
+                why = explain(error.stderr) or f"no versions fit {' '.join(asked)} (above)"
+                raise StackError(f"uv: {why}") from None
+    print(f"stack: {asked[0]}: {later}: so has the new stack", flush=True)
+    return resolved(asked, [f"{one} and {later}" for one in environments])
+
+
+def lock_and_install(old: Path, made: Path, text: str) -> None:
+    """Locks a new stack's wheels in a folder, installs them, and takes the GPUs from the installed torch.
+
+    Raises:
+        OtherCudaError: torchvision was built for another CUDA than torch.
+        StackError: a step failed.
+    """
+    shutil.rmtree(made, ignore_errors=True)  # of another try, or of a call that was killed
+    made.mkdir(parents=True)
+    (made / "stack.toml").write_text(text)
+    for file in (*FILES.values(), "records.json", "environment.yml", "wheels.lock"):
+        (made / file).write_text((old / file).read_text().replace(old.name, made.name))
+    inside = str(made.relative_to(ROOT))
+    call(sys.executable, "scripts/lock.py", "--stack", inside, "--only", "wheels")
+    python = install(inside, made.name)
+    said = json.loads(subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True).stdout)
+    for name in ("torchaudio", "torchvision"):
+        if said.get(name, said["torch"]).partition("+")[2] != said["torch"].partition("+")[2]:
+            kind = OtherCudaError if name == "torchvision" else StackError
+            raise kind(f"{name} {said[name]} was built for another CUDA than torch {said['torch']}")
+    (made / "stack.toml").write_text(with_architectures((made / "stack.toml").read_text(), said["gpus"]))
+    wheels = made / "wheels.lock"
+    wheels.write_text(wheels.read_text().replace(inside, made.name))
+
+
+def listed(name: str) -> None:
+    """Writes a stack into the doctor's table, docs/stacks.md and the workflow `image`."""
+    stack_table.main()
+    page, workflow = ROOT / "docs/stacks.md", ROOT / ".github/workflows/image.yml"
+    page.write_text(documented(page.read_text(), name, read_toml(ROOT / "stacks" / name / "stack.toml")))
+    workflow.write_text(offered(workflow.read_text(), name))
+
+
+def planned(old: Path, torch: str, vision: str, driver: str) -> tuple[str, str, str]:
+    """Returns name, stack.toml and version of torchvision for a torch; `vision` bounds the latter.
+
+    Raises:
+        StackError: no versions fit, or the stack exists.
+    """
+    about, stacks = read_toml(old / "stack.toml"), old.parent
+    audio = {"torchaudio": audio_of(torch)} if audio_of(torch) else {}
+    asked = [f"torch=={torch}", f"torchvision{vision}", *(f"{key}=={value}" for key, value in audio.items())]
+    project = read_toml(ROOT / "pyproject.toml")["tool"]["uv"]["environments"]
+    resolution, environments = resolved(asked, about.get("environments", project))
+    brings = brought(resolution)
+    pins = {"torch": torch, "torchvision": brings.pop("torchvision"), **audio}
+    name = f"torch{'.'.join(torch.split('.')[:2])}-cu{brings['cuda'].replace('.', '')}"
+    if (stacks / name).exists():
+        raise StackError(f"stacks/{name} is there: make lock STACK={name} locks it anew")
+    found = drivers(brings["cuda"], driver, stacks)
+    text = described((old / "stack.toml").read_text(), name, pins, brings, found)
+    if environments not in (project, about.get("environments")):
+        text = re.sub(r"(?m)^environments = .*\n", "", text)
+        line = f"environments = {json.dumps(environments)}\n"
+        text = re.sub(
+            r'(?m)^(python = "[^"]*").*\n', lambda match: f"{match[1]}  # of the image\n{line}", text
+        )
+    return name, text, pins["torchvision"]
+
+
+def make(base: str, torch: str, driver: str) -> str:
+    """Makes the stack; returns its name.
+
+    Raises:
+        StackError: it can't be made; stacks/ is as it was.
+    """
+    old = ROOT / "stacks" / base
+    if not base or not (old / "stack.toml").is_file():
         raise StackError(f"FROM={base}: no such folder of stacks/")
     if not re.fullmatch(r"\d+\.\d+\.\d+", torch):
         raise StackError(f"TORCH={torch}: give a release, as 2.14.1")
     if read_toml(old / "stack.toml")["kind"] != "wheels":
         raise StackError(f"FROM={base} is conda's, whose channel ended with torch 2.5.1: give one of wheels")
-    audio = {"torchaudio": audio_of(torch)} if audio_of(torch) else {}
-    asked = [f"torch=={torch}", "torchvision", *(f"{key}=={value}" for key, value in audio.items())]
-    uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv") or "uv"
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            said = lock.resolve(uv, asked, "", Path(temporary))
-        except (OSError, subprocess.CalledProcessError):
-            raise StackError(f"uv finds no torch {torch} with a torchvision (above)") from None
-    brings = brought(said)
-    pins = {"torch": torch, "torchvision": brings.pop("torchvision"), **audio}
-    name = f"torch{'.'.join(torch.split('.')[:2])}-cu{brings['cuda'].replace('.', '')}"
-    new, venv = stacks / name, ROOT / "build/compat" / name
-    if new.exists():
-        raise StackError(f"stacks/{name} is there: make lock STACK={name} locks it anew")
-    text = described(
-        (old / "stack.toml").read_text(), name, pins, brings, drivers(brings["cuda"], driver, stacks)
-    )
+    name, text, vision = planned(old, torch, "", driver)
+    made, venv = ROOT / "build/stack" / name, ROOT / "build/compat" / name
+    kept = venv.exists()
     try:
-        new.mkdir()
-        (new / "stack.toml").write_text(text)
-        for file in (*FILES.values(), "records.json", "environment.yml", "wheels.lock"):
-            (new / file).write_text((old / file).read_text().replace(base, name))
-        call(sys.executable, "scripts/lock.py", "--stack", name, "--only", "wheels")
-        call(
-            sys.executable,
-            "scripts/bootstrap.py",
-            "--stack",
-            name,
-            "--venv",
-            venv,
-            "--groups",
-            "train",
-            "test",
-        )
-        flags = subprocess.run(
-            [venv / "bin/python", "-c", ARCHITECTURES], capture_output=True, text=True, check=True
-        )
-        (new / "stack.toml").write_text(with_architectures((new / "stack.toml").read_text(), flags.stdout))
+        while True:
+            try:
+                lock_and_install(old, made, text)
+                break
+            except OtherCudaError as error:
+                print(f"stack: {error}: trying an older torchvision", flush=True)
+                _, text, vision = planned(old, torch, f"<{vision}", driver)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        for folder in (made, *([] if kept else [venv])):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    stack_table.main()
-    page = ROOT / "docs/stacks.md"
-    page.write_text(documented(page.read_text(), name, read_toml(new / "stack.toml")))
-    for one in (name, base) if tests else ():
-        where = ROOT / "build/compat" / one
-        call(
-            sys.executable,
-            "scripts/bootstrap.py",
-            "--stack",
-            one,
-            "--venv",
-            where,
-            "--groups",
-            "train",
-            "test",
-        )
-        call(where / "bin/python", "-m", "pytest", "-m", "compat", "-n", "auto", "--dist", "loadgroup")
+    made.rename(ROOT / "stacks" / name)
+    listed(name)
     return name
+
+
+def run_tests(name: str, base: str) -> None:
+    """Runs the tests marked compat on the new stack and on the old.
+
+    Raises:
+        StackError: one failed.
+    """
+    for stack in (name, base):
+        python = install(stack, stack)
+        try:
+            call(python, "-m", "pytest", "-m", "compat", "-n", "auto", "--dist", "loadgroup")
+        except StackError:
+            raise StackError(
+                f"stacks/{name} is made, but tests fail on {stack} (above); to take it back: "
+                f"git checkout docs/stacks.md trainer/host .github && rm -r stacks/{name}"
+            ) from None
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -235,13 +331,13 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--no-tests", action="store_true", help="don't run the tests marked compat on both")
     options = parser.parse_args(words)
     try:
-        name = make(options.base, options.torch, options.driver, not options.no_tests)
+        name = make(options.base, options.torch, options.driver)
+        if not options.no_tests:
+            run_tests(name, options.base)
     except (StackError, OSError, subprocess.CalledProcessError) as error:
         print(f"stack: {error}", file=sys.stderr)
         return 2
-    print(
-        f"stack: stacks/{name} is made: make image STACK={name}; the workflow image has a list of stacks, too"
-    )
+    print(f"stack: stacks/{name} is made; next: make image STACK={name}, then budget_gb in its stack.toml")
     return 0
 
 

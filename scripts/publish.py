@@ -18,9 +18,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from engine_checks import ROOT, call, check_engine, last_line
+from engine_checks import ROOT, call, check_engine, image_digest, last_line
 from failures import explain
-from first_build import FOLDER, digest_in_engine
+from first_build import FOLDER
 from image import DEFAULT, commit_of, run, source_of
 
 from trainer.errors import BadInputError
@@ -66,7 +66,7 @@ def short(stack: str, target: str) -> str:
 
 
 def digest_of(ref: str) -> str:
-    """The digest of a name in its registry; "" if it has none.
+    """Returns the digest of a name in its registry; "" if it has none.
 
     Raises:
         BadInputError: If the registry can't be asked.
@@ -88,7 +88,7 @@ def push(about: Tested, registry: str) -> None:
     check_engine(build=True)
     for target, digest in about["images"].items():
         name = f"trainer:{about['stack']}-{target}"
-        if digest_in_engine(name) != digest:
+        if image_digest(name) != digest:
             raise BadInputError(
                 f"the engine's {name} isn't {digest}, which was tested: make first-build anew"
             )
@@ -110,7 +110,10 @@ def provenance(about: Tested, target: str) -> dict[str, Any]:
         for name, digest in about["bases"].items()
     ]
     found += [
-        {"uri": f"file:stacks/{about['stack']}/{lock.name}", "digest": {"sha256": sha256(lock)}}
+        {
+            "uri": f"file:stacks/{about['stack']}/{lock.name}",
+            "digest": {"sha256": hashlib.sha256(lock.read_bytes()).hexdigest()},
+        }
         for lock in sorted(folder.glob("*.lock"))
     ]
     server, repository, run_id = (
@@ -134,11 +137,6 @@ def provenance(about: Tested, target: str) -> dict[str, Any]:
     }
 
 
-def sha256(file: Path) -> str:
-    """The hash of a file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def sign(about: Tested, registry: str, bills: Path, key: Path | None) -> None:
     """Signs the pushed digests, and attests each one's bill of materials and provenance.
 
@@ -153,26 +151,16 @@ def sign(about: Tested, registry: str, bills: Path, key: Path | None) -> None:
     for target, digest in about["images"].items():
         ref = f"{registry}/trainer@{digest}"
         run("cosign", "sign", "--yes", *given, ref)
-        bill = bills / f"{target}.cdx.json"
-        run("cosign", "attest", "--yes", *given, "--type", "cyclonedx", "--predicate", bill, ref)
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(provenance(about, target), file)
             file.flush()
-            run(
-                "cosign",
-                "attest",
-                "--yes",
-                *given,
-                "--type",
-                "slsaprovenance1",
-                "--predicate",
-                file.name,
-                ref,
-            )
+            bill = str(bills / f"{target}.cdx.json")
+            for kind, predicate in (("cyclonedx", bill), ("slsaprovenance1", file.name)):
+                run("cosign", "attest", "--yes", *given, "--type", kind, "--predicate", predicate, ref)
 
 
 def check_bill(bill: Path, digest: str) -> None:
-    """Makes sure that a bill of materials is an image's.
+    """Checks that a bill of materials is that of an image's digest.
 
     Raises:
         BadInputError: If it isn't.
@@ -185,7 +173,7 @@ def check_bill(bill: Path, digest: str) -> None:
 
 
 def tags_of(about: Tested, registry: str, day: str, version: str) -> dict[str, str]:
-    """The names to give, and the digest of each; a day's further images get a number.
+    """Returns the digest for each new name; further images of a day get a number.
 
     Raises:
         BadInputError: If a version's name is taken by another image.

@@ -1,10 +1,9 @@
 """Checks of a stack's files against each other; each returns errors, one line each.
 
-`python scripts/stack_checks.py` checks every stack. Needs py-rattler, without a network.
+For tests/image/test_stacks.py; needs py-rattler, no network.
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from conda_lock import (
 )
 from explicit_lock import LockError, parse_lock
 from wheels import Wheel, canonical, read_lock as read_wheels
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def lock_faults(text: str, channels: Sequence[str], md5_only: Sequence[str] = ()) -> list[str]:
@@ -156,15 +153,3 @@ def stack_faults(folder: Path) -> list[str]:
     if description["source_date_epoch"] % 86400:
         faults.append("source_date_epoch is not the start of a day")
     return list(dict.fromkeys(faults))
-
-
-def main() -> int:
-    """Checks every stack."""
-    folders = sorted(path.parent for path in ROOT.glob("stacks/*/stack.toml"))
-    faults = [f"{folder.name}: {fault}" for folder in folders for fault in stack_faults(folder)]
-    print("\n".join(faults) or f"{len(folders)} stacks are consistent")
-    return bool(faults)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

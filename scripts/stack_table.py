@@ -14,7 +14,7 @@ TABLE = ROOT / "trainer/host/stacks.json"
 
 
 def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:
-    """The facts of every stack by its name; of the wheels those that training needs."""
+    """Returns the facts of every stack by its name, with the wheels of the group train."""
     found = {}
     for folder in sorted(path.parent for path in stacks.glob("*/stack.toml")):
         stack, lock = read_toml(folder / "stack.toml"), (folder / "wheels.lock").read_bytes()

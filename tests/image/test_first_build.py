@@ -55,6 +55,23 @@ ABOUT: dict[str, Any] = {
         ("<urlopen error [Errno -3] Temporary failure in name resolution>", "can't be reached"),
         ("dial tcp 1.1.1.1:443: i/o timeout", "can't be reached"),
         ("<urlopen error [Errno 101] Network is unreachable>", "can't be reached"),
+        (
+            "tls: x509: certificate has expired or is not yet valid: current time 1970-01-01",
+            "dates don't hold",
+        ),
+        (
+            "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired",
+            "dates don't",
+        ),
+        ("x509: certificate is valid for *.proxy.lan, not registry-1.docker.io", "another host's"),
+        ("certificate verify failed: Hostname mismatch, certificate is not valid for 'h'", "another host's"),
+        ("denied: requested access to the resource is denied", "access is refused"),
+        ("unexpected status from HEAD request to https://h/v2/: 403 Forbidden", "access is refused"),
+        ("HTTP status client error (404 Not Found) for url (https://h/torch/)", "gone from its server"),
+        ("failed to do request: context deadline exceeded", "can't be reached"),
+        ("<urlopen error [SSL: WRONG_VERSION_NUMBER] wrong version number>", "without TLS"),
+        ("http: server gave HTTP response to HTTPS client", "without TLS"),
+        ('Head "https://h/v2/x": remote error: tls: unrecognized name', "another host's"),
     ],
 )
 def test_what_programs_say_becomes_what_to_do(said: str, what: str) -> None:

@@ -5,6 +5,7 @@ import http.server
 import json
 import lzma
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import lock
 import new_stack
 import pytest
 import rattler
+import stack_table
 import yaml
 from conda_lock import FILES, Package, read_lock, read_records, read_toml, solve
 from stack_checks import (
@@ -29,7 +31,6 @@ from wheels import read_lock as read_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 STACKS = sorted(path.parent for path in ROOT.glob("stacks/*/stack.toml"))
-NAMES = {"torch2.9-cu128", "torch2.6-cu124", "torch2.14-cu130", "pytorch-cuda-12.4", "pytorch-cuda-11.8"}
 # NVIDIA's table: the driver that a CUDA came with, and the oldest one under minor-version compatibility.
 DRIVERS = {
     "11.8": ("520.61.05", "450.80.02"),
@@ -50,10 +51,6 @@ def locked(stack: Path, target: str) -> list[Package]:
     """The records of a lock, in its order."""
     records = {one.url: one for one in read_records((stack / "records.json").read_text())}
     return [records[url] for url, _ in read_lock((stack / FILES[target]).read_text())]
-
-
-def test_the_five_stacks() -> None:
-    assert {path.name for path in STACKS} == NAMES
 
 
 def test_nothing_is_wrong_with_it(stack: Path) -> None:
@@ -401,6 +398,147 @@ def test_what_makes_no_stack_is_one_line(
 ) -> None:
     assert new_stack.main([f"--base={base}", f"--torch={torch}"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default stack and the files that list stacks; torch 2.14 resolves as the lock of its stack."""
+    for name in ("stacks/torch2.9-cu128", "docs/stacks.md", ".github/workflows/image.yml", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name)
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.setattr(new_stack, "ROOT", tmp_path)
+    resolution = (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
+    monkeypatch.setattr(lock, "resolve", lambda *_: resolution)
+    return tmp_path
+
+
+WORDS = ["--base=torch2.9-cu128", "--torch=2.14.1", "--driver=580.65.06,580", "--no-tests"]
+
+
+@pytest.mark.parametrize("failing", ["lock.py", "bootstrap.py"])
+def test_a_stack_that_fails_halfway_leaves_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
+) -> None:
+    (project / "build/stack/torch2.14-cu130").mkdir(parents=True)  # of a call that was killed
+    files = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+
+    def call(words: list[str], **_: object) -> int:
+        (project / "build/compat/torch2.14-cu130").mkdir(parents=True, exist_ok=True)
+        return int(failing in words[1])
+
+    monkeypatch.setattr(subprocess, "call", call)
+    assert new_stack.main(WORDS) == 2
+    assert capsys.readouterr().err.endswith("failed (above)\n")
+    assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == files
+    assert not list(project.glob("build/*/*"))
+
+
+def installed(
+    *visions: str, audio: str = "2.11.0+cu130"
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Answers of an installed torch 2.14.1, with another torchvision each time."""
+    left = list(visions)
+
+    def run(*_: object, **__: object) -> "subprocess.CompletedProcess[str]":
+        said = {
+            "torch": "2.14.1+cu130",
+            "gpus": "sm_75 sm_90a",
+            "torchvision": left.pop(0),
+            "torchaudio": audio,
+        }
+        return subprocess.CompletedProcess([], 0, json.dumps(said), "")
+
+    return run
+
+
+def test_torchvision_is_of_the_same_cuda(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision 0.29.2 takes torch 2.14 by its metadata, and was built for CUDA 13.2."""
+    asked = list[str]()
+
+    def resolve(_: str, words: list[str], *__: object) -> str:
+        asked.append(words[1])
+        text = (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
+        return text.replace("torchvision==0.29.1", f"torchvision==0.29.{3 - len(asked)}")
+
+    monkeypatch.setattr(lock, "resolve", resolve)
+    monkeypatch.setattr(new_stack, "call", lambda *_: None)
+    monkeypatch.setattr(new_stack, "listed", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", installed("0.29.2+cu132", "0.29.1+cu130"))
+    assert new_stack.main(WORDS) == 0
+    assert asked == ["torchvision", "torchvision<0.29.2"]
+    assert read_toml(project / "stacks/torch2.14-cu130/stack.toml")["pins"]["torchvision"] == "0.29.1"
+
+
+def test_torchaudio_of_another_cuda_is_one_line(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(new_stack, "call", lambda *_: None)
+    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130", audio="2.11.0+cu128"))
+    assert new_stack.main(WORDS) == 2
+    said = capsys.readouterr().err
+    assert said == "stack: torchaudio 2.11.0+cu128 was built for another CUDA than torch 2.14.1+cu130\n"
+    assert not (project / "stacks/torch2.14-cu130").exists()
+
+
+def test_a_torch_that_has_left_a_python_makes_a_stack_without_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*given: Any) -> str:
+        environments = read_toml(given[-1] / "pyproject.toml")["tool"]["uv"]["environments"]
+        if ">= '3.11'" not in environments[0]:
+            said = "Because torch==2.14.1 depends on Python>=3.11, we can conclude that it cannot be used."
+            raise subprocess.CalledProcessError(1, "uv", stderr=said)
+        return (ROOT / "stacks/torch2.14-cu130/wheels.lock").read_text()
+
+    monkeypatch.setattr(lock, "resolve", resolve)
+    monkeypatch.setattr(new_stack, "call", lambda *_: None)
+    monkeypatch.setattr(new_stack, "listed", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130"))
+    assert new_stack.main(WORDS) == 0
+    made = read_toml(project / "stacks/torch2.14-cu130/stack.toml")
+    assert [one.endswith(" and python_full_version >= '3.11'") for one in made["environments"]] == [True] * 3
+    assert made["python"] == "3.12" and made["source_date_epoch"]
+
+
+def test_a_new_stack_is_listed_wherever_stacks_are(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_stack, "call", lambda *_: None)
+    monkeypatch.setattr(subprocess, "run", installed("0.29.1+cu130"))
+    monkeypatch.setattr(stack_table, "main", lambda: None)
+    page = (project / "docs/stacks.md").read_text()
+    (project / "docs/stacks.md").write_text(page.replace("`torch2.14-cu130` |", "`another` |"))
+    workflow = project / ".github/workflows/image.yml"
+    workflow.write_text(workflow.read_text().replace("torch2.14-cu130, ", ""))
+    assert new_stack.main(WORDS) == 0
+    made = read_toml(project / "stacks/torch2.14-cu130/stack.toml")
+    assert (made["gpu"]["architectures"], made["driver"]["floor"]) == (["sm_75", "sm_90"], "580")
+    row = "| `torch2.14-cu130` | 2.14.1, 13.0; wheels | sm_75 to sm_90 | 580 |"
+    assert row in (project / "docs/stacks.md").read_text()
+    assert "options: [torch2.9-cu128, torch2.14-cu130, torch2.6-cu124" in workflow.read_text()
+    assert new_stack.offered(workflow.read_text(), "torch2.14-cu130") == workflow.read_text()
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said"),
+    [
+        ("error: Failed to fetch\n  Caused by: dns error\n", "uv: a server can't be reached (Caused by: dns"),
+        ("  x No solution found\n", "uv: no versions fit torch==2.14.1 torchvision"),
+        ("hint: unavailable because the network was disabled\n", "uv: a server can't be reached"),
+        ("error: invalid peer certificate: UnknownIssuer\n", "uv: a certificate's authority is unknown"),
+    ],
+)
+def test_what_uv_says_is_one_line(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stderr: str, said: str
+) -> None:
+    def resolve(*_: object) -> str:
+        raise subprocess.CalledProcessError(2, "uv", stderr=stderr)
+
+    monkeypatch.setattr(lock, "resolve", resolve)
+    assert new_stack.main(WORDS) == 2
+    assert capsys.readouterr().err.startswith(f"stack: {said}")
+    assert [path.name for path in (project / "stacks").iterdir()] == ["torch2.9-cu128"]
 
 
 def test_a_cuda_without_a_stack_needs_its_drivers_and_torchaudio_ends() -> None:
