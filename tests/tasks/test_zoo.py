@@ -23,12 +23,8 @@ TOLD = dict(re.findall(r"\| `(\w+\.py)` \| ([a-z ]+) \|", DOCUMENT.read_text()))
 ON_RANKS = ("byol.py", "experts.py", "multi_task.py", "segmentation.py", "siamese.py", "surgery.py")
 # An average asks how weights are kept, not for the loss: parametrized, shared, frozen, averaged already.
 AVERAGED = (
-    "language_tied.py",
-    "lora.py",
-    "mean_teacher.py",
-    "quantization.py",
-    "spectral_norm.py",
-    "weight_norm.py",
+    *("autoencoder.py", "diffusion.py", "language_tied.py", "lora.py", "mean_teacher.py"),
+    *("quantization.py", "spectral_norm.py", "weight_norm.py"),
 )
 
 
