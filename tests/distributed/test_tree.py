@@ -109,7 +109,7 @@ def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
     values = {**DIGITS, "model": {"width": 8}, **KINDS[kind], "parallel": {"threads": 1, "reduction": "tree"}}
     values["max_steps"] = 5 if kind == "fp16" else 3  # some of its updates are skipped, others not
     wanted = ranks.run(1, train_digits, values, 0)[0]
-    for size in SIZES[1:]:
+    for size in SIZES[1:] if kind == "batchnorm" else SIZES[-1:]:
         for losses, metrics, weights in ranks.run(size, train_digits, values, 0):
             assert losses == wanted[0]
             assert metrics == wanted[1]

@@ -12,6 +12,7 @@ _LATE = (
     "tensorboard.plugins.text.metadata",
     "tensorboard.summary.writer.record_writer",
     "trainer.data.formats.decode",
+    "trainer.runs.report.page",
 )
 
 
@@ -24,3 +25,8 @@ def import_late() -> None:
     import_optimizers()
     for name in _LATE:  # half a second for TensorBoard, which looks for boto3
         importlib.import_module(name)
+    # Each run writes a report at its end: compiling its templates takes longer than the run of a small model.
+    from trainer.runs.report.parts import templates
+
+    for name in templates.list_templates(["html"]):
+        templates.get_template(name)

@@ -106,9 +106,7 @@ except ImportError:
 
 
 def test_pip_adds_removes_and_replaces_its_own(image: Image) -> None:
-    assert "Successfully installed extra-2.0\n" in image.pip("install", "extra")
-    assert versions(image, "extra") == ["2.0", "2.0"]
-    image.pip("install", "extra==1.0")
+    assert "Successfully installed extra-1.0\n" in image.pip("install", "extra==1.0")
     assert versions(image, "extra") == ["1.0", "1.0"]
     image.pip("install", "--upgrade", "extra")
     assert "extra==2.0" in image.pip("list", "--format=freeze")
@@ -252,7 +250,7 @@ def test_uv_replaces_its_own_and_tells_of_a_package_that_asks_for_more_than_the_
     def install(name: str) -> subprocess.CompletedProcess[str]:
         return run("install", "--no-index", "--find-links", str(tmp_path / "wheels"), name)
 
-    for wanted in ("1.0", "2.0", "1.0"):
+    for wanted in ("2.0", "1.0"):
         done = install(f"extra=={wanted}")
         assert done.returncode == 0, done.stderr
         assert versions(image, "extra") == [wanted, wanted]

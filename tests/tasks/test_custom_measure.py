@@ -315,10 +315,9 @@ def test_a_loss_with_a_part_that_is_no_sum_is_a_warning(
     assert ("isn't doubled by the same samples twice" in said) is told
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_another_metric_that_is_not_finite_is_told(value: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_metric_that_is_not_finite_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def measure(own: Any, model: nn.Module, batch: Any) -> Any:
-        return {"loss": own.loss(model, batch), "auc": model(batch.fields["x"]).sum().abs() * value}
+        return {"loss": own.loss(model, batch), "auc": model(batch.fields["x"]).sum().abs() * float("inf")}
 
     run = fit(settings={"evaluation.patience": 3}, measure=measure)
     told = [line for line in capsys.readouterr().err.splitlines() if "auc" in line]
@@ -332,7 +331,7 @@ def test_another_metric_that_is_not_finite_is_told(value: float, capsys: pytest.
         for line in text.splitlines() if name.endswith("l") else [text]:
             json.loads(line, parse_constant=refuse)
     assert json.loads((run.folder / "manifest.json").read_text())["status"] == "finished"
-    with pytest.raises(trainer.DivergedError, match=r"isn't finite \(auc is (nan|inf)\): the run diverged"):
+    with pytest.raises(trainer.DivergedError, match=r"isn't finite \(auc is inf\): the run diverged"):
         fit(measure=measure, metric="auc", mode="max")
 
 

@@ -160,15 +160,13 @@ def test_fit_in_this_process() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_defaults_learn() -> None:
-    """Nothing said: two clouds of which a seventh lies among the others, and a line."""
+    """Nothing said: two clouds of which a seventh lies among the others."""
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)\n\n\nrun = ", WALK.read_text(), re.S)[0], names)
     settings = {"parallel.threads": 1, "log.to": ["jsonl"]}
-    assert trainer.fit(names["Clouds"], settings).metrics["accuracy"] > 0.9
-    line = trainer.fit(Small, settings)
-    # Its two inputs are nearly the same number, which is slow to learn: 8 % of the variance are left.
-    assert line.metrics["loss"] < Small().data()[0]["y"].var() / 10
-    assert [row["step"] for row in line.rows("eval")] == list(range(200, 2001, 200))
+    run = trainer.fit(names["Clouds"], settings)
+    assert run.metrics["accuracy"] > 0.9
+    assert [row["step"] for row in run.rows("eval")] == list(range(200, 2001, 200))
 
 
 class Bound(nn.Module):

@@ -160,24 +160,25 @@ OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("cut", [1, 3, 7])
-def test_a_run_that_was_cut_ends_with_the_same_bits(name: str, cut: int) -> None:
+def test_a_run_that_was_cut_ends_with_the_same_bits(name: str) -> None:
+    """After its first step, and before its last."""
     methods, sections = OWN[name]
     whole = started(methods, **sections)
     rows = go_on(whole, range(STEPS))
-    first = started(methods, **sections)
-    begun = go_on(first, range(cut))
-    kept = {kind: {n: t.clone() for n, t in part.items()} for kind, part in tensors_of(first.state).items()}
-    numbers = json.loads(json.dumps(numbers_of(first.state, [0.0])))
-    del first
-    second = started(methods, **sections)
-    load_state(second, cut, kept, numbers)
-    assert repr(begun + go_on(second, range(cut, STEPS))) == repr(rows)  # nan is nan
-    ends = [tensors_of(run.state) for run in (whole, second)]
-    for kind, part in ends[0].items():
-        assert part.keys() == ends[1][kind].keys()
-        assert all(torch.equal(ends[1][kind][n], tensor) for n, tensor in part.items()), kind
-    assert numbers_of(whole.state, [0.0])["own"] == numbers_of(second.state, [0.0])["own"]
+    for cut in (1, STEPS - 1):
+        first = started(methods, **sections)
+        begun = go_on(first, range(cut))
+        kept = {kind: {n: t.clone() for n, t in ts.items()} for kind, ts in tensors_of(first.state).items()}
+        numbers = json.loads(json.dumps(numbers_of(first.state, [0.0])))
+        del first
+        second = started(methods, **sections)
+        load_state(second, cut, kept, numbers)
+        assert repr(begun + go_on(second, range(cut, STEPS))) == repr(rows)  # nan is nan
+        ends = [tensors_of(run.state) for run in (whole, second)]
+        for kind, part in ends[0].items():
+            assert part.keys() == ends[1][kind].keys()
+            assert all(torch.equal(ends[1][kind][n], tensor) for n, tensor in part.items()), (cut, kind)
+        assert numbers_of(whole.state, [0.0])["own"] == numbers_of(second.state, [0.0])["own"]
 
 
 def test_what_is_learned_is_what_plain_torch_learns() -> None:

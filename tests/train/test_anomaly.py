@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.chaos import ending
 from tests.helpers.forked import Attempt, attempt, replace, small
+from tests.helpers.late import import_late
 from tests.helpers.poison import SEED, Harm, poison
 from tests.helpers.ports import free_port
 from tests.helpers.rows import read_rows
@@ -305,6 +306,7 @@ def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: A
 def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[Attempt]:
     """An attempt with two ranks."""
     folder.mkdir(exist_ok=True)
+    import_late()
     port = free_port()
     told = [folder.with_name(f"{folder.name}.{number}") for number in range(2)]
     processes = [

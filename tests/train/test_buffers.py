@@ -16,7 +16,7 @@ from tests.helpers.own_compiled import Compiled, CompiledTask
 from tests.helpers.ports import free_port
 from tests.helpers.steps import State, assert_same_bits
 from tests.helpers.toys import TokenTask, build_alone, make_recipe
-from tests.helpers.world import SIZES, Ranks
+from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
 from trainer.launch.worker import Worker
@@ -139,19 +139,19 @@ def train_kind(world: World, kind: str, steps: range, state: State | None, *how:
 @pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
 def test_a_run_on_two_ranks_goes_on_exactly(ranks: Ranks, kind: str, reduction: str) -> None:
     """Each rank from the first one's state, as a checkpoint holds it."""
-    whole = ranks.run(2, train_kind, kind, range(8), None, reduction)
-    begun = ranks.run(2, train_kind, kind, range(3), None, reduction)
-    for state in ranks.run(2, train_kind, kind, range(3, 8), begun[0], reduction):
+    whole = ranks.run(2, train_kind, kind, range(5), None, reduction)
+    begun = ranks.run(2, train_kind, kind, range(2), None, reduction)
+    for state in ranks.run(2, train_kind, kind, range(2, 5), begun[0], reduction):
         assert_same_bits(whole[0], state)
     for state in (whole[1], begun[1]):
         assert_same_bits(whole[0] if state is whole[1] else begun[0], state)
-    for size in SIZES:
-        for state in ranks.run(size, train_kind, kind, range(8), None, reduction):
+    for size in (1, 4):
+        for state in ranks.run(size, train_kind, kind, range(5), None, reduction):
             for name, tensor in state["model"].items():
                 assert torch.allclose(tensor, whole[0]["model"][name], rtol=1e-5), name
             if reduction == "tree":
                 assert_same_bits(whole[0], state)
-    assert int(whole[0]["model"]["seen"]) == 8
+    assert int(whole[0]["model"]["seen"]) == 5
     if kind in ("all", "complex"):
         assert float(whole[0]["model"]["mean"].abs().min()) > 0
     if kind == "complex":

@@ -54,12 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("scope", "last", "resident"),
-    [
-        ("model", "cross", True),
-        ("model", "weighted", False),
-        ("blocks", "weighted", True),
-        ("blocks", "cross", False),
-    ],
+    [("model", "weighted", False), ("blocks", "cross", True)],
 )
 def test_nothing_is_compiled_after_the_first_step(
     scope: str, last: str, resident: bool, compiled: list[Any]

@@ -177,14 +177,13 @@ def test_some_steps_of_lora_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     assert len(ours) == 4 and ours[3] < ours[0]
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "lora"])
-def test_a_resumed_run_ends_with_the_same_bits(lora: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path / "model", **WORDS)
     short: dict[str, Any] = {
         "log": {"every": 1, "to": ["jsonl"]},
         "checkpoint": {"every": 2, "minutes": 0, "best": False},
     }
-    recipe = recipe_of(folder, model=lora, epochs=4, **short)
+    recipe = recipe_of(folder, epochs=4, **short)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = attempt(whole, recipe)
     assert done.code == 0, done.said

@@ -108,7 +108,6 @@ def _total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         {"ema": {"decay": 0.9}},
         {"optim": {"name": "muon"}},
         {"parallel": {"threads": 1, "reduction": "tree"}},
-        {"memory": {"checkpointing": "blocks"}, "ema": {"decay": 0.9}},
     ],
     ids=lambda sections: "+".join(sections) or "plain",
 )

@@ -211,7 +211,7 @@ def test_groups_of_ranks_have_the_runs_time_limit(ranks: Ranks) -> None:
 
 
 def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any] | None:
-    """Steps of the digits with evaluations between them, and what a checkpoint would hold; rank 0's."""
+    """Steps of the digits with an evaluation between them, and what a checkpoint would hold; rank 0's."""
     recipe = make_recipe(**values, parallel={"threads": 1, **parallel})
     task = make_task(recipe)
     run = build(recipe, task, world, 0)
@@ -221,7 +221,7 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
         before = run.state.loss.clone()
         train_step(run, batches, step)
         losses.append(float(run.state.loss - before))
-        if step % 2 == 0:
+        if step == 2:
             arguments = run.evaluation_loader, run.evaluation_share, world, recipe.precision
             metrics.append(evaluate(task, run.state.model, *arguments))
             kept = [hasattr(one, "to_local") for one in run.state.model.parameters()]

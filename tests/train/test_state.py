@@ -16,11 +16,11 @@ pytestmark = pytest.mark.compat
 Saved = dict[str, dict[str, torch.Tensor]]
 
 RUN: dict[str, Any] = {
-    "max_steps": 12,
+    "max_steps": 8,
     "data": {"global_batch_size": 32, "micro_batch_size": 16, "augment": "affine"},
-    "model": {"width": 8, "dropout": 0.3},
+    "model": {"width": 4, "dropout": 0.3},
     "optim": {"lr": 0.01, "max_grad_norm": 1.0},
-    "ema": {"decay": 0.9},
+    "ema": {"decay": 0.7},  # low enough that steps between movements count beside the ramp
 }
 
 
@@ -86,15 +86,15 @@ def saved(run: Run) -> Saved:
     ],
 )
 def test_a_run_that_was_cut_ends_with_the_same_bits(sections: dict[str, Any]) -> None:
-    """After its first step, in its midst, and before its last."""
+    """After its first step, and in its midst."""
     whole = started(**sections)
-    losses, kept = go_on(whole, range(12), keep=(1, 5, 11))
+    losses, kept = go_on(whole, range(8), keep=(1, 5))
     wanted = saved(whole)
-    assert set(kept) == {1, 5, 11}
+    assert set(kept) == {1, 5}
     for cut, state in kept.items():
         second = started(**sections)
         load_tensors(second.state, cut, state)
-        assert go_on(second, range(cut, 12))[0] == losses[cut:]
+        assert go_on(second, range(cut, 8))[0] == losses[cut:]
         ended = saved(second)
         assert ended.keys() == wanted.keys() == {"model", "optimizer", "ema"}
         for kind, tensors in wanted.items():
