@@ -78,7 +78,7 @@ image: ## build the images of STACK, train and dev
 verify-image: ## build STACK twice without cache and compare the bytes
 	$(call script,image.py verify --stack $(STACK) $(ARGS))
 
-first-build: ## pull the bases, build STACK twice, test, leave a log; ADVISORIES=FILE ARGS=--prune
+first-build: ## pull the bases, build STACK twice, test, write docs/results/image.md, leave a log; ADVISORIES=FILE ARGS=--prune
 	$(call script,first_build.py --stack $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS))
 
 push: ## push what make first-build tested to REGISTRY=host/path and print the digests
@@ -205,10 +205,10 @@ stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1, and
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)
 
-release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.1.0 SOURCE=https://…
+release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.1.0 SOURCE=https://… KEY=file
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/python scripts/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") \
-		$(if $(SOURCE),--source "$(SOURCE)") $(ARGS)
+		$(if $(SOURCE),--source "$(SOURCE)") $(if $(KEY),--key "$(KEY)") $(ARGS)
 
 audit sbom: override VENV = build/lock
 audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml

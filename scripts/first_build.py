@@ -59,6 +59,7 @@ FOLDER = ROOT / "build" / "first-build"
 NEED_GB, NEED_PRUNED_GB = 70.0, 50.0
 BASE = re.compile(r"^FROM (?:--\S+ )*(?P<name>\S+)@(?P<digest>sha256:[0-9a-f]{64}) AS (?P<stage>\S+)$", re.M)
 PROJECT = "trainer-first-build"
+BEGIN, END = "<!-- make first-build writes from here", "<!-- to here -->"
 RESERVED = (
     "MAKEFLAGS",
     "MAKELEVEL",
@@ -361,6 +362,36 @@ def prove(given: Given, step: Steps) -> dict[str, str]:
     return digests
 
 
+def section(given: Given, commit: str, begun: datetime, rows: Sequence[Row]) -> str:
+    """Returns the section of docs/results/image.md about the stack."""
+    table = [
+        f"| {row.name} | {row.saw.replace('|', '/')} | {row.seconds:.0f} | {row.free_gb:.0f} |"
+        for row in rows
+    ]
+    lines = [
+        f"{BEGIN} -->",
+        "## The first build with the real bases",
+        "",
+        f"`make first-build STACK={given.stack}` of commit {commit}, {begun:%Y-%m-%d %H:%M} UTC.",
+        "",
+        "| step | what it saw | s | GB free after it |",
+        "|---|---|---|---|",
+        *table,
+        END,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_page(page: Path, text: str) -> None:
+    """Puts the section in place of the last one, or at the page's end."""
+    old = page.read_text() if page.is_file() else "# The image, measured\n"
+    before, found, rest = old.partition(BEGIN)
+    if found:
+        page.write_text(before + text + rest.partition(f"{END}\n")[2])
+    else:
+        page.write_text(f"{old.rstrip()}\n\n{text}")
+
+
 def main() -> int:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -369,6 +400,7 @@ def main() -> int:
     add("--compression", choices=[*VERIFY_GB], default="gzip", help="of the layers (%(default)s)")
     add("--prune", action="store_true", help="empty the engine's build cache between builds, on a small disk")
     add("--advisories", type=Path, metavar="FILE", help="match the locks with these, as make audit does")
+    add("--page", type=Path, default=ROOT / "docs/results/image.md", help="gets what was seen (%(default)s)")
     add(
         "--need-gb",
         type=float,
@@ -379,7 +411,7 @@ def main() -> int:
     need = options.need_gb if options.need_gb is not None else NEED_PRUNED_GB if options.prune else NEED_GB
     advisories = options.advisories.resolve() if options.advisories else None
     given = Given(options.stack, options.compression, options.prune, advisories, need)
-    log, result = FOLDER / "log.txt", FOLDER / f"{given.stack}.json"
+    page, log, result = options.page.resolve(), FOLDER / "log.txt", FOLDER / f"{given.stack}.json"
     for name in RESERVED:
         os.environ.pop(name, None)
     os.chdir(ROOT)
@@ -400,13 +432,14 @@ def main() -> int:
     if why:
         print(why, file=sys.stderr)
         return 2
+    write_page(page, section(given, commit, begun, step.rows))
     about = {"stack": given.stack, "commit": commit, "begun": f"{begun:%Y-%m-%dT%H:%M:%SZ}"}
     bases = {base.name: base.digest for base in read_bases((ROOT / "Dockerfile").read_text())}
     steps = {row.name: row._asdict() for row in step.rows}
     result.write_text(
         json.dumps({**about, "images": digests, "bases": bases, "steps": steps}, indent=1) + "\n"
     )
-    print(f"first-build: all of it passed; {result}; log: {log.relative_to(ROOT)}")
+    print(f"first-build: all of it passed; {page}; log: {log.relative_to(ROOT)}")
     return 0
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes a release in a folder: wheel, sdist, notes, provenance, checksums.
+"""Makes a release in a folder: wheel, sdist, notes, bill of materials, provenance, checksums, signature.
 
 Nothing is published. What it builds is the commit that is checked out, not the files around it; two calls
 give the same bytes. The README gets absolute links and the metadata addresses, because an index shows them
@@ -17,12 +17,16 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
 from conda_lock import read_toml
+from wheels import Wheel, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "torch2.9-cu128"
@@ -166,6 +170,57 @@ def write_sdist(file: Path, folder: Path, files: Sequence[Path], epoch: int) -> 
                 archive.addfile(entry, content)
 
 
+def license_of(name: str) -> str:
+    """The license that an installed package names; "" if it isn't installed or names none."""
+    try:
+        said: Any = metadata(name)  # "get" is not in its type before Python 3.12
+    except PackageNotFoundError:
+        return ""
+    short = [
+        text.rsplit(" :: ", 1)[-1]
+        for text in said.get_all("Classifier") or []
+        if text.startswith("License ::")
+    ]
+    whole = (said.get("License") or "").strip()
+    return said.get("License-Expression") or ("" if "\n" in whole else whole) or " OR ".join(short)
+
+
+def bill(version: str, wheels: Sequence[Wheel], epoch: int) -> dict[str, Any]:
+    """A bill of materials (CycloneDX 1.6) of what training takes, as the default stack locks it."""
+
+    def component(wheel: Wheel) -> dict[str, Any]:
+        purl = f"pkg:pypi/{wheel.name}@{wheel.version}"
+        entry = {
+            "type": "library",
+            "bom-ref": purl,
+            "name": wheel.name,
+            "version": wheel.version,
+            "purl": purl,
+        }
+        said = license_of(wheel.name)
+        return {**entry, "licenses": [{"license": {"name": said}}]} if said else entry
+
+    own = f"pkg:pypi/reproducible-trainer@{version}"
+    unique = {(one.name, one.version): one for one in wheels if "train" in one.groups}
+    components = [component(wheel) for _, wheel in sorted(unique.items())]
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, f'{own} {epoch}')}",
+        "version": 1,
+        "metadata": {
+            "timestamp": datetime.fromtimestamp(epoch, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "component": {
+                **{"type": "application", "bom-ref": own, "name": "reproducible-trainer", "version": version},
+                **{"purl": own, "licenses": [{"license": {"id": "Apache-2.0"}}]},
+            },
+        },
+        "components": components,
+        "dependencies": [{"ref": own, "dependsOn": [one["bom-ref"] for one in components]}],
+    }
+
+
 def sums(out: Path) -> dict[str, str]:
     """SHA-256 of each file of a folder."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.iterdir())}
@@ -194,7 +249,31 @@ def provenance(out: Path, source: str, tag: str) -> dict[str, Any]:
     }
 
 
-def release(tag: str, out: Path, source: str) -> None:
+def sign(out: Path, key: Path) -> str:
+    """Signs SHA256SUMS with a local Ed25519 key, which is made if it isn't there; returns how to verify."""
+    words = ["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(key)]
+    steps = [] if key.exists() else [words]
+    public, listed, signature = out / "release.pub", out / "SHA256SUMS", out / "SHA256SUMS.sig"
+    steps += [["openssl", "pkey", "-in", str(key), "-pubout", "-out", str(public)]]
+    one = ["openssl", "pkeyutl", "-rawin", "-in", str(listed)]
+    steps += [[*one, "-sign", "-inkey", str(key), "-out", str(signature)]]
+    verify = [*one, "-verify", "-pubin", "-inkey", str(public), "-sigfile", str(signature)]
+    old = os.umask(0o077)  # a key is its owner's
+    try:
+        for step in [*steps, verify]:
+            subprocess.run(step, check=True, capture_output=True, text=True)
+    except OSError as error:
+        raise ReleaseError(f"openssl: {error.strerror}; install it, or leave KEY out") from None
+    except subprocess.CalledProcessError as error:
+        raise ReleaseError(f"openssl: {(error.stderr.strip().splitlines() or ['failed'])[-1]}") from None
+    finally:
+        os.umask(old)
+    public.chmod(0o644)
+    signature.chmod(0o644)
+    return "openssl pkeyutl -verify -rawin -in SHA256SUMS -pubin -inkey release.pub -sigfile SHA256SUMS.sig"
+
+
+def release(tag: str, out: Path, source: str, key: Path | None) -> None:
     """Makes the release.
 
     Raises:
@@ -211,6 +290,8 @@ def release(tag: str, out: Path, source: str) -> None:
     epoch = int(git("log", "-1", "--format=%ct"))
     build(out.resolve(), source, tag, epoch)
     (out / "notes.md").write_text(notes)
+    wheels = read_lock((ROOT / "stacks" / DEFAULT / "wheels.lock").read_text())
+    (out / "sbom.cdx.json").write_text(json.dumps(bill(version, wheels, epoch), indent=1) + "\n")
     (out / "provenance.json").write_text(json.dumps(provenance(out, source, tag), indent=1) + "\n")
     listed = "".join(f"{value}  {name}\n" for name, value in sums(out).items())
     (out / "SHA256SUMS").write_text(listed)
@@ -219,6 +300,7 @@ def release(tag: str, out: Path, source: str) -> None:
         print(
             "release: no SOURCE=https://…: the metadata has no addresses, and the README's links are relative"
         )
+    print(f"release: {sign(out, key)}" if key else "release: SHA256SUMS isn't signed (KEY=FILE signs it)")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -229,9 +311,10 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--tag", default=f"v{stack}", help="the tag that it gets or has (%(default)s)")
     add("--out", type=Path, default=ROOT / "build/release", metavar="DIR", help="where (%(default)s)")
     add("--source", default="", metavar="URL", help="address of the repository's page")
+    add("--key", type=Path, metavar="FILE", help="Ed25519 key (PEM) that signs; made if it isn't there")
     options = parser.parse_args(words)
     try:
-        release(options.tag, options.out, options.source.rstrip("/"))
+        release(options.tag, options.out, options.source.rstrip("/"), options.key)
     except (ReleaseError, OSError) as error:
         print(f"release: {error}", file=sys.stderr)
         return 2

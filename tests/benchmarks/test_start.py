@@ -73,7 +73,12 @@ def test_the_ratio_is_to_the_script_that_imports_no_more(
 def test_whose_rank_may_be_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that computed with nothing yet, and without a GPU; a user's code must have opened nothing, too."""
     asked = list[bool]()
-    monkeypatch.setattr(starting, "can_fork", lambda _, *, files: asked.append(files) or True)
+
+    def can_fork(_: forked.Footprint, *, files: bool) -> bool:
+        asked.append(files)
+        return True
+
+    monkeypatch.setattr(starting, "can_fork", can_fork)
     monkeypatch.setattr(starting, "device_kind", lambda recipe: recipe.device.replace("auto", "cpu"))
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     before = forked.footprint()

@@ -297,7 +297,7 @@ def test_a_wrong_file_of_options_is_one_line(
     try:
         code = main(["submit", "digits", "--on", "docker", *ENGINE, "@lab.txt", "--dry-run"])
     except SystemExit as ended:
-        code = ended.code
+        code = int(ended.code or 0)
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2 and wanted in line and "abc" not in line
 

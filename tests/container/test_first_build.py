@@ -122,13 +122,15 @@ def copied(first: Rehearsal, tmp_path: Path) -> Rehearsal:
 def test_it_proves_itself_and_only_that_is_published(first: Rehearsal, tmp_path: Path) -> None:
     said = first.run("push", "--registry", f"{REGISTRY}/ours", script="publish.py", code=2)
     assert "nothing was tested" in said
-    out = first.run("--need-gb=1")
+    out = first.run("--need-gb=1", "--page=build/page.md")
     about = json.loads((first.project / f"build/first-build/{STACK}.json").read_text())
     assert list(about["images"]) == ["train", "dev"]
     assert about["bases"] == first.digests
+    page = (first.project / "build/page.md").read_text()
     saw = {name: step["saw"] for name, step in about["steps"].items()}
     for name, digest in first.digests.items():
         assert saw[f"pull {name}"] == f"{name}@{digest}"
+        assert f"| pull {name} | {name}@{digest} |" in page
     for stack in STACKS:
         assert re.match(r"\d+ packages, hashes checked", saw[f"conda locks of {stack}"])
     for target, digest in about["images"].items():
@@ -180,7 +182,7 @@ def another_commit(first: Rehearsal, images: dict[str, str], tag: tuple[str, ...
     (first.project / "README.md").write_text("another\n")
     commit(first.project)
     assert "first-build" in first.run(*tag, "", script="publish.py", code=2)  # another was tested
-    first.run("--need-gb=1")
+    first.run("--need-gb=1", "--page=build/page.md")
     first.run("push", "--registry", f"{REGISTRY}/ours", script="publish.py")
     refused = first.run(*tag, "v0.1.0", script="publish.py", code=2)
     assert f"{STACK}-v0.1.0 is {images['train']} already and is never moved" in refused

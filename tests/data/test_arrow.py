@@ -208,6 +208,7 @@ def json_file(name: str, content: Any) -> Any:
     return lambda path: (path / name).write_text(json.dumps(content))
 
 
+ODD_SPLITS: tuple[object, ...] = (5, [{}], "train")
 ODD_FEATURES = ([1], "label", 3, {"label": {"names": "cat"}}, {"label": {"names": 2}})
 ONE_OF_TWO = json.dumps({"_data_files": [{"filename": LAST.removeprefix("train/")}]})
 
@@ -256,9 +257,9 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "train: row 1 has no label (column 'label' is 1)",
     ),
-    *(
+        for odd in ODD_SPLITS
         (json_file("dataset_dict.json", {"splits": odd}), {}, "'splits' isn't a list")
-        for odd in (5, [{}], "train")
+        for odd in ODD_SPLITS
     ),
     *(
         (json_file("train/dataset_info.json", {"features": odd}), {}, "features aren't what")

@@ -1,6 +1,7 @@
-"""P1, P9: a release is of the tag and commit that it names, the same bytes twice."""
+"""P1, P9: a release is of the tag and commit that it names, the same bytes twice, signed."""
 
 import json
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -40,17 +41,20 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("project")
-def test_a_release_is_whole_and_the_same_twice(tmp_path: Path) -> None:
+def test_a_release_is_whole_signed_and_the_same_twice(tmp_path: Path) -> None:
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl")
     for name in ("one", "two"):
-        words = ["--tag=v0.2.0", f"--out={tmp_path / name}", f"--source={URL}"]
+        words = ["--tag=v0.2.0", f"--out={tmp_path / name}", f"--source={URL}", f"--key={tmp_path / 'key'}"]
         assert release.main(words) == 0
     one, two = (
         {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two")
     )
     assert one == two
+    assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert one["notes.md"] == b"- New.\n"
-    subjects = {one["name"] for one in json.loads(one["provenance.json"])["subject"]}
-    assert subjects == {"x-0.2.0-py3-none-any.whl", "x-0.2.0.tar.gz", "notes.md"}
+    (component,) = json.loads(one["sbom.cdx.json"])["components"]
+    assert (component["name"], "licenses" in component) == ("numpy", True)
     with zipfile.ZipFile(tmp_path / "one/x-0.2.0-py3-none-any.whl") as archive:
         said = archive.read("x-0.2.0.dist-info/METADATA").decode()
     assert f"Project-URL: Changelog, {URL}/blob/v0.2.0/CHANGELOG.md" in said
@@ -58,8 +62,10 @@ def test_a_release_is_whole_and_the_same_twice(tmp_path: Path) -> None:
     assert "[c](d.md)" in said, "code stays as it is"
     with tarfile.open(tmp_path / "one/x-0.2.0.tar.gz") as sdist:
         assert {f"x-0.2.0/{name}" for name in FILES} < set(sdist.getnames())
-    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "one", check=False)
-    assert done.returncode == 0
+    (tmp_path / "one/SHA256SUMS").write_text("another\n")
+    verify = "openssl pkeyutl -verify -rawin -in SHA256SUMS -pubin -inkey release.pub -sigfile SHA256SUMS.sig"
+    assert subprocess.run(verify.split(), cwd=tmp_path / "two", check=False).returncode == 0
+    assert subprocess.run(verify.split(), cwd=tmp_path / "one", check=False).returncode != 0
 
 
 @pytest.mark.parametrize(

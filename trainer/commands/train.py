@@ -259,12 +259,13 @@ def _cpus_wanted(recipe: "Recipe", ranks: int) -> float:
     """Returns the CPUs that ranks and their loader workers keep busy; infinity where a GPU may compute."""
     if recipe.device != "cpu" and Path("/dev/nvidiactl").exists():
         return math.inf
-    auto = recipe.data.workers == "auto"
-    if auto and recipe.task != "language":  # as many workers as the data needs
-        return math.inf
-    workers = 0 if auto else recipe.data.workers
-    cpus, threads = read_limits().cpus, recipe.parallel.threads
-    return (max(1.0, cpus // ranks) if threads == "auto" else threads) * ranks + workers * ranks
+    workers, threads = recipe.data.workers, recipe.parallel.threads
+    if workers == "auto":
+        if recipe.task != "language":  # as many workers as the data needs
+            return math.inf
+        workers = 0
+    each = max(1.0, read_limits().cpus // ranks) if threads == "auto" else threads
+    return (each + workers) * ranks
 
 
 def options_of(options: argparse.Namespace) -> "TrainOptions":
