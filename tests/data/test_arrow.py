@@ -257,10 +257,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "train: row 1 has no label (column 'label' is 1)",
     ),
-        for odd in ODD_SPLITS
-        (json_file("dataset_dict.json", {"splits": odd}), {}, "'splits' isn't a list")
-        for odd in ODD_SPLITS
-    ),
+    *((json_file("dataset_dict.json", {"splits": odd}), {}, "'splits' isn't a list") for odd in ODD_SPLITS),
     *(
         (json_file("train/dataset_info.json", {"features": odd}), {}, "features aren't what")
         for odd in ODD_FEATURES
