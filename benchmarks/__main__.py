@@ -22,6 +22,7 @@ BENCHES = {
     "sharding": ("sharding", "memory, bytes sent and time of a model spread over four ranks, beside DDP"),
     "setting": ("setting", "what settings cost: steps, or whole runs, with each and without, in turn"),
     "waits": ("waits", "time of a step by how threads wait, on a quiet machine and beside busy processes"),
+    "peers": ("peers", "whole runs of other projects' training scripts, given by path, beside ours"),
     "comm": ("comm", "all-reduce bandwidth of this host's ranks, or torchrun's"),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
     "optimizers": ("optimizers", "what each optimizer learns in the same updates"),
