@@ -41,7 +41,6 @@ def test_free_cpus(after: Mapping[int, tuple[int, int]], own: float, free: float
     assert free_cpus({0: (90, 100), 1: (90, 100), 2: (0, 0)}, after, own, {0, 1}) == free
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="CPUs are counted on Linux")
 @pytest.mark.parametrize(
     ("needed", "free", "cpus", "given", "expected"),
     [
@@ -63,7 +62,7 @@ def test_how_threads_wait(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(os, "environ", dict(given))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(startup, "allowed_cpus", lambda: {0, 1})
     monkeypatch.setattr(startup, "free_cpus", lambda *_: free)
     monkeypatch.setattr(startup, "read_limits", lambda: Limits(cpus, 1 << 34, 1 << 30, None, {}))
     choose_waiting(needed)

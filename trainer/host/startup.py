@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.host.limits import read_limits
+from trainer.host.limits import allowed_cpus, read_limits
 
 
 def print_anything() -> None:
@@ -104,9 +104,9 @@ def choose_waiting(needed: float = math.inf) -> None:
     if "torch" in sys.modules or any(name in os.environ for name in _VARIABLES):
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    if needed == math.inf or not hasattr(os, "sched_getaffinity"):
+    if needed == math.inf:
         return
-    cpus, (after, seconds) = os.sched_getaffinity(0), _now()
+    cpus, (after, seconds) = allowed_cpus(), _now()
     free = free_cpus(_AT_IMPORT[0], after, (seconds - _AT_IMPORT[1]) * _TICKS, cpus)
     if needed <= free + _NOISE_CPUS and read_limits().cpus >= len(cpus):
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
