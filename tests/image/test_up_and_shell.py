@@ -258,22 +258,6 @@ def test_down_ends_what_compose_left(machine: Machine) -> None:
     assert "stop" not in out
 
 
-@pytest.mark.usefixtures("ports")
-def test_up_names_the_caches_of_an_earlier_version(machine: Machine) -> None:
-    """Once, when the project's own volume is new."""
-    told = (0, json.dumps({"services": {}, "volumes": {"cache": {"name": "trainer-x"}}}), "")
-    config = {"compose -f docker-compose.yml config": told}
-    machine.engine(**{**config, "volume inspect trainer-x": (1, "", ""), "volume inspect": (0, "", "")})
-    out, _ = machine.run("up")
-    mounts = "--volume project_cache:/old:ro --volume trainer-x:/new trainer:torch2.9-cu128-dev"
-    assert f"docker run --rm --user 0:0 {mounts} cp -a /old/. /new takes them over\n" in out
-    machine.engine(**{**config, "volume inspect": (0, "", "")})
-    assert "takes them over" not in machine.run("up")[0]
-    none = {"volume inspect": (1, "", "")}
-    machine.engine(**{**config, **none})
-    assert "takes them over" not in machine.run("up")[0]
-
-
 def test_every_line_of_the_example_is_a_comment() -> None:
     """So that a copy changes nothing; what it names is what Compose and make ask for."""
     lines = (ROOT / ".env.example").read_text().splitlines()
