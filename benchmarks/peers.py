@@ -109,7 +109,7 @@ def _ours_of_timm(folder: Path, steps: int) -> list[str]:
             f"data.global_batch_size={_BATCH}",
             f"data.micro_batch_size={_BATCH}",
         ),
-        *("precision.mode=fp32", "compile.mode=off", "data.workers=2"),
+        *("precision.mode=fp32", "compile.mode=none", "data.workers=2"),
     ]
 
 
