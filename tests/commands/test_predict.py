@@ -11,7 +11,8 @@ from PIL import Image
 from trainer.cli import main
 from trainer.commands.predict import predict as module
 from trainer.commands.predict.images import as_evaluated
-from trainer.data.sources import IMAGE, LABEL
+from trainer.data.formats.records import LABEL
+from trainer.data.sources import IMAGE
 from trainer.train.model_of_run import open_run
 
 

@@ -18,8 +18,9 @@ from hypothesis import given, strategies as st
 from tests.helpers.batches import CPU, read_all, source
 from trainer.config.data import LoaderConfig, OnCorrupt
 from trainer.data.corrupt import Bad
-from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
+from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
 from trainer.data.formats.files import in_folder
+from trainer.data.formats.records import LABEL
 from trainer.data.loader import RingLoader
 from trainer.errors import BadInputError
 

@@ -5,7 +5,8 @@ import numpy.typing as npt
 import pytest
 
 from trainer.data.builtin import dtmf
-from trainer.data.formats.audio import AUDIO, LABEL
+from trainer.data.formats.audio import AUDIO
+from trainer.data.formats.records import LABEL
 
 pytestmark = pytest.mark.compat
 
@@ -16,7 +17,7 @@ def made() -> dtmf.Recordings:
 
 
 def sounding(made: dtmf.Recordings) -> npt.NDArray[np.bool_]:
-    time = np.arange(dtmf.LENGTH)
+    time = np.arange(dtmf.SAMPLES)
     sounds = (time >= made.start[:, None]) & (time < (made.start + made.duration)[:, None])
     return np.asarray(sounds)
 
@@ -28,7 +29,7 @@ def test_tone_and_noise_are_equally_strong(made: dtmf.Recordings) -> None:
     np.testing.assert_allclose(tone, 1)
     noise = (made.noise**2)[while_it_sounds].mean()
     assert abs(10 * np.log10(noise)) < 0.1
-    spectrum = (np.abs(np.fft.rfft(made.noise)) ** 2).mean(0)[1:-1] / dtmf.LENGTH
+    spectrum = (np.abs(np.fft.rfft(made.noise)) ** 2).mean(0)[1:-1] / dtmf.SAMPLES
     assert 0.7 < spectrum.min() < spectrum.max() < 1.3, "white"
     assert abs((made.noise**4).mean() - 3) < 0.05, "Gaussian"
 
@@ -41,7 +42,7 @@ def test_frequencies_twist_start_and_length_are_in_their_ranges(made: dtmf.Recor
         (-0.015, 0.015, offset[:, 1]),
         (-6, 6, made.twist),
         (320, 800, made.duration),
-        (0, 1, made.start / (dtmf.LENGTH - made.duration)),
+        (0, 1, made.start / (dtmf.SAMPLES - made.duration)),
     ):
         assert low <= values.min() < low + 0.03 * (high - low)
         assert high - 0.03 * (high - low) < values.max() <= high

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from trainer.data.remote import access
-from trainer.data.remote.access import Sink, fetch
+from trainer.data.remote.access import DownloadSink, fetch
 from trainer.data.shared import anonymous_file
 from trainer.errors import BadInputError
 from trainer.host.files import read_at
@@ -100,7 +100,7 @@ def test_an_endpoint_that_misbehaves_is_one_line(
     serve(first, block)
     file = anonymous_file()
     with pytest.raises(BadInputError, match=message) as refused:
-        fetch("s3://bucket/x", Sink(file, size, most=2000))
+        fetch("s3://bucket/x", DownloadSink(file, size, most=2000))
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
     assert "\x1b" not in str(refused.value)
 
@@ -108,5 +108,5 @@ def test_an_endpoint_that_misbehaves_is_one_line(
 def test_what_was_asked_for_is_taken(serve: Callable[[bytes, bytes], None]) -> None:
     serve(head("206 P", "Content-Length: 1000") + BLOCK[:1000], b"")
     file = anonymous_file()
-    fetch("s3://bucket/x", Sink(file, 1000))
+    fetch("s3://bucket/x", DownloadSink(file, 1000))
     assert read_at(file, 0, 1001) == BLOCK[:1000]

@@ -14,7 +14,7 @@ from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.config.sizes import parse_size, size_text
 from trainer.data.remote import access
-from trainer.data.remote.access import Sink, WrongContentError, fetch, join
+from trainer.data.remote.access import DownloadSink, WrongContentError, fetch, join
 from trainer.data.shared import anonymous_file
 from trainer.errors import BadInputError
 
@@ -55,7 +55,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def got(server: Server, name: str = NAME, size: int | None = len(DATA)) -> bytes:
     file = anonymous_file()
     try:
-        sink = Sink(file, size)
+        sink = DownloadSink(file, size)
         fetch(join(f"{server.url}/at/", name), sink)
         return os.pread(file, sink.done + 1, 0)
     finally:
@@ -138,7 +138,7 @@ def test_a_silent_or_crawling_server_holds_nobody_for_ever(
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "_WAITS", (0.0, 0.0))
     with pytest.raises(BadInputError, match=r"http://127.0.0.1:9/x: can't be reached \(.*\), after 3 tries"):
-        fetch("http://127.0.0.1:9/x", Sink(-1))
+        fetch("http://127.0.0.1:9/x", DownloadSink(-1))
 
 
 @pytest.mark.usefixtures("waits")
@@ -148,7 +148,7 @@ def test_where_a_server_leads_to_is_not_shown() -> None:
     try:
         for message in ("HTTP 403", "HTTP 503, after 6 tries"):
             with pytest.raises(BadInputError, match=message) as caught:
-                fetch(f"{web.url}/a", Sink(-1))
+                fetch(f"{web.url}/a", DownloadSink(-1))
             assert "secret" not in str(caught.value)
             assert caught.value.__cause__ is None
             assert caught.value.__suppress_context__

@@ -127,7 +127,7 @@ def test_no_piece_changes_a_token(tmp_path: Path, bpe: Path, texts: list[str], p
     for number, text in enumerate(texts):
         (folder / str(number)).write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoders, "PIECE", piece)
+        patch.setattr(encoders, "PIECE_CHARACTERS", piece)
         patch.setattr(encoders, "_AROUND", 20)
         patch.setattr(encoders, "_BATCH_CHARACTERS", 30)
         patch.setattr(module, "_CHUNK", 3)
@@ -141,7 +141,7 @@ def test_a_long_text_is_cut(tmp_path: Path, bpe: Path, monkeypatch: pytest.Monke
     """And at every place where it is cut the tokens are those of the whole text."""
     text = Path(__file__).read_text()
     (tmp_path / "long.txt").write_text(text)
-    monkeypatch.setattr(encoders, "PIECE", 1000)
+    monkeypatch.setattr(encoders, "PIECE_CHARACTERS", 1000)
     cuts = list[tuple[str, bool]]()
     original = encoders._pieces
 
@@ -167,7 +167,7 @@ def test_a_tokenizer_that_minds_cuts_gets_none(tmp_path: Path, monkeypatch: pyte
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     made.save(str(tmp_path / "t.json"))
     (tmp_path / "x.txt").write_text("a\nb\n" * 500)
-    monkeypatch.setattr(encoders, "PIECE", 50)
+    monkeypatch.setattr(encoders, "PIECE_CHARACTERS", 50)
     tokenize(tmp_path / "x.txt", tmp_path / "t.bin", f"bpe:{tmp_path / 't.json'}")
     read = np.fromfile(tmp_path / "t.bin", np.uint16).tolist()
     assert (read.count(2), read[-1]) == (1, 3)

@@ -15,7 +15,8 @@ from tests.helpers import preloaded
 from tests.helpers.steps import assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe
-from trainer.data.formats.audio import AUDIO, LABEL
+from trainer.data.formats.audio import AUDIO
+from trainer.data.formats.records import LABEL
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.tasks.audio import Audio

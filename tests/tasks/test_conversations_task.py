@@ -15,7 +15,7 @@ from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.chat import open_tokenizer
-from trainer.data.formats.documents import IGNORED, SEGMENT, TARGETS
+from trainer.data.formats.documents import NO_TARGET, SEGMENT, TARGETS
 from trainer.data.formats.turns import counted, turns
 from trainer.errors import BadInputError
 from trainer.tasks.language import Language
@@ -74,8 +74,8 @@ def by_hand(model: torch.nn.Module, rows: list[Any], folder: Path, learn: str) -
         text, spans = turns(chat, row["messages"], numbers[-1:] if learn == "last" else numbers)
         found = counted(chat, text, next(chat.encode([text])), spans if learn != "all" else [(0, len(text))])
         ids = torch.from_numpy(found.ids)
-        targets = ids.where(torch.from_numpy(found.counts), torch.tensor(IGNORED))[1:]
-        number += int((targets != IGNORED).sum())
+        targets = ids.where(torch.from_numpy(found.counts), torch.tensor(NO_TARGET))[1:]
+        number += int((targets != NO_TARGET).sum())
         total = total + F.cross_entropy(model(ids[None, :-1])[0], targets, reduction="sum")
     (total / number).backward()
     return float(total.detach()) / number, {name: p.grad for name, p in model.named_parameters()}
@@ -106,7 +106,7 @@ def test_what_the_samples_hold(tmp_path: Path) -> None:
     task = make_task(recipe)
     arrays = task.train_data.arrays
     assert arrays is not None
-    counts = (arrays[TARGETS] != IGNORED).sum(1)
+    counts = (arrays[TARGETS] != NO_TARGET).sum(1)
     assert (arrays[NUM_ITEMS] == counts).all() and (arrays[LENGTH] > counts).all()
     assert arrays[SEGMENT].max() > 1, "several in a sample"
     assert task.describe()["learn"] == "completions"
@@ -126,7 +126,7 @@ def test_a_sample_and_a_micro_batch_without_a_token_that_counts_weigh_nothing(tm
 
     arrays: Any = task.train_data.arrays
     for silent in (1, 2, 5):  # 2 of them fill a micro-batch, wherever the order puts them
-        arrays[TARGETS][:silent] = IGNORED
+        arrays[TARGETS][:silent] = NO_TARGET
         arrays[NUM_ITEMS][:silent] = 0
         model = build_alone(recipe, task).state.model
         before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.world import Ranks
 from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
-from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.plain import StepTensors
 from trainer.commands.check.training import open_subject, train_steps
 from trainer.commands.check.variants import VARIANTS, train_plainly
 from trainer.config.recipe_file import load_recipe
@@ -51,7 +51,7 @@ def test_six_are_so_on_two_ranks(name: str, ranks: Ranks) -> None:
 _DDP = {**next(one.edits for one in VARIANTS if one.name == "ranks-ddp")}
 
 
-def _trained(world: World, path: str) -> list[Snapshot]:
+def _trained(world: World, path: str) -> list[StepTensors]:
     with torch.random.fork_rng(devices=[]):
         return train_steps(open_subject(path, load_recipe(path, [])), _DDP, world)
 

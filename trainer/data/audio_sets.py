@@ -10,9 +10,10 @@ import numpy as np
 from trainer.config.data import DataConfig
 from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
+from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
 from trainer.data.formats.files import Files, in_folder, readable
 from trainer.data.formats.names import hint
+from trainer.data.formats.records import LABEL
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.sources import class_notes, common_classes, data_path
 from trainer.errors import BadInputError
@@ -48,10 +49,10 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
     """
     length = round(seconds * sample_rate)
     if config.name == "dtmf":
-        if (sample_rate, length) != (dtmf.RATE, dtmf.LENGTH):
+        if (sample_rate, length) != (dtmf.RATE, dtmf.SAMPLES):
             raise BadInputError(
-                f"data.name=dtmf is synthesized at {dtmf.RATE} Hz, {dtmf.LENGTH / dtmf.RATE} s long: set "
-                f"audio.sample_rate={dtmf.RATE} and audio.seconds={dtmf.LENGTH / dtmf.RATE}"
+                f"data.name=dtmf is synthesized at {dtmf.RATE} Hz, {dtmf.SAMPLES / dtmf.RATE} s long: set "
+                f"audio.sample_rate={dtmf.RATE} and audio.seconds={dtmf.SAMPLES / dtmf.RATE}"
             )
         learned, held = dtmf.recordings(0, dtmf.TRAIN), dtmf.recordings(1, dtmf.TEST)
         return AudioData(learned, held, tuple(dtmf.KEYS))

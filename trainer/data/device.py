@@ -9,7 +9,7 @@ import torch
 
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 
-NumItems = TypeVar("NumItems")
+_Count = TypeVar("_Count")
 
 _BATCHES_AHEAD = 4
 
@@ -21,8 +21,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def copied_ahead(
-    slots: Iterator[tuple[torch.Tensor, NumItems]], device: torch.device, staged: bool
-) -> Iterator[tuple[torch.Tensor, NumItems]]:
+    slots: Iterator[tuple[torch.Tensor, _Count]], device: torch.device, staged: bool
+) -> Iterator[tuple[torch.Tensor, _Count]]:
     """Copies slots to a CUDA device while the previous batch is being computed.
 
     Before the next slot is requested, the copy of the second last one has completed, so that its slot may be
@@ -41,7 +41,7 @@ def copied_ahead(
     under_way: deque[torch.cuda.Event] = deque()
     in_use: deque[torch.cuda.Event] = deque()
     buffers: list[torch.Tensor] = []
-    ready: tuple[torch.Tensor, NumItems, torch.cuda.Event] | None = None
+    ready: tuple[torch.Tensor, _Count, torch.cuda.Event] | None = None
     while True:
         while len(under_way) > 1:
             under_way.popleft().synchronize()

@@ -16,7 +16,7 @@ from trainer.data.formats.cifar10 import odd_sizes, open_cifar10
 from trainer.data.formats.files import readable
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.labels import alike, quoted
-from trainer.data.formats.records import Records, reading_of
+from trainer.data.formats.records import LABEL, Records, reading_of
 from trainer.data.formats.sharded import ShardedRecords
 from trainer.data.left_out import left_out_line
 from trainer.data.remote.access import join
@@ -25,7 +25,6 @@ from trainer.errors import BadInputError
 from trainer.rng import Purpose, key, keys
 
 IMAGE = "image"
-LABEL = "label"
 
 
 class ImageData(NamedTuple):

@@ -22,7 +22,7 @@ from trainer.config.data import at_home
 from trainer.config.model import HUB, TORCHVISION, ModelConfig
 from trainer.config.models import HF
 from trainer.config.suggest import nearest
-from trainer.data.remote.access import DiskError, NotThereError, Sink, WrongContentError, fetch, join
+from trainer.data.remote.access import DiskError, DownloadSink, NotThereError, WrongContentError, fetch, join
 from trainer.errors import BadInputError, first_line
 from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
 from trainer.host.here import from_here
@@ -138,7 +138,7 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
     try:
         file = os.open(pickled, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            sink = Sink(file, most=_LARGEST)
+            sink = DownloadSink(file, most=_LARGEST)
             fetch(url, sink, at_once=True)
             os.ftruncate(file, sink.done)  # an earlier attempt may have written more
         finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.plain import StepTensors
 from trainer.data.sampling.mix_order import MixDraws
 from trainer.data.sampling.plan import Plan
 
@@ -66,9 +66,9 @@ class Compared:
 
 
 def compare(
-    found: Sequence[Snapshot],
-    wanted: Sequence[Snapshot],
-    nudged: Sequence[Snapshot] | None = None,
+    found: Sequence[StepTensors],
+    wanted: Sequence[StepTensors],
+    nudged: Sequence[StepTensors] | None = None,
     eps: float = 0.0,
     begin: int = 0,
     moved: Collection[str] = (),

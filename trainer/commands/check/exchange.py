@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.plain import StepTensors
 from trainer.commands.check.training import Subject
 from trainer.commands.check.variants import Trained, Variant, VariantLaunch
 from trainer.errors import EXIT_BAD_INPUT
@@ -70,7 +70,7 @@ def _taken(folder: Path, name: str, ended: str) -> Trained:
     if not (folder / f"{name}.npz").exists():
         return ended
     with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
-        seen: list[Snapshot] = [{} for _ in range(int(file["count"]))]
+        seen: list[StepTensors] = [{} for _ in range(int(file["count"]))]
         for key in file.files:
             step, slash, tensor = key.partition("/")
             if slash:

@@ -28,7 +28,7 @@ from trainer.models.weights import load_initial
 from trainer.rng import Ints, Purpose, key, uniforms
 from trainer.tasks import loss_rows
 
-Snapshot = dict[
+StepTensors = dict[
     str, torch.Tensor
 ]  # after a step, by name: loss, lr, updates, model/…, optimizer/…, ema/…, metric/…
 
@@ -50,7 +50,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     epoch_length: float,
     evaluated: Collection[int],
     nudged: bool = False,
-) -> list[Snapshot]:
+) -> list[StepTensors]:
     """Trains, and returns a snapshot after each step.
 
     Args:
@@ -84,14 +84,14 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         enabled=mixed == torch.float16,
     )
     first, thirds = key(recipe.seed, Purpose.MICRO_BATCH) >> 2, 3 if nudged else 1
-    seen = list[Snapshot]()
+    seen = list[StepTensors]()
     for step, micro_batches in enumerate(order):
         model.train()
         for part in off:  # what the task's model() has put into evaluation stays so
             part.eval()
         batches = [plain_samples(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
         items = max(1, sum(batch.num_items for batch in batches))
-        before, after, total = untrained(model), list[Snapshot](), Snapshot()
+        before, after, total = untrained(model), list[StepTensors](), StepTensors()
         for number, batch in enumerate(batches):
             put(model, before)
             if not len(next(iter(batch.fields.values()))):  # padding alone
@@ -143,7 +143,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     return seen
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: Snapshot) -> Snapshot:
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: StepTensors) -> StepTensors:
     """Copies weights, buffers, the optimizer's state of each parameter, and the average."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
@@ -153,7 +153,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: Snapsho
     return {name: t.detach().clone() for name, t in found.items() if isinstance(t, torch.Tensor)}
 
 
-def losses(task: Any, model: nn.Module, batch: _Samples) -> Snapshot:
+def losses(task: Any, model: nn.Module, batch: _Samples) -> StepTensors:
     """Computes the loss of a micro-batch, a sum over its samples, and each named loss."""
     if names := loss_rows(task):
         every = dict(zip(names, task.loss_parts(model, batch), strict=True))
@@ -208,9 +208,9 @@ def mean(before: torch.Tensor, after: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure_plainly(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> Snapshot:
+def measure_plainly(task: Any, model: nn.Module, size: int, mixed: torch.dtype | None) -> StepTensors:
     """Computes metrics: sums over the evaluation data divided by its items, and results of `summarize`."""
-    data, items, sums, rows = task.evaluation_data, 0, Snapshot(), dict[str, list[torch.Tensor]]()
+    data, items, sums, rows = task.evaluation_data, 0, StepTensors(), dict[str, list[torch.Tensor]]()
     model.eval()
     for start in range(0, len(data), size):
         batch = plain_samples(data, None, np.arange(start, min(start + size, len(data))), 0, 0)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.commands.check import plain
-from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.plain import StepTensors
 from trainer.config.recipe import Recipe
 from trainer.config.section import validated
 from trainer.data.dataset import ArrayDataset
@@ -139,7 +139,7 @@ def train_steps(
     folder: Path | None = None,
     stop_after: int | None = None,
     workers: int = 0,
-) -> list[Snapshot]:
+) -> list[StepTensors]:
     """Trains, and returns a snapshot after each step; empty ones for steps before a resumed one.
 
     Args:
@@ -151,7 +151,7 @@ def train_steps(
     """
     recipe = changed(subject.recipe, edits)
     torch.set_num_threads(int(recipe.parallel.threads))
-    rows, seen = list[Mapping[str, Any]](), dict[int, Snapshot]()
+    rows, seen = list[Mapping[str, Any]](), dict[int, StepTensors]()
     with contextlib.ExitStack() as stack:
         if recipe.compile.mode != "none":
             # Compiled for float64, torch's fused attention on a CPU takes the row sums that it keeps for
@@ -191,7 +191,7 @@ def train_steps(
     return [seen.get(step, {}) for step in range(1, max(seen) + 1)]
 
 
-def _state(run: Run) -> Snapshot:
+def _state(run: Run) -> StepTensors:
     """Returns weights, buffers, optimizer state and average, unsharded, on the first rank; collective."""
     state = run.state
     tensors = {kind: dict(gather_tensors(state, kind, group)) for kind, group in tensors_of(state).items()}

@@ -16,14 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.commands.check import plain
 from trainer.commands.check.compare import compare, odd_order
-from trainer.commands.check.plain import Snapshot
+from trainer.commands.check.plain import StepTensors
 from trainer.commands.check.training import STEPS, Edits, Subject, changed, evaluated, train_steps
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.train.components.task import check_request, make_plan
 
 _Verdict = Literal["equal", "documented", "differs", "not compared"]
-Trained = list[Snapshot] | str  # or why there is nothing
+Trained = list[StepTensors] | str  # or why there is nothing
 _ALONE = World(0, 1, 0, torch.device("cpu"), None)
 _HALF = STEPS // 2
 
@@ -110,7 +110,7 @@ def check_all(
         tell: Called with the name of each variant as it starts.
     """
     chosen = [variant for variant in VARIANTS if not only or variant.name in only]
-    found, references = dict[str, Trained](), dict[str, tuple[list[Snapshot], list[Snapshot]]]()
+    found, references = dict[str, Trained](), dict[str, tuple[list[StepTensors], list[StepTensors]]]()
     if not only or "order" in only:
         plan = make_plan(subject.recipe, subject.task)
         odd = odd_order(plan)
@@ -129,7 +129,7 @@ def check_all(
                 )
             return found[variant.name]
 
-        def reference(edits: Edits) -> tuple[list[Snapshot], list[Snapshot]]:
+        def reference(edits: Edits) -> tuple[list[StepTensors], list[StepTensors]]:
             recipe = changed(subject.recipe, edits)
             micro, ema, mode = recipe.data.micro_batch_size, recipe.ema, recipe.precision.mode
             of = json.dumps([micro, ema.model_dump(), mode, recipe.evaluation.every])
@@ -167,7 +167,7 @@ def of(subject: Subject, edits: Edits) -> Subject:
     return subject.single() if "precision.mode" in edits else subject
 
 
-def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[Snapshot]:
+def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[StepTensors]:
     """Trains by the plain loop, with the samples that the plan gives."""
     recipe, task = changed(subject.recipe, edits), of(subject, edits).task
     torch.set_num_threads(int(recipe.parallel.threads))
@@ -181,7 +181,7 @@ def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[
         return plain.reference_steps(task, recipe, order, plan.epoch_length, evaluated(recipe, plan), nudged)
 
 
-def tried(train: Callable[[], list[Snapshot]]) -> Trained:
+def tried(train: Callable[[], list[StepTensors]]) -> Trained:
     """Returns the result of a training, or its error as one line."""
     try:
         with (
@@ -220,7 +220,7 @@ def _launched(
     return {**found, **(launch(subject, able, folder) if able else {})}
 
 
-def _same_bits(variant: Variant, got: list[Snapshot], base: Trained) -> VariantRow:
+def _same_bits(variant: Variant, got: list[StepTensors], base: Trained) -> VariantRow:
     if isinstance(base, str):
         return VariantRow(
             variant.name, variant.what, "not compared", f"{variant.same_as} has no result: {base}"
@@ -235,8 +235,8 @@ def _same_bits(variant: Variant, got: list[Snapshot], base: Trained) -> VariantR
 def _against_plain(
     subject: Subject,
     variant: Variant,
-    got: list[Snapshot],
-    reference: Callable[[Edits], tuple[list[Snapshot], list[Snapshot]]],
+    got: list[StepTensors],
+    reference: Callable[[Edits], tuple[list[StepTensors], list[StepTensors]]],
 ) -> VariantRow:
     wanted, nudged = reference(variant.edits)
     moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import LENGTH, NUM_ITEMS
-from trainer.data.formats.documents import IGNORED
+from trainer.data.formats.documents import NO_TARGET
 from trainer.data.formats.text import decode_text as decode
 from trainer.errors import BadInputError
 from trainer.observe.text import printable
@@ -66,8 +66,8 @@ def documents_of(task: Language, sample: int) -> Iterator[SampleDocument]:
     for _, places in groupby(range(length), of.__getitem__):
         places_here = list(places)
         first, last = places_here[0], places_here[-1]
-        ids = given[first : last + 1] + [expected[last]] * (expected[last] != IGNORED)
-        counts = [False, *(expected[place] != IGNORED for place in places_here)]
+        ids = given[first : last + 1] + [expected[last]] * (expected[last] != NO_TARGET)
+        counts = [False, *(expected[place] != NO_TARGET for place in places_here)]
         yield SampleDocument(ids, counts[: len(ids)])
 
 

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from trainer.commands.export.reload import ONLY_WEIGHTS, slot
-from trainer.models.export.error import Outputs
+from trainer.models.export.error import ModelOutputs
 
 # Together 32 samples; a batch of one, and sizes that no example had.
 BATCHES = (1, 2, 7, 22)
@@ -23,7 +23,7 @@ class NotTheSame(Exception):  # noqa: N818  (the outcome of a check)
 
 
 def in_fresh_process(
-    file: Path, batches: Sequence[Outputs], run: Sequence[str] = ()
+    file: Path, batches: Sequence[ModelOutputs], run: Sequence[str] = ()
 ) -> list[list[torch.Tensor]]:
     """Returns the outputs that a file computes in a process of its own.
 

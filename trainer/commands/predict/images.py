@@ -18,8 +18,8 @@ from trainer.commands.predict.classes import (
 )
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
-from trainer.data.formats.records import Reading, reading_of
-from trainer.data.sources import IMAGE, LABEL, in_files
+from trainer.data.formats.records import LABEL, Reading, reading_of
+from trainer.data.sources import IMAGE, in_files
 from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun
 

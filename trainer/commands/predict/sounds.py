@@ -15,8 +15,9 @@ from trainer.commands.predict.classes import (
     read_each,
     show_table,
 )
-from trainer.data.formats.audio import AUDIO, LABEL, AudioFolder
+from trainer.data.formats.audio import AUDIO, AudioFolder
 from trainer.data.formats.files import Files
+from trainer.data.formats.records import LABEL
 from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun, read_samples
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.dataset import ArrayDataset
-from trainer.data.formats.audio import AUDIO, LABEL
+from trainer.data.formats.audio import AUDIO
+from trainer.data.formats.records import LABEL
 from trainer.rng import Ints, Purpose, key, keys
 
 # ITU-T Recommendation Q.23, in Hz.
@@ -20,7 +21,7 @@ HIGH = (1209, 1336, 1477, 1633)
 KEYS = "123A456B789C*0#D"  # key k: LOW[k // 4] and HIGH[k % 4]
 
 RATE = 8000
-LENGTH = 1024  # samples: 0.128 s
+SAMPLES = 1024  # samples: 0.128 s
 SHORTEST, LONGEST = (
     320,
     800,
@@ -39,8 +40,8 @@ class Recordings(NamedTuple):
     """Components of recordings, before they are summed and rounded.
 
     Attributes:
-        tone: float64 (n, LENGTH), of mean square 1 over the tone's duration, 0 elsewhere.
-        noise: float64 (n, LENGTH), white and Gaussian, of variance 1: a signal-to-noise ratio of 0 dB.
+        tone: float64 (n, SAMPLES), of mean square 1 over the tone's duration, 0 elsewhere.
+        noise: float64 (n, SAMPLES), white and Gaussian, of variance 1: a signal-to-noise ratio of 0 dB.
         key: int64 (n,), index into KEYS.
         frequency: float64 (n, 2), of the low and the high tone in Hz.
         twist: float64 (n,), level of the high tone relative to the low one in dB.
@@ -73,8 +74,8 @@ def synthesize(part: int, number: Ints) -> Recordings:
     frequency *= 1 + OFFSET * (2 * np.stack((low, high), 1) - 1)
     twist = TWIST * (2 * twist - 1)
     duration = SHORTEST + (duration * (LONGEST - SHORTEST + 1)).astype(np.int64)
-    start = (start * (LENGTH - duration + 1)).astype(np.int64)
-    time = np.arange(LENGTH)
+    start = (start * (SAMPLES - duration + 1)).astype(np.int64)
+    time = np.arange(SAMPLES)
     angle = 2 * np.pi * (frequency[:, :, None] * time / RATE + np.stack((phase1, phase2), 1)[:, :, None])
     sine = np.sin(angle)
     tone = sine[:, 0] + 10 ** (twist[:, None] / 20) * sine[:, 1]
@@ -87,8 +88,8 @@ def synthesize(part: int, number: Ints) -> Recordings:
 
 @functools.lru_cache(maxsize=2)  # a forked rank has what its launcher made
 def recordings(part: int, count: int) -> ArrayDataset:
-    """Returns the first `count` recordings: fields audio, int16 (LENGTH,), and label, int64 ()."""
-    audio = np.empty((count, LENGTH), np.int16)
+    """Returns the first `count` recordings: fields audio, int16 (SAMPLES,), and label, int64 ()."""
+    audio = np.empty((count, SAMPLES), np.int16)
     label = np.empty(count, np.int64)
     for first in range(0, count, _CHUNK):
         rows = slice(first, min(first + _CHUNK, count))
@@ -105,10 +106,10 @@ def _unit(bits: npt.NDArray[np.uint64]) -> _Floats:
 
 
 def _gaussian(own: npt.NDArray[np.uint64]) -> _Floats:
-    """Returns normal random numbers (n, LENGTH) by Box and Muller's method, from keys (n,)."""
-    half = LENGTH // 2
-    first, second = np.split(_unit(keys(1, own[:, None], np.arange(LENGTH))), 2, axis=1)
+    """Returns normal random numbers (n, SAMPLES) by Box and Muller's method, from keys (n,)."""
+    half = SAMPLES // 2
+    first, second = np.split(_unit(keys(1, own[:, None], np.arange(SAMPLES))), 2, axis=1)
     radius, angle = np.sqrt(-2 * np.log1p(-first)), 2 * np.pi * second
-    noise = np.empty((len(own), LENGTH))
+    noise = np.empty((len(own), SAMPLES))
     noise[:, :half], noise[:, half:] = radius * np.cos(angle), radius * np.sin(angle)
     return noise

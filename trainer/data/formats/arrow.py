@@ -20,10 +20,10 @@ from trainer.data.formats.arrow_stream import column_of, import_pyarrow, schema_
 from trainer.data.formats.labels import (
     LabelError,
     as_integer,
+    escaped_text,
     label_of,
     labels_in,
     numbered,
-    printable,
     quoted,
 )
 from trainer.data.formats.records import Records
@@ -35,7 +35,7 @@ from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 from trainer.host.files import open_regular_file
 
-TRAIN = "train"
+_TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
 _CONTENTS = 32  # rows whose content is in the fingerprint
 _END = 0  # ends a document: text holds no byte 0
@@ -68,11 +68,11 @@ def splits(path: Path, held: str | None) -> tuple[Path, Path]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise BadInputError(f"{file}: 'splits' isn't a list of names; save the data again")
     chosen = held or next((name for name in _HELD if name in names), _HELD[0])
-    for name in (TRAIN, chosen):
+    for name in (_TRAIN, chosen):
         if name not in names:
-            key = "" if name == TRAIN else "; name what to measure on by data.eval_split"
+            key = "" if name == _TRAIN else "; name what to measure on by data.eval_split"
             raise BadInputError(f"{path}: no split '{name}' (there are: {', '.join(names) or 'none'}){key}")
-    return path / TRAIN, path / chosen
+    return path / _TRAIN, path / chosen
 
 
 class ArrowTable:
@@ -216,7 +216,7 @@ def _classes(folder: Path, name: str, column: Any, names: list[str] | None) -> t
         if not given:
             raise BadInputError(f"{folder}: holds no rows")
         if names is not None:
-            return list(map(int, texts)), list(map(printable, names))
+            return list(map(int, texts)), list(map(escaped_text, names))
         row = len(given)
         return numbered(texts)
     except LabelError as error:
@@ -318,5 +318,5 @@ def _json(file: Path) -> Mapping[str, Any]:
 def images_split(config: DataConfig, path: Path, split: str) -> ArrowImages:
     """Opens the images of the training split ("train") or the evaluation split (data.eval_split)."""
     learned, held = splits(path, config.eval_split)
-    folder = learned if split == TRAIN else held
+    folder = learned if split == _TRAIN else held
     return ArrowImages(folder, config.input_column or "image", config.label_column)

@@ -20,7 +20,6 @@ from trainer.host.files import read_at
 from trainer.rng import Float32, Ints
 
 AUDIO = "audio"
-LABEL = "label"
 
 SUFFIXES = (".wav", ".flac")
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")

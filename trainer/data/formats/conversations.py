@@ -14,7 +14,7 @@ from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 from trainer.host.files import hash_inside, lines_inside
 
-TRAIN = "train"
+_TRAIN = "train"
 READ = (
     "text",
     "prompt",
@@ -93,7 +93,7 @@ def splits_of(path: Path, held: str | None, column: str | None = None) -> tuple[
     if (path / "dataset_dict.json").exists():
         learned, measured = splits(path, held)
         return RowSplit((learned,), None, column), RowSplit((measured,), None, column)
-    train = _files(path, TRAIN) if path.is_dir() else ()
+    train = _files(path, _TRAIN) if path.is_dir() else ()
     if train:
         names = [held] if held else _HELD
         found = next((files for name in names if (files := _files(path, name))), None)

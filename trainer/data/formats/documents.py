@@ -21,7 +21,7 @@ from trainer.host.limits import read_limits
 from trainer.rng import Float32, Ints
 
 TARGETS, SEGMENT = "targets", "segment"
-IGNORED = -100  # target that doesn't count in the loss
+NO_TARGET = -100  # target that doesn't count in the loss
 
 _HASHED_TOKENS = 4 << 20
 
@@ -161,7 +161,7 @@ def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) 
     labels: npt.NDArray[Any] = text.tokens
     padding = 0
     if text.counts is not None:
-        labels, padding = np.where(text.counts, text.tokens.astype(np.int32), np.int32(IGNORED)), IGNORED
+        labels, padding = np.where(text.counts, text.tokens.astype(np.int32), np.int32(NO_TARGET)), NO_TARGET
     tokens, targets = np.zeros((count, length), inputs.dtype), np.full((count, length), padding, labels.dtype)
     spans = zip(pieces.first.tolist(), pieces.targets.tolist(), sample.tolist(), start.tolist(), strict=True)
     for first, size, row, begin in spans:
@@ -170,7 +170,7 @@ def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) 
     lengths = np.bincount(sample, pieces.targets, count).astype(np.int64)
     if text.counts is None:
         return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: lengths}
-    num_items = (targets != IGNORED).sum(1, dtype=np.int64)
+    num_items = (targets != NO_TARGET).sum(1, dtype=np.int64)
     return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: num_items, LENGTH: lengths}
 
 

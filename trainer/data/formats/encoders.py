@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # A file and its content in chunks.
 Document = tuple[Path, Iterator[bytes]]
 
-PIECE = 1 << 18  # least characters of a piece
+PIECE_CHARACTERS = 1 << 18  # least characters of a piece
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 4096  # encoded in parallel
 _LONGEST = 1 << 25  # most characters without a cut
 _CUT = re.compile(r"(?<=\w)(?=[\r\n])")  # between a word and the end of its line
@@ -156,7 +156,7 @@ def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator
     held = ""
     for part in text:
         held += part
-        while len(held) > PIECE + _AROUND and (cut := _harmless_cut(held, tokenizer)):
+        while len(held) > PIECE_CHARACTERS + _AROUND and (cut := _harmless_cut(held, tokenizer)):
             yield held[:cut], False
             held = held[cut:]
         if len(held) > _LONGEST:
@@ -168,13 +168,13 @@ def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator
 
 
 def _harmless_cut(text: str, tokenizer: "Tokenizer") -> int:
-    """Returns a cut after `PIECE` characters that changes no token; 0 if there is none."""
+    """Returns a cut after `PIECE_CHARACTERS` characters that changes no token; 0 if there is none."""
 
     def ids(part: str) -> list[int]:
         with one_line("--tokenizer"):
             return list(tokenizer.encode(part, add_special_tokens=False).ids)
 
-    matches = _CUT.finditer(text, PIECE, len(text) - _AROUND)
+    matches = _CUT.finditer(text, PIECE_CHARACTERS, len(text) - _AROUND)
     for cut in (match.start() for match in islice(matches, _CUTS)):
         left, right = text[max(0, cut - _AROUND) : cut], text[cut : cut + _AROUND]
         if ids(left) + ids(right) == ids(left + right):

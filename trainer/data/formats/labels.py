@@ -167,7 +167,7 @@ def quoted(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def printable(text: str) -> str:
+def escaped_text(text: str) -> str:
     """Returns text with lone surrogates escaped, which JSON and terminals don't accept."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -183,7 +183,7 @@ def _checked(text: str) -> str:
         raise LabelError(f"label {quoted(bare)} stands for a missing value")
     if _NUMBER.fullmatch(bare):
         as_integer(float(bare) if _FLOAT.search(bare) else int(bare))
-    return printable(text)
+    return escaped_text(text)
 
 
 def _whole_text(text: str) -> int | None:

@@ -16,7 +16,7 @@ from trainer.host import strict_json
 from trainer.host.files import rename, sync_folder
 from trainer.observe.console import progress_bar
 
-Advance = Callable[[int], object]
+_Advance = Callable[[int], object]
 
 _CHUNK = 1 << 20
 
@@ -119,7 +119,7 @@ def _is_hidden(file: Path, source: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(source).parts)
 
 
-def _chunks(file: Path, source: Path, read: Any, advance: Advance) -> Iterator[bytes]:
+def _chunks(file: Path, source: Path, read: Any, advance: _Advance) -> Iterator[bytes]:
     """Yields the content of a file in chunks; at its end, adds its name and hash to the digest `read`."""
     content = hashlib.sha256()
     try:

@@ -47,7 +47,7 @@ class NotThereError(BadInputError):
     """Raised if the server has no file of this name (404)."""
 
 
-class Sink(io.RawIOBase):
+class DownloadSink(io.RawIOBase):
     """Writes a download to a file and hashes it.
 
     Args:
@@ -94,7 +94,7 @@ def join(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name if url.startswith('s3:') else quote(name)}"
 
 
-def fetch(url: str, sink: Sink, at_once: bool = False) -> None:
+def fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
     """Downloads a file.
 
     Args:
@@ -119,7 +119,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _fetch(url: str, sink: Sink, at_once: bool = False) -> None:
+async def _fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
     files = _file_system(url, _CONNECT if at_once else _SILENCE)
     session = await _tried(url, _SILENCE, files.set_session)
     try:
@@ -171,14 +171,14 @@ def _descriptions(path: str | None) -> Any:
     return create_loader(path)
 
 
-async def _whole(files: Any, url: str, sink: Sink) -> None:
+async def _whole(files: Any, url: str, sink: DownloadSink) -> None:
     sink.restart()
     await files._get_file(url, sink)
     if sink.size is not None and sink.done < sink.size:
         raise EOFError(f"ended after {sink.done:,} of {sink.size:,} bytes")
 
 
-async def _in_parts(files: Any, url: str, sink: Sink, size: int) -> None:
+async def _in_parts(files: Any, url: str, sink: DownloadSink, size: int) -> None:
     """Downloads several parts at once and writes them in order."""
     sink.restart()
     starts, under_way = deque(range(0, size, _PART)), deque[asyncio.Task[bytes]]()

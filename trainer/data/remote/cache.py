@@ -25,7 +25,7 @@ import numpy as np
 from trainer.config.sizes import size_text
 from trainer.data.formats.files import readable
 from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, ShardedRecords, read_index
-from trainer.data.remote.access import DiskError, Sink, WrongContentError, fetch, join
+from trainer.data.remote.access import DiskError, DownloadSink, WrongContentError, fetch, join
 from trainer.data.shared import anonymous_file
 from trainer.errors import BadInputError
 from trainer.host import files as disk, strict_json
@@ -71,7 +71,7 @@ class Cached:
     def _download(self, shard: Shard, file: int) -> None:
         url = join(self.url, shard.name)
         for _ in range(2):
-            sink = Sink(file, shard.bytes)
+            sink = DownloadSink(file, shard.bytes)
             with contextlib.suppress(WrongContentError):
                 fetch(url, sink)
                 if sink.sha256() == shard.sha256:
@@ -330,7 +330,7 @@ def _bytes_of(url: str) -> bytes:
 
 def _fetched(url: str, file: int, most: int) -> int:
     """Downloads a file of unknown size, at most `most` bytes; returns its size."""
-    sink = Sink(file, most=most)
+    sink = DownloadSink(file, most=most)
     try:
         fetch(url, sink)
     except WrongContentError as error:
@@ -341,7 +341,7 @@ def _fetched(url: str, file: int, most: int) -> int:
 
 
 def _write(file: int, data: bytes) -> None:
-    Sink(file).write(data)
+    DownloadSink(file).write(data)
     os.ftruncate(file, len(data))
 
 

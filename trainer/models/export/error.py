@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import torch
 
-Outputs = Sequence[torch.Tensor]
+ModelOutputs = Sequence[torch.Tensor]
 
 LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
 
 
-def relative_error(wanted: Outputs, given: Outputs) -> float:
+def relative_error(wanted: ModelOutputs, given: ModelOutputs) -> float:
     """Returns the largest absolute difference over the largest absolute value, for the worst output.
 
     Args:
-        wanted: Outputs of the trained model.
-        given: Outputs of the exported file.
+        wanted: ModelOutputs of the trained model.
+        given: ModelOutputs of the exported file.
 
     Returns:
         Infinity if they can't be compared: different shapes, a NaN in either, or no output.

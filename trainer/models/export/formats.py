@@ -16,24 +16,24 @@ from torch import nn
 from trainer.errors import BadInputError
 from trainer.models.export.interface import leaves
 
-Tensors = Sequence[torch.Tensor]
+ModelTensors = Sequence[torch.Tensor]
 
 INSTALL_ONNX = "pip install onnx onnxscript onnxruntime, or make venv GROUPS='train dev'"
 # Protocol buffers end at 2 GiB.
 _LARGEST_ONNX = (1 << 31) - (64 << 20)
 
 
-def input_names(inputs: Tensors) -> list[str]:
+def input_names(inputs: ModelTensors) -> list[str]:
     """Returns the names of the model's inputs in a file: "input", or "input_0" and so on."""
     return ["input"] if len(inputs) == 1 else [f"input_{number}" for number in range(len(inputs))]
 
 
-def output_names(outputs: Tensors) -> list[str]:
+def output_names(outputs: ModelTensors) -> list[str]:
     """Returns the names of the model's outputs in a file: "output", or "output_0" and so on."""
     return ["output"] if len(outputs) == 1 else [f"output_{number}" for number in range(len(outputs))]
 
 
-def exported_program(model: nn.Module, inputs: Tensors) -> Any:
+def exported_program(model: nn.Module, inputs: ModelTensors) -> Any:
     """Exports a model by torch.export, with a dynamic batch dimension shared by all inputs."""
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
     if len(inputs[0]) == 1:  # torch.export would make the size a constant
@@ -44,7 +44,7 @@ def exported_program(model: nn.Module, inputs: Tensors) -> Any:
     )
 
 
-def _shapes(model: nn.Module, inputs: Tensors, shape: dict[int, Any]) -> Any:
+def _shapes(model: nn.Module, inputs: ModelTensors, shape: dict[int, Any]) -> Any:
     """Returns the dynamic shapes of the inputs; for a forward(*values) they are one argument."""
     import inspect
 
@@ -53,7 +53,7 @@ def _shapes(model: nn.Module, inputs: Tensors, shape: dict[int, Any]) -> Any:
     return (each,) if inspect.Parameter.VAR_POSITIONAL in kinds else each
 
 
-def write_torch_export(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
+def write_torch_export(model: nn.Module, inputs: ModelTensors, folder: Path) -> Path:
     """Writes torch.export's archive, which needs no Python code of the model."""
     file = folder / "model.pt2"
     with quiet():
@@ -61,7 +61,7 @@ def write_torch_export(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
     return file
 
 
-def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
+def write_onnx(model: nn.Module, inputs: ModelTensors, folder: Path) -> Path:
     """Writes ONNX from torch.export's program, before torch 2.6 from TorchScript.
 
     Raises:
@@ -91,7 +91,7 @@ def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
     return file
 
 
-def write_torchscript(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
+def write_torchscript(model: nn.Module, inputs: ModelTensors, folder: Path) -> Path:
     """Writes a frozen TorchScript trace, for C++ and for programs that can't load torch.export's archives.
 
     Raises:
@@ -103,7 +103,7 @@ def write_torchscript(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
     return file
 
 
-def frozen_trace(model: nn.Module, inputs: Tensors) -> torch.jit.ScriptModule:
+def frozen_trace(model: nn.Module, inputs: ModelTensors) -> torch.jit.ScriptModule:
     """Traces a model by TorchScript and freezes its weights as constants, which also folds BatchNorm.
 
     Raises:
