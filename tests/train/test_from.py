@@ -160,8 +160,8 @@ def test_what_differs_is_named_and_kept(tmp_path: Path, source: Path) -> None:
     begun = attempt(folder, other, source=str(source), stop_after=1)
     assert begun.code == 75
     assert (
-        "step 16: the weights, their average, the optimizer's state; steps, data order and schedule begin "
-        "anew" in begun.said
+        "step 16: the weights, their average, the optimizer's state; steps, data order and schedule start "
+        "at 0" in begun.said
     )
     line = next(line for line in begun.said.splitlines() if "other than there" in line)
     assert "optim.lr: 0.001, now 0.002" in line and "data.samples: 64, now 48" in line
