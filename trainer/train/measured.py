@@ -17,7 +17,7 @@ from trainer.tasks.figures import as_tensor, describe_value, why_unfit
 
 
 class _Layout(NamedTuple):
-    """Layout of a table: dtype and shape of a micro-batch's value, and how many micro-batches of a rank gave one."""
+    """Layout of a table: dtype and shape of a micro-batch's value, and how many micro-batches gave one."""
 
     dtype: str
     shape: list[int]
@@ -70,13 +70,13 @@ class Measured:
         if table.values.shape[1:] != value.shape or table.values.dtype != kind:
             raise _unlike(name, table.layout(), _Layout(str(kind).removeprefix("torch."), [*value.shape], 0))
         row = table.values[number]
-        row.copy_(value) if value.ndim else row.fill_(value)  # fill_ makes the host wait for no device
+        row.copy_(value) if value.ndim else row.fill_(value)  # without a host synchronization
         table.micro_batches += 1
 
     def of_all(self, world: World, count: int) -> dict[str, torch.Tensor]:
         """Returns the tables summed over all ranks, by name; collective.
 
-        Ranks may have other names, or an other order of them: each goes through the names of all ranks.
+        Ranks may have different names, in any order: each goes through the names of all ranks.
 
         Args:
             world: The ranks.

@@ -126,8 +126,8 @@ def other_ranks_checksums(run: Run) -> Checksums | None:
 def _fingerprints(run: Run) -> Callable[[], torch.Tensor]:
     """Returns a function that takes fingerprints of all tensors, and flags those that differ between ranks.
 
-    A sharded tensor's fingerprint is the sum over the ranks that share it, each rank's times an odd number of
-    its own. Tensors that aren't sharded, and the sums of several sharding groups, are compared over the ranks.
+    A sharded tensor's fingerprint is a sum over the ranks that share it, each rank's times an odd number of
+    its own. Unsharded tensors, and the sums of several sharding groups, are compared over the ranks.
     """
     state, group = run.state, run.world.group
     take, rows = fingerprints_of(state.model, own_rows), state.rows
@@ -179,7 +179,7 @@ def _drift_of(run: Run) -> Callable[[int, Sequence[int]], None]:
 
 
 def _tolerating_disk_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a writer of metrics records so that a disk error doesn't end the run; the first one is a warning."""
+    """Wraps a writer of metrics records: a disk error doesn't end the run; the first one is a warning."""
     warned = False
 
     def tolerant(*row: Any) -> None:

@@ -1,8 +1,8 @@
 """State of a run, and its form in a checkpoint.
 
-Position and randomness follow from seed, epoch and step, so this is all that a checkpoint has to keep: weights
-and buffers, the optimizer's state, the average, the loss scaler, the number of updates, the sum of losses
-since the last metrics record, and a few counters. `Run` has what stays the same from step to step.
+Position and randomness follow from seed, epoch and step. So a checkpoint has to keep only the weights and
+buffers, the optimizer's state, the average, the loss scaler, the number of updates, the sum of losses since
+the last metrics record, and a few counters. `Run` holds the objects that stay the same from step to step.
 """
 
 import math
@@ -54,16 +54,15 @@ class TrainState:
         scaler: Loss scaler of fp16, or None.
         average: Moving average of the weights, or None.
         statistics: BatchNorm's running statistics, and other buffers that a forward pass changes.
-        loss: Sum of this rank's losses since the last metrics record, each divided by its step's items, float64
-            (); of all ranks' with a tree reduction. float64 (1 + n,) if the task has several, see `Run.losses`.
+        loss: Sum of this rank's losses since the last metrics record, each divided by its step's items:
+            float64 (), or (1 + n,) if the task has several, see `Run.losses`. With a tree, of all ranks.
         norm: Gradient norm of the last step before clipping, float ().
         step: Steps done; written by the loop.
-        logged: Steps, seconds and samples at the last metrics record; written by the `MetricLogger`, in place.
+        logged: Steps, seconds and samples at the last metrics record; written by `MetricLogger`, in place.
         metrics: Metrics of the last evaluation; written by `evaluate_run`, like `best` and `no_better`.
         best: Score of the best evaluation (higher is better), and its step; None before the first.
         no_better: Number of evaluations since the best one.
-        history: Losses of the last steps, against which spikes are judged; written by the `AnomalyDetector`,
-            in place.
+        history: Losses of the last steps, to judge spikes by; written by `AnomalyDetector`, in place.
         rows: This rank's rows of a sharded model, or None.
     """
 
@@ -248,7 +247,7 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
 
 
 def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
-    """Returns the unsharded parameters and buffers of a model; of a sharded one on rank 0 only; collective."""
+    """Returns the unsharded parameters and buffers of a model, if sharded on rank 0 only; collective."""
     model = {name: own_rows(tensor) for name, tensor in state.model.state_dict().items()}
     return gather_tensors(state, "model", model)
 
