@@ -241,7 +241,7 @@ def first_stop(anomalies: list[dict[str, Any]]) -> int | None:
 
 
 def ending_at(config: dict[str, Any], anomaly: dict[str, Any]) -> dict[str, Any]:
-    """Returns a run's configuration that stops at an anomaly if it comes again, and names the first module."""
+    """Returns a configuration that stops where an anomaly comes again, and names the first module with it."""
     policies = {**config.get("anomaly", {}), "most": 1 << 30}
     if policies.get(anomaly["kind"]) != "skip":
         policies[anomaly["kind"]] = "stop"
