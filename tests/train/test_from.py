@@ -218,7 +218,7 @@ BAD: list[tuple[list[str], str]] = [
     (["mine.yaml", "--from", "a@7"], "no checkpoint of step 7; there are those of step 16"),
     (["mine.yaml", "--from", "a", "model.width=8"], r"of another model \(stem.weight is float32 \[4, "),
     (["mine.yaml", "--from", "a", "model.pretrained=x.safetensors"], "model.pretrained"),
-    (["mine.yaml", "--from", "a", "--out", "a"], "a holds a run that began without"),
+    (["mine.yaml", "--from", "a", "--out", "a"], "a holds a run that began without --from"),
 ]
 
 

@@ -155,7 +155,7 @@ def _averages(recipe: Recipe) -> int:
 
 
 def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, loading_bytes: int) -> str:
-    """Returns a warning if memory may not suffice for a run; "" if it does, or isn't this host's first rank's.
+    """Returns a warning, on the first rank of a host, if memory may not suffice for a run; else "".
 
     Args:
         recipe: The configuration.

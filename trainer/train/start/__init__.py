@@ -1,1 +1,1 @@
-"""Start of a run: the decision how it starts, its checks, the launch of its ranks, and what each rank does."""
+"""Start of a run: the decision how it starts, checks, the launch of ranks, and the course of each rank."""

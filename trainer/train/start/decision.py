@@ -137,7 +137,7 @@ def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> No
     """
     begun, remedy = stored.begun_from, "leave --from out to go on with it, or give another --out"
     if begun is None:
-        raise BadInputError(f"--from {source.word}: {folder} holds a run that began without; {remedy}")
+        raise BadInputError(f"--from {source.word}: {folder} holds a run that began without --from; {remedy}")
     if source.word.partition("@")[0] == LATEST:  # it named another run then, and names this one now
         return
     try:
@@ -181,6 +181,6 @@ def ended(
     if stored.status == "finished" and not extended:
         return Finished(f"{folder} is finished already; nothing to do", EXIT_DONE)
     if stored.status == "diverged" and mode != "force":
-        remedy = "resume its newest checkpoint, with what you changed, by --resume force"
+        remedy = "resume from its newest checkpoint, with what you changed, by --resume force"
         return Finished(f"{folder} is diverged already; {remedy}", EXIT_FAILED)
     return None

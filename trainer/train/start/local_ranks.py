@@ -56,8 +56,8 @@ def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
     Args:
         threads: Threads of a rank.
         limits: CPUs of this container.
-        known: True for a run that was begun with so many threads: its results depend on them, so any number is
-            accepted.
+        known: True for a run that was begun with so many threads: its results depend on them, so any number
+            is accepted.
 
     Raises:
         BadInputError: If there are more than 64 threads, and more than CPUs.

@@ -136,7 +136,7 @@ def _gpu_randomness_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_around() -> Iterator[None]:
-    """Switches gradients on, autocast off and the default device to CPU, whatever context the caller is in."""
+    """Switches gradients on, autocast off and the default device to CPU, whatever the caller's contexts."""
     with contextlib.ExitStack() as entered:
         if torch.is_inference_mode_enabled():
             entered.enter_context(torch.inference_mode(False))
