@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training loop."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

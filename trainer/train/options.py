@@ -48,7 +48,7 @@ class TrainOptions:
         values: The configuration of the run to resume or to begin from, in place of a recipe's.
         tuned: A file that `trainer tune` wrote, or None.
         out: The run folder; None: a new one.
-        resume: What may differ from the run in the folder.
+        resume: The flag --resume, which says what may differ from the run in the folder.
         source: The checkpoint that `--from` names, or None.
         max_restarts: How often to restart the ranks after a failure.
         grace: Seconds from a signal until ranks are killed.

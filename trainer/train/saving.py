@@ -19,7 +19,7 @@ from trainer.train.state import Run, numbers_of, shapes_of, tensors_of
 
 
 class Checkpoints:
-    """The checkpoints of an attempt."""
+    """Checkpoints of an attempt: decides when one is due, and saves it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One optimizer step over its micro-batches."""
+"""Optimizer step over its micro-batches, and the metrics of steps."""
 
 from collections.abc import Iterator
 
