@@ -1,4 +1,4 @@
-"""Training run: built from its recipe, trained step by step, evaluated, stopped, resumed, and written to its folder.
+"""Training run: built from a recipe, trained, evaluated, stopped, resumed, and written to a run folder.
 
 This folder has the files of each step (`loop`, `step`, `state`, `reduction`, `evaluate`, `anomaly`, `hooks`,
 `saving`) and the output of a rank (`outputs`, `recording`, `summary`, `provenance`); `components` builds a

@@ -107,7 +107,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         else:
             save = stop or agreed.save or checkpoints.due(done) or (best and recipe.checkpoint.best)
 
-        # Before each checkpoint, so that none is saved after an anomaly that hasn't been found yet.
+        # At the end, and before each checkpoint: none is saved after an anomaly that isn't found yet.
         findings = [] if detector is None else detector.look(done, now=last or save)
         if findings and (finding := out.anomalies.ending(findings)):
             logger.stage(done)

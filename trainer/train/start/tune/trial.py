@@ -37,7 +37,7 @@ from trainer.train.outputs import memory_explained
 from trainer.train.state import Run, tensors_of
 from trainer.train.step import train_step
 
-Report = Callable[[dict[str, Any]], None]
+Tell = Callable[[dict[str, Any]], None]
 
 _EVALUATED = 2  # batches on each rank
 _TIMED = 10  # most steps that are timed
@@ -66,7 +66,7 @@ def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str,
     return values
 
 
-def train_some(request: dict[str, Any], report: Report) -> int:
+def train_some(request: dict[str, Any], report: Tell) -> int:
     """Trains a rank of a probe; returns its exit code.
 
     Args:
@@ -104,7 +104,7 @@ def train_some(request: dict[str, Any], report: Report) -> int:
     return EXIT_DONE
 
 
-def _steps(recipe: Recipe, run: Run, world: World, report: Report) -> bool:
+def _steps(recipe: Recipe, run: Run, world: World, report: Tell) -> bool:
     """Trains and times some steps; returns False if a signal ended them."""
     batches = run.loader(run.share.batches())
     staged: Any = None
@@ -135,7 +135,7 @@ def _steps(recipe: Recipe, run: Run, world: World, report: Report) -> bool:
     return True
 
 
-def _turns(settings: Sequence[Loading], run: Run, world: World, report: Report) -> bool:
+def _turns(settings: Sequence[Loading], run: Run, world: World, report: Tell) -> bool:
     """Times steps with each setting in turn, so that other load on the machine affects all alike.
 
     The first turn of each setting only finds the length of the others.
