@@ -50,7 +50,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     Args:
         run: Model, optimizer, data and plan; its state is updated in place.
         out: Receivers of metrics records, checkpoints and anomalies.
-        detector: Looks for anomalies at the end and before each checkpoint; None: anomaly detection is off.
+        detector: Looks for anomalies, some steps late, but always before a checkpoint; None: it is off.
         left_out: Steps, from 0, that are passed over without an update.
         until: Number of steps after which to return as finished, but without a checkpoint; None: all steps.
         stop_after: Number of steps after which to save a checkpoint and stop, or None.
@@ -102,7 +102,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         agreed = consensus.after(done, requested() or 0, checkpoints.overdue())
         last = over or done == run.steps
         stop = not last and (agreed.signal > 0 or done == stop_after)
-        if last:  # a run is extended from its last checkpoint, or finished if its weights can't be written
+        if last:  # to extend the run, or to finish it if its final weights can't be written
             save = checkpoints.wanted
         else:
             save = stop or agreed.save or checkpoints.due(done) or (best and recipe.checkpoint.best)
