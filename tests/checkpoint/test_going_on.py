@@ -89,9 +89,9 @@ def test_a_run_to_resume_may_be_named(stopped: Path, tmp_path: Path) -> None:
 def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) -> None:
     """Neither where nothing could be written, nor where what was there at the start is gone."""
     ended = attempt(tmp_path / "gone", stop_at=8, before=failing(8, remove=5))
-    assert ended.code == 1 and "no checkpoint could be written to go on from" in ended.line
+    assert ended.code == 1 and "no checkpoint could be written to resume from" in ended.line
     ended = attempt(tmp_path / "new", stop_at=8, before=failing(5, 8))
-    assert ended.code == 1 and "no checkpoint could be written to go on from" in ended.line
+    assert ended.code == 1 and "no checkpoint could be written to resume from" in ended.line
     folder = changed(tmp_path / "run", stopped)
     shutil.rmtree(folder / "checkpoints" / "step-00000005")
     ended = attempt(folder, stop_at=9, before=failing(9, remove=8))

@@ -303,7 +303,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
     assert ended.code == 75, ended.said
     assert "resumes after step 2, its newest checkpoint" in ended.said
     assert "Traceback" not in ended.said
-    assert ended.said.count("rows of metrics are lost") == 2, "once for each sink"
+    assert ended.said.count("metrics records are lost") == 2, "once for each sink"
     done = attempt(folder, recipe)
     assert done.code == 0
     assert same(folder, whole)

@@ -160,8 +160,8 @@ def test_what_differs_is_named_and_kept(tmp_path: Path, source: Path) -> None:
     begun = attempt(folder, other, source=str(source), stop_after=1)
     assert begun.code == 75
     assert (
-        "step 16: the weights, their average, the optimizer's state; steps, data order and schedule begin "
-        "anew" in begun.said
+        "step 16: the weights, their average, the optimizer's state; steps, data order and schedule start "
+        "at 0" in begun.said
     )
     line = next(line for line in begun.said.splitlines() if "other than there" in line)
     assert "optim.lr: 0.001, now 0.002" in line and "data.samples: 64, now 48" in line
@@ -218,7 +218,7 @@ BAD: list[tuple[list[str], str]] = [
     (["mine.yaml", "--from", "a@7"], "no checkpoint of step 7; there are those of step 16"),
     (["mine.yaml", "--from", "a", "model.width=8"], r"of another model \(stem.weight is float32 \[4, "),
     (["mine.yaml", "--from", "a", "model.pretrained=x.safetensors"], "model.pretrained"),
-    (["mine.yaml", "--from", "a", "--out", "a"], "a holds a run that began anew"),
+    (["mine.yaml", "--from", "a", "--out", "a"], "a holds a run that began without --from"),
 ]
 
 

@@ -1,7 +1,7 @@
-"""A run: built from its recipe, trained step by step, evaluated, stopped, resumed, and written to its folder.
+"""Training run: built from a recipe, trained, evaluated, stopped, resumed, and written to a run folder.
 
-Here stand the files of each step (`loop`, `step`, `state`, `reduction`, `evaluate`, `anomaly`, `hooks`,
-`saving`), and what a rank says and writes meanwhile (`outputs`, `recording`, `summary`, `provenance`); in
-`components` what a run is made of, in `start` how it is started. A run that was stopped at any step and goes
-on ends with the same bits as one that never stopped.
+This folder has the files of each step (`loop`, `step`, `state`, `reduction`, `evaluate`, `anomaly`, `hooks`,
+`saving`) and the output of a rank (`outputs`, `recording`, `summary`, `provenance`); `components` builds a
+run, `start` starts it. A run that was stopped after any step and resumed ends with the same bits as one that
+never stopped.
 """

@@ -1,8 +1,9 @@
-"""Anomalies: losses and gradients that aren't finite, losses that leap; found while training, written down.
+"""Anomaly detection: losses and gradients that aren't finite, and loss spikes.
 
-The device keeps loss and gradient norm of the last steps; they are read late, together, and always before a
-checkpoint: so that no checkpoint lies behind an anomaly that nobody knows of yet. Every rank reads the
-same numbers after the same step, and so does the same. The run folder has a line of JSON for each anomaly.
+The device keeps loss and gradient norm of the last steps. They are read some steps late, many at once, and
+always before a checkpoint, so that none is saved after an anomaly that hasn't been found yet. Every rank
+reads the same numbers after the same step, and so decides alike. anomalies.jsonl in the run folder has a line
+for each anomaly.
 """
 
 import json
@@ -27,24 +28,24 @@ from trainer.host.files import lines_inside, written_whole
 from trainer.observe.console import warn
 
 _NAME = "anomalies.jsonl"
-_MOST_STEPS = 100  # that are looked at together
+_MOST_STEPS = 100  # most steps that are read at once
 _NORMAL = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
-_LEAST_DEVIATION = 0.01  # of the median: a loss that hardly varies has no spikes of a hundredth
+_LEAST_DEVIATION = 0.01  # of the median: changes of one percent are no spikes of a loss that hardly varies
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Anomaly found in a step.
+    """Anomaly of a step.
 
     Attributes:
-        step: Its number, from 0.
+        step: Number of the step, from 0.
         kind: nonfinite or spike.
-        policy: What is to be done.
-        loss: Its loss, over all ranks.
-        grad_norm: Before clipping; 0 where fp16's scaler takes care of it.
-        median: Of the losses before it; None if it isn't a spike.
-        deviation: Robust standard deviation of these; None if it isn't a spike.
-        one_too_many: Whether the run stops for it because there were too many.
+        policy: Reaction to it.
+        loss: Loss of the step, over all ranks.
+        grad_norm: Gradient norm before clipping; 0 where the loss scaler of fp16 handles overflows.
+        median: Median of the losses before a spike; None for other kinds.
+        deviation: Robust standard deviation of the losses before a spike; None for other kinds.
+        one_too_many: True if the run stops because anomaly.most is reached.
     """
 
     step: int
@@ -58,7 +59,7 @@ class Finding:
 
     @property
     def ends(self) -> bool:
-        """Whether it ends the attempt."""
+        """True if it ends the attempt."""
         return self.policy != "skip"
 
     def __str__(self) -> str:
@@ -70,29 +71,29 @@ class Finding:
 
 
 class RecentLosses:
-    """Loss and gradient norm of the last steps, on the device."""
+    """Ring buffer of loss and gradient norm of the last steps, on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Has room for so many steps."""
+        """Allocates a buffer for `size` steps, float64 (2, size)."""
         self.size = size
         self.values = torch.zeros(2, size, dtype=torch.float64, device=device)
         self._losses, self._norms = self.values[0].unbind(), self.values[1].unbind()
 
     def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Keeps this rank's part of a step's loss, and its gradient norm, each float ()."""
+        """Keeps this rank's loss of a step, and the step's gradient norm, each float ()."""
         self._losses[step % self.size].copy_(loss)
         self._norms[step % self.size].copy_(norm)
 
 
 def make_recent_losses(config: AnomalyConfig, log_every: int, device: torch.device) -> RecentLosses | None:
-    """Returns the window of losses that a training with this detection fills; None without detection."""
+    """Returns the ring buffer that a training fills for this detection; None if detection is off."""
     if config.nonfinite == "off" and config.spike == "off":
         return None
     return RecentLosses(min(log_every, _MOST_STEPS), device)
 
 
 class AnomalyDetector:
-    """Reads the ring, late, and tells what is to be done; on every rank."""
+    """Finds anomalies in the ring buffer, some steps late; decides alike on every rank."""
 
     def __init__(
         self,
@@ -104,12 +105,16 @@ class AnomalyDetector:
         left_out: Collection[int] = (),
         anomalies: int = 0,
     ) -> None:
-        """Begins at a step.
+        """Takes the state of the detection at the start of an attempt.
 
         Args:
-            ring: What the training fills.
-            group: Sums the losses; None where each rank has the whole loss.
-            history: Losses before it, for spikes; updated in place.
+            config: The section `anomaly`.
+            ring: Buffer that the training fills.
+            group: Process group to sum the losses over; None if each rank has the sum already.
+            start: The attempt's first step, from 0.
+            history: Losses of the steps before, to judge spikes by; updated in place.
+            left_out: Steps, from 0, that aren't trained.
+            anomalies: Number of anomalies so far.
         """
         self._config, self._ring, self._group, self._left_out = config, ring, group, left_out
         self._from = self._staged_from = start
@@ -119,14 +124,14 @@ class AnomalyDetector:
         self._event: torch.cuda.Event | None = None
 
     def look(self, done: int, now: bool = False) -> list[Finding]:
-        """To be called after each step; collective.
+        """Looks for anomalies; to be called after each step; collective.
 
         Args:
             done: Steps done.
-            now: Whether to wait for the numbers of all of them: before what must not be behind an anomaly.
+            now: True to wait for the numbers of all steps done, as before a checkpoint.
 
         Returns:
-            The steps whose update was skipped; and last the one that ends this attempt, if there is one.
+            Anomalies whose update was skipped; the last one may be one that ends the attempt.
         """
         if not now and done % self._ring.size:
             return []
@@ -137,7 +142,7 @@ class AnomalyDetector:
         return found
 
     def _stage(self, done: int) -> None:
-        """Copies the ring to the host, where it will be read later."""
+        """Starts to copy the ring buffer to the host, where it is read later."""
         values = self._ring.values.clone()
         values[0] = sum_over_ranks(values[0].clone(), self._group)
         if values.device.type == "cuda":
@@ -173,12 +178,12 @@ class AnomalyDetector:
 def judge_step(
     config: AnomalyConfig, step: int, loss: float, norm: float, history: list[float]
 ) -> Finding | None:
-    """Judges a step by its numbers and the losses before it, to which its own is added if it is sound."""
+    """Judges a step by its loss, gradient norm and the losses before; adds a sound loss to `history`."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         if config.nonfinite == "off":
             return None
         return Finding(step, "nonfinite", config.nonfinite, loss, norm)
-    if config.spike == "off" or loss == 0:  # 0: no valid unit in it, so nothing to compare with
+    if config.spike == "off" or loss == 0:  # 0: a step without any valid token
         return None
     if len(history) >= config.spike_history:
         median, deviation = median_and_deviation(history)
@@ -190,17 +195,17 @@ def judge_step(
 
 
 def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and 1.4826 x the median absolute deviation (Hampel, 1974), at least 1 % of the median."""
+    """Returns median and 1.4826 x median absolute deviation (Hampel, 1974), at least 1 % of the median."""
     median = statistics.median(values)
     deviation = _NORMAL * statistics.median(abs(value - median) for value in values)
     return median, max(deviation, _LEAST_DEVIATION * abs(median))
 
 
 def read_anomalies(folder: Path) -> list[dict[str, Any]]:
-    """The anomalies of a run, in their order; a last line that was cut off by a kill doesn't count.
+    """Reads the anomalies of a run, in their order, without a last line that a kill cut off.
 
     Raises:
-        BadInputError: If the file can't be read as such.
+        BadInputError: If the file can't be read, or isn't a list of anomalies.
     """
     try:
         lines = [line for line in lines_inside(folder / _NAME) if line.endswith(b"\n")]
@@ -226,17 +231,17 @@ def rolled_back(anomalies: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def left_out(anomalies: list[dict[str, Any]]) -> set[int]:
-    """Numbers, from 0, of the steps that are not trained: those that a run was rolled back for."""
+    """Returns the steps, from 0, that are not trained: the run was rolled back for them."""
     return {anomaly["step"] - 1 for anomaly in rolled_back(anomalies)}
 
 
 def first_stop(anomalies: list[dict[str, Any]]) -> int | None:
-    """Returns the step of the first anomaly that stopped the run; None if none did."""
-    return next((place for place, anomaly in enumerate(anomalies) if anomaly["policy"] == "stop"), None)
+    """Returns the index of the first anomaly that stopped the run; None if none did."""
+    return next((index for index, anomaly in enumerate(anomalies) if anomaly["policy"] == "stop"), None)
 
 
 def ending_at(config: dict[str, Any], anomaly: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run that ends at an anomaly, should it come again, and says where that began."""
+    """Returns a configuration that stops where an anomaly comes again, and names the first module with it."""
     policies = {**config.get("anomaly", {}), "most": 1 << 30}
     if policies.get(anomaly["kind"]) != "skip":
         policies[anomaly["kind"]] = "stop"
@@ -247,10 +252,10 @@ def ending_at(config: dict[str, Any], anomaly: dict[str, Any]) -> dict[str, Any]
 
 
 def anomalies_before(anomalies: list[dict[str, Any]], step: int, plan: Plan) -> list[dict[str, Any]]:
-    """Returns the anomalies that hold for a run that resumes after so many steps, by this plan.
+    """Returns the anomalies that still hold for a run that resumes after `step` steps of this plan.
 
-    What was skipped later, or stopped it, would happen again; a rollback is not undone, unless other samples
-    are in its step now.
+    Later ones that skipped an update or stopped the run would be found again. A rollback isn't undone, unless
+    its step has other samples now.
     """
 
     def comes_again(anomaly: dict[str, Any]) -> bool:
@@ -262,16 +267,16 @@ def anomalies_before(anomalies: list[dict[str, Any]], step: int, plan: Plan) -> 
 
 
 def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
-    """Epochs and samples of a step."""
+    """Returns the epochs and samples of a step."""
     epoch, sample, weight = plan.read(np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches))
     return np.unique(epoch[weight > 0]).tolist(), sample[weight > 0].tolist()
 
 
 def write_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
-    """Replaces the list of anomalies by one with new numbers; for good when it returns.
+    """Writes the list of anomalies, numbered from 1, in place of the old one; durable when it returns.
 
     Raises:
-        OSError: If it can't be written.
+        OSError: If the file can't be written.
     """
     path = folder / _NAME
     text = "".join(f"{json.dumps({**one, 'number': number})}\n" for number, one in enumerate(anomalies, 1))
@@ -282,18 +287,18 @@ def write_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class AnomalyLog:
-    """Writes down what anomaly detection finds.
+    """Log of anomalies in the run folder.
 
     Attributes:
         folder: The run folder; None on ranks that write nothing.
-        plan: Knows the samples of a step.
+        plan: Order of the samples: gives those of a step.
     """
 
     folder: Path | None
     plan: Plan
 
     def ending(self, found: Sequence[Finding]) -> Finding | None:
-        """The one that ends the attempt, or None; steps whose update was not made are written down."""
+        """Returns the anomaly that ends the attempt, or None; writes those whose update was skipped."""
         for finding in found:
             if finding.ends:
                 return finding
@@ -301,13 +306,13 @@ class AnomalyLog:
                 continue
             try:
                 where = f"(anomaly {self._add(finding, self.folder)} in {_NAME})"
-            except OSError as error:  # the training is worth more than its record
+            except OSError as error:  # a full disk doesn't end the training
                 where = f"({_NAME} can't be written: {error.strerror})"
             warn(f"{finding}; its update was not made {where}")
         return None
 
     def ends(self, finding: Finding, config: AnomalyConfig) -> DivergedError | None:
-        """Ends the attempt by a step; returns why the run ends, None if it is to be rolled back."""
+        """Writes the anomaly that ends an attempt; returns the run's error, or None for a rollback."""
         try:
             if self.folder is not None:
                 self._add(finding, self.folder)
@@ -325,7 +330,7 @@ class AnomalyLog:
         )
 
     def _add(self, finding: Finding, folder: Path) -> int:
-        """Returns the anomaly's number."""
+        """Appends an anomaly to the file; returns its number."""
         epochs, samples = _samples(self.plan, finding.step)
         anomaly = {
             "number": 0,
@@ -346,5 +351,5 @@ class AnomalyLog:
 
 
 def _json(number: float) -> float | str:
-    """A number; JSON has no word for one that isn't finite."""
+    """Returns a finite number as it is, others as text: JSON has no NaN or infinity."""
     return number if math.isfinite(number) else str(number)

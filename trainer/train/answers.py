@@ -1,4 +1,4 @@
-"""Answers to fixed prompts at each evaluation, by a model of conversations."""
+"""Answers of a chat model to fixed prompts, at each evaluation."""
 
 import time
 from contextlib import nullcontext
@@ -18,12 +18,13 @@ from trainer.train.state import Run
 
 
 def answers(run: Run) -> Row | None:
-    """Answers `language.prompts` by the likeliest tokens, which draws no random number.
+    """Answers `language.prompts` by greedy decoding, which draws no random number.
 
-    By the averaged weights if there are any, on rank 0; collective where the model is sharded.
+    Uses the averaged weights if the run keeps them, on rank 0; collective if the model is sharded.
 
     Returns:
-        A row with the answer to each prompt and what they took in seconds; None where none is wanted here.
+        A record of kind "answers" with the answer to each prompt and the seconds that all took; None without
+        prompts, and on ranks that have no part in it.
     """
     state, config = run.state, run.recipe.language
     chat, sharded = getattr(run.task, "chat", None), state.rows is not None
@@ -43,7 +44,7 @@ def answers(run: Run) -> Row | None:
             for token in generated(state.model, begun, config.answer_tokens, 0.0, whole=sharded):
                 heartbeat()  # other ranks wait
                 answer.append(token)
-                if token in ends and not sharded:  # else each rank calls the model as often as the others
+                if token in ends and not sharded:  # ranks of a sharded model must call it equally often
                     break
             kept = list(takewhile(lambda token: token not in ends, answer))
             found[f"answer/{prompt}"] = chat.tokenizer.decode(kept)

@@ -25,17 +25,20 @@ def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
     """Measures a run's weights, or their average if it keeps one, on all evaluation sets; collective.
 
     Returns:
-        The metrics, which are also put into its state; and whether those of the set that decides are the
-        best so far.
+        The metrics by name, which the run's state gets too; and True if the deciding metric is the best so
+        far.
+
+    Raises:
+        BadInputError: If the deciding metric is missing.
     """
     state, task = run.state, run.task
     sets = [(MAIN_SET, run.evaluation_loader, run.evaluation_share), *run.evaluation_sets]
     metrics = dict[str, float]()
     with nullcontext() if state.average is None else state.average.in_place():
         for name, loader, share in sets:
-            found = evaluate(task, state.model, loader, share, run.world, run.recipe.precision)
-            metrics |= {in_set(name, metric): value for metric, value in found.items()}
-    state.statistics.restore()  # what an evaluation makes of them isn't the training's
+            measured = evaluate(task, state.model, loader, share, run.world, run.recipe.precision)
+            metrics |= {in_set(name, metric): value for metric, value in measured.items()}
+    state.statistics.restore()  # changes that an evaluation made to buffers don't enter the training
     state.metrics = metrics
     decides = in_set(run.recipe.evaluation.decides, task.metric)
     if decides not in metrics:
@@ -53,7 +56,7 @@ def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
 
 
 def in_set(name: str, metric: str) -> str:
-    """What a metric of an evaluation set is called in rows."""
+    """Name of an evaluation set's metric in metrics records."""
     return metric if name == MAIN_SET else f"eval/{name}/{metric}"
 
 
@@ -67,28 +70,30 @@ def evaluate(
 ) -> dict[str, float]:
     """Measures a model on the evaluation data.
 
-    Each rank fills its rows of one table, a row for each micro-batch, all other rows 0. Summing the tables
-    over the ranks adds zeros only, and the rows are then added in one order, in float64: so the metrics don't
-    depend on the number of ranks, to the last bit. A sum that some micro-batches don't give counts as 0 of
-    these. What is measured as a row for each sample comes together the same way, and `task.summarize` makes
-    metrics of it.
+    Each rank fills its rows of a table with one row for each micro-batch; all other rows are 0. So the sum of
+    the tables over the ranks only adds zeros, and the rows are then added in one order, in float64: the
+    metrics are bitwise equal on any number of ranks. A sum that is missing for a micro-batch counts as 0.
+    Values for each sample are gathered in the same way, and `task.summarize` computes metrics of them.
 
     Args:
-        model: The bare model; each of its modules has its mode again afterwards.
+        task: Measures a batch, and summarizes values of samples.
+        model: The bare model; its modules are put back into their modes afterwards.
         loader: Loads the micro-batches of `share`.
-        share: From `plan.evaluation_share`.
+        share: This rank's part of the set, from `plan.evaluation_share`.
+        world: The ranks.
+        precision: Number format of the forward pass.
 
     Returns:
-        Means over the items of the data set: samples, or valid tokens.
+        Means over the items of the data set (samples, or valid tokens), and what `summarize` returns.
 
     Raises:
-        BadInputError: On all ranks, naming what can't be put together.
+        BadInputError: On all ranks, if their measurements can't be combined or the set has no items.
     """
     micro_batches = share.plan.steps * share.plan.micro_batches
-    # Without those that fill up the last round: how many they are depends on the number of ranks.
+    # Without the micro-batches that pad the last round: their number depends on the number of ranks.
     real = -(-share.plan.samples // share.plan.micro_batch_size)
     measured = Measured(micro_batches, share.plan.micro_batch_size, world.device)
-    num_items = [0.0] * micro_batches  # on the host: a number put into a tensor there would be waited for
+    num_items = [0.0] * micro_batches  # on the host: a copy to the device would make the host wait
     batches = share.batches()
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
     with in_evaluation_mode(model), evaluating(model), autocast(precision, world.device):
@@ -114,7 +119,7 @@ def evaluate(
 
 
 def next_evaluation(config: EvaluationConfig, plan: Plan, done: int) -> int:
-    """The first step after `done` at which to evaluate; the last one of the run in any case."""
+    """Returns the first step after `done` after which to evaluate; at the latest the run's last."""
     if config.interval is None:
         return plan.steps
     count, unit = config.interval
@@ -123,5 +128,5 @@ def next_evaluation(config: EvaluationConfig, plan: Plan, done: int) -> int:
 
 
 def out_of_patience(run: Run) -> bool:
-    """Whether the last evaluations were no better than the best, and the run is to end by that."""
+    """True if the last evaluation.patience evaluations were no better than the best: the run stops early."""
     return 0 < run.recipe.evaluation.patience <= run.state.no_better

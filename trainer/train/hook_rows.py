@@ -26,7 +26,7 @@ def checked(given: object) -> HookResult:
     """Checks a hook's result: figures and pictures by name; empty for None.
 
     Raises:
-        BadInputError: If it is something else, or a name is one of our own.
+        BadInputError: If it is anything else, or a name is reserved for the trainer's metrics.
     """
     if given is None:
         return {}
@@ -59,14 +59,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real | np.bool_)
 
 
-def _together(
-    numbers: Mapping[str, float | str], names: Sequence[str], values: list[float]
-) -> dict[str, Any]:
+def _merge(numbers: Mapping[str, float | str], names: Sequence[str], values: list[float]) -> dict[str, Any]:
     return {**numbers, **dict(zip(names, values, strict=True))}
 
 
 class HookRows:
-    """Makes rows of what the hooks of a step returned."""
+    """Logs the results of hooks as records of kind "hook"."""
 
     def __init__(self, folder: Path, logger: MetricLogger) -> None:
         """Writes pictures into a run folder, and rows to a logger's sinks."""
@@ -74,13 +72,14 @@ class HookRows:
         self._owners = dict[str, str]()
 
     def add(self, step: int, given: Sequence[tuple[str, HookResult]]) -> None:
-        """Tells a row, once the device has computed what lies there: the host doesn't wait for it.
+        """Logs a record of a step's results; tensors on a GPU are copied without a host synchronization.
 
         Args:
-            given: What was returned, and by which hook's method.
+            step: Steps done.
+            given: Name of each hook's method, and its result.
 
         Raises:
-            BadInputError: If two of them use a name.
+            BadInputError: If two methods use the same name.
         """
         numbers, later = dict[str, float | str](), dict[str, torch.Tensor]()
         for who, values in given:
@@ -96,11 +95,11 @@ class HookRows:
                     numbers[name] = float(value)
         if numbers or later:
             staged = torch.stack([*later.values()]) if later else torch.empty(0)
-            metrics = partial(_together, numbers, tuple(later))
+            metrics = partial(_merge, numbers, tuple(later))
             self._logger.stage_later(step, "hook", staged, metrics)
 
     def _write(self, name: str, step: int, picture: torch.Tensor | npt.NDArray[np.uint8]) -> str:
-        """Writes a PNG; returns where, from the run folder on."""
+        """Writes a PNG; returns its path relative to the run folder."""
         from PIL import Image  # here: runs without pictures need none
 
         file = f"{quote(name, safe='')}-{step:08d}.png"

@@ -1,7 +1,7 @@
-"""Somebody's own code in a run: objects that are called after steps, evaluations and checkpoints; and sinks.
+"""Hooks and sinks of the user: code that is called after steps, evaluations and checkpoints.
 
-A hook sees what the rows of metrics hold, late: so it never makes the host wait for the device. What it
-computes changes no bit of the run as long as it only looks: all randomness of the training is keyed.
+A hook gets metrics records when they are read from the device, some steps late, so it never makes the host
+wait. A hook that only reads changes no bit of the run: all randomness of the training is keyed.
 """
 
 import importlib
@@ -25,37 +25,38 @@ from trainer.observe.log import Row, Sink
 from trainer.runs.tracking.tracker import plugged, trackers_of
 from trainer.train.hook_rows import HookResult, HookRows, checked
 
-_FAILURES = (Exception, SystemExit)  # a sys.exit() would look like a run's good end
+_FAILURES = (Exception, SystemExit)  # a sys.exit() would look like the end of a finished run
 HOOK_METHODS = ("after_step", "after_evaluation", "after_checkpoint")
 
 
 class Hook(Protocol):
-    """Interface of hooks: any class or object with one of these methods, or more.
+    """Interface of hooks: any class or object with at least one of these methods; no base class is needed.
 
-    It needn't be of this class. It runs on rank 0; with an attribute `ranks = "all"` on every rank, but for
-    `after_checkpoint`, which is of the rank that writes. What `after_step` and `after_evaluation` return on
-    rank 0, figures and pictures by name, becomes a row of kind "hook".
+    Hooks run on rank 0; with an attribute `ranks = "all"` on every rank, except for `after_checkpoint`, which
+    runs on the rank that writes. Figures and pictures that `after_step` and `after_evaluation` return on rank
+    0, by name, become a record of kind "hook".
     """
 
     def after_step(self, row: dict[str, Any]) -> object:
-        """Takes a row of metrics: each log.every steps, and before evaluations."""
+        """Takes a metrics record: each log.every steps, and before evaluations."""
 
     def after_evaluation(self, step: int, metrics: dict[str, float]) -> object:
-        """Takes what was measured after so many steps."""
+        """Takes the metrics of an evaluation after so many steps."""
 
     def after_checkpoint(self, step: int, folder: Path) -> object:
-        """Takes a checkpoint's folder, which is whole on the disk: it can be copied elsewhere."""
+        """Takes the folder of a checkpoint that is complete on the disk, and can be copied elsewhere."""
 
 
 class HookError(Exception):
-    """Code of the user's own failed, in a hook or a sink; `fit` raises it for a SystemExit alone."""
+    """Failure of user code in a hook or a sink; `fit` raises the original error, except for SystemExit."""
 
 
 def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any]]:
-    """The hooks of a run by name, those that are classes not yet called.
+    """Finds and checks the hooks of a run, by name; classes aren't called yet.
 
     Args:
-        brought: Those of the task's file or of `fit`'s caller: a list of objects or classes.
+        config: The section `hooks`.
+        brought: Hooks of the task's file or of the caller of `fit`: a list of objects or classes.
 
     Raises:
         BadInputError: If one can't be loaded, has none of the methods, or is a class that wants arguments.
@@ -64,7 +65,7 @@ def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any
         return []
     if not isinstance(brought, list | tuple):
         raise BadInputError(f"hooks is a {type(brought).__name__}; give a list of classes or objects")
-    found = [(place, _at(place, "hooks.use")) for place in config.use]
+    found = [(place, _load(place, "hooks.use")) for place in config.use]
     found += [(getattr(one, "__name__", type(one).__name__), one) for one in brought]
     for name, one in found:
         for method in dir(one):
@@ -93,12 +94,12 @@ def make_hooks(found: Sequence[tuple[str, Any]], rank: int) -> list[Any]:
             try:
                 made.append(one() if inspect.isclass(one) else one)
             except _FAILURES as error:
-                raise BadInputError(f"hook {name}: {_said(error)}") from error
+                raise BadInputError(f"hook {name}: {_text_of(error)}") from error
     return made
 
 
 def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
-    """The functions that `log.to` names.
+    """Loads the functions that `log.to` names; file sinks and trackers are opened elsewhere.
 
     Raises:
         BadInputError: If one can't be loaded, or isn't a function; or a tracker isn't installed.
@@ -108,7 +109,7 @@ def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
     for place in config.to:
         if place in FILE_SINKS or place in trackers:
             continue
-        function = _at(place, "log.to") if is_place(place) else plugged(place)
+        function = _load(place, "log.to") if is_place(place) else plugged(place)
         if not callable(function) or inspect.isclass(function):
             raise BadInputError(f"log.to: {place} is a {type(function).__name__}; name a function of a row")
         sinks.append(_copied(guarded(function, place, hooks)))
@@ -116,12 +117,12 @@ def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
 
 
 def _copied(sink: Sink) -> Sink:
-    """A sink that may change its row: the next one has another."""
+    """Gives a sink its own copy of each record, which it may change."""
     return lambda row: sink(dict(row))
 
 
 def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None = None) -> Sink:
-    """Hands rows of metrics to the hooks that want them, and what they return to `rows`."""
+    """Makes a sink that calls hooks with metrics records, and logs their results to `rows`."""
     steps = _calls(hooks, "after_step", config)
     evaluations = _calls(hooks, "after_evaluation", config)
     add = guarded(rows.add, "hooks", config) if rows is not None else lambda *_: None
@@ -140,10 +141,10 @@ def hook_sink(hooks: Sequence[Any], config: HooksConfig, rows: HookRows | None =
 
 
 def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int, Path], None] | None:
-    """Tells the hooks of a checkpoint that was written: its step and folder; None if nobody wants to know."""
+    """Returns a function of step and folder that calls all `after_checkpoint`; None if no hook has one."""
     calls = _calls(hooks, "after_checkpoint", config)
 
-    def tell(step: int, folder: Path) -> None:
+    def call_all(step: int, folder: Path) -> None:
         for name, call in calls:
             if call(step, folder):
                 warn(
@@ -151,11 +152,11 @@ def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int,
                     f"{' or '.join(HOOK_METHODS[:2])}"
                 )
 
-    return tell if calls else None
+    return call_all if calls else None
 
 
 def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Callable[..., Any]:
-    """A call of somebody's own code: an error in it has its name."""
+    """Wraps a call of user code: errors name it, and end the run or become warnings (hooks.on_error)."""
 
     def guard(*arguments: Any) -> Any:
         try:
@@ -167,7 +168,7 @@ def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Call
             raise
         except _FAILURES as error:
             ours = isinstance(error, BadInputError)
-            line = f"{name} {error}" if ours else f"{name}: {_said(error)}"
+            line = f"{name} {error}" if ours else f"{name}: {_text_of(error)}"
             if config.on_error == "stop":
                 if ours:
                     raise BadInputError(line) from None
@@ -179,18 +180,19 @@ def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Call
 
 
 def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[tuple[str, Callable[..., Any]]]:
-    """The calls of a method, each with its name."""
+    """Returns the guarded calls of a method, each with its name."""
     named = [(f"{type(one).__name__}.{method}", getattr(one, method, None)) for one in hooks]
-    return [(name, guarded(_of(call), name, config)) for name, call in named if callable(call)]
+    return [
+        (name, guarded(_with_checked_result(call), name, config)) for name, call in named if callable(call)
+    ]
 
 
-def _of(call: Callable[..., object]) -> Callable[..., HookResult]:
-    """A call, and what it returned."""
+def _with_checked_result(call: Callable[..., object]) -> Callable[..., HookResult]:
     return lambda *arguments: checked(call(*arguments))
 
 
 def _wants(kind: type) -> str:
-    """Why a class can't be called without arguments, or an empty string."""
+    """Returns the names of arguments without which a class can't be called; "" if there are none."""
     try:
         needed = inspect.signature(kind).parameters.values()
     except (TypeError, ValueError):  # written in C
@@ -199,16 +201,16 @@ def _wants(kind: type) -> str:
     return ", ".join(one.name for one in needed if one.default is one.empty and one.kind not in various)
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _at(place: str, key: str) -> Any:
+def _load(place: str, key: str) -> Any:
     where, _, name = place.rpartition(":")
     path = from_here(Path(where)).absolute() if where.endswith(".py") else None
     here = str(from_here(Path()).absolute())
     if path is None and here not in sys.path:
-        sys.path.insert(0, here)  # as if `python -m` were typed: what lies here can be imported
+        sys.path.insert(0, here)  # as `python -m` does: modules in the current folder can be imported
     try:
         with folder_kept():
             module = _module(path) if path else importlib.import_module(where)
@@ -216,7 +218,7 @@ def _at(place: str, key: str) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f" line {lines[-1]}" if lines else ""
-        raise BadInputError(f"{key}: {where}{line} can't be loaded ({_said(error)})") from error
+        raise BadInputError(f"{key}: {where}{line} can't be loaded ({_text_of(error)})") from error
     if not hasattr(module, name):
         raise BadInputError(f"{key}: {where} has no {name}{nearest(name, vars(module))}")
     return getattr(module, name)
@@ -226,8 +228,8 @@ _files: dict[Path, tuple[str, Beside, ModuleType]] = {}
 
 
 def _module(path: Path) -> ModuleType:
-    """A file, run once in a process, whoever names it; anew where it, or what it imports, was changed."""
-    path.read_bytes()  # its error says more
+    """Runs a file as a module, once in a process; again if the file, or one that it imports, was changed."""
+    path.read_bytes()  # its OSError says more
     text = source_hash(path)
     if path not in _files or _files[path][0] != text:
         _files[path] = (text, *run_file(path, str(path)))

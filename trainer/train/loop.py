@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training loop."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from trainer.train.step import leave_out_step, train_step
 
 @dataclass(frozen=True)
 class Ending:
-    """End of the loop, the same on every rank.
+    """End of the loop, equal on every rank.
 
     Attributes:
-        how: finished: after the last step, or out of patience; stopped: by a signal or as asked for;
-            anomaly: by bad numbers.
-        signal: The signal that stopped it, as a number; 0: none.
-        finding: The anomaly.
+        how: finished: after the last step, or by early stopping; stopped: by a signal, or after the step of
+            `stop_after`; anomaly: by a loss or gradient that isn't finite, or a loss spike.
+        signal: Number of the signal that stopped the loop; 0 if none did.
+        finding: The anomaly that ended the loop, or None.
     """
 
     how: Literal["finished", "stopped", "anomaly"]
@@ -42,20 +42,25 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     until: int | None = None,
     stop_after: int | None = None,
 ) -> Ending:
-    """Trains from the state's step to the last one, or to a step after which all ranks stop.
+    """Trains from the state's step to the last one, or until all ranks stop after the same step.
 
-    Whatever is decided here must be decided alike on every rank (by the step, by metrics of all ranks, or by
-    `StopConsensus`), as evaluations, rows and checkpoints are collective.
+    Evaluations, metrics records and checkpoints are collective. So every decision here must be equal on all
+    ranks: it follows from the step, from metrics of all ranks, or from `StopConsensus`.
 
     Args:
-        run: What is trained; its state is updated in place.
-        left_out: Steps whose samples are not learned from.
-        until: The step after which to return as at the end, but without a checkpoint; None: the run's last.
-        stop_after: The step after which to stop with a checkpoint, to be resumed, or None.
+        run: Model, optimizer, data and plan; its state is updated in place.
+        out: Receivers of metrics records, checkpoints and anomalies.
+        detector: Looks for anomalies, some steps late, but always before a checkpoint; None: it is off.
+        left_out: Steps, from 0, that are passed over without an update.
+        until: Number of steps after which to return as finished, but without a checkpoint; None: all steps.
+        stop_after: Number of steps after which to save a checkpoint and stop, or None.
+
+    Returns:
+        How the loop ended.
     """
     recipe, plan, state, logger, checkpoints = run.recipe, run.plan, run.state, out.logger, out.checkpoints
     until = run.steps if until is None else until
-    until = state.step if out_of_patience(run) else until  # an earlier attempt ended so
+    until = state.step if out_of_patience(run) else until  # an earlier attempt stopped early
     log_every, timed_from = recipe.log.every, state.step + recipe.compile.warm_up
     epoch_ends = plan.next_epoch_end(state.step)
     evaluate_at = next_evaluation(recipe.evaluation, plan, state.step)
@@ -64,7 +69,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         run.share.batches(state.step)[: (until - state.step) * run.gradient_accumulation_steps]
     )
     if state.step == 0:
-        _tell_memory(run, logger, "start")
+        _log_memory(run, logger, "start")
     for step in range(state.step, until):
         if step in left_out:
             leave_out_step(run, batches, step)
@@ -73,7 +78,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         done = state.step = step + 1
 
         enter_phase("logging")
-        if done <= timed_from:  # steps that compile and warm up don't count
+        if done <= timed_from:  # steps that compile or warm up are not timed
             logger.start_clock(done)
         if done % log_every == 0 or done == until:
             logger.stage(done)
@@ -86,25 +91,25 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
             logger.start_clock(done)
             evaluate_at = next_evaluation(recipe.evaluation, plan, done)
 
-        for watch in out.each_step:
-            watch(done)
+        for observer in out.each_step:
+            observer(done)
         if done == epoch_ends:
-            _tell_memory(run, logger, "end")
+            _log_memory(run, logger, "end")
             if done < run.steps and not over:
-                _tell_memory(run, logger, "start")
+                _log_memory(run, logger, "start")
             epoch_ends = plan.next_epoch_end(done)
 
-        asked = consensus.after(done, requested() or 0, checkpoints.overdue())
+        agreed = consensus.after(done, requested() or 0, checkpoints.overdue())
         last = over or done == run.steps
-        stop = not last and (asked.signal > 0 or done == stop_after)
-        if last:  # what the run can be extended from, or finished from if its weights can't be written
+        stop = not last and (agreed.signal > 0 or done == stop_after)
+        if last:  # to extend the run, or to finish it if its final weights can't be written
             save = checkpoints.wanted
         else:
-            save = stop or asked.save or checkpoints.due(done) or (best and recipe.checkpoint.best)
+            save = stop or agreed.save or checkpoints.due(done) or (best and recipe.checkpoint.best)
 
-        # At the end, and before each checkpoint: none lies behind an anomaly that nobody knows of.
-        found = [] if detector is None else detector.look(done, now=last or save)
-        if found and (finding := out.anomalies.ending(found)):
+        # At the end, and before each checkpoint: none is saved after an anomaly that isn't found yet.
+        findings = [] if detector is None else detector.look(done, now=last or save)
+        if findings and (finding := out.anomalies.ending(findings)):
             logger.stage(done)
             logger.deliver()
             return Ending("anomaly", finding=finding)
@@ -113,7 +118,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
             logger.deliver()
             checkpoints.save()
         if stop:
-            return Ending("stopped", signal=asked.signal)
+            return Ending("stopped", signal=agreed.signal)
         if last:
             break
     logger.deliver()
@@ -122,13 +127,13 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
 
 
 def _evaluate(run: Run, logger: MetricLogger) -> bool:
-    """Evaluates, tells the metrics, and returns whether they are the best so far."""
+    """Evaluates, logs the metrics, and returns True if they are the best so far."""
     enter_phase("evaluation")
     metrics, best = evaluate_run(run)
     enter_phase("logging")
     logger.deliver()
     if freed := after_evaluation(run.recipe.memory, run.world.device):
-        _tell_memory(run, logger, "evaluation", freed)
+        _log_memory(run, logger, "evaluation", freed)
     step = run.state.step
     row: Row = {"kind": "eval", "step": step, "epoch": round(run.plan.epoch_at(step), 4), **metrics}
     logger.emit(row, run.task.derived(metrics) if isinstance(run.task, Deriving) else {})
@@ -139,9 +144,9 @@ def _evaluate(run: Run, logger: MetricLogger) -> bool:
     return best
 
 
-def _tell_memory(run: Run, logger: MetricLogger, at: str, more: dict[str, float] | None = None) -> None:
-    """A row on memory where an epoch starts or ends, or after an evaluation; `more` belongs to it."""
+def _log_memory(run: Run, logger: MetricLogger, at: str, extra: dict[str, float] | None = None) -> None:
+    """Logs a memory record at the start or end of an epoch, or after an evaluation, with `extra` fields."""
     if logger.sinks:
         step = run.state.step
         row = memory_row(step, round(run.plan.epoch_at(step), 4), at, run.world.device)
-        logger.emit({**row, **(more or {})})
+        logger.emit({**row, **(extra or {})})

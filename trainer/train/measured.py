@@ -1,4 +1,4 @@
-"""What `measure` gives, in tables that are the same on all ranks, whatever a rank's own data makes of it."""
+"""Tables of the values that a task's `measure` returns, combined over all ranks and checked on each."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from trainer.tasks.figures import as_tensor, describe_value, why_unfit
 
 
 class _Layout(NamedTuple):
-    """Of a table: what a micro-batch gave, and how many of a rank's gave it."""
+    """Layout of a table: dtype and shape of a micro-batch's value, and how many micro-batches gave one."""
 
     dtype: str
     shape: list[int]
@@ -35,19 +35,19 @@ class _Table:
 
 
 class Measured:
-    """What a rank measures, by name: a row of a table for each micro-batch of the set, 0 for the others'.
+    """Tables by name with a row for each micro-batch of the evaluation set; rows of other ranks are 0.
 
-    Nothing is raised before all ranks are through their micro-batches: they would wait for this one.
+    Faults are raised after the last micro-batch, as the other ranks would wait for this one.
     """
 
     def __init__(self, micro_batches: int, size: int, device: torch.device) -> None:
-        """Of so many micro-batches of this size."""
+        """Takes the number of micro-batches over all ranks, and their size in samples."""
         self._micro_batches, self._size, self._device = micro_batches, size, device
         self._tables: dict[str, _Table] = {}
         self._fault = ""
 
     def take(self, number: int, given: Any) -> None:
-        """Keeps what `measure` gave for a micro-batch: sums as float64, rows in their own type."""
+        """Keeps the values of a micro-batch: sums as float64, values of samples in their own dtype."""
         try:
             if not isinstance(given, Mapping):
                 raise BadInputError(
@@ -70,34 +70,33 @@ class Measured:
         if table.values.shape[1:] != value.shape or table.values.dtype != kind:
             raise _unlike(name, table.layout(), _Layout(str(kind).removeprefix("torch."), [*value.shape], 0))
         row = table.values[number]
-        row.copy_(value) if value.ndim else row.fill_(
-            value
-        )  # which doesn't wait for the device to take a number
+        row.copy_(value) if value.ndim else row.fill_(value)  # without a host synchronization
         table.micro_batches += 1
 
     def of_all(self, world: World, count: int) -> dict[str, torch.Tensor]:
-        """The tables of all ranks, the same on each; collective.
+        """Returns the tables summed over all ranks, by name; collective.
 
-        Names may come in another order on each rank, or on some only: all ranks go through those of all.
+        Ranks may have different names, in any order: each goes through the names of all ranks.
 
         Args:
+            world: The ranks.
             count: Micro-batches of all ranks.
 
         Raises:
-            BadInputError: On all ranks, if one can't put together what it has, or rows are missing.
+            BadInputError: On all ranks, if a rank had a fault, layouts differ, or rows are missing.
         """
         own = {"fault": self._fault, "tables": {name: one.layout() for name, one in self._tables.items()}}
         ranks = [json.loads(word) for word in words_of_ranks(json.dumps(own), world)]
         if fault := next((rank["fault"] for rank in ranks if rank["fault"]), ""):
             raise BadInputError(fault)
-        together: dict[str, list[_Layout]] = {}
+        all_layouts: dict[str, list[_Layout]] = {}
         for rank in ranks:
             for name, layout in rank["tables"].items():
-                together.setdefault(name, []).append(_Layout(*layout))
-        if not together:
+                all_layouts.setdefault(name, []).append(_Layout(*layout))
+        if not all_layouts:
             raise BadInputError("measure gave nothing for any batch; it gives a dict of tensors")
         tables = {}
-        for name, layouts in together.items():
+        for name, layouts in all_layouts.items():
             first, given = layouts[0], sum(layout.micro_batches for layout in layouts)
             for other in layouts[1:]:
                 if other[:2] != first[:2]:
@@ -116,10 +115,15 @@ class Measured:
 
 
 def summarized(task: Task, rows: Mapping[str, torch.Tensor], world: World) -> dict[str, float]:
-    """What the first rank's `summarize` makes of the rows, on all ranks; collective.
+    """Returns the metrics that `summarize` of the task computes on rank 0, on all ranks; collective.
+
+    Args:
+        task: A task with a method `summarize`.
+        rows: Values of all samples by name, each (samples, …).
+        world: The ranks.
 
     Raises:
-        BadInputError: On all ranks, if it fails on one.
+        BadInputError: On all ranks, if `summarize` fails on one.
     """
     if not hasattr(task, "summarize"):
         raise BadInputError(f"measure gave rows '{next(iter(rows))}', and the task has no method summarize")
@@ -137,8 +141,8 @@ def summarized(task: Task, rows: Mapping[str, torch.Tensor], world: World) -> di
     ranks = [json.loads(word) for word in words_of_ranks(json.dumps([fault, metrics]), world)]
     if fault := next((fault for fault, _ in ranks if fault), ""):
         raise BadInputError(fault)
-    found: dict[str, float] = ranks[0][1]
-    return found
+    first: dict[str, float] = ranks[0][1]
+    return first
 
 
 def _unlike(name: str, first: _Layout, other: _Layout) -> BadInputError:
@@ -153,9 +157,9 @@ def _unlike(name: str, first: _Layout, other: _Layout) -> BadInputError:
 
 
 def _joined(table: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """A table of all ranks, each row of which is 0 on all but one; in place.
+    """Sums a table over the ranks, in place, where each row is 0 on all ranks but one.
 
-    As bytes: so any type comes together to the last bit, bool and -0.0 too.
+    The bytes are summed, so that every dtype stays the same to the last bit, also bool and -0.0.
     """
     if table.numel():
         sum_over_ranks(table.view(-1).view(torch.uint8), group)

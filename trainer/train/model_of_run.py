@@ -1,4 +1,4 @@
-"""The model that a run left: rebuilt from its manifest, with the weights that its evaluation measured."""
+"""Model of a run: rebuilt from its manifest, with the weights that its evaluation measured."""
 
 import contextlib
 import json
@@ -42,14 +42,15 @@ from trainer.train.components.operations import shapes_only
 from trainer.train.components.task import make_task, more_sets
 from trainer.train.provenance import file_hash
 
-# Where data lies and how it comes; all else is the run's.
+# Keys of the data's place and loading, which may be set; all others are the run's.
 _ELSEWHERE = [
     *(key for key in FREE if key.startswith(("data.", "evaluation.sets.", "language.tokenizer"))),
     "task",
 ]
-# Of `Task.describe`: what gives a model's inputs and outputs their meaning.
+# Keys of `Task.describe` that give a model's inputs and outputs their meaning.
 _MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
-# What only training needs: hooks that drop branches would be exported, weights come from the run.
+# Settings that switch off what only training needs: dropped branches would be exported, and the weights come
+# from the run.
 NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
     *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
@@ -60,15 +61,15 @@ NOT_NOW = (
 
 
 class OpenedRun(NamedTuple):
-    """A run's model and what belongs to it.
+    """Run with its model.
 
     Attributes:
         folder: The run folder.
         manifest: Its manifest.
         recipe: Its configuration.
-        task: Of the recipe, with its data.
-        model: On the CPU, in evaluation mode, float32; nothing in it asks for gradients.
-        weights: Which ones it has, such as "ema.safetensors".
+        task: Task of the recipe, with its data.
+        model: Model on the CPU, in evaluation mode, float32, without gradients.
+        weights: Source of its weights, such as "ema.safetensors".
     """
 
     folder: Path
@@ -95,19 +96,21 @@ def open_run(
     """Opens a run that is finished, or stopped with a checkpoint.
 
     Args:
-        settings: KEY=VALUE for keys that say where the data lies.
-        checkpoint: Whose weights: "best", "last" or a step; None: the final ones, or the newest checkpoint's.
-        weights: Which of the final ones, such as "model.safetensors"; None: those that were evaluated.
-        on: The evaluation set that is the task's evaluation data, of those that the run has.
-        trust: Whether a stranger's code may run, see `trainer.runs.trust`.
+        folder: The run folder.
+        settings: KEY=VALUE for keys of the data's place.
+        checkpoint: Checkpoint to take the weights from: "best", "last" or a step; None: the final weights, or
+            the newest checkpoint without them.
+        weights: File of final weights, such as "model.safetensors"; None: those that were evaluated.
+        on: Name of the evaluation set that becomes the task's evaluation data.
+        trust: True to run code of an untrusted run, see `trainer.runs.trust`.
 
     Raises:
-        BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.
+        BadInputError: If it is no run, its data isn't here, or it has no intact weights.
     """
     run = read_run(folder)
     recipe = with_set(_recipe_of(run, settings, trust), on)
     known = run.manifest.fingerprint.get("task")
-    if known and known != source_hash(Path(recipe.task)):  # before it is run
+    if known and known != source_hash(Path(recipe.task)):  # before the file is run
         raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
     set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))  # for metrics that are compared
     task = make_task(recipe)
@@ -126,15 +129,15 @@ def open_run(
 def stored_weights(
     folder: Path, settings: Sequence[str] = (), trust: bool = False
 ) -> tuple[RunFolder, str, dict[str, Any]]:
-    """The weights that `open_run` gives its model, unread: by name what is read when it is sliced.
+    """Finds the weights that `open_run` loads, and gives them unread.
 
-    Hashes are compared before, so every file is read once, in pieces.
+    Hashes are compared here, so every file is read once, in pieces.
 
     Returns:
-        The run, where its weights come from, and these.
+        The run; the source of the weights; and the tensors by name, which are read when they are sliced.
 
     Raises:
-        BadInputError: As `open_run`; or if they are to be merged with others first.
+        BadInputError: As `open_run`; or if LoRA is still to be merged into the weights.
     """
     run = read_run(folder)
     for line in altered_config(run.manifest.as_facts()):
@@ -171,7 +174,7 @@ def stored_weights(
     kind = "ema" if recipe.ema.decay and "ema" in found.tensors else "model"
     tensors: dict[str, Any] = dict(found.tensors["model"])
     if kind == "ema":
-        # The average has each parameter once, also one that two names share.
+        # The average has each tied parameter once, under its first name.
         model, first = shapes_only(make_task(recipe)), dict[int, str]()
         for parameter, one in model.named_parameters(remove_duplicate=False):
             averaged = first.setdefault(id(one), parameter)
@@ -180,10 +183,10 @@ def stored_weights(
 
 
 def with_set(recipe: Recipe, on: str) -> Recipe:
-    """With the set that is asked for, alone: the others needn't be here.
+    """Returns a recipe with only one evaluation set: the data of the others needn't be here.
 
     Raises:
-        BadInputError: If there is none of that name.
+        BadInputError: If there is no set of that name.
     """
     sets = recipe.evaluation.sets
     if on not in (names := [MAIN_SET, *sets]):
@@ -196,7 +199,7 @@ def with_set(recipe: Recipe, on: str) -> Recipe:
 
 
 def _check_described(run: RunFolder, task: Task) -> None:
-    """Checks that the facts which give the outputs their meaning are as they were in training."""
+    """Checks that classes, vocabulary and the like are those of the training."""
     there, here = run.manifest.data, json.loads(json.dumps(redact(dict(task.describe()))))
     for key in _MEANINGS:
         if key in there and there[key] != here.get(key):
@@ -222,7 +225,7 @@ def _recipe_of(run: RunFolder, settings: Sequence[str], trust: bool) -> Recipe:
 
 
 def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str | None) -> str:
-    """Puts the weights into a model, in place; returns where they come from."""
+    """Loads a run's weights into a model, in place; returns their source."""
     folder, weights = run.path, run.manifest.weights
     state, average, source = (
         (_final(folder / name, weights[name]), dict[str, torch.Tensor](), name)
@@ -232,8 +235,8 @@ def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str |
     averaged = merged({**state, **average}, _lora_scale(run))
     try:
         model.load_state_dict(averaged)
-        # A checkpoint holds the average of each trained parameter once, also of one that two names share, or
-        # whose memory is that of a buffer too.
+        # A checkpoint holds the average of each trained parameter once, also of a tied one or one that shares
+        # memory with a buffer.
         for parameter, tensor in model.named_parameters():
             if average and averaged[parameter] is not state.get(parameter):
                 tensor.copy_(averaged[parameter])
@@ -265,7 +268,7 @@ def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
 def _checkpointed(
     folder: Path, which: str | None, averaged: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
-    """A checkpoint's weights and buffers, the average (maybe empty), and its name."""
+    """Reads a checkpoint's weights and buffers, its average (empty without one), and its path in the run."""
     if which not in (None, "best", "last") and not (str(which).isascii() and str(which).isdigit()):
         raise BadInputError(f"--checkpoint {which}: give best, last or a step")
     path = None
@@ -294,7 +297,7 @@ def inputs_of(run: OpenedRun, batch: Batch) -> tuple[torch.Tensor, ...]:
     """Returns the inputs of the run's model for a batch.
 
     Raises:
-        BadInputError: If the run's task doesn't say.
+        BadInputError: If the run's task has no method `inputs`, or it gives anything but tensors.
     """
     make = getattr(run.task, "inputs", None)
     if make is None:
@@ -313,7 +316,7 @@ def read_samples(dataset: Dataset, samples: Ints) -> Batch:
     """Reads samples of evaluation data into a batch on the CPU.
 
     Raises:
-        BadInputError: If one can't be decoded and the recipe says that this is a failure.
+        BadInputError: If a sample can't be decoded and data.on_corrupt is "fail".
     """
     out = {
         name: np.zeros((len(samples), *field.shape), field.dtype) for name, field in dataset.fields.items()

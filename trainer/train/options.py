@@ -1,4 +1,4 @@
-"""Options of `trainer train`, besides its recipe's keys. Imports no torch."""
+"""Options of `trainer train` other than keys of the recipe. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class StartingPoint(NamedTuple):
     Attributes:
         run: A run folder.
         which: "last", "best" or a step.
-        word: As it was given.
+        word: The value of --from as it was typed.
     """
 
     run: Path
@@ -28,7 +28,7 @@ def parse_source(word: str) -> StartingPoint:
     """Reads RUN, RUN@STEP or RUN@best.
 
     Raises:
-        BadInputError: If it is none of these.
+        BadInputError: If the word has none of these forms.
     """
     if not (Path(word) / MANIFEST).is_file() and "@" in word:
         name, _, which = word.rpartition("@")
@@ -40,17 +40,27 @@ def parse_source(word: str) -> StartingPoint:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The flags of `trainer train`, as its parser read them.
+    """Flags of `trainer train`, as its parser read them.
 
     Attributes:
-        recipe: Its name, or a file.
-        set: KEY=VALUE, those of a tuned file first.
+        recipe: Name of a recipe, or its file.
+        set: KEY=VALUE settings; those of a tuned file come first.
         values: The configuration of the run to resume or to begin from, in place of a recipe's.
-        tuned: The file that `trainer tune` wrote.
-        out: The run folder, or None.
-        source: What `--from` names.
-        gpus: How many, or which.
-        profile: Whether to look at some steps, and how.
+        tuned: A file that `trainer tune` wrote, or None.
+        out: The run folder; None: a new one.
+        resume: The flag --resume, which says what may differ from the run in the folder.
+        source: The checkpoint that `--from` names, or None.
+        max_restarts: How often to restart the ranks after a failure.
+        grace: Seconds from a signal until ranks are killed.
+        gpus: A number of GPUs, or a list of them.
+        nproc_per_node: Number of ranks on this host, on CPUs.
+        stop_after: The step after which to stop with a checkpoint, or None.
+        profile: Kind of profile of some steps, or None.
+        nnodes: Number of nodes, or MIN:MAX.
+        node_rank: Number of this node, from 0.
+        master_addr: Host name or address of node 0.
+        master_port: Port on node 0.
+        join_timeout: Seconds to wait for the other nodes.
     """
 
     recipe: str

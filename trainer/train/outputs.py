@@ -1,4 +1,4 @@
-"""What a rank tells and writes while it trains: rows of metrics everywhere, on rank 0 also all the rest."""
+"""Output of a rank while it trains: metrics records on every rank, on rank 0 also files and the console."""
 
 import contextlib
 import time
@@ -53,22 +53,22 @@ from trainer.train.step import take_metrics
 from trainer.train.summary import introduce
 from trainer.version import __version__
 
-_PAUSE_S = 0.25  # where rows come more often than that, they explain themselves now and then
+_PAUSE_S = 0.25  # metrics records that come faster have their explanation only once in so many seconds
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is told and written.
+    """Receivers of all that a run logs and writes.
 
     Attributes:
-        logger: Takes the metrics.
+        logger: Logs the metrics records.
         checkpoints: Saves the state.
-        anomalies: Writes down what anomaly detection finds.
-        each_step: Told of each step how many are done.
-        manifest: The run's, on rank 0.
-        progress_bar: The same.
-        advisor: The same: says what holds the run up.
-        profile: The same: looks at some steps, or None.
+        anomalies: Writes anomalies to a file.
+        each_step: Functions that are called after each step with the number of steps done.
+        manifest: The run's manifest, on rank 0; None elsewhere.
+        progress_bar: The console, on rank 0; None elsewhere.
+        advisor: Names the bottleneck, on rank 0; None elsewhere.
+        profile: Profiles some steps, on rank 0; None without --profile.
     """
 
     logger: MetricLogger
@@ -81,19 +81,19 @@ class Outputs:
     profile: Profile | None = None
 
     def leave(self, status: str, line: str) -> None:
-        """Says on rank 0 why the attempt ends before its end, and in the manifest."""
+        """Closes an attempt that stops early: its status and reason go to console and manifest, on rank 0."""
         if self.progress_bar is not None and self.manifest is not None and self.anomalies.folder is not None:
             self.progress_bar.close()
             if status == "stopped":
                 self.progress_bar.say(f"  {line}")
-            with contextlib.suppress(OSError):  # of a full disk, say: what happened matters more
+            with contextlib.suppress(OSError):  # such as a full disk: it must not hide the reason
                 update_manifest(self.anomalies.folder, self.manifest, status=status, reason=line)
 
 
 def bare_outputs(
     stack: contextlib.ExitStack, run: Run, sinks: Sequence[Sink] = (), checksums: Checksums | None = None
 ) -> Outputs:
-    """Rows of metrics with all that explains them, and no run folder: for measuring the loop itself."""
+    """Metrics records with their explanation, without a run folder: for measuring the loop itself."""
     sources = metric_sources(stack, run)
     logger = _make_logger(run, list(sinks), checksums, sources)
     _add_advisor(run, logger, sources, profiled=False)
@@ -111,15 +111,17 @@ def open_outputs(
     left_out: frozenset[int],
     brought: Sequence[Any] = (),
 ) -> Outputs:
-    """Opens what this rank writes to; the stack closes it.
+    """Opens the outputs of this rank; the stack closes them.
 
     Args:
         stack: Closed when the attempt is over.
-        run: The same, built, and its checkpoint loaded.
-        stored: What the earlier attempts left, or None.
-        data: From `data_of`.
-        anomalies: Those that still hold.
-        left_out: Steps that aren't trained.
+        request: The request that this run was built from.
+        run: The run, with its checkpoint loaded.
+        stored: The manifest of earlier attempts, or None.
+        data: Fingerprints of the data, from `data_of`.
+        notes: Lines for the manifest and the console.
+        anomalies: Anomalies of earlier attempts that still hold.
+        left_out: Steps, from 0, that aren't trained.
         brought: Hooks that `fit` was given.
 
     Raises:
@@ -129,14 +131,14 @@ def open_outputs(
     found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
     hooks = make_hooks(found, run.world.rank)
     if run.world.rank:
-        theirs = [hook_sink(hooks, config)] if hooks else []
+        sinks = [hook_sink(hooks, config)] if hooks else []
         checksums = other_ranks_checksums(run)
-        logger = _make_logger(run, theirs, checksums, metric_sources(stack, run), left_out)
-        part = None
-        if run.state.rows is not None and run.state.rows.first:  # writes its rows
-            part = BackgroundWriter(checkpoints_of(folder), run.recipe.checkpoint.keep, warn)
-            stack.callback(part.abandon)
-        return Outputs(logger, Checkpoints(run, part), AnomalyLog(None, run.plan))
+        logger = _make_logger(run, sinks, checksums, metric_sources(stack, run), left_out)
+        row_writer = None
+        if run.state.rows is not None and run.state.rows.first:
+            row_writer = BackgroundWriter(checkpoints_of(folder), run.recipe.checkpoint.keep, warn)
+            stack.callback(row_writer.abandon)
+        return Outputs(logger, Checkpoints(run, row_writer), AnomalyLog(None, run.plan))
     manifest = make_manifest(
         run, request.name, request.command, data, notes, stored, request.begun_from, request.pretrained
     )
@@ -149,7 +151,7 @@ def open_outputs(
         manifest.model = describe_model(run.recipe, run.state.model, shown, sources.count, own, ranks)
     check_space(folder, run.recipe, run.state.model, brings_optimizer(run.task))
     with writable(folder):
-        # All ranks have read theirs: they agreed.
+        # All ranks have read their checkpoint by now: they have agreed on it.
         place = checkpoints_of(folder)
         if stored is not None and (aside := set_foreign_aside(place, stored.foreign)):
             warn(f"{place}: checkpoints of other runs were renamed: {', '.join(aside)}")
@@ -199,13 +201,13 @@ def open_outputs(
 
 def _watch_for_no_gradient() -> Sink:
     """Makes a sink that warns once of a step whose gradient is 0 although its loss isn't."""
-    told = False
+    warned = False
 
     def watch(row: Row) -> None:
-        nonlocal told
-        if told or row["kind"] != "train" or row.get("grad_norm") != 0 or not row.get("loss"):
+        nonlocal warned
+        if warned or row["kind"] != "train" or row.get("grad_norm") != 0 or not row.get("loss"):
             return
-        told = True
+        warned = True
         warn(
             f"the gradient of step {row['step']} is 0 although its loss is {row['loss']:.4g}: nothing is "
             "learned from it; look for detach() and no_grad() between the parameters and the loss, and try "
@@ -217,7 +219,7 @@ def _watch_for_no_gradient() -> Sink:
 
 @contextlib.contextmanager
 def _served(folder: Path, run: Run, manifest: Manifest, writer: BackgroundWriter) -> Iterator[Progress]:
-    """Where Prometheus looks, as a sink."""
+    """Serves the run's progress to Prometheus; yields the sink that updates it."""
     begun = run.state.step
     about = {
         "run": folder.name,
@@ -248,15 +250,20 @@ def _make_logger(
 def _compiled(run: Run, progress_bar: ProgressBar) -> Callable[[int], None]:
     began, last = time.monotonic(), run.state.step + run.recipe.compile.warm_up
 
-    def tell(done: int) -> None:
+    def report(done: int) -> None:
         if done == last:
             progress_bar.say(f"  compiled in {time.monotonic() - began:.0f} s")
 
-    return tell
+    return report
 
 
 def metric_sources(stack: contextlib.ExitStack, run: Run) -> Sources:
-    """What this rank's rows tell besides its own metrics, until the stack is closed."""
+    """Sources of this rank's metrics other than the step's own: phases, machine, memory, FLOPs.
+
+    Args:
+        stack: Closes them.
+        run: The run.
+    """
     task, device, world = run.task, run.world.device, run.world
     num_items = task.train_data.num_items
     gather = partial(gather_rows, world) if world.group is not None else None
@@ -323,7 +330,7 @@ def _open_profile(stack: contextlib.ExitStack, request: Request, run: Run) -> Pr
 
 @contextlib.contextmanager
 def memory_explained(run: Run, folder: Path | None) -> Iterator[None]:
-    """Says who holds the memory when it runs out, on the rank on which it does.
+    """Replaces an out-of-memory error by one that lists what holds the memory.
 
     Raises:
         OutOfMemory: In place of torch's error, or Python's.

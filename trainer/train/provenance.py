@@ -1,4 +1,4 @@
-"""The manifest of an attempt: its configuration, code, environment and data."""
+"""Manifest of a run: its configuration, code, environment and data."""
 
 import hashlib
 import os
@@ -41,18 +41,22 @@ def make_manifest(
     begun_from: BegunFrom | None = None,
     pretrained: Pretrained | None = None,
 ) -> Manifest:
-    """What this run is, for people and for machines.
+    """Makes the manifest of a run with the attempt that begins now.
 
     Args:
-        name: Of the recipe.
-        command: What the user typed.
-        fingerprint: From `trainer.train.components.task.data_of`.
-        begun_from: The other run's checkpoint that a new run begins from.
+        run: The run, with its checkpoint loaded.
+        name: Name of the recipe.
+        command: The command as it was typed, without secrets.
+        fingerprint: Fingerprints of the data, from `trainer.train.components.task.data_of`.
+        notes: Lines for the user.
+        stored: The manifest of earlier attempts, or None.
+        begun_from: Checkpoint of another run that a new run begins from, or None.
+        pretrained: Source and hash of the pretrained weights, or None.
     """
     recipe, world, threads = run.recipe, run.world, torch.get_num_threads()
     commit, dirty = _commit()
     config = recipe.model_dump(mode="json")
-    # By --resume force alone: what trained the steps before is not what this manifest says.
+    # Only by --resume force: earlier steps were trained with other values than this manifest has.
     changed = []
     if stored is not None:
         changed = [
@@ -126,7 +130,7 @@ def file_hash(file: Path) -> str:
 
 
 def lock_hash(prefix: Path) -> str | None:
-    """SHA-256 of the wheels.lock that an environment was installed from; None where nobody knows."""
+    """SHA-256 of the wheels.lock that an environment was installed from; None if unknown."""
     stamp = read_stamp(prefix)
     return None if stamp.changing else stamp.lock
 
@@ -155,7 +159,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def _installed(name: str) -> str | None:
-    """The version of a package, which isn't imported for that: torchvision takes seconds."""
+    """Returns the version of a package without importing it (torchvision takes seconds); None if missing."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -175,7 +179,7 @@ def _device(device: torch.device) -> Device:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the code that runs, with "+" for uncommitted changes, and whether there are; else None."""
+    """Returns the commit of this code, with "+" for uncommitted changes, and True if there are; else None."""
     git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)

@@ -30,16 +30,16 @@ from trainer.observe.text import enumerated
 from trainer.runs.manifest import Manifest, status_after, update_manifest
 from trainer.train.state import Run
 
-# libyaml's writes the same ten times as fast; not every PyYAML has it.
+# The dumper of libyaml is ten times as fast; not every PyYAML has it.
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Says in one line that a run folder can't be written, before the training.
+    """Replaces an OSError by one line: the run folder can't be written.
 
     Raises:
-        BadInputError: In place of the disk's error.
+        BadInputError: In place of an OSError.
     """
     try:
         yield
@@ -54,10 +54,13 @@ def writable(folder: Path) -> Iterator[None]:
 def open_recording(
     folder: Path, run: Run, manifest: Manifest
 ) -> Iterator[tuple[list[Sink], Checksums | None]]:
-    """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
+    """Writes manifest and configuration, and opens the sinks and checksums that write to the folder.
 
-    Rows of later steps than the run's, from an attempt that was lost, go. An error that ends it
-    stands in the manifest afterwards.
+    Records of steps after the run's, from an attempt that was lost, are removed. An error inside the context
+    is written to the manifest.
+
+    Yields:
+        The sinks; and the checksums, or None without log.fingerprints.
 
     Raises:
         BadInputError: If the folder can't be written.
@@ -74,9 +77,9 @@ def open_recording(
                     checksums = _open_trace(folder / "checksums.jsonl", run, closing)
             yield sinks, checksums
         except BaseException as error:
-            if os.getpid() == process:  # not in a fork of somebody's code
+            if os.getpid() == process:  # not in a process that user code forked
                 reason = f"{type(error).__name__}: {error}"
-                with contextlib.suppress(OSError):  # of a full disk, say: what happened matters more
+                with contextlib.suppress(OSError):  # such as a full disk: it must not hide the error
                     update_manifest(folder, manifest, status=status_after(error), reason=reason)
             raise
 
@@ -100,31 +103,31 @@ def _open(folder: Path, recipe: Recipe, step: int, closing: contextlib.ExitStack
     for name in FILE_SINKS:
         if name in recipe.log.to:
             sink, close = named(SINKS[name].opens)(folder / SINKS[name].folder, step)
-            closing.callback(_despite_the_disk(close))
-            sinks.append(_despite_the_disk(sink))
+            closing.callback(_tolerating_disk_errors(close))
+            sinks.append(_tolerating_disk_errors(sink))
     return sinks
 
 
 def _open_trace(path: Path, run: Run, closing: contextlib.ExitStack) -> Checksums:
     known, state = last_names(path), run.state
     file = opened_to_add(path)
-    closing.callback(_despite_the_disk(file.close))
+    closing.callback(_tolerating_disk_errors(file.close))
     write = checksums_to(file, list(state.model.state_dict()), known, state.step)
-    return Checksums(_fingerprints(run), _despite_the_disk(write), _drift_of(run))
+    return Checksums(_fingerprints(run), _tolerating_disk_errors(write), _drift_of(run))
 
 
 def other_ranks_checksums(run: Run) -> Checksums | None:
-    """Returns the checksums of a rank that writes nothing: its weights are compared with the other ranks'."""
+    """Returns the checksums of a rank that writes none: they are compared over the ranks; None without."""
     if not run.recipe.log.fingerprints:
         return None
     return Checksums(_fingerprints(run), lambda *_: None, _drift_of(run))
 
 
 def _fingerprints(run: Run) -> Callable[[], torch.Tensor]:
-    """Takes them, and which differ between ranks that should hold the same.
+    """Returns a function that takes fingerprints of all tensors, and flags those that differ between ranks.
 
-    Of a sharded model it is a sum over the ranks that share it, each rank's times an odd number of its own;
-    what isn't sharded of it, and the sums of several such groups, are compared.
+    A sharded tensor's fingerprint is a sum over the ranks that share it, each rank's times an odd number of
+    its own. Unsharded tensors, and the sums of several sharding groups, are compared over the ranks.
     """
     state, group = run.state, run.world.group
     take, rows = fingerprints_of(state.model, own_rows), state.rows
@@ -146,23 +149,26 @@ def _fingerprints(run: Run) -> Callable[[], torch.Tensor]:
 
 
 def _drift_of(run: Run) -> Callable[[int, Sequence[int]], None]:
-    """Makes what judges tensors that differ between ranks: buffers are told once, parameters end the run."""
+    """Returns a function that judges tensors that differ between ranks.
+
+    Buffers give one warning, on rank 0; parameters end the run.
+    """
     names = list(run.state.model.state_dict())
     weights = {name for name, _ in run.state.model.named_parameters(remove_duplicate=False)}
-    alike, told = run.state.step, run.world.rank > 0
+    alike, warned = run.state.step, run.world.rank > 0
 
     def judge(step: int, flags: Sequence[int]) -> None:
-        nonlocal alike, told
+        nonlocal alike, warned
         odd = [name for name, flag in zip(names, flags, strict=True) if flag]
         if drifted := [name for name in odd if name in weights]:
             raise DivergedError(
                 f"the ranks' weights differ after step {step}, as they did not after step {alike}: "
                 f"{enumerated(drifted, 3)}; what changes them must be the same on all ranks: look for RANK, "
                 "data or random numbers of a rank's own in the task, its hooks and its optimizer, or for a "
-                "faulty device; --resume force goes on from the newest checkpoint"
+                "faulty device; --resume force resumes from the newest checkpoint"
             )
-        if odd and not told:
-            told = True
+        if odd and not warned:
+            warned = True
             warn(
                 f"the buffers {enumerated(odd, 3)} differ between ranks after step {step}: each rank keeps "
                 "its own, and checkpoints and the evaluation of rank 0's samples have rank 0's"
@@ -172,33 +178,33 @@ def _drift_of(run: Run) -> Callable[[int, Sequence[int]], None]:
     return judge
 
 
-def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
-    """Rows and the closing of their file are not worth a training: the first fault of a disk is told."""
-    told = False
+def _tolerating_disk_errors(write: Callable[..., None]) -> Callable[..., None]:
+    """Wraps a writer of metrics records: a disk error doesn't end the run; the first one is a warning."""
+    warned = False
 
-    def written(*row: Any) -> None:
-        nonlocal told
+    def tolerant(*row: Any) -> None:
+        nonlocal warned
         try:
             write(*row)
         except OSError as error:
-            if row and not told:
-                warn(f"rows of metrics are lost ({error.strerror}); the training goes on")
-            told = True
+            if row and not warned:
+                warn(f"metrics records are lost ({error.strerror}); the training goes on")
+            warned = True
 
-    return written
+    return tolerant
 
 
 def save_weights(model: nn.Module, path: Path, whole: Mapping[str, torch.Tensor] | None = None) -> str:
-    """Writes parameters and buffers of a model as safetensors, each tied one too, and LoRA merged.
+    """Writes parameters and buffers of a model as safetensors: tied ones under each name, LoRA merged.
 
     Args:
-        model: Whose they are.
+        model: The model.
         path: The file.
-        whole: Its state_dict, if it is sharded.
+        whole: The unsharded state_dict of a sharded model; None: the model's own.
 
     Returns:
-        The file's hash.
+        The file's SHA-256.
     """
     with written_whole(path) as beside:
-        beside.unlink()  # it makes a new one
+        beside.unlink()  # write_file makes a new one
         return write_file(beside, safetensors_bytes(plain_state(model, whole)))

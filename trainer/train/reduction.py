@@ -1,10 +1,10 @@
 """Reduces the micro-batches of a step to one gradient and one loss, over all ranks.
 
-A reduction takes what each micro-batch gives (`add`) and leaves the step's (`finish`): in the parameters
-the gradients of all ranks, for `StepStatistics` BatchNorm's statistics, and the loss. There are two. DDP's
-all-reduce leaves loss and statistics of this rank alone, which are summed over the ranks later: the loss
-when a row of metrics is due, the statistics in `StepStatistics.end_step`. The tree's leaves all of them of
-all ranks, added in one order, so that the bits don't depend on the number of ranks.
+A reduction takes gradients, loss and BatchNorm's statistics of each micro-batch (`add`) and sums them over
+the step (`finish`). Gradients are then those of all ranks. With an all-reduce (DDP) or reduce-scatter (FSDP),
+loss and statistics are still those of this rank, and are summed over the ranks later: the loss when a metrics
+record is due, the statistics in `StepStatistics.end_step`. With the tree all of them are sums over all ranks,
+added in one order, so that the bits don't depend on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -28,54 +28,58 @@ _NOTHING = nullcontext()
 
 
 class Gradients:
-    """The gradients of a model's parameters, where backward leaves them.
+    """Gradients of a model's parameters, in their `grad`.
 
     Attributes:
-        parameters: Those that are trained.
+        parameters: The trained parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Takes the gradients of a model."""
+        """Takes a model."""
         self.parameters = [p for p in weights(model).values() if p.requires_grad]
 
     def present(self) -> list[torch.Tensor]:
-        """The gradients that there are: none for a parameter that had no part in the step."""
+        """Returns the gradients, without parameters that had no part in the step."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def take(self) -> tuple[list[torch.Tensor], set[int]]:
-        """A micro-batch's gradients, to keep (zeros where there is none), and which there were."""
+        """Hands a micro-batch's gradients over to the caller, and clears them.
+
+        Returns:
+            A gradient for each parameter, zeros if it had none; and the numbers of those that had one.
+        """
         used = {number for number, p in enumerate(self.parameters) if p.grad is not None}
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.clear()
         return gradients, used
 
     def put(self, gradients: list[torch.Tensor]) -> None:
-        """Makes these the gradients of all parameters."""
+        """Sets the gradients of all parameters."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def clear(self) -> None:
-        """Drops them after a step."""
+        """Sets all gradients to None."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def norm(self) -> torch.Tensor:
-        """Their joint 2-norm, float (); 0 where there are none."""
-        return grad_norm(present) if (present := self.present()) else self._nothing()
+        """Returns the 2-norm of all gradients together, float (); 0 without any."""
+        return grad_norm(present) if (present := self.present()) else self._zero()
 
     def clip(self, largest: float) -> torch.Tensor:
-        """Scales them so that it is at most `largest`; returns what it was before."""
-        return clip_gradients(present, largest) if (present := self.present()) else self._nothing()
+        """Scales the gradients to a norm of at most `largest`; returns their norm before, float ()."""
+        return clip_gradients(present, largest) if (present := self.present()) else self._zero()
 
-    def _nothing(self) -> torch.Tensor:
+    def _zero(self) -> torch.Tensor:
         return torch.zeros((), device=self.parameters[0].device)
 
 
 class ShardedGradients(Gradients):
-    """This rank's rows of the gradients; their norm is that of all ranks'."""
+    """Gradients of a sharded model: this rank's rows; the norm is that of the rows of all ranks."""
 
     def __init__(self, model: nn.Module, rows: Rows) -> None:
-        """Takes the gradients of a sharded model."""
+        """Takes a sharded model and this rank's rows of it."""
         super().__init__(model)
         self._rows = rows
 
@@ -89,14 +93,14 @@ class ShardedGradients(Gradients):
 
 
 class FixedGradients(Gradients):
-    """Gradients in tensors that stay where they are.
+    """Gradients in tensors that keep their memory.
 
-    For CUDA graphs: each replay writes its gradients to the same memory. With one micro-batch on one rank
-    they are used before the next replay; with several, or with DDP, they are added to tensors that last.
+    CUDA graphs write the gradients of each replay to the same memory. With one micro-batch on one rank they
+    are used before the next replay; with several, or with DDP, they are added to tensors of their own.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Takes a model's gradients, 0 at first."""
+        """Takes a model, and sets its gradients to 0."""
         super().__init__(model)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -112,7 +116,7 @@ class FixedGradients(Gradients):
         torch._foreach_copy_(self.present(), gradients)
 
     def clear(self) -> None:
-        """Sets them to 0."""
+        """Sets all gradients to 0."""
         torch._foreach_zero_(self.present())
 
 
@@ -120,48 +124,57 @@ class Reduction(Protocol):
     """Interface of a reduction of a step's micro-batches.
 
     Attributes:
-        loss_group: The ranks over which a loss is still to be summed; None where each has the whole.
+        loss_group: Process group over which the loss of `finish` is still to be summed; None where it is the
+            sum over all ranks already.
     """
 
     loss_group: dist.ProcessGroup | None
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """The context of a micro-batch's forward and backward pass; `last`: of the step."""
+        """Returns the context of a micro-batch's forward and backward pass.
+
+        Args:
+            last: True for the last micro-batch of a step.
+        """
         ...
 
     def add(self, loss: torch.Tensor, statistics: list[torch.Tensor]) -> None:
         """Takes a micro-batch's loss and BatchNorm's statistics, after its backward pass.
 
         Args:
-            loss: float (); or (n,), the sum of several losses and each of them.
-            statistics: Of this micro-batch.
+            loss: float (); or (1 + n,), the trained sum of several losses and each of them.
+            statistics: Batch statistics of this micro-batch.
         """
         ...
 
     def finish(self) -> torch.Tensor:
-        """Puts the step's sums in place; collective. Returns its loss: this rank's, or the whole."""
+        """Puts the step's gradients into the parameters; collective.
+
+        Returns:
+            The step's loss, shaped as in `add`: this rank's, or the sum over all (see `loss_group`).
+        """
         ...
 
     def gather_losses(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the losses for a checkpoint, float64 (n, …): each rank's, or the whole; collective."""
+        """Returns losses for a checkpoint, float64 (ranks, …), or (1, …) if summed already; collective."""
         ...
 
     def own_loss(self, losses: Sequence[float]) -> float:
-        """This rank's part of what a checkpoint kept, maybe on another number of ranks."""
+        """Returns this rank's loss of those in a checkpoint, which may be of another number of ranks."""
         ...
 
 
 class AllReduce:
-    """DDP's: gradients are added in place, and summed over the ranks during the last backward pass."""
+    """All-reduce of DDP: gradients accumulate in place, and are summed in the step's last backward pass."""
 
     def __init__(self, replica: nn.Module, world: World, statistics: StepStatistics) -> None:
-        """Takes a model, wrapped in DDP or alone."""
+        """Takes a model, wrapped in DDP or not."""
         self.loss_group = world.group
         self._replica, self._world, self._statistics = replica, world, statistics
         self._loss: torch.Tensor | None = None
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """See `Reduction.micro_batch`: only the last one's gradients cross the network."""
+        """See `Reduction.micro_batch`; gradients cross the network only in the last one."""
         if self._loss is not None:
             self._statistics.restore()
         return _NOTHING if last else unsynchronized(self._replica)
@@ -187,23 +200,23 @@ class AllReduce:
         return sum_over_ranks(losses, self.loss_group)
 
     def own_loss(self, losses: Sequence[float]) -> float:
-        """See `Reduction.own_loss`: another number of ranks had other parts, of the same total."""
+        """See `Reduction.own_loss`; with another number of ranks, rank 0 takes the sum."""
         if len(losses) == self._world.size:
             return losses[self._world.rank]
         return fsum(losses) * (self._world.rank == 0)
 
 
 class ReduceScatter(AllReduce):
-    """FSDP's: gradients are summed during the last backward pass, and each rank gets those of its rows."""
+    """Reduce-scatter of FSDP: in the step's last backward pass each rank gets the sum of its rows."""
 
     def __init__(self, model: nn.Module, world: World, statistics: StepStatistics, accumulates: bool) -> None:
-        """Takes a sharded model; `accumulates`: whether a step has several micro-batches."""
+        """Takes a sharded model; `accumulates`: True if a step has several micro-batches on this rank."""
         super().__init__(model, world, statistics)
         self._model: Any = model
         self._accumulates = accumulates
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """See `AllReduce.micro_batch`: until the last one each rank keeps whole gradients."""
+        """See `AllReduce.micro_batch`; before the last one each rank keeps unsharded gradients."""
         if self._accumulates:
             self._model.set_requires_gradient_sync(last)
         if self._loss is not None:
@@ -226,18 +239,18 @@ class ReduceScatter(AllReduce):
 
 
 class TreeSum:
-    """The tree's: everything is added in one order, whatever the number of ranks."""
+    """Tree reduction: everything is added in one order, whatever the number of ranks."""
 
     loss_group: dist.ProcessGroup | None = None
 
     def __init__(
         self, gradients: Gradients, world: World, statistics: StepStatistics, bucket_mb: int
     ) -> None:
-        """Sums over the ranks in buckets of so many MiB."""
+        """Takes the gradients to sum, in buckets of `bucket_mb` MiB."""
         self._gradients, self._statistics = gradients, statistics
         self._tree = TreeReduction(world.group, bucket_mb)
         self._used, self._losses = set[int](), torch.Size()
-        # A single rank knows by itself which parameters a step used.
+        # A single rank needs no flags to know which parameters a step used.
         flags = len(gradients.parameters) if world.group is not None else 0
         self._all_used = torch.ones(flags, dtype=torch.float64, device=world.device)
 
@@ -267,7 +280,7 @@ class TreeSum:
         parameters, count = self._gradients.parameters, len(self._all_used)
         losses = self._losses.numel()
         self._gradients.put(sums.gradients)
-        # Asked for only where this rank used fewer, as the host waits for the device then.
+        # Read only where this rank used fewer than all: .tolist() makes the host wait for the device.
         if len(own_used) < len(parameters):
             used = sums.metrics[losses : losses + count].tolist() or [0.0] * len(parameters)
             for number, flag in enumerate(used):
@@ -286,28 +299,28 @@ class TreeSum:
 
 
 class ItemCount:
-    """Divisor of a step's losses: its items, known from the plan."""
+    """Divisor of a step's losses where every sample has as many items: known from the plan."""
 
     def __init__(self, plan: Plan, per_sample: int, group: dist.ProcessGroup | None) -> None:
-        """Items are samples, or so many tokens of each."""
+        """Takes the items of each sample: 1, or its number of tokens."""
         self._plan, self._per_sample, self._group = plan, per_sample, group
 
     def begin(self, step: int) -> int:
-        """Begins to count a step; returns its items over all ranks, at most."""
+        """Begins to count a step; returns the most items that it can have, over all ranks."""
         return self._plan.step_samples(step) * self._per_sample
 
     def add(self, num_items: int) -> None:
-        """Takes the items of a micro-batch that was loaded."""
+        """Adds the items of a micro-batch that was loaded."""
 
     def correct(self, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:  # noqa: ARG002
-        """Divides a step's loss and gradients by what it really had: here they are. Returns the loss."""
+        """Returns a step's loss: it has been divided by the right number already."""
         return loss
 
 
 class RaggedItemCount(ItemCount):
-    """Divisor where samples differ in their items (valid tokens), known once they are loaded.
+    """Divisor of a step's losses where samples differ in their items (valid tokens).
 
-    Until then losses are divided by the most there can be.
+    The number is known when all micro-batches are loaded; until then losses are divided by its upper bound.
     """
 
     _expected = _here = 0
@@ -322,10 +335,14 @@ class RaggedItemCount(ItemCount):
         self._here += num_items
 
     def correct(self, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-        """Divides by what all ranks really had; collective."""
+        """Scales a step's loss and gradients to the items that all ranks had; collective.
+
+        Returns:
+            The scaled loss; gradients are scaled in place.
+        """
         true = torch.full((), float(self._here), dtype=torch.float64, device=loss.device)
         sum_over_ranks(true, self._group)
-        # No valid token at all: no gradient, not a NaN.
+        # Without any valid token the gradient is 0, not NaN.
         correction = self._expected / true.clamp_(min=1)
         if present := gradients.present():
             torch._foreach_mul_(present, correction.to(present[0].dtype))

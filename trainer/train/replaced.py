@@ -1,4 +1,4 @@
-"""Counts the samples that others replaced, for the end of a run."""
+"""Number of corrupt samples that were replaced by others, for the end of a run."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from trainer.train.state import Run
 
 
 def gather_replaced(run: Run) -> dict[str, float]:
-    """Corrupt samples of each data set in which there were any, over all ranks; collective.
+    """Counts replaced samples over all ranks, by data set, for data sets that had any; collective.
 
-    With data.on_corrupt=quarantine over all attempts, too: the run folder's file has them.
+    With data.on_corrupt=quarantine those of earlier attempts count, too: quarantine.jsonl has them.
     """
     if run.recipe.data.on_corrupt == "fail":
         return {}
@@ -20,7 +20,7 @@ def gather_replaced(run: Run) -> dict[str, float]:
 
 
 def count_replaced(quarantines: Mapping[str, Quarantine], world: World) -> dict[str, float]:
-    """See `gather_replaced`; collective."""
+    """Counts the samples of quarantines over all ranks, as `gather_replaced`; collective."""
     counts = {}
     for what, quarantine in quarantines.items():
         words = words_of_ranks(" ".join(map(str, sorted(quarantine.samples))), world)
@@ -29,7 +29,7 @@ def count_replaced(quarantines: Mapping[str, Quarantine], world: World) -> dict[
 
 
 def replaced_line(metrics: Mapping[str, float], data: DataConfig) -> str:
-    """A line for the console; "" if none was replaced."""
+    """Returns a line for the console; "" if no sample was replaced."""
     counts = [
         f"{count:,.0f} {name.removeprefix(REPLACED)}"
         for name, count in metrics.items()

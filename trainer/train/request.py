@@ -1,4 +1,4 @@
-"""Request to the ranks: made by the command, read by each rank."""
+"""Request to train, made by the launcher and read by each rank."""
 
 import shlex
 import sys
@@ -17,25 +17,25 @@ from trainer.train.options import Mode
 
 
 def typed(argv: Sequence[str]) -> str:
-    """A command as it was typed, without secrets."""
+    """Returns a command as it was typed, without secrets."""
     return shlex.join(redact_words(["trainer", *argv[1:]]))
 
 
 @dataclass(frozen=True)
 class Request:
-    """One start of a run, the same for each of its ranks.
+    """Request to start or resume a run, equal for all its ranks.
 
     Attributes:
-        recipe: The validated configuration; where the launcher chooses for `auto`, its number, and for a
-            branch of the hub its commit.
-        name: Of the recipe.
+        recipe: The validated configuration, with the launcher's choices in place of `auto`, and a commit in
+            place of a branch of the hub.
+        name: Name of the recipe.
         folder: The run folder; rank 0 writes to it. If it holds a run, that is resumed.
-        resume: Whether a changed configuration may go on.
+        resume: The flag --resume: what may differ from the run in the folder.
         stop_after: The step after which to stop with a checkpoint, or None.
-        profile: Whether to look at some steps, and how.
-        command: What the user typed, without secrets.
-        begun_from: The other run's checkpoint that a new run begins from, or None.
-        pretrained: What `model.pretrained` is.
+        profile: Kind of profile of some steps, or None.
+        command: The command as it was typed, without secrets.
+        begun_from: Checkpoint of another run that a new run begins from, or None.
+        pretrained: Source and hash of the pretrained weights, or None.
     """
 
     recipe: Recipe
@@ -50,11 +50,11 @@ class Request:
 
 
 def as_json(request: Request) -> dict[str, Any]:
-    """A request for the ranks of a launch."""
+    """Returns a request as JSON values, for the ranks of a launch."""
     values: dict[str, Any] = TypeAdapter(Request).dump_python(request, mode="json")
     return values
 
 
 def from_json(values: Mapping[str, Any]) -> Request:
-    """Reads what `as_json` wrote."""
+    """Reads a request from the values of `as_json`."""
     return TypeAdapter(Request).validate_python(values)

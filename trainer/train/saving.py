@@ -1,4 +1,4 @@
-"""When a run's state is saved while it trains, and how: rank 0 writes it, or each rank its rows."""
+"""Checkpoints during training: when they are due, and who writes them: rank 0, or each rank its rows."""
 
 import math
 import time
@@ -19,7 +19,7 @@ from trainer.train.state import Run, numbers_of, shapes_of, tensors_of
 
 
 class Checkpoints:
-    """The checkpoints of an attempt."""
+    """Checkpoints of an attempt: decides when one is due, and saves it."""
 
     def __init__(
         self,
@@ -29,15 +29,17 @@ class Checkpoints:
         data: Mapping[str, str] | None = None,
         written: Callable[[int, Path], None] | None = None,
     ) -> None:
-        """Nothing is saved yet.
+        """Saves nothing yet.
 
         Args:
-            writer: Of rank 0; of a sharded run also of the others that have a part in what is written.
-            run_id: For the checkpoints; rank 0's.
-            data: From `data_of`: a checkpoint says what it was trained on.
-            written: Told step and folder of each that was written, or None.
+            run: The run that is trained.
+            writer: Writes checkpoints in the background, on rank 0; in a sharded run also on the other ranks
+                that write rows. None: this rank writes nothing.
+            run_id: The run's id, written into each checkpoint; rank 0's.
+            data: Fingerprints of the data, from `data_of`, written into each checkpoint.
+            written: Called with step and folder of each checkpoint that has been written, or None.
         """
-        self._told, self._on_written = None if writer is None else writer.written, written
+        self._reported, self._on_written = None if writer is None else writer.written, written
         self._run, self._writer, self._run_id, self._data = run, writer, run_id, dict(data or {})
         self._config, rows = run.recipe.checkpoint, run.state.rows
         self._room = make_room(tensors_of(run.state)) if writer is not None and self.wanted else None
@@ -48,15 +50,15 @@ class Checkpoints:
 
     @property
     def wanted(self) -> bool:
-        """Whether the run is to leave any."""
+        """True if the run saves checkpoints."""
         return self._config.every > 0 or self._config.minutes > 0
 
     def due(self, done: int) -> bool:
-        """Whether one is due after so many steps."""
+        """True if a checkpoint is due after so many steps (checkpoint.every)."""
         return self._config.every > 0 and done % self._config.every == 0
 
     def overdue(self) -> bool:
-        """Whether one is due by the clock: rank 0's alone, which the others hear of."""
+        """True if a checkpoint is due by the clock (checkpoint.minutes); only rank 0's clock counts."""
         return time.monotonic() > self._due_at
 
     def _set_clock(self) -> None:
@@ -65,7 +67,7 @@ class Checkpoints:
         self._due_at = time.monotonic() + seconds if timed else math.inf
 
     def save(self) -> None:
-        """Copies the run's state, and starts to write it; collective."""
+        """Copies the run's state, and starts to write it in the background; collective."""
         run, state = self._run, self._run.state
         self._set_clock()
         losses = run.reduction.gather_losses(state.loss)
@@ -89,7 +91,7 @@ class Checkpoints:
         self._writer.submit(state.step, stage(tensors, self._room), numbers, best, part)
 
     def _token(self) -> int:
-        """A number for a write that all ranks have a part in; collective where there is one."""
+        """Returns a number that identifies a write by several ranks; 0 without sharding, else collective."""
         world = self._run.world
         if self._run.state.rows is None:
             return 0
@@ -97,40 +99,40 @@ class Checkpoints:
         return int(sum_over_ranks(token, world.control or world.group))
 
     def look(self, _done: int = 0) -> None:
-        """Tells of a checkpoint that has been written since the last call."""
-        if self._writer is None or self._on_written is None or self._writer.written == self._told:
+        """Calls `written` for a checkpoint that has been written since the last call."""
+        if self._writer is None or self._on_written is None or self._writer.written == self._reported:
             return
-        self._told = step = self._writer.written
+        self._reported = step = self._writer.written
         assert step is not None
         self._on_written(step, self._writer.folder / folder_name(step))
 
     def newest(self) -> int:
-        """The step of the newest one on the disk, whenever it was written; -1: there is none. Collective."""
+        """Returns the step of the newest checkpoint on the disk, of any attempt, or -1; collective."""
         newest = None
         if self._run.world.rank:
-            self.close()  # of a sharded run: it has written its part
+            self.close()  # in a sharded run it waits for this rank's rows
         elif self._writer is not None:
             newest = self._writer.newest()
-        with _only_told():
+        with _hook_errors_as_warnings():
             self.look()
         step = torch.tensor([0 if newest is None else newest + 1])
         sum_over_ranks(step, self._run.world.control or self._run.world.group)
         return int(step) - 1
 
     def finish(self) -> None:
-        """Waits for the one that is being written."""
+        """Waits for the checkpoint that is being written."""
         if self._writer is not None:
             self._writer.finish()
             self.look()
 
     def close(self) -> None:
-        """The same, when it is decided how the run ends: an error in a hook is only told."""
-        with _only_told():
+        """Waits as `finish`, at the end of the run: an error in a hook is only a warning."""
+        with _hook_errors_as_warnings():
             self.finish()
 
 
 @contextmanager
-def _only_told() -> Iterator[None]:
+def _hook_errors_as_warnings() -> Iterator[None]:
     try:
         yield
     except HookError as error:

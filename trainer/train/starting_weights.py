@@ -1,12 +1,12 @@
-"""The weights that a run begins with: another run's checkpoint (`--from`), or what `model.pretrained` names.
+"""Initial weights of a run: from another run's checkpoint (`--from`), or from `model.pretrained`.
 
-Of a checkpoint are taken the weights and buffers, their average, and the optimizer's state with the loss
-scale, where they have a place; steps, epochs, the order of the data and the schedule begin anew. The run
-folder keeps it (by hard links, where it can): the other run isn't needed again.
+A run takes from a checkpoint the weights and buffers, their average, and the optimizer's state with the loss
+scale, where they fit; steps, epochs, the order of the data and the schedule start at 0. The checkpoint is
+kept in the run folder (by hard links, where possible): the other run isn't needed again.
 
-What `model.pretrained` names is found and hashed once, before any rank starts, and the same when a run is
-resumed. A run that goes on from a checkpoint, its own or that of `--from`, takes all weights from there: what
-it once started from isn't asked for any more, and may be gone.
+The file of `model.pretrained` is found and hashed once, before any rank starts, also when a run is resumed.
+A run with a checkpoint, its own or that of `--from`, takes all weights from there: its pretrained weights
+aren't read any more, and may be gone.
 """
 
 import os
@@ -57,7 +57,7 @@ _SHOWN = 6
 
 
 def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFrom:
-    """Looks up and verifies what a new run is to begin from.
+    """Looks up and verifies the checkpoint that `--from` names.
 
     Raises:
         BadInputError: If there is no such run or checkpoint, it is damaged, or of another architecture.
@@ -68,7 +68,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
     except BadInputError as error:
         raise BadInputError(f"{word}: {error}") from error
     step, path = chosen_checkpoint(source.run, source.which, word)
-    path = path.absolute()  # the code of a task, below, may go to another folder
+    path = path.absolute()  # the code of a task, below, may change the current folder
     try:
         verify_checkpoint(path)
         state, digest = read_state(path), sums_hash(path)
@@ -98,7 +98,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
         run_id=run.manifest.run_id,
         step=step,
         hash=digest,
-        # Not by what weights that run began with: what it made of them is taken.
+        # Without that run's own initial weights: only the weights that it trained are taken.
         differs=[
             *differences(before, config),
             *(
@@ -128,10 +128,10 @@ def _first_difference(path: Path, model: nn.Module) -> str:
 
 
 def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
-    """Keeps what a new run begins from in its folder, in place of what a start left that was killed.
+    """Keeps the checkpoint that a new run begins from in its folder; replaces one of a start that was killed.
 
     Raises:
-        BadInputError: If it can't be written.
+        BadInputError: If the folder can't be written.
     """
     kept = folder / KEPT
     try:
@@ -158,7 +158,7 @@ def _in_run(run: Path, step: int) -> Path:
 
 
 def _linked_or_copied(file: Path, to: Path) -> None:
-    """Files of checkpoints are never changed, so two names for one do."""
+    """Hard-links a file, or copies it: files of checkpoints are never changed."""
     try:
         os.link(file, to)
     except OSError:
@@ -168,16 +168,16 @@ def _linked_or_copied(file: Path, to: Path) -> None:
 
 
 def begin_from(run: Run, folder: Path, begun_from: BegunFrom) -> list[str]:
-    """Puts the checkpoint that a run begins from into it; returns lines that say what was taken.
+    """Loads the checkpoint that a run begins from; returns notes that list what was taken.
 
     Raises:
-        BadInputError: If it is gone, or can't be trusted any more.
+        BadInputError: If the checkpoint is gone or damaged, or has another hash than at the first start.
     """
     kept = folder / KEPT / folder_name(begun_from.step)
     path = kept if kept.exists() else _in_run(Path(begun_from.folder), begun_from.step)
     remedy = f"bring back {kept}, or begin again in another --out"
     try:
-        # A rank of a sharded run reads its rows alone, later.
+        # A rank of a sharded run reads only its rows, later.
         found = read(path) if run.state.rows is None else look_up(path)
         if sums_hash(path) != begun_from.hash:
             raise Damaged("isn't the checkpoint that the run began from (another hash)")
@@ -189,17 +189,17 @@ def begin_from(run: Run, folder: Path, begun_from: BegunFrom) -> list[str]:
     other = f"other than there: {'; '.join(differs[:_SHOWN])}{more}"
     return [
         f"begins from {path_shown(Path(begun_from.folder))}, step {begun_from.step}: {taken}; steps, data "
-        "order and schedule begin anew",
+        "order and schedule start at 0",
         other if differs else "configuration and data are as they were there",
     ]
 
 
 def take_over(run: Run, found: Checkpoint) -> str:
-    """Puts another run's checkpoint into a run that has just been built; says what was taken.
+    """Loads another run's checkpoint into a run that has just been built; returns a list of what was taken.
 
     Raises:
-        KeyError: If a part is missing.
-        ValueError: If a tensor has another name, shape or type; none has been changed then.
+        KeyError: If a part of the checkpoint is missing.
+        ValueError: If a tensor has another name, shape or dtype; no tensor of the run is changed then.
     """
     state, theirs = run.state, own_tensors(run.state, found.tensors)
     built, saved = tensors_of(state)["optimizer"], theirs["optimizer"]
@@ -207,24 +207,24 @@ def take_over(run: Run, found: Checkpoint) -> str:
     average = theirs.get("ema", {})
     tensors = {
         "model": theirs["model"],
-        # Counts stay those of a run that begins.
+        # Counts of steps and updates stay 0.
         "optimizer": {**built, **fitted},
     }
-    if state.average is not None:  # with the weight itself of what was frozen there
+    if state.average is not None:  # the weight itself where the other run had it frozen
         of_all = {**theirs["model"], **average}
         tensors["ema"] = {name: of_all[name] for name in state.average.tensors}
     load_tensors(state, 0, tensors)
-    if state.average is not None and average:  # it has found its pace: it isn't to forget what it was
+    if state.average is not None and average:  # its warm-up is over: the first steps are not to replace it
         state.average.before = int(found.state.get("averaged_before", 0)) + int(saved["updates"])
-    told = ["the weights"]
+    taken = ["the weights"]
     if state.average is not None:
-        told.append("their average" if average else "an average that begins with them")
+        taken.append("their average" if average else "an average that begins with them")
     elif average:
-        told.append("not their average (ema.decay=0)")
-    return ", ".join([*told, *_told_of_optimizer(state.model, saved, fitted)])
+        taken.append("not their average (ema.decay=0)")
+    return ", ".join([*taken, *_taken_of_optimizer(state.model, saved, fitted)])
 
 
-def _told_of_optimizer(
+def _taken_of_optimizer(
     model: nn.Module, saved: Mapping[str, torch.Tensor], fitted: Mapping[str, torch.Tensor]
 ) -> list[str]:
     names = {name for name, _ in model.named_parameters()}
@@ -242,23 +242,24 @@ def _told_of_optimizer(
 
 
 def begins_fresh(folder: Path | None, stored: Manifest | None, mode: Mode) -> bool:
-    """Whether an attempt takes the weights that it starts from, and not a checkpoint's.
+    """True if an attempt starts from initial weights, not from a checkpoint.
 
     Args:
-        folder: The run folder.
-        stored: What earlier attempts left there.
+        folder: The run folder; None for a new one.
+        stored: The manifest of earlier attempts in it, or None.
+        mode: The flag --resume.
     """
     if folder is None or stored is None:
         return True
-    # The first two begin nothing, or from a checkpoint alone; the third has that of another run.
+    # The first two train nothing or extend a checkpoint; the third has that of another run.
     over = stored.status == "finished" or (stored.status == "diverged" and mode != "force")
     if over or stored.begun_from is not None:
         return False
     try:
         entries = listing(checkpoints_of(folder))
-    except OSError:  # which ends the attempt, in words of its own
+    except OSError:  # it ends the attempt later, with its own message
         return False
-    # Where none can be trusted only `force` begins again.
+    # Where all are damaged or foreign only `force` begins again.
     return not entries or (mode == "force" and not any(_good(entry.path, stored) for entry in entries))
 
 
@@ -279,26 +280,27 @@ def resolve_pretrained(
     mode: Mode = "auto",
     source: StartingPoint | None = None,
 ) -> tuple[Recipe, Pretrained | None, bool]:
-    """Finds what a recipe starts from, and fetches it if it isn't here; not where a checkpoint is taken.
+    """Finds the pretrained weights of a recipe, and fetches them if needed; not where a checkpoint is taken.
 
     Args:
         recipe: As it was given.
-        stored: What earlier attempts left: a resumed run keeps the commit that it began with, wherever the
-            branch that was named is now.
-        folder: Where they left it.
-        source: The other run that a new one begins from.
+        stored: The manifest of earlier attempts: a resumed run keeps the commit that it began with, even if
+            the branch that was named has moved.
+        folder: The run folder.
+        mode: The flag --resume.
+        source: The checkpoint of another run that a new run begins from.
 
     Returns:
-        The recipe, naming a commit in place of a branch; what the file is, or None; and whether ranks are to
-        read it.
+        The recipe, with a commit in place of a branch; source and hash of the weights, or None; and True if
+        ranks are to read them.
 
     Raises:
-        BadInputError: If it can't be had, or is another file than was published.
+        BadInputError: If the weights can't be found or fetched, or their hash isn't the published one.
     """
     fresh, known = begins_fresh(folder, stored, mode), stored
     if stored is None and source is not None:
         fresh = False
-        with suppress(BadInputError):  # said in the words of --from
+        with suppress(BadInputError):  # reported later, as an error of --from
             known = read_run(source.run).manifest
     key = "name" if recipe.model.name.startswith(HF) else "pretrained"
     asked = getattr(recipe.model, key)
@@ -308,7 +310,7 @@ def resolve_pretrained(
         exact = known.config.get("model", {}).get(key)
         if str(asked) in (before.source, exact):
             if before.revision is None and (isinstance(asked, Path) or key == "name"):
-                with suppress(BadInputError, OSError):  # it may be gone; if it is another file, that is said
+                with suppress(BadInputError, OSError):  # it may be gone; a changed file is reported
                     now = _hash_of(find_weights(recipe.model))
                     before = before.model_copy(update={"sha256": now})
                 return recipe, before, fresh
@@ -338,7 +340,7 @@ def _found(recipe: Recipe, stored: Manifest | None) -> tuple[Recipe, Pretrained]
             "SHA-256): remove it, and it is fetched again"
         )
     model = model.model_copy(update={key: found.exact})
-    # A run that is resumed without its recipe asks for the commit: it goes on to say whose branch that was.
+    # A run that is resumed without its recipe names the commit: its manifest keeps the name of the branch.
     same = before is not None and found.revision is not None and found.revision == before.revision
     source = before.source if before is not None and same else asked
     what = Pretrained(source=source, revision=found.revision, sha256=sha256)
@@ -346,6 +348,6 @@ def _found(recipe: Recipe, stored: Manifest | None) -> tuple[Recipe, Pretrained]
 
 
 def _hash_of(found: Weights | None) -> str:
-    """SHA-256 of what a model starts from; of a folder that of its configuration and weights together."""
+    """SHA-256 of a file of weights; for a folder, of its configuration and weights together."""
     assert found is not None
     return files_hash(found.file) if found.file.is_dir() else file_hash(regular(found.file))

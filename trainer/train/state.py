@@ -1,8 +1,8 @@
-"""State that a run changes, and its part in a checkpoint.
+"""State of a run, and its form in a checkpoint.
 
-Position and randomness are arithmetic (seed, epoch, step), so this is all there is to keep: weights and
-buffers, the optimizer's state, the average, the scaler, the count of updates, the sum of losses since the
-last row of metrics, and a few counters. What doesn't change is beside it, in `Run`.
+Position and randomness follow from seed, epoch and step. So a checkpoint has to keep only the weights and
+buffers, the optimizer's state, the average, the loss scaler, the number of updates, the sum of losses since
+the last metrics record, and a few counters. `Run` holds the objects that stay the same from step to step.
 """
 
 import math
@@ -43,25 +43,27 @@ _SCALER = ("_scale", "_growth_tracker")
 
 @dataclass
 class TrainState:
-    """All that a checkpoint has to bring back. Who changes it is said where it isn't `train_step`.
+    """State that changes from step to step, and that a checkpoint restores.
+
+    `train_step` changes it, except for the attributes that name another writer.
 
     Attributes:
-        model: The bare model; its parameters and buffers.
-        optimizer: Fused; or the task's own.
-        lr: Learning rate, and the count of updates, on the device; or on the host, if the task's own sets it.
-        scaler: fp16's loss scaler, or None.
+        model: The bare model, with its parameters and buffers.
+        optimizer: The recipe's fused optimizer, or the task's own.
+        lr: Learning rate and number of updates: on the device, or on the host with a task's own scheduler.
+        scaler: Loss scaler of fp16, or None.
         average: Moving average of the weights, or None.
-        statistics: BatchNorm's, and other buffers that a forward pass changes.
-        loss: float64 (): sum of this rank's losses since the last row of metrics, each divided by its step's
-            items; with a tree those of all ranks. float64 (n,) if the task has several: see `Run.losses`.
-        norm: float (): gradient norm of the last step, before clipping.
-        step: Steps done; by the loop.
-        logged: Steps, seconds and samples at the last row of metrics; by the `MetricLogger`, in place.
-        metrics: Of the last evaluation; like the next two by `evaluate_run`.
-        best: The best evaluation's score (the larger, the better), and its step.
-        no_better: Evaluations since the best one.
-        history: Losses of the last steps that spikes are compared with; by the `AnomalyDetector`, in place.
-        rows: Which rows of all that are this rank's, if the model is sharded; or None.
+        statistics: BatchNorm's running statistics, and other buffers that a forward pass changes.
+        loss: Sum of this rank's losses since the last metrics record, each divided by its step's items:
+            float64 (), or (1 + n,) if the task has several, see `Run.losses`. With a tree, of all ranks.
+        norm: Gradient norm of the last step before clipping, float ().
+        step: Steps done; written by the loop.
+        logged: Steps, seconds and samples at the last metrics record; written by `MetricLogger`, in place.
+        metrics: Metrics of the last evaluation; written by `evaluate_run`, like `best` and `no_better`.
+        best: Score of the best evaluation (higher is better), and its step; None before the first.
+        no_better: Number of evaluations since the best one.
+        history: Losses of the last steps, to judge spikes by; written by `AnomalyDetector`, in place.
+        rows: This rank's rows of a sharded model, or None.
     """
 
     model: nn.Module
@@ -82,12 +84,12 @@ class TrainState:
 
 
 class EvaluationSet(NamedTuple):
-    """An additional evaluation set.
+    """Additional evaluation set.
 
     Attributes:
-        name: In the recipe.
+        name: Its name in the recipe.
         loader: Loads the batches of `share`.
-        share: This rank's part of it.
+        share: This rank's part of the set.
     """
 
     name: str
@@ -97,35 +99,35 @@ class EvaluationSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run on this rank: its state, and what trains it, which stays the same objects for a whole attempt.
+    """Run on this rank: its state, and all that trains it, the same objects for a whole attempt.
 
     Attributes:
-        state: What changes from step to step, and a checkpoint keeps.
+        state: State that changes from step to step, and that checkpoints keep.
         recipe: The configuration.
-        task: Gives model, loss and metrics.
+        task: Defines model, loss and metrics.
         world: The ranks.
         share: This rank's part of the plan.
-        replica: Gives the loss of a batch by the model as it is called: compiled, or within DDP.
-        gradients: Of the trained parameters.
-        reduction: Makes one gradient of the micro-batches of all ranks.
-        precision: Backward pass and update, with or without a loss scale.
-        items: What losses are divided by.
+        replica: Module whose forward pass is the loss of a batch; wrapped in DDP, its model may be compiled.
+        gradients: Gradients of the trained parameters.
+        reduction: Reduces the gradients of all micro-batches and ranks to one.
+        precision: Number format of forward pass, backward pass and update; the loss scale.
+        items: Divisor of the losses.
         recent: Loss and gradient norm of the last steps, for anomaly detection; or None.
-        nonfinite: Looks for the first module that gives no finite numbers, or None.
-        generators: Random generators that a forward pass may draw from.
-        first_key: Of this rank's first micro-batch in step 0.
+        nonfinite: Finds the first module whose output isn't finite, or None.
+        generators: Random generators that a forward pass may draw from; seeded for each micro-batch.
+        first_key: Seed of this rank's first micro-batch in step 0.
         loader: Loads the batches of `share`.
-        evaluation_loader: Loads those of `evaluation_share`.
-        evaluation_share: This rank's part of the evaluation.
-        evaluation_sets: The others that are measured on.
-        compiled: Whether torch.compile is in use.
-        losses: What rows call the task's losses where it has several, and what it watches.
+        evaluation_loader: Loads the batches of `evaluation_share`.
+        evaluation_share: This rank's part of the main evaluation set.
+        evaluation_sets: Additional evaluation sets.
+        compiled: True if torch.compile is in use.
+        losses: Names in metrics records of a task's several losses and of the values that it watches.
         notes: Lines for the user.
-        quarantines: Of each data set: samples that were replaced.
+        quarantines: Samples that were replaced, by data set.
         plan: Order of the samples.
-        steps: Of the run.
+        steps: Number of steps of the run.
         max_grad_norm: Largest gradient norm; 0: no clipping.
-        micro_batches: Of a step, over all ranks.
+        micro_batches: Micro-batches of a step, over all ranks.
         gradient_accumulation_steps: Micro-batches of a step on this rank.
     """
 
@@ -151,7 +153,7 @@ class Run:
     losses: tuple[str, ...] = ()
     evaluation_sets: tuple[EvaluationSet, ...] = ()
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
-    # Looked up in every step, so not through three others.
+    # Read in every step, so not through three attributes each.
     plan: Plan = field(init=False)
     steps: int = field(init=False)
     max_grad_norm: float = field(init=False)
@@ -169,7 +171,7 @@ class Run:
             object.__setattr__(self, name, value)
 
     def close(self) -> None:
-        """Ends the loaders' workers."""
+        """Ends the loader workers."""
         self.loader.close()
         self.evaluation_loader.close()
         for one in self.evaluation_sets:
@@ -177,9 +179,9 @@ class Run:
 
 
 def tensors_of(state: TrainState) -> Tensors:
-    """The tensors of a run where they are, uncopied: `model`, `optimizer` and, if there is one, `ema`.
+    """Returns the tensors of a run, uncopied: `model`, `optimizer` and, with an average, `ema`.
 
-    Of a sharded run this rank's rows.
+    A sharded run gives this rank's rows.
     """
     model = {name: own_rows(tensor) for name, tensor in state.model.state_dict().items()}
     tensors = {"model": model, "optimizer": dict(_optimizer_tensors(state))}
@@ -190,7 +192,12 @@ def tensors_of(state: TrainState) -> Tensors:
 
 
 def numbers_of(state: TrainState, losses: list[Any]) -> dict[str, Any]:
-    """Returns the rest of the state, for a checkpoint's JSON; `losses` from `Reduction.gather_losses`."""
+    """Returns the state other than tensors, for a checkpoint's JSON.
+
+    Args:
+        state: The run's state.
+        losses: From `Reduction.gather_losses`, as lists.
+    """
     return {
         "row": state.logged.step,
         "losses": [[*map(_word, one)] if isinstance(one, list) else _word(one) for one in losses],
@@ -211,15 +218,17 @@ def _word(loss: float) -> float | str:
 
 
 def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Puts a checkpoint into a run.
+    """Loads a checkpoint into a run, in place.
 
     Args:
+        run: A run as it was built.
+        step: The checkpoint's step.
         saved: Its tensors.
-        numbers: Its JSON; keys besides those of `numbers_of` are for people.
+        numbers: Its JSON; only the keys of `numbers_of` are read.
 
     Raises:
         KeyError: If a part is missing.
-        ValueError: With the first thing that is wrong with it; no tensor has been changed then.
+        ValueError: If it doesn't fit the run, naming the first fault; no tensor has been changed then.
     """
     known, state = _read_numbers(step, numbers), run.state
     rows = [one if isinstance(one, list) else [one] for one in known.losses]
@@ -238,7 +247,7 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
 
 
 def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model, whole: of a sharded one on rank 0; collective."""
+    """Returns the unsharded parameters and buffers of a model, if sharded on rank 0 only; collective."""
     model = {name: own_rows(tensor) for name, tensor in state.model.state_dict().items()}
     return gather_tensors(state, "model", model)
 
@@ -246,7 +255,7 @@ def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
 def gather_tensors(
     state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Some of `tensors_of`, whole: what is sharded on rank 0, in the host's memory; collective."""
+    """Returns tensors of `tensors_of`, unsharded: sharded ones on rank 0 only, on the CPU; collective."""
     shapes, whole = shapes_of(state, kind, tensors), dict[str, torch.Tensor]()
     for name, own in tensors.items():
         if state.rows is None or name not in shapes:
@@ -257,12 +266,12 @@ def gather_tensors(
 
 
 def shapes_of(state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """The whole shapes of those of `tensors_of` that are sharded, by name."""
+    """Returns the unsharded shapes of the sharded tensors of `tensors_of`, by name."""
     if state.rows is None:
         return {}
     shapes = whole_shapes(state.model)
     found = {name: shapes.get(parameter_of(kind, name)) for name in tensors}
-    # A count of steps belongs to a parameter, but has no rows.
+    # An optimizer's step count belongs to a parameter, but isn't sharded.
     return {
         name: shape
         for name, shape in found.items()
@@ -273,10 +282,10 @@ def shapes_of(state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor])
 def own_tensors(
     state: TrainState, saved: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Mapping[str, Mapping[str, torch.Tensor]]:
-    """Returns this rank's part of a checkpoint's tensors: all, or rows of them.
+    """Returns a checkpoint's tensors as this rank needs them: this rank's rows if the model is sharded.
 
     Raises:
-        ValueError: If one has another shape than in the model.
+        ValueError: If a tensor has another shape than in the model.
     """
     return saved if state.rows is None else own_part(state.rows, whole_shapes(state.model), saved)
 
@@ -284,16 +293,17 @@ def own_tensors(
 def load_tensors(
     state: TrainState, step: int, saved: Mapping[str, Mapping[str, torch.Tensor]], own: Any = None
 ) -> None:
-    """Puts saved tensors into a run, in place, each with the strides and on the device of its target.
+    """Copies saved tensors into a run, in place; strides and devices stay those of the run.
 
     Args:
-        state: Of the run, as it was built.
-        saved: As `tensors_of` gave them, with any strides.
-        own: What `numbers_of` gave of the task's own optimizer and scheduler; None: they begin anew.
+        state: State of a run as it was built.
+        step: The checkpoint's step.
+        saved: Tensors from `tensors_of`, with any strides.
+        own: State of the task's own optimizer and scheduler, from `numbers_of`; None: they start without.
 
     Raises:
-        ValueError: If names, shapes or types aren't those of this run; no tensor has been changed then, but
-            in an optimizer of the task's own.
+        ValueError: If names, shapes or dtypes aren't those of this run; no tensor has been changed then,
+            except in a task's own optimizer.
     """
     if isinstance(state.lr, HostSchedule):
         if own is not None:
@@ -328,7 +338,7 @@ class _Numbers(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     row: int = Field(ge=0)
-    # JSON has no word for what isn't finite, and a sum of losses must come back as it was.
+    # JSON has no NaN or infinity, and a sum of losses must be restored exactly.
     losses: list[_Loss | list[_Loss]] = Field(min_length=1)
     seconds: float = Field(ge=0)
     samples: int = Field(ge=0, lt=1 << 63)
@@ -358,11 +368,11 @@ def _read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:
 
 
 def fitting(state: TrainState, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of another run's optimizer that fit this one, by checkpoint names; no counts."""
+    """Returns tensors of another run's optimizer that fit this run's, by checkpoint name; without counts."""
     parameters = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
     places = dict(_optimizer_tensors(state))
-    lazy = _ADAMW if isinstance(state.optimizer, torch.optim.AdamW) else ()  # makes its own at the first step
-    if isinstance(state.lr, HostSchedule):  # begins anew: what it keeps is a whole, not tensors alone
+    lazy = _ADAMW if isinstance(state.optimizer, torch.optim.AdamW) else ()  # made at the first step
+    if isinstance(state.lr, HostSchedule):  # starts without: its state is more than tensors
         places, lazy = {key: tensor for key, tensor in places.items() if key.startswith("scaler/")}, ()
     found = {}
     for key, tensor in saved.items():
@@ -394,7 +404,7 @@ def _optimizer_tensors(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of_scaler(state: TrainState, scaler: GradScaler, name: str) -> torch.Tensor:
-    # torch makes these two when the first loss is scaled, and has no public name for them on the device.
+    # torch makes these two tensors when it scales the first loss, and has no public name for them.
     if scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(state.loss.device)
     value: torch.Tensor = getattr(scaler, name)
@@ -402,13 +412,13 @@ def _of_scaler(state: TrainState, scaler: GradScaler, name: str) -> torch.Tensor
 
 
 def _make_optimizer_state(state: TrainState, saved: Mapping[str, torch.Tensor]) -> None:
-    """Makes the state that torch's AdamW would make at its first step, so that there is a place for it."""
+    """Allocates the state that torch's AdamW makes at its first step, so that it can be loaded."""
     parameters = weights(state.model)
     missing = []
     for key, value in saved.items():
         name, slash, slot = key.rpartition("/")
         if slash and name in parameters and slot not in state.optimizer.state.get(parameters[name], {}):
-            # The other optimizers here have theirs from the beginning.
+            # The other optimizers of this package have their state from the start.
             if not isinstance(state.optimizer, torch.optim.AdamW) or slot not in _ADAMW:
                 raise ValueError(f"optimizer: {key} isn't what {type(state.optimizer).__name__} keeps")
             missing.append((parameters[name], slot, value))

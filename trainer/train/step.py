@@ -1,4 +1,4 @@
-"""One optimizer step over its micro-batches."""
+"""Optimizer step over its micro-batches, and the metrics of steps."""
 
 from collections.abc import Iterator
 
@@ -14,35 +14,35 @@ from trainer.train.state import Run
 
 
 class LossOf(nn.Module):
-    """A task's loss as a module, so that DDP sees one forward pass whatever the task calls of its model."""
+    """Module whose forward pass is the task's loss: what DDP wraps, whichever methods the loss calls."""
 
     called: nn.Module
 
     def __init__(self, task: Task, model: nn.Module) -> None:
-        """The loss of a task by a model, which may be compiled."""
+        """Takes a task and its model, which may be compiled."""
         super().__init__()
         self.task, self.model = task, model
-        vars(self)["called"] = model  # found at once, without a module's detour to its attributes
+        vars(self)["called"] = model  # a plain attribute, faster than the lookup of a module's submodule
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of a micro-batch, float ()."""
+        """Returns the loss of a micro-batch, float ()."""
         return self.task.loss(self.called, batch)
 
-    __call__ = forward  # nothing hooks it; a module's own call would cost a percent of the smallest step
+    __call__ = forward  # it has no hooks; nn.Module.__call__ would cost a percent of the smallest step
 
 
 class LossesOf(LossOf):
-    """Losses of a task with several: float (n,), the trained sum and each of them."""
+    """Module whose forward pass gives the losses of a task with several."""
 
     task: MultiLossTask
 
     def __init__(self, task: MultiLossTask, model: nn.Module) -> None:
-        """The same."""
+        """Takes a task with several losses and its model, which may be compiled."""
         super().__init__(task, model)
         self.trained = len(task.losses) - len(getattr(task, "watched", ()))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The losses of a micro-batch, float (n,)."""
+        """Returns the losses of a micro-batch, float (1 + n,): the trained sum, and each without gradient."""
         parts = self.task.loss_parts(self.called, batch)
         trained = sum(parts[1 : self.trained], parts[0])
         return torch.stack((trained, *(part.detach() for part in parts)))
@@ -51,15 +51,15 @@ class LossesOf(LossOf):
 
 
 def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
-    """Does one optimizer step; the host doesn't wait for the device (but see `TreeSum.finish`).
+    """Does one optimizer step, without a host synchronization (but see `TreeSum.finish`).
 
-    All ranks must do the same collectives and enter the same phases in the same order: the watchdog counts
-    phases.
+    All ranks must do the same collectives and enter the same phases in the same order: the watchdog compares
+    how many phases each has entered.
 
     Args:
-        run: Its state is updated in place.
-        batches: This rank's batches; as many are taken as the step has micro-batches for it.
-        step: Number of the step in the run, from 0; keys dropout.
+        run: The run; its state is updated in place.
+        batches: This rank's batches; one is taken for each gradient accumulation step.
+        step: Number of the step in the run, from 0; seeds dropout together with the micro-batch's number.
     """
     state, reduction, precision, items = run.state, run.reduction, run.precision, run.items
     expected, last = items.begin(step), run.gradient_accumulation_steps - 1
@@ -76,7 +76,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
         with reduction.micro_batch(index == last):
             with precision.autocast:
                 loss = run.replica(batch) / expected
-            # Before backward, in which activation checkpointing runs the forward pass once more.
+            # Before backward: there activation checkpointing repeats the forward pass, and its updates.
             statistics = state.statistics.of_micro_batch()
             enter_phase("backward")
             if run.losses:
@@ -95,6 +95,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
 
 
 def _update(run: Run, step: int, loss: torch.Tensor) -> None:
+    """Updates weights, average and schedule by the step's gradients, and clears these."""
     # The order matters: gradients are unscaled before they are clipped, and a skipped update (its gradients
     # overflowed in fp16, or aren't finite with anomaly.nonfinite=skip) moves neither schedule nor average.
     state, precision = run.state, run.precision
@@ -114,7 +115,10 @@ def _update(run: Run, step: int, loss: torch.Tensor) -> None:
 
 
 def take_metrics(run: Run) -> dict[str, torch.Tensor]:
-    """Metrics (), on the device; collective. Losses are sums over the steps since the last call."""
+    """Returns metrics by name, each (), on the device; collective.
+
+    Losses are sums over the steps since the last call; the other metrics are those of the last step.
+    """
     state = run.state
     loss = sum_over_ranks(state.loss.clone(), run.reduction.loss_group)
     state.loss.zero_()
@@ -130,7 +134,7 @@ def take_metrics(run: Run) -> dict[str, torch.Tensor]:
 
 
 def leave_out_step(run: Run, batches: Iterator[Batch], step: int) -> None:
-    """Passes over a step whose samples are not to be learned from: no update, but its number is used up."""
+    """Passes over a step without an update: its batches are loaded and dropped, and its number is used up."""
     PHASE_TIMER.step = step + 1
     enter_phase("data")
     for _ in range(run.gradient_accumulation_steps):

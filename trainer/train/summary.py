@@ -1,4 +1,4 @@
-"""Messages of a run at its start and end, and its last files."""
+"""Console messages of a run at its start and end, and its final files."""
 
 import math
 import shutil
@@ -28,13 +28,13 @@ from trainer.train.recording import save_weights
 from trainer.train.replaced import replaced_line
 from trainer.train.state import Run, TrainState, whole_model
 
-_WORTH_A_WORD = 0.005  # of the time
+_LEAST_SHOWN = 0.005  # fraction of the time
 _MODULES = {"trainer": "trainer", "tensorboard": "tensorboard.main"}
 _PARTS = (*PHASES, "unexplained")
 
 
 def introduce(manifest: Manifest, run: Run, folder: Path) -> ProgressBar:
-    """Shows what is about to be trained, and where; returns the progress bar."""
+    """Prints model, data and run folder at the start of an attempt; returns the progress bar."""
     progress_bar = ProgressBar(run.plan.steps, run.state.step)
     progress_bar.say(_opening(manifest, run, folder))
     for note in manifest.notes:
@@ -51,13 +51,20 @@ def finish(
     advisor: Advisor | None,
     gathered: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
-    """Writes the weights and the summary, and tells it.
+    """Writes final weights, summary and report, and prints the summary.
 
     Args:
+        folder: The run folder.
+        run: The run after its last step.
+        manifest: Its manifest, which is updated.
+        logger: Logs the record of kind "end".
+        progress_bar: The console.
+        advisor: Names the bottleneck, or None.
         gathered: From `gather_weights`, if the run is sharded.
 
     Raises:
-        DivergedError: If the loss, or the metric that decides, isn't finite.
+        BadInputError: If a file can't be written.
+        DivergedError: If the loss, or the deciding metric, isn't finite.
     """
     metric, metrics, logged = run.task.metric, run.state.metrics, logger.logged
     weights = _leave_weights(folder, run.state, gathered or {})
@@ -93,7 +100,7 @@ def finish(
         warn(f"the last evaluation isn't finite in {', '.join(odd)} (null in rows): it doesn't decide")
     programs = Path(sys.executable).parent
     board = f"{_as_typed(programs / 'tensorboard')} --logdir {path_shown(folder.parent)}\n               "
-    setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that is read
+    setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that has an effect
     again = f"{_as_typed(programs / 'trainer')} train {manifest.recipe} --set {setting}"
     if start_word() == "fit":
         again = "fit(…) with other settings"
@@ -119,7 +126,7 @@ def _throughput(logged: Logged) -> str:
 
 
 def _others(run: Run) -> str:
-    """A line for each other evaluation set; of which one may have decided."""
+    """Returns a line for each additional evaluation set, with a mark on the deciding one."""
     metric, metrics = run.task.metric, run.state.metrics
     names = run.recipe.evaluation.sets
     width = max([12, *map(len, names)])
@@ -131,7 +138,7 @@ def _others(run: Run) -> str:
 
 
 def _early(run: Run) -> str:
-    """A line on why a run ended before its last step."""
+    """Returns a line on early stopping; "" if the run reached its last step."""
     state = run.state
     if state.step == run.steps or state.best is None:
         return ""
@@ -144,7 +151,7 @@ def _early(run: Run) -> str:
 
 
 def gather_weights(run: Run) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights of a sharded run, and their average, by file and name, on rank 0; collective."""
+    """Returns unsharded weights and their average, by file and name, on rank 0; collective, {} unsharded."""
     gathered = {}
     if run.state.rows is not None:
         for name, context in _weights(run.state).items():
@@ -154,7 +161,7 @@ def gather_weights(run: Run) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _weights(state: TrainState) -> dict[str, AbstractContextManager[None]]:
-    """The files of weights, and the context in which the model has them."""
+    """Returns the files of final weights, each with the context in which the model has these weights."""
     contexts: dict[str, AbstractContextManager[None]] = {"model.safetensors": nullcontext()}
     if state.average is not None:
         contexts["ema.safetensors"] = state.average.in_place()
@@ -164,7 +171,7 @@ def _weights(state: TrainState) -> dict[str, AbstractContextManager[None]]:
 def _leave_weights(
     folder: Path, state: TrainState, gathered: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, str]:
-    """Writes the weights, and the average; returns their hashes by the files' names."""
+    """Writes the final weights and their average; returns SHA-256 by file name."""
     hashes = dict[str, str]()
     try:
         for name, context in _weights(state).items():
@@ -176,7 +183,7 @@ def _leave_weights(
 
 
 def _unfinished(folder: Path, what: str, error: OSError) -> BadInputError:
-    """Returns the error for a file that can't be written at the end, with how to finish from what is kept."""
+    """Returns the error for a final file that can't be written: how to finish from the newest checkpoint."""
     newest = max((entry.step for entry in listing(checkpoints_of(folder))), default=None)
     kept = (
         "there is no checkpoint: the run must be repeated"
@@ -187,21 +194,21 @@ def _unfinished(folder: Path, what: str, error: OSError) -> BadInputError:
 
 
 def _as_typed(program: Path) -> str:
-    """Returns how to call a program: by its name where a shell finds it, by its path, or as a module."""
-    found = shutil.which(program.name)
+    """Returns the words to call a program: its name where a shell finds it, its path, or `python -m`."""
+    on_path = shutil.which(program.name)
     if not program.exists():  # run from its sources, by `python -m trainer`
         return f"{_as_typed(Path(sys.executable))} -m {_MODULES[program.name]}"
-    other = found is None or not program.samefile(found)
+    other = on_path is None or not program.samefile(on_path)
     return str(path_shown(program)) if other else program.name
 
 
 def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
-    """Lines on where the time went, what it cost, and what to change."""
+    """Returns lines on time by phase, cost, and verdict; "" without a verdict."""
     if verdict is None:
         return ""
     wall = max(totals["time/wall"], 1e-9)
     parts = sorted(((totals.get(f"time/{name}", 0.0) / wall, name) for name in _PARTS), reverse=True)
-    shares = [f"{name} {share:.0%}" for share, name in parts if share >= _WORTH_A_WORD]
+    fractions = [f"{name} {fraction:.0%}" for fraction, name in parts if fraction >= _LEAST_SHOWN]
     cost = []
     if "energy/joules" in totals:
         cost.append(f"{totals['energy/joules'] / 3.6e6:.3g} kWh")
@@ -210,7 +217,7 @@ def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
             f"{totals['cost/money']:.4g} (per thousand samples {totals['cost/per_thousand_samples']:.3g})"
         )
     lines = {
-        "time": ", ".join(shares),
+        "time": ", ".join(fractions),
         "cost": ", ".join(cost),
         "verdict": verdict.text,
     }

@@ -1,1 +1,1 @@
-"""What a rank's run is made of: task, model, optimizer, loaders, checkpoint, and the memory for these."""
+"""Components of a rank's run: task, model, optimizer, loaders, checkpoint, and their memory."""

@@ -1,4 +1,4 @@
-"""Which of a model's tensors a training forward pass changes: a few passes of another model tell."""
+"""Detection of tensors that a training forward pass changes, by a few passes through a copy of the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,21 +36,25 @@ _Values = dict[str, torch.Tensor]
 def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, world: World) -> FoundBuffers:
     """Finds the buffers and parameters that a training forward pass changes, alike on all ranks; collective.
 
-    A few forward passes of another model tell, over few blank samples, or a whole micro-batch if it must be;
-    a custom task's over random numbers, too. Where one of a module's buffers changes, so do those of the
-    same name in all modules of that class, as a layer may be left out at random; and all of that class's that
-    hold no integers: the mean of blank samples may be what it was before, and some statistics begin later.
+    Runs a few forward passes through a copy of the model, over two blank samples, or a whole micro-batch if
+    these fail; for a custom task over random numbers, too. If a buffer of a module changes, then the buffers
+    of the same name in all modules of its class count as changing, as a layer may be skipped at random; and
+    so do all floating-point buffers of that class: the mean of blank samples may equal the value before, and
+    some statistics start later.
 
     Args:
-        recipe: Of the run.
-        task: Gives the other model, and the loss.
-        model: The model that is trained, before it is sharded; stays as it is.
-        plan: Says how many micro-batches a step has.
+        recipe: The configuration.
+        task: Gives the copy of the model, and the loss.
+        model: The model that is trained, before it is sharded; it isn't changed.
+        plan: Gives the number of micro-batches of a step.
         world: The ranks.
 
+    Returns:
+        The changing buffers, with notes for the user.
+
     Raises:
-        BadInputError: If a checkpoint couldn't hold what the forward pass makes, or the training would depend
-            on the number of micro-batches or ranks.
+        BadInputError: If the pass makes tensors that a checkpoint can't hold, or the training would depend on
+            the number of micro-batches or ranks.
     """
     settled = {id(buffer) for buffer in (*batchnorm_buffers(model), *buffers_of_parameters(model))}
     names = [name for name, buffer in model.named_buffers() if id(buffer) not in settled]
@@ -70,7 +74,7 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
         kind = "parameter" if trial.remade in dict(model.named_parameters()) else "buffer"
         raise BadInputError(
             f"a training forward pass makes, replaces or reshapes the model's {kind} '{trial.remade}', so "
-            "that no run could go on from a checkpoint: let model() make it, with the shape that it has in "
+            "that no checkpoint could be resumed: let model() make it, with the shape that it has in "
             "training, or register it with persistent=False if it only keeps what can be computed again"
         )
     if trial.replaced and plan.micro_batches > 1:
@@ -102,7 +106,7 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
 
 
 def _refuse(recipe: Recipe, plan: Plan, world: World, moved: list[str], trained: list[str]) -> None:
-    """Refuses parameters that a forward pass changes, where that would be wrong."""
+    """Refuses parameters that a forward pass changes where results would depend on ranks or micro-batches."""
     if moved and is_sharded(recipe.parallel, world):
         raise BadInputError(
             f"a training forward pass changes the parameters {few(moved)}, which parallel.strategy="
@@ -129,7 +133,7 @@ def _notes(model: nn.Module, changing: list[str], untried: list[str], error: str
                 "mean over its micro-batches"
             )
     if lost := [name for name in changing if name not in model.state_dict()]:
-        notes[-1] += f"; no checkpoint holds {few(lost)} (persistent=False): a resumed run begins them anew"
+        notes[-1] += f"; no checkpoint holds {few(lost)} (persistent=False): a resumed run resets them"
     if error and untried:
         notes.append(
             f"it couldn't be tried which buffers a training forward pass changes ({error}); on several ranks "
@@ -139,13 +143,13 @@ def _notes(model: nn.Module, changing: list[str], untried: list[str], error: str
 
 
 def _has_empty_places(model: nn.Module) -> bool:
-    """Whether a buffer may be made later; norms without statistics have such places for nothing."""
+    """True if a buffer is None and may be made later; norms without statistics don't count."""
     modules = (module for module in model.modules() if not isinstance(module, _NormBase))
     return any(buffer is None for module in modules for buffer in module._buffers.values())
 
 
 def _lively_batch(task: Task, samples: int, device: torch.device, seed: int) -> Batch:
-    """A batch of random numbers; integers, which may number classes or words, are all 0, or 1 for seed 1."""
+    """Returns a batch of random numbers; integers, such as classes or tokens, are all equal to the seed."""
     drawn = torch.Generator().manual_seed(seed)
     batch = blank_batch(task, samples, device)
     for tensor in batch.fields.values():
@@ -155,12 +159,12 @@ def _lively_batch(task: Task, samples: int, device: torch.device, seed: int) -> 
 
 
 class _Trial:
-    """What some forward passes do to a model's tensors; of buffers by the class of the module and their name.
+    """Trial of some forward passes: records which tensors they change, buffers by module class and name.
 
     Attributes:
-        error: What ended it, in a few words; empty if nothing did.
-        remade: A tensor that a checkpoint would hold otherwise than before them; or empty.
-        replaced: A statistic of BatchNorm's that is another tensor than before them; or empty.
+        error: The exception that ended the trial, as text; "" if there was none.
+        remade: Name of a tensor that the passes made, replaced or reshaped; "" if there is none.
+        replaced: Name of a BatchNorm statistic that is another tensor after the passes; "" if there is none.
     """
 
     def __init__(self, recipe: Recipe, task: Task, model: nn.Module, device: torch.device) -> None:
@@ -173,11 +177,11 @@ class _Trial:
         self.error = self.remade = self.replaced = ""
 
     def run(self, batches: Sequence[Callable[[], Batch]]) -> None:
-        """Tries some samples, and what further ones there are."""
+        """Runs forward passes over the first batch several times, and over each further batch once."""
         try:
             with stand_ins(self._task, self._model, self._device) as (other, twin):
                 other.load_state_dict(self._model.state_dict())
-                with torch.no_grad():  # a teacher begins as its student, and would stay so
+                with torch.no_grad():  # a teacher that equals its student would show no change
                     for weights in other.parameters():
                         if weights.requires_grad:
                             weights.mul_(_OTHER).add_(_OTHER - 1)
@@ -226,10 +230,10 @@ class _Trial:
             twin.loss(other, batch)
 
     def compare(self, batches: Sequence[Callable[[], Batch]]) -> None:
-        """Whether what changes is the same for any samples, and how much of a buffer one pass writes.
+        """Finds changes that depend on the samples, and buffers that one pass writes in part.
 
-        Parameters that are trained must also stay after the first pass; they are tried larger than they are,
-        where a limit on them would show.
+        Trained parameters also count if a second pass changes them further; they are scaled up before, so
+        that a limit on them shows.
         """
         names = [
             name for name, _ in self._model.named_buffers() if self.changes(name) and name in self._means
@@ -253,13 +257,13 @@ class _Trial:
                 self._partial = _written_in_part(
                     other, twin, names, partial(self._pass, batch=given[0], seed=0)
                 )
-        except Exception:  # what can't be tried isn't taken for harmless
+        except Exception:  # changes that can't be tried count as dependent on the samples
             return
 
     def _after(
         self, other: nn.Module, twin: Task, start: _Values, batches: Sequence[Batch]
     ) -> Iterator[_Values]:
-        """The moved parameters after a pass over one batch, after one over the other, and after both."""
+        """Yields the moved parameters after a pass over one batch, over the other, and over both."""
         for passes in ((0,), (1,), (0, 1)):
             other.load_state_dict(start)
             for number in passes:
@@ -284,7 +288,7 @@ class _Trial:
 def _written_in_part(
     other: nn.Module, twin: Task, names: list[str], forward: Callable[..., None]
 ) -> set[str]:
-    """Which buffers one pass writes in part: all entries are given other values before it."""
+    """Returns the buffers that one pass writes in part: all entries get other values before it."""
     with torch.no_grad():
         for name in names:
             other.get_buffer(name).add_(1)
@@ -310,7 +314,7 @@ def _is_changed(was: _Look, now: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)  # so that a NaN is as it was
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)  # so that NaN equals NaN
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -1,4 +1,4 @@
-"""Choice of a run's checkpoint: the newest good one, the best or that of a step; and its loading."""
+"""Choice of a run's checkpoint (newest intact, best, or of a step), and its loading."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,18 +24,21 @@ _NOTHING: Mapping[str, Any] = {}
 def newest_checkpoint(
     folder: Path, mode: Mode, world: World, stored: Manifest | None = None, sharded: bool = False
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to resume from, and why newer ones were left out.
+    """Finds the checkpoint to resume from.
 
     Args:
-        folder: Of the run.
-        mode: What to do if none can be trusted.
+        folder: The run folder.
+        mode: The flag --resume; "force" begins again if no checkpoint is intact.
         world: The ranks.
-        stored: What the earlier attempts left.
-        sharded: Whether the ranks look at it together, each at a part of its files, and read their rows of
-            the tensors later; collective then. Otherwise each reads all of it.
+        stored: The manifest of earlier attempts, or None.
+        sharded: True if each rank verifies a part of the files, and reads its rows of the tensors later;
+            collective then. Otherwise each rank reads the whole checkpoint.
+
+    Returns:
+        The checkpoint, or None; and a line for each newer one that was skipped.
 
     Raises:
-        BadInputError: If there are checkpoints and none of them can be trusted, or they can't be read.
+        BadInputError: If there are checkpoints and none is intact, or they can't be read.
     """
     place = checkpoints_of(folder)
     try:
@@ -51,7 +54,7 @@ def newest_checkpoint(
         ) from error
     except Unreadable as error:
         raise BadInputError(
-            f"{place}: {error}; mend that, or move it away to go on from the one before"
+            f"{place}: {error}; mend that, or move it away to resume from the one before"
         ) from error
     if skipped and found is None and mode != "force":
         more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
@@ -77,7 +80,7 @@ def newest_checkpoint(
 def _newest_together(
     folder: Path, world: World, stored: Manifest | None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the newest checkpoint that all ranks find good, as `newest_good`."""
+    """Returns the newest checkpoint that all ranks find intact, and lines on skipped ones; collective."""
     skipped = list[str]()
     names = "\n".join(names_of(folder)) if world.rank == 0 else ""
     for name in words_of_ranks(names, world)[0].split():
@@ -99,13 +102,15 @@ def _newest_together(
 
 
 def chosen_checkpoint(run: Path, which: str, word: str) -> tuple[int, Path]:
-    """The checkpoint of a run that "last", "best" or a step means, and its step; it isn't verified yet.
+    """Returns step and folder of a run's checkpoint, which isn't verified yet.
 
     Args:
-        word: By what it was asked for, for messages.
+        run: The run folder.
+        which: "last", "best" or a step.
+        word: The flag and its value, for messages.
 
     Raises:
-        BadInputError: If there is none.
+        BadInputError: If there is no such checkpoint.
     """
     folder = checkpoints_of(run)
     try:
@@ -140,10 +145,16 @@ def chosen_checkpoint(run: Path, which: str, word: str) -> tuple[int, Path]:
 def load_checkpoint(
     run: Run, found: Checkpoint | None, stop_after: int | None = None, stored: Manifest | None = None
 ) -> None:
-    """Puts a checkpoint into a run; without one it stays as it was built.
+    """Loads a checkpoint into a run; without one the run stays as it was built.
+
+    Args:
+        run: A run as it was built.
+        found: The checkpoint, or None.
+        stop_after: The step of --stop-after, or None.
+        stored: The manifest of earlier attempts, or None.
 
     Raises:
-        BadInputError: If it isn't one of this run, or nothing is left to train.
+        BadInputError: If the checkpoint doesn't fit the run, or nothing is left to train.
     """
     if found is None:
         return
@@ -151,7 +162,7 @@ def load_checkpoint(
         raise BadInputError(
             f"--stop-after {stop_after}: {found.path} is of step {found.step} already; give a later one"
         )
-    # At its own end a run lacks only its weights: what ended it there is what is repeated.
+    # A run whose last checkpoint is at its end lacks only its final weights: these are written again.
     at_its_end = stored is not None and found.step == run.plan.steps == stored.steps
     if found.step >= run.plan.steps and not (at_its_end and found.state.get("metrics")):
         raise BadInputError(
@@ -164,7 +175,7 @@ def load_checkpoint(
         raise BadInputError(
             f"{found.path}: isn't a checkpoint of this run ({error}); give another --out, or remove it"
         ) from error
-    except (Damaged, Unreadable) as error:  # of one whose tensors are read only now
+    except (Damaged, Unreadable) as error:  # in a sharded run tensors are read only now
         raise BadInputError(f"{found.path}: {error}; it was sound a moment ago: start again") from error
     if isinstance(run.state.lr, HostSchedule):
         refuse_later_end(found.path, run.state.lr.last_update, run.plan.steps)
@@ -179,16 +190,16 @@ def resume_notes(
     steps: int = 0,
     parallel: Mapping[str, Any] = _NOTHING,
 ) -> list[str]:
-    """Lines on where an attempt begins, and what is different from the one before.
+    """Returns lines on where an attempt begins, and how it differs from the one before.
 
     Args:
-        stored: What the earlier attempts left.
-        skipped: Checkpoints that were left out, and why.
-        step: Where it begins.
+        stored: The manifest of earlier attempts, or None.
+        skipped: Lines on checkpoints that were skipped.
+        step: Steps done before the attempt.
         world: The ranks.
-        left_out: Steps that aren't trained.
-        steps: Where it is to end.
-        parallel: That section of the configuration.
+        left_out: Steps, from 0, that aren't trained.
+        steps: Number of steps at which the run is to end.
+        parallel: The section `parallel` of the configuration.
     """
     notes = [note] if (note := binding_note(cpu_shares())) else []
     notes += [f"checkpoint left out: {line}" for line in skipped]

@@ -1,4 +1,4 @@
-"""Loader of a rank: workers and prefetch, as configured or by rule (`trainer.data.workers`)."""
+"""Loader workers and prefetch of a rank, as configured or by rule (`trainer.data.workers`)."""
 
 import multiprocessing
 from typing import NamedTuple
@@ -16,12 +16,12 @@ _PREFETCHES = (1, 2, 4)
 
 
 class Choice(NamedTuple):
-    """Choice of a rank's workers and prefetch.
+    """Choice of loader workers and prefetch for a rank.
 
     Attributes:
-        setting: Workers and prefetch; of the workers that `auto` stands for the evaluation takes two at most.
-        bytes: What that takes; 0 where it was asked for no workers, or none are needed.
-        line: The same for people, or "".
+        setting: Loader workers and prefetch; with `auto` the evaluation takes at most two loader workers.
+        bytes: Memory that the loader needs; 0 without loader workers.
+        line: The choice as a line for the user, or "".
     """
 
     setting: Loading
@@ -30,18 +30,21 @@ class Choice(NamedTuple):
 
 
 def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Choice:
-    """Puts numbers for `auto`.
+    """Chooses numbers in place of `auto`.
 
     Args:
         recipe: The configuration.
         task: Has the data.
-        limits: Of this container.
-        ranks: In this container.
+        limits: CPUs and memory of this container.
+        ranks: Number of ranks in this container.
+
+    Raises:
+        BadInputError: If loader workers are asked for in a daemonic process, which can't start any.
     """
     config = recipe.data
     if not _loads(config, task):
         return Choice(Loading(0, 1))
-    if multiprocessing.current_process().daemon:  # which Python lets start no process
+    if multiprocessing.current_process().daemon:  # Python lets it start no processes
         if config.workers == "auto":
             return Choice(Loading(0, 1))
         raise BadInputError(
@@ -56,9 +59,9 @@ def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Ch
 
 
 def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> list[Loading]:
-    """The rule's setting first, then others that fit: other workers, and another prefetch.
+    """Returns settings to time: the rule's first, then others that fit into memory.
 
-    Empty where there is nothing to choose: the data lies in memory, or both are given.
+    Empty if nothing is to be chosen: the data is in memory, or loader workers and prefetch are given.
     """
     config = recipe.data
     if not _loads(config, task) or "auto" not in (config.workers, config.prefetch):
@@ -69,19 +72,19 @@ def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> l
     if config.workers == "auto":
         most = workers_per_rank(limits, ranks, quarters=4)
         settings += [rule._replace(workers=count) for count in (0, 1, most // 2, most)]
-    if config.prefetch == "auto" and rule.workers:  # without workers nothing is prepared ahead
+    if config.prefetch == "auto" and rule.workers:  # without loader workers there is no prefetch
         settings += [rule._replace(prefetch=count) for count in _PREFETCHES]
     unique = dict.fromkeys(settings)
     return [rule, *(one for one in unique if one != rule and fits(one, size, limits, ranks))]
 
 
 def _loads(config: LoaderConfig, task: Task) -> bool:
-    """Whether workers could load: not what lies in memory or is read where it is used."""
+    """True if loader workers could load the data: it isn't in memory, nor read by the rank itself."""
     return not is_resident(config, task.train_data) and workers_of(config, task.train_data, 1) > 0
 
 
 def _sizes(recipe: Recipe, task: Task) -> Sizes:
     sets = (task.evaluation_data, *more_sets(task).values())  # one loader for all, with room for the largest
     measured = min(recipe.data.eval_batch_size, max(map(len, sets)))
-    # A rank has no thread when it starts its workers.
+    # A rank has no threads yet when it starts its loader workers.
     return sizes_of(task.train_data, recipe.data.micro_batch_size, measured, recipe.data.start_method)

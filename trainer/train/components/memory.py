@@ -1,4 +1,4 @@
-"""Memory of a run: what a rank holds, and whether it fits, here and on disk; the table of the model."""
+"""Memory and disk space that a run needs, warnings where they don't suffice, and the table of the model."""
 
 import contextlib
 import math
@@ -31,16 +31,16 @@ from trainer.tasks import Task
 from trainer.train.components.operations import blank_batch
 from trainer.train.components.updates import brings_optimizer
 
-ROWS = 14  # of the table of the model at most, and one for all of them
+ROWS = 14  # most rows of the table of the model, without the total
 
 
 class RankMemory(NamedTuple):
-    """Bytes that a rank holds when it holds most, in a backward pass; activations aren't among them.
+    """Peak memory of a rank in bytes, in its backward pass, without activations.
 
     Attributes:
-        kept: Weights, moments and average: held between steps, too.
-        gathered: Whole parameters, while it computes.
-        gradients: This rank's rows of them, and whole ones while it computes.
+        kept: Weights, optimizer state and average, which are held between steps, too.
+        gathered: Unsharded parameters during the pass.
+        gradients: This rank's rows of the gradients, and unsharded gradients during the pass.
     """
 
     kept: int
@@ -51,18 +51,19 @@ class RankMemory(NamedTuple):
 def rank_memory(
     blocks: Sequence[int], rest: int, ranks: int, copies: int, *, accumulates: bool, low: bool = False
 ) -> RankMemory:
-    """The memory of one of the ranks that share a model, all of it trained.
+    """Estimates the peak memory of a rank of a sharded model whose parameters are all trained.
 
-    While a block is computed backward it is whole, the one before it is being gathered, its gradient grows,
-    and that of the one after it is being summed over the ranks. The rest of the model is whole all the time.
+    In the backward pass of a block, its parameters are unsharded, those of the block before are being
+    gathered, its gradient is being computed, and the gradient of the block after is being reduced. Parameters
+    outside of blocks are unsharded all the time.
 
     Args:
         blocks: Bytes of each block's parameters.
         rest: Bytes of the parameters outside of blocks.
-        ranks: How many share the model; 1: nothing is gathered.
-        copies: Tensors kept of a parameter besides it: the optimizer's moments, an average.
-        accumulates: Whether a step has several micro-batches: until the last one gradients are whole.
-        low: Whether blocks are gathered in half their bytes (bfloat16); gradients are summed in full.
+        ranks: Ranks that share the model; 1: it isn't sharded.
+        copies: Further tensors that are kept for each parameter: the optimizer's moments, an average.
+        accumulates: True if a step has several micro-batches: gradients are unsharded until the last one.
+        low: True if blocks are gathered in bfloat16, half their bytes; gradients are reduced in full.
     """
     whole = sum(blocks) + rest
     if ranks == 1:
@@ -76,11 +77,11 @@ def rank_memory(
 def memory_to_come(
     recipe: Recipe, task: Task, model: nn.Module, world: World, spare: float = 0
 ) -> dict[str, int]:
-    """Bytes of memory that a rank will want in its first step, by what for: an upper bound.
+    """Returns an upper bound of the memory that a rank allocates in its first step, in bytes by purpose.
 
-    Activations are counted with shapes alone, in the precision of the weights; not where the model needs
-    values, where it or its task is the user's own, nor where they are computed again, nor where they fit into
-    `spare` bytes by far: counting makes torch import its compiler, a second of CPU. Of a GPU they aren't.
+    Activations are counted with shapes only, in the precision of the weights. They are left out on a GPU, if
+    the model needs values, if it or its task is the user's own, with activation checkpointing, and if they
+    fit into `spare` bytes by far: counting makes torch import its compiler, a second of CPU.
     """
     learned = sum(p.nbytes for p in weights(model).values() if p.requires_grad)
     own_optimizer = brings_optimizer(task)
@@ -90,7 +91,7 @@ def memory_to_come(
     activations = 0
     own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
     numbers = recipe.data.micro_batch_size * sum(math.prod(f.shape) for f in task.train_data.fields.values())
-    # A layer makes no more of a number than it has weights; those kept are 50 to 100,000 times fewer.
+    # A layer multiplies its input at most by its number of weights; what is kept is 50 to 100,000 times less.
     most = 4 * numbers * sum(p.numel() for p in model.parameters())
     counted = world.device.type == "cpu" and recipe.memory.checkpointing == "none"
     if not own and most + state >= spare and counted:
@@ -112,18 +113,18 @@ def memory_to_come(
 
 
 def _gathered(recipe: Recipe, model: nn.Module, world: World) -> int:
-    """Bytes of whole parameters and gradients that a rank of a sharded run holds while it computes."""
+    """Returns the bytes of unsharded parameters and gradients in the backward pass of a sharded run."""
     sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
     rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
     accumulates = recipe.data.global_batch_size > recipe.data.micro_batch_size * world.size
     low = gathered_in(recipe.precision, model, world.device) is not None
     ranks = recipe.parallel.shard or world.size
     needs = rank_memory(sizes, rest, ranks, 0, accumulates=accumulates, low=low)
-    return needs.gathered + needs.gradients - needs.kept  # the rows of weights and gradients are as many
+    return needs.gathered + needs.gradients - needs.kept  # rows of gradients are as large as rows of weights
 
 
 def could_be_sharded(recipe: Recipe, task: Task, ranks: int) -> bool:
-    """Whether a run of several ranks holds the same model on each of them, and needn't."""
+    """True if a run of several ranks holds the whole model on each and could shard it."""
     if recipe.parallel.strategy != "ddp" or ranks == 1 or brings_optimizer(task):
         return False
     values = recipe.model_dump()
@@ -132,12 +133,12 @@ def could_be_sharded(recipe: Recipe, task: Task, ranks: int) -> bool:
         Recipe.model_validate(values)
     except ValidationError:
         return False
-    # By the number: to look, as check_sharding does, takes an import of seconds.
+    # By the version: to try, as check_sharding does, takes an import of seconds.
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
 def saved_by_sharding(recipe: Recipe, task: Task, model: nn.Module, world: World) -> int:
-    """Bytes that a rank of a DDP run would hold less at most with parallel.strategy=fsdp; 0: nothing."""
+    """Returns the most bytes that parallel.strategy=fsdp would save on each rank of a DDP run; 0 if none."""
     if not could_be_sharded(recipe, task, world.size):
         return 0
     whole = sum(p.nbytes for p in model.parameters())
@@ -149,15 +150,19 @@ def saved_by_sharding(recipe: Recipe, task: Task, model: nn.Module, world: World
 
 
 def _averages(recipe: Recipe) -> int:
-    """How many averages of the weights a rank holds on its device."""
+    """Number of averages of the weights on a rank's device."""
     return int(recipe.ema.decay > 0)
 
 
 def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, loading_bytes: int) -> str:
-    """A line about memory that won't be enough for a model that lies on its device, or nothing.
+    """Returns a warning, on the first rank of a host, if memory may not suffice for a run; else "".
 
     Args:
-        loading_bytes: What the loaders of a rank will take of the container's memory.
+        recipe: The configuration.
+        task: Its task.
+        model: The model, on its device.
+        world: The ranks.
+        loading_bytes: Memory that the loaders of a rank will take, of the container's.
     """
     gpu = world.device.type == "cuda"
     if world.local_rank:
@@ -170,7 +175,7 @@ def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, l
 
 
 def room_of_gpu(device: torch.device) -> Room:
-    """A GPU's memory; what torch keeps for the next tensor counts as free."""
+    """Returns a GPU's memory; torch's cached blocks count as free."""
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return Room(total, total - free - kept, f"GPU {device.index}")
@@ -179,15 +184,15 @@ def room_of_gpu(device: torch.device) -> Room:
 def too_much(
     room: Room, ranks: int, needs: Mapping[str, int], saved: int = 0, shared_by: int = 0, gpu: bool = False
 ) -> str:
-    """A line about memory that won't be enough, or nothing.
+    """Returns a warning if memory may not suffice; "" if it does.
 
     Args:
-        room: The container's memory, or a GPU's, once the ranks have their models.
-        ranks: How many use it.
-        needs: Bytes that each of them will want besides, by what for.
-        saved: From `saved_by_sharding`.
-        shared_by: Ranks that would share the model then.
-        gpu: Whether it is a GPU's.
+        room: Memory of the container or a GPU, when the ranks have their models.
+        ranks: Number of ranks that use it.
+        needs: Bytes that each rank will allocate in addition, by purpose.
+        saved: Bytes that sharding would save on each rank, from `saved_by_sharding`.
+        shared_by: Number of ranks that would share the model then.
+        gpu: True for a GPU's memory.
     """
     if ranks * sum(needs.values()) <= room.spare_bytes:
         return ""
@@ -215,13 +220,13 @@ def too_much(
 
 
 def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: bool = False) -> None:
-    """Makes sure that checkpoints and final weights will fit on the disk.
+    """Checks that checkpoints and final weights will fit on the disk.
 
-    What earlier attempts left of them counts as free: it is replaced. The state of a task's own optimizer
-    isn't counted: nobody knows it yet.
+    Files of earlier attempts count as free: they are replaced. The state of a task's own optimizer isn't
+    counted, as it is unknown before its first step.
 
     Raises:
-        BadInputError: If they won't.
+        BadInputError: If they don't fit.
     """
     more = " and the state of the task's own optimizer" * own_optimizer
     kept = recipe.checkpoint.keep + recipe.checkpoint.best + 1
@@ -248,7 +253,7 @@ def _check_room(folder: Path, ours: Sequence[Path], wanted: int, more: str, key:
 
 
 def top_parts(model: nn.Module) -> list[Part]:
-    """The parts that a table of the model shows."""
+    """Returns the parts that the table of the model shows."""
     return parts(model, ROWS)
 
 
@@ -260,12 +265,15 @@ def describe_model(
     own_optimizer: bool = False,
     could_share: int = 0,
 ) -> dict[str, Any]:
-    """The table as plain data.
+    """Describes a model as a table, for manifest and console.
 
     Args:
-        counted: FLOPs by these parts.
-        own_optimizer: Whether the optimizer is the task's own: nobody knows yet what that will keep.
-        could_share: Ranks that hold the same each and needn't; 0: they don't, or it can't be shared.
+        recipe: The configuration.
+        model: The model.
+        shown: The parts that are its rows.
+        counted: FLOPs of a sample, by part.
+        own_optimizer: True if the optimizer is the task's own: its state is unknown before its first step.
+        could_share: Number of ranks that hold the whole model and could shard it; 0 if it can't be sharded.
 
     Returns:
         `rows` and `total`, each with its `block`, `kind`, `parameters`, `trainable`, `flops` of a step of all
@@ -279,7 +287,7 @@ def describe_model(
     for part in shown:
         own = held[part.name]
         flops = counted.by_part.get(part.name, 0.0) * samples
-        if not own and not flops:  # an activation, a pooling: nothing to be told
+        if not own and not flops:  # such as an activation or a pooling
             continue
         trained = [p for p in own if p.requires_grad]
         rows.append(
@@ -300,23 +308,23 @@ def describe_model(
     if could_share:
         each = rough_size(-(-total["bytes"] // could_share))
         memory += f"; {each} with parallel.strategy=fsdp, shared by {could_share} ranks"
-    all_of_it: dict[str, Any] = {"block": "all", "kind": type(model).__name__, **total}
-    all_of_it["flops"] = counted.per_sample * samples or None
-    return {"rows": rows, "total": all_of_it, "memory": memory}
+    last_row: dict[str, Any] = {"block": "all", "kind": type(model).__name__, **total}
+    last_row["flops"] = counted.per_sample * samples or None
+    return {"rows": rows, "total": last_row, "memory": memory}
 
 
 def _here(parameter: nn.Parameter) -> int:
-    """Bytes of a parameter on this rank, between steps."""
+    """Returns the bytes of a parameter on this rank, between steps."""
     return own_rows(parameter.detach()).nbytes
 
 
-def show_model(told: Mapping[str, Any], progress_bar: ProgressBar, device: torch.device) -> None:
-    """Shows what `describe_model` gave, with what its memory is of."""
+def show_model(table: Mapping[str, Any], progress_bar: ProgressBar, device: torch.device) -> None:
+    """Prints the table of `describe_model`."""
     heads = ("part", "", "parameters", "trainable", "FLOPs a step", "memory")
-    rows = [_cells(row) for row in (*told["rows"], told["total"])]
+    rows = [_cells(row) for row in (*table["rows"], table["total"])]
     progress_bar.table(heads, rows, right=(2, 3, 4, 5), last_is_total=True)
     where = "GPU" if device.type == "cuda" else "rank"
-    progress_bar.say(f"  memory of a {where}: {told['memory']}; activations come on top of that")
+    progress_bar.say(f"  memory of a {where}: {table['memory']}; activations come on top of that")
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

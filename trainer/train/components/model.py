@@ -1,4 +1,4 @@
-"""A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
+"""Preparation of a model for training: initial weights, precision, activation checkpointing, compilation."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -42,14 +42,14 @@ _NAMES = 5
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model that can be trained.
+    """Model that is ready for training.
 
     Attributes:
-        model: The model itself.
-        call: What is called in training: the model, or compiled.
-        compiled: Whether torch.compile is in use.
-        nonfinite: Looks for NaNs, or None.
-        cuda_graphs: True where forward and backward are replayed as CUDA graphs.
+        model: The bare model.
+        call: The model as training calls it: itself, or compiled.
+        compiled: True if torch.compile is in use.
+        nonfinite: Finds the first module whose output isn't finite, or None.
+        cuda_graphs: True if forward and backward pass are replayed as CUDA graphs.
         notes: Lines for the user.
     """
 
@@ -62,20 +62,23 @@ class Prepared:
 
 
 def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) -> Prepared:
-    """Builds the model of a recipe on this rank's device; on the CPU, if it is to be sharded.
+    """Builds the model of a recipe on this rank's device; on the CPU if it is to be sharded.
 
     Args:
-        fresh: Whether it takes the weights that it starts from: a checkpoint's would replace them.
+        recipe: The configuration.
+        task: The task that makes the model.
+        world: The ranks.
+        fresh: True to load pretrained weights; False if a checkpoint replaces them.
 
     Raises:
-        BadInputError: If the recipe names what the model doesn't have.
+        BadInputError: If the recipe names modules or parameters that the model doesn't have.
     """
     device, notes = world.device, []
     if recipe.parallel.strategy != "ddp" and world.group is None:
         notes.append(f"parallel.strategy={recipe.parallel.strategy}: a rank alone has nothing to share")
     sharded = is_sharded(recipe.parallel, world)
     home = torch.device("cpu") if sharded else device
-    # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
+    # On the CPU, whatever the device: the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
     if still := begin_training(model):
@@ -86,7 +89,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     if fresh and (start := find_weights(recipe.model)) is not None:
         taken = load_initial(model, start.file, recipe.model.reinit)
         notes.append(f"starts from {recipe.model.pretrained or recipe.model.name} ({taken})")
-        # Another file under the same name on another host would give each rank a model of its own.
+        # A different file under the same name on another host would give ranks different models.
         weights = sum(float(tensor.double().sum()) for tensor in model.state_dict().values())
         check_agreement(f"initial weights {weights!r}", world)
     if line := fine_tune(model, recipe.model):
@@ -103,7 +106,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     if kept := fp32_modules(model, recipe.precision.keep_fp32):
         keep_in_fp32(kept.values(), device)
         notes.append(f"in float32: {_few(list(kept))}")
-    # Before anything that asks other ranks, or looks at tensors on the device: it runs forward passes here.
+    # Before anything that talks to other ranks or reads tensors on the device: it runs forward passes.
     checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home, sharded)
     notes.extend(cost_of_checkpointing)
     if recipe.parallel.sync_batchnorm and world.group is not None:
@@ -135,10 +138,14 @@ def _few(names: list[str]) -> str:
 def _choose_checkpointed(
     recipe: Recipe, task: Task, model: nn.Module, device: torch.device, sharded: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    """Returns the modules to checkpoint, and a line on the memory that it saves.
+    """Returns the modules to checkpoint, and a line on the memory that this saves.
 
     Args:
-        sharded: True to count by shapes alone, as the model isn't on the device that trains it.
+        recipe: The configuration.
+        task: Gives the loss.
+        model: The model.
+        device: Where the model is.
+        sharded: True to count with shapes only, as the model isn't on the device that trains it.
     """
     possible, chosen = candidates(recipe.memory, model)
     if not possible:
@@ -174,14 +181,14 @@ def _forward(
 
 
 def _counted(recipe: Recipe, task: Task, model: nn.Module, possible: dict[str, nn.Module]) -> ModelCost | str:
-    """What checkpointing costs, by shapes alone; or why that can't be told."""
+    """Returns the cost of activation checkpointing, counted with shapes only; or why it can't be counted."""
     try:
         with without_values(task, model) as twin:
             forward = _forward(recipe, twin, model, torch.device("cpu"))
             return measure(model, possible, forward)
     except BadInputError:
         raise
-    except Exception as error:  # code that asks for values
+    except Exception as error:  # user code that needs values
         return f"can't be counted by shapes alone ({type(error).__name__})"
 
 
@@ -195,16 +202,19 @@ def _cost_line(cost: ModelCost, chosen: list[str]) -> str:
 
 
 def _missing_somewhere(missing: str | None, world: World) -> str | None:
-    """What this rank misses, or the first one that does: so that all ranks compute alike; collective."""
+    """Returns this rank's fault, or that of the first rank with one: all decide alike; collective."""
     words = words_of_ranks(missing or "", world)
     return missing or next((f"rank {rank}: {word}" for rank, word in enumerate(words) if word), None)
 
 
 def _can_attend_by_blocks(recipe: Recipe, world: World, notes: list[str], kept: Iterable[str] = ()) -> bool:
-    """Whether every rank can, by trying it, and is to; otherwise all of them take a mask.
+    """True if every rank can use FlexAttention, which is tried, and should; otherwise all attend with a mask.
 
     Args:
-        kept: Names of the modules that compute in float32 whatever the precision.
+        recipe: The configuration.
+        world: The ranks.
+        notes: Lines for the user; one is added.
+        kept: Names of modules that compute in float32, whatever the precision.
     """
     if recipe.language.attention == "mask" or world.device.type == "cpu":
         return False
@@ -224,7 +234,7 @@ def _can_attend_by_blocks(recipe: Recipe, world: World, notes: list[str], kept: 
 
 
 def _can_compile(recipe: Recipe, world: World, notes: list[str]) -> bool:
-    """Whether every rank can; otherwise all of them train eagerly, so that they compute alike."""
+    """True if every rank can compile; otherwise all train eagerly, so that they compute alike."""
     if missing := _missing_somewhere(missing_for_compiling(world.device), world):
         notes.append(f"compile.mode={recipe.compile.mode}: {missing}; training eagerly")
         return False

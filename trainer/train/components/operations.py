@@ -1,4 +1,4 @@
-"""Counts a model's operations on a copy: nothing that is trained is touched."""
+"""Copies of task and model for dry runs, and the count of a model's operations on such a copy."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ _FEW = 2  # samples: BatchNorm wants more than one
 
 
 def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batch:
-    """A batch of zeros; on the meta device, of shapes only."""
+    """Returns a batch of zeros, or of shapes only on the meta device."""
     fields = {
         name: torch.zeros(
             (micro_batch_size, *field.shape),
@@ -46,11 +46,11 @@ def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batc
 
 
 def shapes_only(task: Task) -> nn.Module:
-    """A new model on the meta device."""
+    """Makes a new model on the meta device."""
     try:
         with torch.device("meta"), Uninitialized():
             return task.model()
-    except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
+    except NotImplementedError:  # some models compute their widths with tensors (torchvision's regnet)
         return task.model().to("meta")
 
 
@@ -61,16 +61,21 @@ def count_operations(
     device: torch.device,
     parts: Sequence[Part] = (),
 ) -> Count:
-    """Counts what a forward and a backward pass compute, and finds who waits for the device.
+    """Counts the FLOPs of a forward and a backward pass, and finds code that synchronizes with the device.
 
-    For a GPU with shapes alone, or of two blank samples on the CPU where values are needed. For a CPU the
-    other way round: what torch needs for shapes alone takes seconds to import. The model isn't compiled.
-    A count that fails is no error: of what takes no such samples, talks to other ranks or lacks memory.
+    For a GPU it counts with shapes only, or over two blank samples on the CPU if the model needs values; for
+    a CPU in the other order, as torch's imports for shapes take seconds. The copy isn't compiled. A failure
+    isn't an error: a model may not take blank samples, talk to other ranks or lack memory.
 
     Args:
-        task: Gives another model, and the loss; a copy of the task is asked for that.
+        task: Gives a new model and, from a copy of itself, the loss.
         trained: The model that is trained.
-        parts: Of it, to be counted each.
+        micro_batch_size: Samples of a micro-batch.
+        device: Device of the training.
+        parts: Parts of the model that are counted each.
+
+    Returns:
+        FLOPs of a sample, in all and by part (0 if they can't be counted), and the synchronizing code.
     """
     waits = ""
     for where in (_META, _CPU) if device.type == "cuda" else (_CPU, _META):
@@ -84,13 +89,13 @@ def count_operations(
 def _count_on(
     device: torch.device, task: Task, trained: nn.Module, micro_batch_size: int, parts: Sequence[Part]
 ) -> Count:
-    """FLOPs of a sample, -1 if they can't be counted so; and who waits."""
+    """Counts on one device: FLOPs of a sample, -1 if they can't be counted there."""
     samples = micro_batch_size if device == _META else min(micro_batch_size, _FEW)
     if device == _CPU and not _has_room_for_another(trained):
         return Count(-1)
     seen = Operations(device)
     try:
-        # A kernel for attention is one operation, for which torch has no formula on a CPU.
+        # A fused attention kernel is one operation, for which torch has no formula on a CPU.
         with stand_ins(task, trained, device) as (model, twin), sdpa_kernel(SDPBackend.MATH):
             batch = blank_batch(task, samples, device)
             for part in parts:
@@ -100,7 +105,7 @@ def _count_on(
             waits = seen.waits
             with seen:
                 loss.backward()
-    except Exception:  # somebody's code, given what it may not expect
+    except Exception:  # user code, which may not expect blank samples
         return Count(-1, seen.waits)
     by_part = {name: flops / samples for name, flops in seen.by_part.items()} if parts else {}
     return Count(seen.flops / samples, waits, by_part)
@@ -108,12 +113,13 @@ def _count_on(
 
 @contextmanager
 def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[tuple[nn.Module, Task]]:
-    """Another model of a task, in training, and a copy of the task: what is done with them leaves no trace.
+    """Yields a new model of a task, in training mode, and a copy of the task, for dry runs without effects.
 
-    Within it nothing is compiled, and nobody is warned: that comes again in training.
+    Inside the context nothing is compiled, random states are kept, and warnings are off: they come again in
+    training.
 
     Raises:
-        ValueError: If the task gives the same model again. Its own errors come through, too.
+        ValueError: If the task gives the same model again. Errors of the task come through, too.
     """
     with uncompiled(), random_state_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,15 +136,15 @@ def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[
 
 @contextmanager
 def without_values(task: Task, model: nn.Module) -> Iterator[Task]:
-    """Within it operations give shapes and types alone, at no cost, of whatever tensors: torch's fake ones.
+    """Runs operations inside the context on fake tensors: shapes and dtypes without values.
 
-    Unlike those on the meta device they keep autocast and the choice of a kernel for attention. What modules
-    and the task remember of them is forgotten; nothing is compiled.
+    Unlike meta tensors, fake ones keep autocast and the choice of an attention kernel. Attributes of modules
+    are restored afterwards; nothing is compiled.
 
     Yields:
         A copy of the task, to be called in place of it.
     """
-    from torch._subclasses import FakeTensorMode  # here: it takes a second
+    from torch._subclasses import FakeTensorMode  # here: the import takes a second
 
     twin = _copy(task)
     kept = [(module, {**vars(module), "_buffers": dict(module._buffers)}) for module in model.modules()]
@@ -152,7 +158,7 @@ def without_values(task: Task, model: nn.Module) -> Iterator[Task]:
 
 
 def _copy(task: Task) -> Any:
-    """A copy of a task, with the same data."""
+    """Copies a task, except for its data sets."""
     sets = getattr(task, "evaluation_sets", {}).values()
     return _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data, *sets)})
 
@@ -167,7 +173,7 @@ def random_state_kept() -> Iterator[None]:
     """Keeps the state of all random generators, on the CPU and on GPUs that are already in use."""
     ours, numpys = random.getstate(), np.random.get_state()
     try:
-        # CUDA must not begin here: its allocator may be still to be chosen.
+        # CUDA must not be initialized here: its allocator may not have been chosen yet.
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
             yield
     finally:
@@ -176,7 +182,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 class _Onto(TorchFunctionMode):
-    """Within it deep copies of tensors come to lie on a device."""
+    """Mode in which deep copies of tensors are made on a given device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -185,7 +191,7 @@ class _Onto(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == torch.Tensor.clone:  # a parameter's copy is made of its clone
+        if func == torch.Tensor.clone:  # deepcopy of a parameter calls clone
             args = (args[0].to(self._device), *args[1:])
         elif func == torch.Tensor.__deepcopy__:
             tensor, memo = args
@@ -196,12 +202,14 @@ class _Onto(TorchFunctionMode):
 
 
 def _twin(thing: Any, memo: dict[int, Any]) -> Any:
-    """A copy that can be called without a change to the original.
+    """Copies an object so that calls of the copy don't change the original.
 
-    Arrays, which may be large, are the original's; so is what can't be copied, or would be closed twice.
+    Arrays, which may be large, are shared with the original; so are objects that can't be copied or have a
+    `__del__`.
 
     Args:
-        memo: Copies that are there already, by the originals' `id`.
+        thing: The original.
+        memo: Copies made so far, by the originals' `id`.
     """
     if id(thing) in memo:
         return memo[id(thing)]

@@ -1,4 +1,4 @@
-"""Builds a run on this rank: everything that it trains with, on its device."""
+"""Construction of a run on this rank, with all that it trains with, on its device."""
 
 import os
 from pathlib import Path
@@ -55,13 +55,19 @@ def build(
     prefetch: int | None = None,
     fresh: bool = True,
 ) -> Run:
-    """Builds everything that a rank trains with.
+    """Builds the run of a rank: model, optimizer, loaders, reduction and state.
 
     Args:
-        workers: What `data.workers=auto` stands for; the evaluation takes two at most.
-        folder: The run folder, for samples that can't be decoded; or None.
-        prefetch: What `data.prefetch=auto` stands for; None: as the size of a sample says.
-        fresh: Whether no checkpoint will take the place of the weights that it starts from.
+        recipe: The configuration.
+        task: Its task.
+        world: The ranks.
+        workers: Number of loader workers in place of data.workers=auto; the evaluation takes at most two.
+        folder: The run folder, for the list of samples that can't be decoded; or None.
+        prefetch: Batches that each loader worker prepares ahead; None: as configured.
+        fresh: True to load pretrained weights; False if a checkpoint replaces them.
+
+    Raises:
+        BadInputError: If the recipe can't be trained with this model, data or device.
     """
     device, share = world.device, Share(make_plan(recipe, task), world.rank, world.size)
     plan, loading = share.plan, recipe.data.model_copy(update={"prefetch": prefetch or recipe.data.prefetch})
@@ -88,7 +94,7 @@ def build(
     skips, sharing = recipe.anomaly.skips_updates, None if rows is None else rows.group
     precision = make_precision(recipe.precision, device, skips, sharing)
     statistics = StepStatistics(model, None if in_tree else world.group, found)
-    # A graph that is replayed again before its gradients are used would overwrite them.
+    # A CUDA graph that is replayed before its gradients are used would overwrite them.
     overwritten = prepared.cuda_graphs and (share.gradient_accumulation_steps > 1 or world.group is not None)
     gradients = FixedGradients(model) if overwritten else Gradients(model)
     reduction: Reduction = AllReduce(replica, world, statistics)
@@ -166,15 +172,15 @@ def build(
 
 
 def set_determinism(recipe: Recipe, device: torch.device) -> None:
-    """Lets kernels be chosen by speed, or only those that repeat their results.
+    """Sets torch's switches for deterministic algorithms and for cuDNN's choice of kernels by speed.
 
-    See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
-    same state with the same samples and randomness, but atomic additions come in another order each time.
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without deterministic=true a run on GPUs
+    resumes with the same state, samples and randomness, but atomic additions vary in their order.
 
     Raises:
-        BadInputError: If cuBLAS was in use before, as it mustn't be.
+        BadInputError: If cuBLAS was used before in this process without its workspace setting.
     """
-    # cuDNN's timing may choose another algorithm in the next process.
+    # cuDNN's benchmark may choose another algorithm in the next process.
     torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic
     torch.use_deterministic_algorithms(recipe.deterministic)
     if recipe.deterministic:
@@ -186,7 +192,7 @@ def set_determinism(recipe: Recipe, device: torch.device) -> None:
 
 
 def _try_cublas(device: torch.device) -> None:
-    """Multiplies: torch looks at the variable once, when a process does that for the first time."""
+    """Multiplies once, as torch reads the variable only at the first multiplication of a process."""
     try:
         torch.mm(*[torch.ones(1, 1, device=device)] * 2)
     except RuntimeError as error:

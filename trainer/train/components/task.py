@@ -1,4 +1,4 @@
-"""Task and sample order of a recipe, and checks of what would fail on every rank."""
+"""Task and plan of a recipe, and checks for faults that would fail on every rank."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,10 +42,10 @@ WEIGHTS = "initial weights"  # in the fingerprint of a run
 
 
 def make_task(recipe: Recipe) -> Task:
-    """Opens the data, all evaluation sets included, and makes the task that a recipe names.
+    """Opens the data with all evaluation sets, and makes the task that a recipe names.
 
     Raises:
-        BadInputError: If the data isn't there or isn't what it should be.
+        BadInputError: If data is missing or has another format than the recipe says.
     """
     task = _task_of(recipe)
     sets = dict[str, Dataset]()
@@ -61,7 +61,7 @@ def make_task(recipe: Recipe) -> Task:
 
 
 def limit_data(task: Task, limit: int | None) -> Task:
-    """The task, with at most so many samples of each of its data sets."""
+    """Limits each data set of a task to so many samples, in place; returns the task."""
     if limit is not None:
         task.train_data = limited(task.train_data, limit)
         task.evaluation_data = limited(task.evaluation_data, limit)
@@ -91,7 +91,7 @@ def _task_of(recipe: Recipe) -> Task:
 def data_of(
     task: Task, pretrained: Pretrained | None = None, draws: ClassDraws | MixDraws | None = None
 ) -> dict[str, str]:
-    """Identifies data, shuffling and initial weights, to compare attempts by."""
+    """Returns fingerprints of data, shuffling and initial weights, by name: they must be equal on resume."""
     _, shards_per_block = order_of(task.train_data)
     source = getattr(task, "source_hash", None)
     return {
@@ -112,7 +112,7 @@ def left_out_of(task: Task) -> dict[str, Sequence[LeftOut]]:
 
 
 def described_data(task: Task) -> dict[str, Any]:
-    """Describes the data in the manifest: its meaning for the model, and the files that aren't read."""
+    """Returns the manifest's description of the data: classes and the like, and files that aren't read."""
     left_out = {name: [one.model_dump() for one in found] for name, found in left_out_of(task).items()}
     return {**task.describe(), "left_out": left_out}
 
@@ -125,7 +125,7 @@ def _order(dataset: Dataset, shards_per_block: int) -> str:
 
 
 def check_files(recipe: Recipe, task: Task) -> None:
-    """Looks up what the data names, as data.check says; in the launcher, once on each node.
+    """Checks the files that the data names, as data.check says; in the launcher, once on each node.
 
     Raises:
         BadInputError: If files are missing, or samples can't be decoded.
@@ -150,7 +150,7 @@ def draws_of(recipe: Recipe, task: Task) -> ClassDraws | MixDraws | None:
     """Returns the distribution of data.class_weights or data.mix; None without these keys.
 
     Raises:
-        BadInputError: If the samples have no classes, or the order is another already.
+        BadInputError: If the samples have no classes, or their order is fixed by other keys.
     """
     data, weights = task.train_data, recipe.data.class_weights
     if (mix := recipe.data.mix) is not None:
@@ -178,7 +178,7 @@ def draws_of(recipe: Recipe, task: Task) -> ClassDraws | MixDraws | None:
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:
-    """The order of a run."""
+    """Makes the plan of a run: its steps, and the samples of each."""
     shards, shards_per_block = order_of(task.train_data)
     return Plan(
         samples=len(task.train_data),
@@ -196,13 +196,16 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
 
 
 def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = True) -> None:
-    """Finds what would fail on every rank, before there are any.
+    """Checks for faults that would fail on every rank, before any rank starts.
 
     Args:
-        fresh: Whether the model takes the weights that it starts from: no checkpoint's.
+        recipe: The configuration.
+        task: Its task.
+        world_size: Number of ranks.
+        fresh: True if the model loads pretrained weights, and no checkpoint.
 
     Raises:
-        BadInputError: What is wrong, and the remedy.
+        BadInputError: If a fault is found; names it and the remedy.
     """
     if isinstance(task, Checked) and current() is None:
         task.check()  # once, in the launcher
@@ -253,13 +256,13 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
         )
     name = recipe.model.name
     if name == "own" or (name in MODELS and MODELS[name].any_size):
-        return  # take any of their data; and the imports behind the next lines take three seconds
+        return  # these models take any data; and the next lines import for three seconds
     try:
         task.loss(model, blank_batch(task, plan.micro_batch_size, torch.device("meta")))
-    except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
+    except NotImplementedError:  # an operation without a kernel for the meta device: left to the ranks
         pass
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        if "meta tensors" in str(error):  # it asks for a value, with .item() say, which shapes don't have
+        if "meta tensors" in str(error):  # it reads a value, as .item() does, which meta tensors don't have
             return
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInputError(
@@ -269,7 +272,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
 
 
 def _check_tensors(model: nn.Module, mode: str) -> None:
-    """Refuses what has no shape, what the fused optimizers can't update and what safetensors can't hold."""
+    """Refuses lazy tensors, and dtypes that optimizers can't update or safetensors can't hold."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise BadInputError(
@@ -312,10 +315,10 @@ def _short(tensor: torch.Tensor) -> str:
 
 
 def device_kind(recipe: Recipe) -> Any:
-    """ "cuda" or "cpu", from the recipe and what is there.
+    """Returns "cuda" or "cpu", by the recipe and the GPUs of this machine.
 
     Raises:
-        BadInputError: If CUDA is asked for where there is none.
+        BadInputError: If the recipe asks for CUDA and there is no usable GPU.
     """
     available = torch.cuda.is_available()
     if recipe.device == "cuda" and not available:

@@ -37,15 +37,18 @@ def make_updates(
     device: torch.device,
     generators: Sequence[torch.Generator] = (),
 ) -> tuple[torch.optim.Optimizer, LRScheduler | HostSchedule]:
-    """Optimizer and learning rates of a run; the task's own where it brings them.
+    """Makes optimizer and learning rates of a run: the recipe's, or those of the task's methods.
 
     Args:
+        recipe: The configuration.
+        task: May have methods `optimizer` and `scheduler`.
         model: The bare model, on its device.
-        plan: Says how many updates there will be.
-        generators: What an optimizer of one's own may draw from.
+        plan: Gives the number of updates.
+        device: Where the learning rate is kept.
+        generators: Random generators that a task's own optimizer may draw from.
 
     Raises:
-        BadInputError: If the task's methods give something else.
+        BadInputError: If a method of the task doesn't return an optimizer or a scheduler.
     """
     brings = _brings(task)
     if "optimizer" in brings:
@@ -65,13 +68,16 @@ def make_updates(
 
 
 def check_updates(recipe: Recipe, task: Task, model: nn.Module, plan: Plan) -> None:
-    """Finds keys that a task's own optimizer or scheduler leaves without effect; in the launcher tries both.
+    """Checks for keys that a task's own optimizer or scheduler makes idle; the launcher tries both.
 
     Args:
-        model: Of shapes only.
+        recipe: The configuration.
+        task: Its task.
+        model: The model on the meta device.
+        plan: Gives the number of updates.
 
     Raises:
-        BadInputError: What is wrong, and the remedy.
+        BadInputError: If a key has no effect, or a method fails; names the remedy.
     """
     brings = _brings(task)
     if "optimizer" not in brings:
@@ -102,18 +108,20 @@ def check_updates(recipe: Recipe, task: Task, model: nn.Module, plan: Plan) -> N
 
 
 def check_end(folder: Path, stored: Manifest, task: Task, steps: int) -> None:
-    """Finds, before there are ranks, that a later end lies beyond that of the task's own scheduler.
+    """Checks, before any rank starts, that the scheduler in the newest checkpoint doesn't end before the run.
 
     Args:
-        folder: Of a run that is gone on with.
-        steps: At which it is to end now.
+        folder: Folder of a run that is resumed.
+        stored: Its manifest.
+        task: Its task.
+        steps: Number of steps at which it is to end now.
 
     Raises:
-        BadInputError: If the newest checkpoint holds such a scheduler.
+        BadInputError: If the task's own scheduler ends before.
     """
     if "scheduler" not in _brings(task):
         return
-    with suppress(OSError, Unreadable):  # which the ranks say
+    with suppress(OSError, Unreadable):  # reported by the ranks
         for entry in listing(checkpoints_of(folder)):
             with suppress(Damaged, KeyError, ValueError, TypeError):
                 state = read_state(entry.path)
@@ -124,13 +132,15 @@ def check_end(folder: Path, stored: Manifest, task: Task, steps: int) -> None:
 
 
 def refuse_later_end(checkpoint: Path, last_update: Any, steps: int) -> None:
-    """Refuses a schedule that a checkpoint holds and that is over before the run is.
+    """Refuses a checkpoint whose scheduler ends before the run.
 
     Args:
-        last_update: What the schedule says of its end, if it says anything.
+        checkpoint: The checkpoint's folder.
+        last_update: The scheduler's `total_steps`; anything but an int if it has no end.
+        steps: Number of steps of the run.
 
     Raises:
-        BadInputError: In that case.
+        BadInputError: If the scheduler ends before.
     """
     if reason := _ends_early(last_update, steps):
         raise BadInputError(
@@ -148,7 +158,7 @@ def _ends_early(last_update: Any, steps: int) -> str:
 def words_for(
     task: Task, config: OptimConfig, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    """Lines on what the task brings, what the recipe's optimizer says of itself, and what has no decay."""
+    """Returns lines on the task's own optimizer and scheduler, the recipe's optimizer, and weight decay."""
     lines = [optimizer.note] if "optimizer" not in _brings(task) and hasattr(optimizer, "note") else []
     if (config.no_decay or config.decay_1d) and "optimizer" not in _brings(task):
         kept = {*undecayed(config, model)}
@@ -165,7 +175,7 @@ def words_for(
 
 
 def brings_optimizer(task: Task) -> bool:
-    """Whether it is the task's own: nobody knows what that will keep before it has made its first step."""
+    """True if the optimizer is the task's own: its state is unknown before its first step."""
     return "optimizer" in _brings(task)
 
 

@@ -1,1 +1,1 @@
-"""The start of a run: one decision for launcher, ranks and `fit`; its checks; a rank's whole part."""
+"""Start of a run: the decision how it starts, checks, the launch of ranks, and the course of each rank."""

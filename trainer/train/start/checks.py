@@ -1,9 +1,8 @@
-"""Checks before a run starts, and where each runs: one list for the launcher, ranks without one, and `fit`.
+"""Checks before a run starts: one list for the launcher, ranks without a launcher, and `fit`.
 
-`START_CHECKS` run once it is decided how a run starts (`decision`). Where a rank runs them,
-`places` says; a launcher is one on each host, and on node 0 the one of the job, too; `fit` is both. Ranks
-without a launcher look at their first start: a restart by torchrun goes on with what was found good.
-Besides them:
+`START_CHECKS` run after the decision how a run starts (`decision`), each once per job or once per host. A
+launcher runs those of its host, on node 0 those of the job, too; `fit` runs all; `places` says which a rank
+without a launcher runs, at its first start only, not when torchrun restarts it. Other checks:
 
 | check | where |
 |---|---|
@@ -37,11 +36,11 @@ from trainer.train.options import Mode
 from trainer.train.start.decision import Decision, Resume
 from trainer.train.start.local_ranks import check_threads
 
-CheckPlace = Literal["job", "host"]  # one process of all; one on each host
+CheckPlace = Literal["job", "host"]  # runs in one process of the job; in one on each host
 
 
 class Start(NamedTuple):
-    """Subject of the checks; the folder is that of all runs, if the run's own isn't made yet."""
+    """Subject of the checks; `folder` is the folder of all runs if the run's own isn't made yet."""
 
     recipe: Recipe
     task: Task
@@ -51,10 +50,15 @@ class Start(NamedTuple):
 
 
 def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
-    """A line about more threads than CPUs, or nothing; --resume force, as of `trainer verify`, takes any.
+    """Returns a warning if a rank has more threads than CPUs; "" if not.
+
+    Args:
+        recipe: The configuration.
+        stored: The manifest of earlier attempts, or None.
+        mode: The flag --resume; with "force", as of `trainer verify`, any number is accepted.
 
     Raises:
-        BadInputError: If there are far too many.
+        BadInputError: If there are far more threads than CPUs.
     """
     threads = recipe.parallel.threads
     begun_with = stored.threads if stored is not None and mode != "force" else None
@@ -70,7 +74,7 @@ def _own_check(start: Start) -> None:
 
 
 def _schedule(start: Start) -> None:
-    """A schedule of the task's own doesn't end before a run that goes on."""
+    """Checks that a task's own scheduler doesn't end before a run that is resumed."""
     if isinstance(start.decision, Resume):
         steps = make_plan(start.recipe, start.task).steps
         check_end(start.folder, start.decision.stored, start.task, steps)
@@ -81,7 +85,7 @@ def _files(start: Start) -> None:
 
 
 def _outside(start: Start) -> None:
-    """Trackers answer, and the port of metrics is free, for a run that begins."""
+    """Checks, for a new run, that trackers answer and the metrics port is free."""
     if not isinstance(start.decision, Resume):
         check_reachable(start.recipe.log.to)
         check_metrics_port(start.recipe.log)
@@ -97,7 +101,7 @@ def _mac(start: Start) -> None:
 
 
 def _settings(start: Start) -> None:
-    """Notes settings without effect, and defaults that a task of the user's own is trained with."""
+    """Warns of settings without effect, and prints defaults that a task of the user's own is trained with."""
     recipe, typed = start.recipe, typed_keys(start.settings)
     steps = make_plan(recipe.model_copy(update={"max_steps": MOST_STEPS}), start.task).steps
     for line in (*idle_keys(recipe, typed), *idle_length(recipe, typed, steps)):
@@ -119,16 +123,16 @@ START_CHECKS: tuple[tuple[CheckPlace, Callable[[Start], None]], ...] = (
 
 
 def places(variables: Mapping[str, str]) -> set[CheckPlace]:
-    """Returns the places at which a rank runs the checks."""
+    """Returns the kinds of checks that a rank without a launcher runs, by its environment variables."""
     found: dict[CheckPlace, str] = {"job": "RANK", "host": "LOCAL_RANK"}
     return {place for place, name in found.items() if variables.get(name, "0") == "0"}
 
 
 def check_start(start: Start, here: Set[CheckPlace]) -> None:
-    """Looks at what is to be looked at here.
+    """Runs the checks of these kinds.
 
     Raises:
-        BadInputError: What is wrong, and the remedy.
+        BadInputError: If a check fails; names the remedy.
     """
     for place, check in START_CHECKS:
         if place in here:

@@ -1,6 +1,6 @@
 """Decides how a run starts: new, from another run's checkpoint, resumed, or not at all, as it is finished.
 
-The launcher, ranks without one and `fit` decide by this before a start; each rank does again once its run
+The launcher, ranks without a launcher and `fit` decide before a start. Each rank decides again when its run
 folder is locked, as another process may have trained there meanwhile.
 """
 
@@ -25,26 +25,26 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class New:
-    """A run that begins with its own weights."""
+    """New run, with its own initial weights."""
 
 
 @dataclass(frozen=True)
 class From:
-    """A run that begins from another's checkpoint."""
+    """New run that begins from another run's checkpoint."""
 
     checkpoint: BegunFrom
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A run that goes on where earlier attempts stopped, with what they left."""
+    """Run that resumes after earlier attempts, with their manifest."""
 
     stored: Manifest
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run with nothing left to train: what to say of it, and the exit code."""
+    """Run with nothing left to train: a line for the user, and the exit code."""
 
     line: str
     code: int
@@ -65,11 +65,15 @@ def decide(
     """Decides how a run starts.
 
     Args:
-        folder: The run folder; None if it is to be a new one.
-        source: What `--from` names; or what was found by it, where the launcher has decided.
+        recipe: The configuration.
+        folder: The run folder; None for a new one.
+        task: The recipe's task.
+        pretrained: Source and hash of the pretrained weights, or None.
+        resume: The flag --resume.
+        source: The checkpoint that `--from` names, or that the launcher found for it; None without --from.
 
     Raises:
-        BadInputError: If the folder holds another run, or `--from` names none that fits.
+        BadInputError: If the folder holds another run, or `--from` names no checkpoint that fits.
     """
     stored = None if folder is None else read_stored(folder)
     if folder is None or stored is None:
@@ -93,13 +97,19 @@ def check_resumable(
     mode: Mode,
     steps: int,
 ) -> None:
-    """Makes sure that a folder's run may be gone on with by this configuration, on this device and data.
+    """Checks that the run in a folder may be resumed with this configuration, device and data.
 
     Args:
-        steps: At which it is to end now: a finished run may be extended.
+        folder: The run folder.
+        stored: Its manifest.
+        config: The configuration now, as JSON values.
+        device: "cpu" or "cuda".
+        data: Fingerprints of the data now, from `data_of`.
+        mode: The flag --resume.
+        steps: Number of steps at which the run is to end now; more than before extend a finished run.
 
     Raises:
-        BadInputError: If the user forbade it, or something differs and that wasn't forced.
+        BadInputError: If --resume never forbids it, or anything differs without --resume force.
     """
     if mode == "never":
         raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
@@ -120,15 +130,15 @@ def check_resumable(
 
 
 def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> None:
-    """Makes sure that a folder's run began from what `--from` names; where that is gone now, it isn't needed.
+    """Checks that the run in a folder began from the checkpoint that `--from` names, which may be gone now.
 
     Raises:
-        BadInputError: If it began otherwise.
+        BadInputError: If it began in another way.
     """
     begun, remedy = stored.begun_from, "leave --from out to go on with it, or give another --out"
     if begun is None:
-        raise BadInputError(f"--from {source.word}: {folder} holds a run that began anew; {remedy}")
-    if source.word.partition("@")[0] == LATEST:  # which was another run then: since then it is this one
+        raise BadInputError(f"--from {source.word}: {folder} holds a run that began without --from; {remedy}")
+    if source.word.partition("@")[0] == LATEST:  # it named another run then, and names this one now
         return
     try:
         same = read_run(source.run).manifest.run_id == begun.run_id
@@ -144,13 +154,17 @@ def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> No
 def ended(
     folder: Path, stored: Manifest, config: Mapping[str, Any], mode: Mode, steps: int
 ) -> Finished | None:
-    """A run that is through; None if it can be gone on with.
+    """Returns the end of a run that has nothing left to train; None if it can be resumed.
 
     Args:
-        steps: At which it is to end now: a later end extends it. (One that ran out of patience ended before.)
+        folder: The run folder.
+        stored: Its manifest.
+        config: The configuration now, as JSON values.
+        mode: The flag --resume.
+        steps: Number of steps at which the run is to end now; more than before extend it.
 
     Raises:
-        BadInputError: If a later end doesn't help, as it ran out of patience.
+        BadInputError: If the run is to be extended but stopped early, out of patience.
     """
     later = any(map(of_end, differences(stored.config, config)))
     extended = (mode == "force" or later) and steps > stored.steps
@@ -167,6 +181,6 @@ def ended(
     if stored.status == "finished" and not extended:
         return Finished(f"{folder} is finished already; nothing to do", EXIT_DONE)
     if stored.status == "diverged" and mode != "force":
-        remedy = "go on from its newest checkpoint, with what you changed, by --resume force"
+        remedy = "resume from its newest checkpoint, with what you changed, by --resume force"
         return Finished(f"{folder} is diverged already; {remedy}", EXIT_FAILED)
     return None

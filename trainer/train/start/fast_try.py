@@ -1,4 +1,4 @@
-"""`--fast-dev-run`: one step and one evaluation of a real recipe, in a folder that goes away again."""
+"""`--fast-dev-run`: one step and one evaluation of a real recipe, in a temporary run folder."""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,18 +13,19 @@ FLAG = "--fast-dev-run"
 
 
 def fast_settings(recipe: Recipe) -> list[str]:
-    """Returns the settings of a fast try, which the user's override: of each data set the samples of one
-    step.
-    """
+    """Returns settings for one step and one evaluation, each of so many samples; the user's override them."""
     limit = f"data.limit={recipe.data.global_batch_size}"
     return ["max_steps=1", limit, "evaluation.every=end", "log.to=[]"]
 
 
 def check_alone(**given: object) -> None:
-    """Refuses flags that are about a run that stays.
+    """Refuses flags that need a run folder that stays, or several machines.
+
+    Args:
+        given: Values of these flags, by name.
 
     Raises:
-        BadInputError: Names the first.
+        BadInputError: If one of them is given; names the first.
     """
     for name, value in given.items():
         if value:
@@ -36,7 +37,7 @@ def check_alone(**given: object) -> None:
 
 @contextmanager
 def folder_for_a_try() -> Iterator[Path]:
-    """A run folder to come, and its end."""
+    """Yields the path of a temporary run folder, which isn't made yet; removes it at the end."""
     with tempfile.TemporaryDirectory(prefix="trainer-try-", ignore_cleanup_errors=True) as beside:
         yield Path(beside) / "run"
     say(f"  {FLAG}: one step and one evaluation were tried, and their run folder is removed")

@@ -1,4 +1,4 @@
-"""`fit`: a run from Python, in this process; what a notebook calls."""
+"""`fit`: training from Python, in this process, as in a notebook."""
 
 import contextlib
 import inspect
@@ -43,12 +43,12 @@ from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 
 @dataclass(frozen=True)
 class Fitted:
-    """A finished run.
+    """Finished run.
 
     Attributes:
         folder: The run folder, an absolute path.
-        task: What was learned.
-        metrics: Those of the last evaluation, by name.
+        task: The task.
+        metrics: Metrics of the last evaluation, by name.
     """
 
     folder: Path
@@ -56,13 +56,20 @@ class Fitted:
     metrics: dict[str, float]
 
     def rows(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Rows: "train" (each log.every steps, before evaluations), "eval", "hook" and others."""
+        """Reads metrics records of a kind.
+
+        Args:
+            kind: "train" (each log.every steps, and before evaluations), "eval", "hook" and others.
+
+        Raises:
+            BadInputError: If there is no such kind.
+        """
         if kind not in FILES:
             raise BadInputError(f"rows({kind!r}): the kinds are {', '.join(FILES)}")
         return list(read_rows(self.folder, kind))
 
     def model(self) -> nn.Module:
-        """A model with the final weights (their moving average if the run kept one), to be evaluated."""
+        """Makes a model in evaluation mode with the final weights, or their average if the run kept one."""
         model = self.task.model()
         files = [self.folder / name for name in ("ema.safetensors", "model.safetensors")]
         load_initial(model, next(filter(Path.exists, files), files[-1]), ())
@@ -78,29 +85,32 @@ def fit(
     from_run: str | Path | None = None,
     hooks: Sequence[Any] = (),
 ) -> Fitted:
-    """Trains here and now, on one GPU or on the CPU: what `trainer train` does, without its launcher.
+    """Trains in this process, on one GPU or on the CPU, as `trainer train` does without its launcher.
 
-    Interrupted, it can be called again with the same `out` and goes on from the newest checkpoint. A process
-    does one fit at a time, and has its random state, torch's switches, folder and environment back after it.
+    After an interruption, a call with the same `out` resumes from the newest checkpoint. A process does one
+    fit at a time; its random state, torch's switches, current folder and environment are restored at the end.
 
     Args:
-        task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task of
-            one's own (`trainer new`); of such an object RECIPE, if it has that, is the configuration.
+        task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task
+            (`trainer new`); the attribute RECIPE of such an object is the configuration.
         settings: Configuration keys, `{"epochs": 3, "optim.lr": 0.1}`.
-        out: Run folder: a new or an empty one, or that of a run to go on with; default: a new one below runs.
-        resume: As for `trainer train`.
+        out: Run folder: a new or empty one, or that of a run to resume; default: a new one in runs.
+        resume: As `trainer train --resume`.
         from_run: As `trainer train --from`: a run folder, with @STEP or @best after it.
-        hooks: Objects or classes with `after_step`, `after_evaluation` or `after_checkpoint`; what one of
-            them raises comes through, unless hooks.on_error is "warn".
+        hooks: Objects or classes with `after_step`, `after_evaluation` or `after_checkpoint`; their
+            exceptions come through, unless hooks.on_error is "warn".
+
+    Returns:
+        The finished run.
 
     Raises:
-        BadInputError: What is wrong, and the remedy.
+        BadInputError: If anything given is wrong, naming the remedy; or if the run was stopped early.
     """
     with started_by("fit"), _one_at_a_time(), process_state_kept(), paths_from_here():
         try:
             return _fit(task, settings or {}, out, resume, from_run, hooks)
         except HookError as error:
-            if not isinstance(error.__cause__, Exception):  # sys.exit(): it would look like a run's good end
+            if not isinstance(error.__cause__, Exception):  # sys.exit() would look like a finished run
                 raise
             raise error.__cause__ from error.__cause__.__cause__
 
@@ -113,7 +123,7 @@ def _fit(
     from_run: str | Path | None,
     hooks: Sequence[Any],
 ) -> Fitted:
-    # JSON is YAML, so this is what --set takes.
+    # JSON is YAML, so these are arguments of --set.
     words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in settings.items()]
     wanted, runs = None if out is None else _absolute(out), RUNS if out is not None else _absolute(RUNS)
     source = None if from_run is None else parse_source(str(from_run))
@@ -128,7 +138,7 @@ def _fit(
         source = source._replace(run=from_here(source.run))
     decision = decide(recipe, wanted, opened, pretrained=pretrained, resume=resume, source=source)
     begun_from = decision.checkpoint if isinstance(decision, From) else None
-    here = places(os.environ)  # a script of torchrun's may call it on each rank
+    here = places(os.environ)  # a script under torchrun may call fit on each rank
     first = "job" in here
     if not isinstance(decision, Finished):
         check_start(Start(recipe, opened, wanted or runs, decision, words), here)
@@ -169,7 +179,7 @@ def _absolute(out: str | Path) -> Path:
 
 
 def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe, Task]:
-    """Name, configuration and task of what `fit` was given."""
+    """Returns name, configuration and task of the argument `task` of `fit`."""
     if isinstance(task, str | Path):
         recipe = load_recipe(str(task), words)
         check_recipe(str(task), recipe, words)
@@ -196,8 +206,8 @@ os.register_at_fork(after_in_child=_in_a_fork)
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Refuses a second fit in this process: both would draw from torch's one generator."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+    """Refuses a second fit in this process, as both would draw from torch's default generator."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own test
         raise BadInputError(
             "fit was called by a process that a fit has started, and that only imports the script: put the "
             'call under if __name__ == "__main__":'
@@ -214,5 +224,5 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, numpy's numbers as Python's."""
+    """Converts NumPy's numbers to Python's, and paths to text."""
     return value.item() if hasattr(value, "item") else str(value)

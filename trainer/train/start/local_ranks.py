@@ -1,4 +1,4 @@
-"""The ranks of this host: how many, on which GPUs and CPUs, with how many threads, and their environment."""
+"""Plan of this host's ranks: their number, GPUs, CPUs, threads and environment variables."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.models.precision import check_precision
 from trainer.train.components.task import device_kind
 
-# So many threads of a rank are bearable anywhere, and may be wanted for the results of a larger machine.
+# Accepted with any number of CPUs: results depend on it, so those of a larger machine may need it.
 _BEARABLE_THREADS = 64
 _COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes, in spite of its name
 
@@ -26,8 +26,13 @@ _COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes, in spite of its name
 def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> LocalRanks:
     """Plans the ranks of this host.
 
+    Args:
+        recipe: The configuration.
+        gpus: The flag --gpus: a number or a list, or None for all.
+        ranks: The flag --nproc-per-node, or None.
+
     Raises:
-        BadInputError: If that can't be.
+        BadInputError: If flags and devices don't fit.
     """
     count, environment = _devices(recipe, gpus, ranks)
     environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
@@ -46,14 +51,16 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
 
 
 def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
-    """A line about threads that have no CPU of their own, or nothing.
+    """Returns a warning if a rank has more threads than CPUs; "" if not.
 
     Args:
-        known: Whether a run that was begun with so many goes on: then its results depend on them, and a
-            smaller machine must do.
+        threads: Threads of a rank.
+        limits: CPUs of this container.
+        known: True for a run that was begun with so many threads: its results depend on them, so any number
+            is accepted.
 
     Raises:
-        BadInputError: If there are more than 64 of them, and more than CPUs.
+        BadInputError: If there are more than 64 threads, and more than CPUs.
     """
     most = max(1, math.ceil(limits.cpus))
     if threads <= most:
@@ -103,7 +110,7 @@ def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, 
 
 
 def _cpus(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> CpuShares:
-    """The CPUs that each rank is to keep to."""
+    """Returns the CPUs that each rank is bound to."""
     places: list[int | None] = [None] * ranks
     if device_kind(recipe) == "cuda":
         found = gpu_nodes(bus_ids(environ, ranks))

@@ -1,4 +1,4 @@
-"""State of a user's process that a run restores at its end, whatever code has changed it."""
+"""State of the user's process that `fit` restores at its end."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ from trainer.host.startup import any_character
 from trainer.train.components.operations import random_state_kept
 
 _PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv")
-# Each with what reads it and what sets it; what this version of torch lacks, or refuses to tell, is left out.
+# Reader and setter; a switch that this version of torch lacks or can't read is left out.
 _Switch = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
@@ -65,7 +65,7 @@ def _switches() -> Sequence[_Switch]:
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         _attribute(backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
         _attribute(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-        # From torch 2.9 on; after the two older ones, which set some of these.
+        # Since torch 2.9; after the two older switches above, which set some of these.
         *(
             _attribute(attrgetter(place)(backends), "fp32_precision")
             for place in _PRECISIONS
@@ -99,7 +99,7 @@ def _switches_kept() -> Iterator[None]:
             warnings.simplefilter("ignore")
             for read, write, before in kept:
                 with contextlib.suppress(*unknown):
-                    now: Any = contextlib  # what can't be read now was changed
+                    now: Any = contextlib  # differs from any value, if the switch can't be read now
                     with contextlib.suppress(*unknown):
                         now = read()
                     if now != before:
@@ -108,7 +108,7 @@ def _switches_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Keeps signal handlers; only the main thread may set them."""
+    """Restores signal handlers at the end, in the main thread, which alone may set them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -123,9 +123,7 @@ def _handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gpu_randomness_kept() -> Iterator[None]:
-    """Keeps the random state of all GPUs; if CUDA is initialized meanwhile, that of torch's seed at the
-    start.
-    """
+    """Restores the random state of all GPUs; if CUDA was initialized meanwhile, seeds it by torch's seed."""
     before = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
@@ -138,7 +136,7 @@ def _gpu_randomness_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_around() -> Iterator[None]:
-    """Gradients are on, autocast is off and tensors are made on the CPU, whatever surrounds the caller."""
+    """Switches gradients on, autocast off and the default device to CPU, whatever the caller's contexts."""
     with contextlib.ExitStack() as entered:
         if torch.is_inference_mode_enabled():
             entered.enter_context(torch.inference_mode(False))
@@ -146,17 +144,17 @@ def _nothing_around() -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 entered.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":  # not always: torch would ask it at each call
+        if torch.get_default_device().type != "cpu":  # else not: a device context slows each call of torch
             entered.enter_context(torch.device("cpu"))
         yield
 
 
 @contextlib.contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Begins as a new process would, and gives back, at its end, what this one had before.
+    """Starts with default settings, and restores those of the process at the end.
 
-    That is torch's switches, threads, random state, default type and device; the current folder, environment,
-    search path, signal handlers, warning filters, root logger and CPUs.
+    These are torch's switches, threads, random state, default dtype and device; the current folder,
+    environment, search path, signal handlers, warning filters, root logger and CPUs.
     """
     with (
         any_character(),

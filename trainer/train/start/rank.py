@@ -1,4 +1,4 @@
-"""A rank's whole part of a run: from joining the other ranks to the final weights, or to a checkpoint."""
+"""Course of a rank: from joining the other ranks to the final weights, or to a checkpoint."""
 
 import contextlib
 import os
@@ -58,16 +58,17 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
     """Trains as one rank.
 
     Args:
-        task: What is learned; None: what the recipe names.
-        hooks: Called besides those of recipe and task, see `trainer.train.hooks`.
+        request: The request, equal on all ranks.
+        task: The task; None: the one that the recipe names.
+        hooks: Hooks in addition to those of recipe and task, see `trainer.train.hooks`.
 
     Returns:
-        0 done, 75 stopped, by a signal or as asked for, with a checkpoint to resume from.
+        The exit code: 0 finished; 75 stopped by a signal or --stop-after, with a checkpoint to resume from.
 
     Raises:
         BadInputError: If the recipe can't be trained here, or another process trains in the folder.
-        DivergedError: If its numbers went bad.
-        Stopped: If a signal stopped it and there is no checkpoint.
+        DivergedError: If an anomaly ends the run, or its final loss or metric isn't finite.
+        Stopped: If a signal stopped the run and there is no checkpoint.
     """
     unpin_main_thread(cpu_shares())
     with contextlib.ExitStack() as stack:
@@ -86,7 +87,7 @@ def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> 
     kind, task = device_kind(recipe), task or make_task(recipe)
     data = data_of(task, request.pretrained, draws_of(recipe, task))
     detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
-    # Of what is there before the ranks meet, and so before rank 0 writes the manifest anew.
+    # Before the ranks meet, so that each reads the folder as it was before rank 0 writes the manifest.
     decision = decide(
         recipe,
         folder,
@@ -111,7 +112,7 @@ def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> 
     with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watchdog:
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
         while (done := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:
-            PHASE_TIMER.step = 0  # it may take as long as the first time
+            PHASE_TIMER.step = 0  # the watchdog allows as long as for the first start
             enter_phase("start")
             stored = read_stored(folder)
         return done
@@ -126,10 +127,10 @@ def _attempt(
     stored: Manifest | None,
     watchdog: Watchdog,
 ) -> int | None:
-    """Trains from the newest checkpoint on; returns the exit code, or None to roll back and try again."""
+    """Trains from the newest checkpoint; returns the exit code, or None to roll back and try again."""
     recipe, folder = request.recipe, request.folder
     with contextlib.ExitStack() as stack:
-        # Hosts may have unlike numbers of CPUs, and the sums of all ranks are to be alike.
+        # Hosts may have different numbers of CPUs, but all ranks must use as many threads.
         threads, notes = choose_threads(recipe, stored, request.resume, world)
         torch.set_num_threads(least_over_ranks(threads, world))
         sharded = is_sharded(recipe.parallel, world)
@@ -145,7 +146,7 @@ def _attempt(
         losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
-        start_history(recipe.memory, world.device)  # before the weights: they are held, too
+        start_history(recipe.memory, world.device)  # before the weights, which belong to the history
         run, loading = _build(request, task, world, fresh)
         stack.callback(run.close)
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
@@ -186,7 +187,7 @@ def _attempt(
 
 
 def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run, list[str]]:
-    """The run, and a line on how it loads, if there is any; warns of memory that won't be enough."""
+    """Builds the run, and returns it with notes on its loader; warns if memory may not suffice."""
     recipe = request.recipe
     loading = choose_loading(recipe, task, _limits(), world.local_size)
     setting = loading.setting
@@ -197,10 +198,11 @@ def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run
 
 
 def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) -> int:
-    """Writes down what happened, all of it, before any rank leaves.
+    """Writes the anomaly, checkpoints and report, before any rank leaves; collective.
 
     Returns:
-        0 to roll the run back; or the signal that asks for a stop, which the next attempt would see too late.
+        0 to roll back; or the number of a signal that asks for a stop: the next attempt would see it too
+        late.
 
     Raises:
         DivergedError: If the run is to end.
@@ -213,7 +215,7 @@ def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) 
     if end and out.manifest is not None:
         out.leave("diverged", str(end))
         leave_report(request.folder)
-    # Where the ranks wait for each other until all is written.
+    # Collective, so that the ranks wait for each other until all is written.
     number = torch.tensor([int(requested() or 0)])
     if run.world.group is not None:
         dist.all_reduce(number, dist.ReduceOp.MAX, group=run.world.control or run.world.group)
@@ -223,14 +225,17 @@ def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) 
 
 
 def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: str) -> str:
-    """Why the run stopped, and how it goes on from what is on the disk; collective.
+    """Returns a line on why the run stopped and how to resume it from its newest checkpoint; collective.
 
     Args:
-        number: The signal that asked for it; 0: `stop_after`.
+        number: Number of the signal that stopped it; 0: --stop-after.
+        done: Steps done.
+        checkpoints: The checkpoints of the attempt.
+        command: The command as it was typed.
 
     Raises:
-        BadInputError: If nothing could be written where a stop was asked for.
-        Stopped: If nothing could be written after a signal.
+        BadInputError: If no checkpoint could be written for --stop-after.
+        Stopped: If no checkpoint could be written after a signal.
     """
     enter_phase("checkpoint")
     step = checkpoints.newest()
@@ -241,13 +246,13 @@ def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: st
         return f"stopped after step {done} as asked; without --stop-after it resumes {where}"
     name = signal.Signals(number)
     if step < 0:
-        raise Stopped(name, "no checkpoint could be written to go on from")
+        raise Stopped(name, "no checkpoint could be written to resume from")
     more = words_to_resume(command)
     return f"stopped by {name.name} after step {done}; the same command resumes {where}{more}"
 
 
 def words_to_resume(typed: str) -> str:
-    """Returns the words that a command needs in addition to resume its run."""
+    """Returns the flags that a command needs in addition to resume its run, in brackets; or ""."""
     words = typed.replace("=", " ").split()
     named = "--resume" in words and words[words.index("--resume") + 1] not in ("auto", "force", "never")
     return "" if {"--out", "--name"} & {*words} or named else " (with --resume newest)"
@@ -256,14 +261,18 @@ def words_to_resume(typed: str) -> str:
 def choose_threads(
     recipe: Recipe, stored: Manifest | None, mode: Mode, world: World
 ) -> tuple[int, list[str]]:
-    """Intra-op threads: part of the arithmetic on a CPU, so those that the run was begun with; and a note."""
+    """Chooses intra-op threads, which are part of the arithmetic on a CPU: a resumed run keeps its number.
+
+    Returns:
+        The number, and notes for the user.
+    """
     threads = recipe.parallel.threads
     if threads != "auto":
         return threads, []
     if stored is not None and mode != "force":
         return stored.threads, []
     if recipe.parallel.reduction == "tree" and world.device.type == "cpu":
-        # A rank's share would depend on the number of ranks, and so would the bits.
+        # A rank's CPUs, and so its threads and the bits, would depend on the number of ranks.
         return 1, [
             "one thread per rank, so that the bits don't depend on the number of ranks "
             "(parallel.reduction=tree); more by parallel.threads, which is then part of the arithmetic"
@@ -276,5 +285,5 @@ def _is_first() -> bool:
 
 
 def _limits() -> Limits:
-    """Returns the limits of all ranks of this host, with their CPUs as they are bound."""
+    """Returns the limits of this host's ranks, within the CPUs that they are bound to."""
     return limits_within(read_limits(), cpu_shares())

@@ -1,4 +1,4 @@
-"""A rank that the launcher starts: `trainer.train.start.rank_process FOLDER-OF-THE-LAUNCH`."""
+"""Entry point of a rank that the launcher starts: `trainer.train.start.rank_process LAUNCH-FOLDER`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from trainer.launch.worker import Worker
 
 
 def main(folder: str) -> int:
-    """Does a rank's part of a run; returns its exit code."""
+    """Trains as a rank; returns the exit code."""
     with Worker(folder) as worker:  # before the slow imports, so that a signal finds a handler
         from trainer.train.request import from_json
         from trainer.train.start.rank import train_rank

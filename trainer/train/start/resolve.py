@@ -1,4 +1,4 @@
-"""The start of a run: checks and resolves the whole request once, then starts the ranks."""
+"""Launch of a run: resolves and checks the request once, then starts the ranks."""
 
 import math
 import os
@@ -51,12 +51,16 @@ _RANK = "trainer.train.start.rank_process"
 
 
 def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None = None) -> int:
-    """Starts the ranks that `trainer train` was asked for; returns the exit code.
+    """Starts the ranks of `trainer train`; returns the exit code.
 
     Args:
-        recipe: As `provisional` read it.
-        auto: Whether its micro-batch is still to be chosen.
-        output: A file descriptor that takes the standard output of the ranks, or None.
+        options: The flags.
+        recipe: The configuration, as `provisional` read it.
+        auto: True if data.micro_batch_size=auto is still to be chosen.
+        output: A file descriptor for the standard output of the ranks, or None.
+
+    Raises:
+        BadInputError: If a check fails.
     """
     before = footprint()
     nodes = find_nodes(
@@ -70,10 +74,8 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         warn(line)
     recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, options.resume, options.source)
     if auto:
-        with folder_kept():  # the probes, and later the ranks, begin where this began
-            check_request(
-                recipe, make_task(recipe), 1, fresh
-            )  # not found by a probe, as a name of no model is
+        with folder_kept():  # probes and ranks start in the current folder of this process
+            check_request(recipe, make_task(recipe), 1, fresh)  # so that no probe fails on such a fault
         try:
             setting = micro_batch_size(stored, nodes, Job(recipe, local))
         except Interrupted as interrupted:
@@ -102,7 +104,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         Request(
             recipe,
             options.recipe,
-            folder.absolute(),  # so that it stays the same through restarts
+            folder.absolute(),  # the same after each restart
             options.resume,
             options.stop_after,
             options.profile,
@@ -146,26 +148,33 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
 
 
 def _may_fork(recipe: Recipe, before: Footprint) -> bool:
-    """True if the ranks may be forks, which neither CUDA nor the threads of a library survive."""
+    """True if the ranks may be forks: neither CUDA nor threads of a library survive a fork."""
     own = bool(recipe.hooks.use or Path(recipe.task).suffix)
     alone = device_kind(recipe) == "cpu" and torch.get_num_threads() == 1
     return alone and can_fork(before, files=own)
 
 
 def compute_alone() -> None:
-    """Keeps a process that has computed nothing yet to one thread: a rank may be a fork of it then."""
+    """Sets one thread, in a process that has computed nothing yet, so that ranks may be forks of it."""
     torch.set_num_threads(1)
 
 
 def train_without_launcher(options: TrainOptions) -> int:
-    """Does the part of a rank that torchrun or Slurm started; what the ranks make of it, they compare."""
+    """Trains as a rank that torchrun or Slurm started; ranks compare their requests when they have met.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        BadInputError: If a check fails.
+    """
     _check_options(options, None)
     recipe, auto = provisional(options.recipe, options.set, options.values)
     if auto:
         recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))], options.values)
     _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
     folder = _folder_of_rank(options, recipe).absolute()
-    # One rank of a host fetches, the others wait for it and find it.
+    # One rank of a host fetches the weights, the others wait for it.
     recipe, pretrained, _ = resolve_pretrained(
         recipe, _stored(options), _wanted(options), options.resume, options.source
     )
@@ -196,7 +205,7 @@ def train_without_launcher(options: TrainOptions) -> int:
 def _decided(
     options: TrainOptions, recipe: Recipe, folder: Path | None, task: Task, pretrained: Pretrained | None
 ) -> Decision:
-    """Calls `decide` where the code of a task may have moved meanwhile."""
+    """Calls `decide` with paths relative to the folder of the start, which code of a task may have left."""
     source = options.source and options.source._replace(run=from_here(options.source.run))
     return decide(recipe, folder, task, pretrained=pretrained, resume=options.resume, source=source)
 
@@ -232,7 +241,7 @@ def _check_options(options: TrainOptions, nodes: Nodes | None) -> None:
 
 
 def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None, fresh: bool) -> None:
-    """Refuses what can't be shared out to the ranks; of an elastic job one number of nodes must do."""
+    """Refuses a batch that the ranks can't share; for an elastic job, if no number of nodes can."""
     counts = range(nodes.least, nodes.most) if nodes else ()
     if not any(_shares(recipe, task, ranks * count, fresh) for count in counts):
         check_request(recipe, task, ranks * (nodes.most if nodes else 1), fresh)
@@ -247,7 +256,12 @@ def _shares(recipe: Recipe, task: Task, world: int, fresh: bool) -> bool:
 
 
 def micro_batch_size(stored: Manifest | None, nodes: Nodes | None, job: Job) -> str:
-    """The setting for data.micro_batch_size=auto: a resumed run keeps its own, part of its arithmetic."""
+    """Returns the setting for data.micro_batch_size=auto; a resumed run keeps its own.
+
+    Raises:
+        BadInputError: With several nodes, if nothing fits, or if the recipe can't be trained here.
+        Interrupted: After a signal.
+    """
     if setting := stored_setting(stored):
         return setting
     if nodes is not None:
@@ -259,14 +273,14 @@ def micro_batch_size(stored: Manifest | None, nodes: Nodes | None, job: Job) -> 
 
 
 def _folder(name: str, recipe: Recipe, wanted: Path | None, begins: bool) -> tuple[Path, bool]:
-    """The run folder, and whether it was made here. With several nodes node 0 makes it."""
+    """Returns the run folder, and True if it was made here; with several nodes, node 0 makes it."""
     if wanted is None:
         return new_folder(RUNS, name, recipe), True
     return wanted, claim_folder(wanted) if begins else False
 
 
 def _same(recipe: Recipe) -> dict[str, str]:
-    """Returns the facts that every node must share."""
+    """Returns the versions and hashes that must be equal on every node."""
     return {
         "trainer": __version__,
         "Python": platform.python_version(),
@@ -277,19 +291,19 @@ def _same(recipe: Recipe) -> dict[str, str]:
 
 
 def _wanted(options: TrainOptions) -> Path | None:
-    """The run folder that was asked for, if any."""
+    """Returns the run folder that the flags name, or None."""
     folder: Path | None = options.out
     return folder or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
 
 
 def _stored(options: TrainOptions) -> Manifest | None:
-    """Reads the folder's manifest."""
+    """Reads the manifest in the folder that the flags name; None without one."""
     wanted = _wanted(options)
     return None if wanted is None else read_stored(wanted)
 
 
 def _folder_of_rank(options: TrainOptions, recipe: Recipe) -> Path:
-    """--out, or one for torchrun's run."""
+    """Returns --out, or a folder for torchrun's run, which its restarts find again."""
     restarted = _restarted()
     if options.out is not None:
         if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:

@@ -1,1 +1,1 @@
-"""Chooses for the box: the loader's workers and prefetch, and the micro-batch."""
+"""Choice of micro-batch, loader workers and prefetch for this machine, by measurement."""

@@ -1,4 +1,4 @@
-"""`data.micro_batch_size: auto`: a number in its place, before there are ranks."""
+"""`data.micro_batch_size: auto`: choice of the number, before ranks start."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def for_ranks(stored: Manifest | None) -> str:
 
 
 def chosen_setting(job: Job) -> str:
-    """Probes what fits, says so, and returns it as an argument of --set.
+    """Finds the largest micro-batch that fits, prints it, and returns it as an argument of --set.
 
     Raises:
         BadInputError: If nothing fits, or the recipe can't be trained here.
@@ -47,11 +47,11 @@ def chosen_setting(job: Job) -> str:
 
 
 def find(job: Job, done: Callable[[Probe], object]) -> tuple[Probe, SizeSearchResult]:
-    """Probes what fits; returns the largest that does, and all that was found.
+    """Finds the largest micro-batch that fits; returns its probe, and the result of the search.
 
     Args:
-        job: The run.
-        done: As `choose` takes it.
+        job: The ranks and configuration to probe with.
+        done: Called with each probe.
 
     Raises:
         BadInputError: If nothing fits, or the recipe can't be trained here.
@@ -61,8 +61,8 @@ def find(job: Job, done: Callable[[Probe], object]) -> tuple[Probe, SizeSearchRe
         found = choose(job, done)
     except ProbeFailed as failed:
         lines = [line.strip() for line in str(failed).splitlines() if line.strip()]
-        said = " … ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or "it said nothing"
-        raise BadInputError(f"{KEY}: a probe failed, and not for memory: {said}") from failed
+        output = " … ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or "it said nothing"
+        raise BadInputError(f"{KEY}: a probe failed, and not for memory: {output}") from failed
     if found.chosen is None:
         smallest = found.probes[-1]
         raise BadInputError(
@@ -74,7 +74,7 @@ def find(job: Job, done: Callable[[Probe], object]) -> tuple[Probe, SizeSearchRe
 
 
 def choice_line(chosen: Probe, found: SizeSearchResult, job: Job) -> str:
-    """The choice and why, as one line."""
+    """Returns a line with the choice, its memory, and the cost of the search."""
     batch = job.recipe.data.global_batch_size
     steps = batch // (chosen.micro_batch_size * job.ranks)
     probes = f"{len(found.probes)} probe{'s' if len(found.probes) > 1 else ''}"
@@ -89,7 +89,7 @@ def choice_line(chosen: Probe, found: SizeSearchResult, job: Job) -> str:
 
 
 def used(probe: Probe) -> str:
-    """Describes how full the memory was."""
+    """Describes a probe's memory: its peak, the use of other processes, and the limit."""
     if not probe.limit_bytes:
         return f"{memory_size(probe.peak_bytes)} (no limit is known here)"
     others = f" beside {memory_size(probe.others_bytes)} of others" if probe.others_bytes else ""
@@ -97,5 +97,5 @@ def used(probe: Probe) -> str:
 
 
 def because(probe: Probe) -> str:
-    """Why it doesn't fit, in brackets, where that needs words."""
+    """Returns a probe's note in brackets; "" without one."""
     return f" ({probe.note})" if probe.note else ""

@@ -1,4 +1,4 @@
-"""Probes: jobs of as many ranks as the run will have, in processes of their own that leave nothing behind."""
+"""Probes: jobs with as many ranks as the run will have, in processes of their own."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from trainer.train.start.tune.trial import probe_recipe
 
 _MODULE = "trainer.train.start.tune.probe"
 _GRACE_SECONDS = 5.0
-_LEAST_SECONDS = 120.0  # for a probe that has begun: it imports torch, and may compile
+_LEAST_SECONDS = 120.0  # for each probe, which imports torch and may compile
 _PATIENCE = 4.0  # times the longest so far
-_MOST_STEPS = 1_000_000  # while settings of the loader take turns
+_MOST_STEPS = 1_000_000  # for settings of the loader that take turns
 BUDGET_SECONDS = 600.0
 
 
 class Interrupted(Exception):  # noqa: N818  (the outcome of a request)
-    """A signal ended the search."""
+    """End of a search by a signal, which its text names."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Job of a probe, and how to run it.
+    """Configuration, ranks and limits of probes.
 
     Attributes:
-        recipe: With any micro-batch.
-        local: The ranks that the run will have.
-        budget_seconds: After so long no larger size is tried.
-        room: Tells the memory of the container.
+        recipe: The configuration; its micro-batch doesn't matter.
+        local: Plan of the run's ranks on this host.
+        budget_seconds: Seconds after which no larger size is tried.
+        room: Reads the memory of the container.
     """
 
     recipe: Recipe
@@ -68,8 +68,8 @@ def choose(job: Job, done: Callable[[Probe], object]) -> SizeSearchResult:
     """Finds the largest micro-batch that fits.
 
     Args:
-        job: The run.
-        done: Told what each probe showed.
+        job: Configuration and ranks.
+        done: Called with each probe.
 
     Raises:
         BadInputError: If the recipe can't be trained here, whatever the micro-batch.
@@ -91,7 +91,7 @@ def choose(job: Job, done: Callable[[Probe], object]) -> SizeSearchResult:
             known = [probe for probe in probes if probe.fits]
             data = probe_recipe(job.recipe, size, job.ranks)
             samples = int(data["data"]["global_batch_size"]) * int(data["max_steps"])
-            # Speed grows with the size, and time at worst as the size does.
+            # Speed grows with the size, so time grows at most in proportion to the size.
             by_speed = known[0].seconds + samples / max(known[-1].samples_per_s, 1e-9)
             by_size = known[-1].seconds * size / known[-1].micro_batch_size
             return time.monotonic() - began + min(by_speed, by_size) <= job.budget_seconds
@@ -102,7 +102,7 @@ def choose(job: Job, done: Callable[[Probe], object]) -> SizeSearchResult:
 def run_probe(
     job: Job, micro_batch_size: int, receiver: SignalReceiver, seconds: float = BUDGET_SECONDS
 ) -> Probe:
-    """Trains a few micro-batches, and tells whether memory was enough for them.
+    """Trains a few micro-batches of a size, and measures their memory and speed.
 
     Raises:
         BadInputError: If the recipe can't be trained here.
@@ -111,20 +111,20 @@ def run_probe(
     """
     room = job.room()
     ended = _run(job, probe_recipe(job.recipe, micro_batch_size, job.ranks), [], room, receiver, seconds)
-    speed = min((one.get("samples_per_s", 0.0) for one in ended.told), default=0.0)
+    speed = min((one.get("samples_per_s", 0.0) for one in ended.results), default=0.0)
     looked = [
         replace(one, samples_per_s=speed, seconds=ended.seconds)
-        for one in _peaks(micro_batch_size, ended.told, ended.watch, room)
+        for one in _peaks(micro_batch_size, ended.results, ended.watch, room)
     ]
     tightest = max(looked, key=lambda one: (one.peak_bytes + one.others_bytes) / max(one.limit_bytes, 1))
     return replace(tightest, fits=False, note=ended.why) if ended.why else tightest
 
 
 def time_loading(job: Job, settings: Sequence[Loading], seconds: float) -> list[list[float]]:
-    """Steps per second of each setting of the loader, turn by turn; one job trains with all of them in turn.
+    """Measures steps per second of each setting of the loader, in one job that trains with them in turn.
 
     Returns:
-        What was timed before memory or the time ran out: a list for each setting, all of one length.
+        Speeds of each setting, turn by turn; equally many for each, fewer if memory or time ran out.
 
     Raises:
         BadInputError: If the recipe can't be trained here.
@@ -135,7 +135,7 @@ def time_loading(job: Job, settings: Sequence[Loading], seconds: float) -> list[
     recipe["max_steps"] = _MOST_STEPS
     with SignalReceiver() as receiver:
         ended = _run(job, recipe, settings, job.room(), receiver, max(seconds, _LEAST_SECONDS))
-    found: list[list[float]] = ended.told[0].get("speeds") or [[] for _ in settings]
+    found: list[list[float]] = ended.results[0].get("speeds") or [[] for _ in settings]
     return found
 
 
@@ -143,13 +143,13 @@ class _Ended(NamedTuple):
     """End of a job.
 
     Attributes:
-        told: What each rank told.
-        watch: Its memory.
-        why: Why memory or time was not enough, or "".
-        seconds: What it took, start included.
+        results: Results of each rank.
+        watch: Measured memory of the job.
+        why: Reason why memory or time didn't suffice, or "".
+        seconds: Duration, start included.
     """
 
-    told: list[dict[str, Any]]
+    results: list[dict[str, Any]]
     watch: MemoryGuard
     why: str
     seconds: float
@@ -176,11 +176,11 @@ def _run(
             "temporary": tempfile.gettempdir(),
             "room": max(1, int(room.spare_bytes)) if room.limit_bytes else 0,
         }
-        nowhere, said = os.open(os.devnull, os.O_WRONLY), io.StringIO()
+        nowhere, stderr = os.open(os.devnull, os.O_WRONLY), io.StringIO()
         try:
-            # What a rank that ran out of memory says is kept for the end.
+            # Output of a rank that ran out of memory is kept for the end.
             with (
-                contextlib.redirect_stderr(said),
+                contextlib.redirect_stderr(stderr),
                 MemoryGuard(lambda: _pids(folder), room.spare_bytes, seconds) as watch,
             ):
                 code = launch(
@@ -193,55 +193,55 @@ def _run(
                 )
         finally:
             os.close(nowhere)
-        told = [_told(folder, rank) for rank in range(job.ranks)]
+        results = [_result(folder, rank) for rank in range(job.ranks)]
     if receiver.received:
         raise Interrupted(receiver.received[0].name)
-    why = next((one["ran_out"] for one in told if one.get("ran_out")), "")
+    why = next((one["ran_out"] for one in results if one.get("ran_out")), "")
     if not why and watch.killed:
-        why = watch.killed + _held(told)
-    if not why and "killed by SIGKILL" in said.getvalue():  # by the kernel, or whoever watches the container
+        why = watch.killed + _held(results)
+    if not why and "killed by SIGKILL" in stderr.getvalue():  # by the kernel, or the container's supervisor
         why = "a rank was killed (out of memory?)"
-    text = said.getvalue().strip()
+    text = stderr.getvalue().strip()
     if code == EXIT_BAD_INPUT:
         raise BadInputError(text.removeprefix("trainer: "))
     if code != EXIT_DONE and not why:
         raise ProbeFailed(text)
-    return _Ended(told, watch, why, time.monotonic() - began)
+    return _Ended(results, watch, why, time.monotonic() - began)
 
 
-def _held(told: Sequence[Mapping[str, Any]]) -> str:
-    """Lists owners of memory as far as a rank can name them; the rest: activations, the loader, Python."""
-    held = {name: size for one in told for name, size in one.get("held", {}).items() if size >= MIB}
+def _held(results: Sequence[Mapping[str, Any]]) -> str:
+    """Lists the known holders of memory: all but activations, the loader and Python."""
+    held = {name: size for one in results for name, size in one.get("held", {}).items() if size >= MIB}
     names = sorted(held, key=lambda name: -held[name])
-    shares = ", ".join(f"{name} {held[name] / MIB:,.0f} MiB" for name in names)
-    return f"; each rank has {shares}" if shares else ""
+    sizes = ", ".join(f"{name} {held[name] / MIB:,.0f} MiB" for name in names)
+    return f"; each rank has {sizes}" if sizes else ""
 
 
 def _peaks(
-    micro_batch_size: int, told: Sequence[Mapping[str, Any]], watch: MemoryGuard, room: Room
+    micro_batch_size: int, results: Sequence[Mapping[str, Any]], watch: MemoryGuard, room: Room
 ) -> Iterator[Probe]:
-    """Yields the use of each memory."""
+    """Yields a probe's result for the host's memory and each GPU."""
 
     def judged(peak: int, limit: int, others: int, where: str) -> Probe:
         one = Probe(micro_batch_size, True, peak, limit, others, where)
         return replace(one, fits=peak <= one.allowed_bytes)
 
-    # The kernel keeps a rank's own peak, which lies between two looks; files that ranks map are the same.
-    own = sum(one.get("resident", 0) - one.get("files", 0) for one in told)
-    files = max((one.get("files", 0) for one in told), default=0)
+    # The kernel records each rank's peak, also between two readings; files that ranks map count once.
+    own = sum(one.get("resident", 0) - one.get("files", 0) for one in results)
+    files = max((one.get("files", 0) for one in results), default=0)
     peak = max(watch.peak_bytes, own + files + watch.rest_bytes)
     yield judged(peak, room.limit_bytes, room.others_bytes, f"memory ({room.source})")
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(results):
         if "device" in one:
             yield judged(one["device"], one["device_total"], 0, f"GPU of rank {rank}")
 
 
-def _told(folder: Path, rank: int) -> dict[str, Any]:
+def _result(folder: Path, rank: int) -> dict[str, Any]:
     try:
-        told: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_bytes())
+        result: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_bytes())
     except OSError:
         return {}
-    return told
+    return result
 
 
 def _pids(folder: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""A rank of a probe, `trainer.train.start.tune.probe FOLDER-OF-THE-LAUNCH`: leaves its result there."""
+"""Entry point of a probe's rank: `trainer.train.start.tune.probe LAUNCH-FOLDER`; writes its result there."""
 
 import contextlib
 import json
@@ -14,36 +14,35 @@ from trainer.launch.worker import Worker
 
 
 def main(request: dict[str, Any]) -> int:
-    """Does a rank's part; also when it fails or is killed, what it told before is there."""
+    """Trains a rank of a probe; returns the exit code. Results so far stay if it fails or is killed."""
     rank, folder = int(os.environ["RANK"]), Path(request["folder"])
     os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     write_whole(folder / f"rank-{rank}.pid", str(os.getpid()))
-    told: dict[str, Any] = {"ran_out": ""}
+    result: dict[str, Any] = {"ran_out": ""}
 
-    def tell(metrics: dict[str, Any]) -> None:
-        told.update(metrics)
-        write_whole(folder / f"rank-{rank}.json", json.dumps(told))
+    def report(metrics: dict[str, Any]) -> None:
+        result.update(metrics)
+        write_whole(folder / f"rank-{rank}.json", json.dumps(result))
 
-    from trainer.train.start.tune.trial import (
-        train_some,  # after the signals have a handler: it imports torch
-    )
+    # After the signals have a handler: it imports torch.
+    from trainer.train.start.tune.trial import train_some
 
     with contextlib.suppress(ImportError):
         import torch.distributed.nn  # noqa: F401  (makes a folder, which a rank that is killed would leave)
 
-    # Code that is compiled should stay.
+    # In the usual temporary folder, so that compiled code is kept.
     tempfile.tempdir = request["temporary"]
     os.environ["TMPDIR"] = request["temporary"]
     try:
-        return train_some(request, tell)
+        return train_some(request, report)
     except OutOfMemory as error:
-        tell({"ran_out": str(error)})
+        report({"ran_out": str(error)})
     except (RuntimeError, MemoryError, OSError) as error:
         from trainer.observe.oom import is_out_of_memory
 
         if not is_out_of_memory(error, probing=True):
             raise
-        tell({"ran_out": (str(error).splitlines() or [type(error).__name__])[0][:300]})
+        report({"ran_out": (str(error).splitlines() or [type(error).__name__])[0][:300]})
     return EXIT_FAILED
 
 

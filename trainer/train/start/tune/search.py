@@ -1,6 +1,6 @@
-"""Choice among measurements: the largest micro-batch that fits, the setting of the loader.
+"""Choice by measurements: the largest micro-batch that fits, and the fastest setting of the loader.
 
-Nothing here knows how a probe is made.
+The measurements are passed in as functions and numbers.
 """
 
 import math
@@ -14,8 +14,8 @@ from trainer.errors import BadInputError
 from trainer.host.memory_room import HEADROOM
 
 MOST_PROBES = 10
-_FIRST_JUMP = 8  # from the first probe to the second; from there on the growth is known
-_AS_FAST = 0.95  # of the highest speed: what lies between may be noise
+_FIRST_JUMP = 8  # factor from the first size to the second; after that the growth of memory is known
+_AS_FAST = 0.95  # of the highest speed: smaller differences may be noise
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Probe:
     """Result of training a few micro-batches of one size.
 
     Attributes:
-        micro_batch_size: Samples in each.
-        fits: Whether memory stayed within the limit less the headroom, on every rank.
-        peak_bytes: The most that the job had where memory is tightest (of a GPU: that all had); 0: not known.
-        limit_bytes: All there is of it; 0: not known.
-        others_bytes: What others had of it before.
-        where: Which memory that is.
-        samples_per_s: Speed of the whole job, 0 if it did not come so far.
-        seconds: What the probe took, start included.
-        note: Why it doesn't fit, where that needs words.
+        micro_batch_size: Samples in each micro-batch.
+        fits: True if memory stayed within the limit less the headroom, on every rank.
+        peak_bytes: Peak of the job in the tightest memory (on a GPU, of all processes); 0 if unknown.
+        limit_bytes: Size of that memory; 0 if unknown.
+        others_bytes: Use of it by other processes before.
+        where: Name of that memory.
+        samples_per_s: Speed of the whole job; 0 if it wasn't measured.
+        seconds: Duration of the probe, start included.
+        note: Reason why it doesn't fit, other than the peak; or "".
     """
 
     micro_batch_size: int
@@ -46,23 +46,23 @@ class Probe:
 
     @property
     def allowed_bytes(self) -> float:
-        """Returns the limit less headroom and others' use; infinite without a limit."""
+        """Limit less headroom and use by others; infinite without a limit."""
         if not self.limit_bytes:
             return math.inf
         return (1 - HEADROOM) * self.limit_bytes - self.others_bytes
 
 
-class ProbeFailed(Exception):  # noqa: N818  (what the probe said is the error)
-    """A probe ended for a reason that isn't memory; the text is what it said."""
+class ProbeFailed(Exception):  # noqa: N818  (its text is the probe's output)
+    """Failure of a probe for another reason than memory; its text is the probe's output."""
 
 
 @dataclass
 class SizeSearchResult:
-    """The end of a search.
+    """Result of a search.
 
     Attributes:
         chosen: The probe of the largest size that fits, or None.
-        probes: All of them, in their order.
+        probes: All probes, in their order.
         untried: Larger sizes that would have taken too long.
     """
 
@@ -72,7 +72,7 @@ class SizeSearchResult:
 
 
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int]:
-    """The micro-batches that keep the global batch by whole steps of accumulation, smallest first.
+    """Returns the micro-batch sizes that divide the global batch on these ranks, smallest first.
 
     Raises:
         BadInputError: If there is none for so many ranks.
@@ -86,7 +86,7 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int]:
         )
     low = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
     sizes = sorted({*low, *(each // size for size in low)})
-    if recipe.parallel.static_graph:  # which doesn't go with accumulation
+    if recipe.parallel.static_graph:  # not supported with gradient accumulation
         sizes = [each]
     if recipe.parallel.reduction == "tree":
         sizes = [size for size in sizes if shares_a_tree(batch // size, ranks)]
@@ -107,24 +107,24 @@ def search(
     affordable: Callable[[int, Sequence[Probe]], bool] = lambda _, __: True,
     most: int = MOST_PROBES,
 ) -> SizeSearchResult:
-    """Finds the largest size whose probe fits, if memory grows with the size.
+    """Finds the largest size whose probe fits, assuming that memory grows with the size.
 
-    Bisection, but not from the middle: a probe far too large is slow, and what the smaller ones took tells
-    where the limit lies. A guess never costs so much that bisection could not end within `most` probes. A
-    size is chosen only if its own probe fitted, whatever the others did.
+    It bisects, but not at the middle: a probe far too large is slow, and the peaks of smaller ones predict
+    the limit. A guess leaves so few sizes on either side that bisection can end within `most` probes. A size
+    is chosen only if its own probe fits.
 
     Args:
-        sizes: In ascending order.
-        probe: Tries one.
-        affordable: Whether there is time for a larger one, after these probes.
-        most: Probes at most; enough for 2 ** most - 1 sizes.
+        sizes: Sizes in ascending order.
+        probe: Tries a size.
+        affordable: Returns True if there is time for a size after these probes.
+        most: Most probes; enough for 2 ** most - 1 sizes.
 
     Raises:
-        ProbeFailed: What a probe raised, but for a first one of a single sample, from which some models
-            (BatchNorm over one pixel) can't learn.
+        ProbeFailed: If a probe raised it; except for the first probe with one sample, as some models
+            (BatchNorm over one pixel) can't train on that.
     """
     found = SizeSearchResult()
-    low, high = -1, len(sizes)  # up to low they fit, from high on they don't
+    low, high = -1, len(sizes)  # sizes up to low fit, sizes from high on don't
     while high - low > 1 and len(found.probes) < most:
         index = _guess(sizes, low, high, found.probes, most)
         if low >= 0:
@@ -150,7 +150,7 @@ def search(
 
 
 def _guess(sizes: Sequence[int], low: int, high: int, probes: Sequence[Probe], most: int) -> int:
-    """The index to try next: where memory should just fit, growing as it did."""
+    """Returns the index to try next: the largest size that should fit by the growth of memory so far."""
     fitting = sorted((one for one in probes if one.fits), key=lambda one: one.micro_batch_size)
     target: float = 0
     if len(fitting) == 1:
@@ -161,17 +161,17 @@ def _guess(sizes: Sequence[int], low: int, high: int, probes: Sequence[Probe], m
         room = last.allowed_bytes - last.peak_bytes
         target = last.micro_batch_size + room / growth if growth > 0 else math.inf
     index = max([low + 1, *(n for n in range(low + 1, high) if sizes[n] <= target)])
-    # As many sizes as the probes that are left after this one can tell apart, on either side.
+    # On either side at most as many sizes as the remaining probes can bisect.
     either = 2 ** (most - len(probes) - 1) - 1
     first, last_one = high - 1 - either, low + 1 + either
     return min(max(index, first), last_one) if first <= last_one else (low + high) // 2
 
 
 def fastest(speeds: Sequence[Sequence[float]]) -> int:
-    """The index of the setting with the highest median speed; 0, the rule's, if that is about as fast.
+    """Returns the index of the setting with the highest median speed; 0, the rule's, if it is about as fast.
 
     Args:
-        speeds: Of each setting, turn by turn, the rule's first; as many of each.
+        speeds: Speeds of each setting, turn by turn, the rule's first; equally many for each.
     """
     if len(speeds[0]) < 2:  # one turn has no spread
         return 0

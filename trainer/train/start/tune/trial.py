@@ -1,7 +1,7 @@
-"""Training of a probe: all that a run holds, in few steps, without a run folder.
+"""Training of a probe: all that a run holds in memory, in few steps, without a run folder.
 
-The real model, data and loader, optimizer state, average, compiled code, the copy that a checkpoint is
-written from, and batches of evaluation.
+It has the real model, data and loader, optimizer state, average, compiled code, the copy that a checkpoint is
+written from, and batches of an evaluation.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import trainer.train.start.rank  # noqa: F401  (a run has its modules in memory, too)
+import trainer.train.start.rank  # noqa: F401  (a run has these modules in memory, too)
 from trainer.checkpoint.background import make_room, stage
 from trainer.config.recipe import Recipe
 from trainer.data.loader import RingLoader, Source
@@ -40,17 +40,17 @@ from trainer.train.step import train_step
 Tell = Callable[[dict[str, Any]], None]
 
 _EVALUATED = 2  # batches on each rank
-_TIMED = 10  # steps at most, if they take less than:
-_TIMED_SECONDS = 0.5
-_TURNS = 3  # of each setting of the loader, of about so many seconds:
-_TURN_SECONDS = 1.0
+_TIMED = 10  # most steps that are timed
+_TIMED_SECONDS = 0.5  # most seconds for them
+_TURNS = 3  # of each setting of the loader
+_TURN_SECONDS = 1.0  # about so long is a turn
 
 
 def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str, Any]:
-    """Values of a recipe that shows the same peak in few steps.
+    """Returns the values of a recipe with the same peak memory in few steps.
 
-    A step of two micro-batches holds what one of many does: gradients, and the activations of one. But a
-    tree of sums grows with the step. Two steps at least, for optimizer state appears in the first.
+    A step of two micro-batches has the same peak as one of many: gradients, and the activations of one. Only
+    a tree of sums grows with the step. There are at least two steps, as the first allocates optimizer state.
     """
     values = recipe.model_dump(mode="json")
     gradient_accumulation_steps = recipe.data.global_batch_size // (micro_batch_size * ranks)
@@ -66,13 +66,13 @@ def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str,
     return values
 
 
-def train_some(request: dict[str, Any], tell: Tell) -> int:
-    """Trains a rank's part of a probe; returns its exit code.
+def train_some(request: dict[str, Any], report: Tell) -> int:
+    """Trains a rank of a probe; returns its exit code.
 
     Args:
-        request: `recipe`, `threads`, `room`: bytes that the job may have, or 0; and `settings` of the loader
-            to be timed in turn: then nothing else is.
-        tell: Takes metrics: `held` by name, `samples_per_s` of the job, and the peaks; or `speeds`.
+        request: `recipe`; `threads`; `room`, the bytes that the job may use, or 0; and `settings` of the
+            loader to be timed in turn, in place of the usual steps.
+        report: Called with results: `held` by name, `samples_per_s` of the job, and the peaks; or `speeds`.
     """
     recipe = Recipe.model_validate(request["recipe"])
     kind = device_kind(recipe)
@@ -89,23 +89,23 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
         world = stack.enter_context(joined_world(kind, recipe.parallel.timeout_s))
         limits, local = limits_within(read_limits(), cpu_shares()), int(os.environ["LOCAL_WORLD_SIZE"])
         settings = [Loading(*setting) for setting in request["settings"]]
-        # Where settings take turns, each brings its own workers.
+        # When settings take turns, each starts its own loader workers.
         setting = Loading(0, 1) if settings else choose_loading(recipe, task, limits, local).setting
         run = build(recipe, task, world, setting.workers, prefetch=setting.prefetch)
         stack.callback(run.close)
-        tell({"held": _holders(run)})
+        report({"held": _holders(run)})
         with memory_explained(run, None):
             if settings:
-                return EXIT_DONE if _turns(settings, run, world, tell) else EXIT_REQUEUE
-            if not _steps(recipe, run, world, tell):
+                return EXIT_DONE if _turns(settings, run, world, report) else EXIT_REQUEUE
+            if not _steps(recipe, run, world, report):
                 return EXIT_REQUEUE
             _evaluate(recipe, run, world)
-        tell(_peaks(world.device))
+        report(_peaks(world.device))
     return EXIT_DONE
 
 
-def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
-    """False: a signal ended them."""
+def _steps(recipe: Recipe, run: Run, world: World, report: Tell) -> bool:
+    """Trains and times some steps; returns False if a signal ended them."""
     batches = run.loader(run.share.batches())
     staged: Any = None
     timed, end, began = recipe.compile.warm_up, recipe.compile.warm_up + 1, 0.0
@@ -116,29 +116,32 @@ def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
             began = _now(world.device)
         train_step(run, batches, step)
         if step == 0:
-            tell({"held": _holders(run)})
-            # Of the ranks that write checkpoints; it is there while the next steps are trained.
+            report({"held": _holders(run)})
+            # The copy for a checkpoint, on ranks that write: a run holds it while it trains the next steps.
             rows = run.state.rows
             writes = world.rank == 0 if rows is None else rows.first
             if writes:
                 tensors = tensors_of(run.state)
                 staged = stage(tensors, make_room(tensors))
         if step == timed:
-            # As many more on every rank as the mean of their times allows.
+            # As many more steps as the mean over the ranks allows, the same number on each.
             mean = _mean(_now(world.device) - began, world)
             end += min(_TIMED, int(_TIMED_SECONDS / max(mean, 1e-3)))
         if step + 1 == end:
             break
     seconds = (_now(world.device) - began) / (end - timed)
-    tell({"samples_per_s": run.plan.global_batch_size / seconds})
+    report({"samples_per_s": run.plan.global_batch_size / seconds})
     del staged
     return True
 
 
-def _turns(settings: Sequence[Loading], run: Run, world: World, tell: Tell) -> bool:
-    """Times steps with each setting in turn, so that whatever else the machine does falls on all.
+def _turns(settings: Sequence[Loading], run: Run, world: World, report: Tell) -> bool:
+    """Times steps with each setting in turn, so that other load on the machine affects all alike.
 
-    The first turn of each is to size the others. False: a signal ended them.
+    The first turn of each setting only finds the length of the others.
+
+    Returns:
+        False if a signal ended the turns.
     """
     task, config = run.task, run.recipe.data
     source = Source(task.train_data, run.share, task.train_data.uniforms + task.uniforms)
@@ -151,7 +154,7 @@ def _turns(settings: Sequence[Loading], run: Run, world: World, tell: Tell) -> b
         for offset in range(len(settings)):
             which = (turn + offset) % len(settings)
             workers, prefetch = settings[which]
-            # Batches come in bursts, one of each worker; while the ring fills, more is done than delivered.
+            # Batches come in bursts, one from each loader worker; turns are timed after the ring is full.
             filled = 1 + math.ceil(workers * prefetch / run.share.gradient_accumulation_steps)
             burst = max(2, math.ceil(workers / run.share.gradient_accumulation_steps))
             timed = steps[which] or burst
@@ -169,12 +172,12 @@ def _turns(settings: Sequence[Loading], run: Run, world: World, tell: Tell) -> b
             steps[which] = burst * max(1, round(_TURN_SECONDS / mean / burst))
             if turn:
                 speeds[which].append(1 / mean)
-        tell({"speeds": speeds})  # whole rounds only
+        report({"speeds": speeds})  # whole rounds only
     return True
 
 
 def _mean(seconds: float, world: World) -> float:
-    """Over the ranks."""
+    """Returns the mean over the ranks."""
     return float(sum_over_ranks(torch.tensor(seconds, device=world.device), world.group)) / world.size
 
 
@@ -192,7 +195,7 @@ def _holders(run: Run) -> dict[str, int]:
 
 
 def _peaks(device: torch.device) -> dict[str, int]:
-    """The most that was in use: of the host by this process, of a GPU by all."""
+    """Returns peak memory in bytes: on the host of this process, on a GPU of all processes."""
     resident, files = peak_bytes(), status_of().get("RssFile", 0)
     metrics = {"resident": resident, "files": files}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""tuned.yaml: what `trainer tune` chose for a recipe on a machine, and why."""
+"""tuned.yaml: settings that `trainer tune` chose for a recipe on a machine, with the measurements."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from trainer.runs.differences import FREE, flat
 
 _BYTES = 1 << 20
 _SHOWN = 3
-# What changes neither memory nor speed of a step, besides what may differ when a run goes on.
+# Keys that change neither memory nor speed of a step, together with those that may differ on resume.
 _FREE = (
     *(key for key in FREE if key != "memory.allocator"),
     "data.micro_batch_size",
@@ -45,7 +45,7 @@ _FREE = (
 
 
 class TunedData(Section):
-    """Settings of `data.`; what was not chosen is absent."""
+    """Tuned settings of the section `data`; None: not chosen."""
 
     micro_batch_size: int = Field(..., ge=1, description="data.micro_batch_size")
     workers: int | None = Field(None, ge=0, le=1024, description="data.workers")
@@ -59,7 +59,7 @@ class TunedSettings(Section):
 
 
 class Tuned(Section):
-    """The file."""
+    """Contents of tuned.yaml."""
 
     recipe: str = Field(..., description="name of the recipe")
     differs: dict[str, Any] = Field(
@@ -72,7 +72,7 @@ class Tuned(Section):
 
 
 def what_matters(recipe: Recipe) -> dict[str, Any]:
-    """Returns keys of a recipe that decide memory and speed, by dotted key, where they aren't defaults."""
+    """Returns values of a recipe that decide memory and speed, by dotted key, without defaults."""
     defaults = flat(Recipe(epochs=1).model_dump(mode="json"))
     values = flat(redact(recipe.model_dump(mode="json")))
     return {
@@ -85,7 +85,7 @@ def what_matters(recipe: Recipe) -> dict[str, Any]:
 def make_tuned(
     recipe: Recipe, name: str, ranks: int, device: Literal["cpu", "cuda"], data: TunedData, evidence: Any
 ) -> Tuned:
-    """Puts a file's contents together."""
+    """Makes the contents of tuned.yaml."""
     return Tuned(
         recipe=name,
         differs=what_matters(recipe),
@@ -97,10 +97,10 @@ def make_tuned(
 
 
 def write_tuned(path: Path, tuned: Tuned) -> None:
-    """Writes a file whole or not at all.
+    """Writes tuned.yaml, whole or not at all.
 
     Raises:
-        BadInputError: If it can't be written.
+        BadInputError: If the file can't be written.
     """
     head = f"# Written by `trainer tune {tuned.recipe}`, for `trainer train {tuned.recipe} --tuned {path}`.\n"
     text = yaml.safe_dump(tuned.model_dump(mode="json", exclude_none=True), sort_keys=False, width=100)
@@ -112,10 +112,10 @@ def write_tuned(path: Path, tuned: Tuned) -> None:
 
 
 def read_tuned(path: Path) -> Tuned:
-    """Reads a file.
+    """Reads tuned.yaml.
 
     Raises:
-        BadInputError: If it can't be read, or isn't one.
+        BadInputError: If the file can't be read, or isn't from `trainer tune`.
     """
     try:
         if path.stat().st_size > _BYTES:
@@ -133,7 +133,7 @@ def read_tuned(path: Path) -> Tuned:
 
 
 def with_tuned(path: Path | None, settings: Sequence[str]) -> list[str]:
-    """All settings of a command: those of a tuned.yaml come first, so that --set wins.
+    """Returns all settings of a command: those of tuned.yaml first, so that --set overrides them.
 
     Raises:
         BadInputError: As `read_tuned`.
@@ -142,16 +142,16 @@ def with_tuned(path: Path | None, settings: Sequence[str]) -> list[str]:
 
 
 def settings_of(tuned: Tuned) -> list[str]:
-    """Returns settings as arguments of --set; those that a user gives come later, and so win."""
+    """Returns the tuned settings as arguments of --set."""
     chosen = tuned.settings.data.model_dump(exclude_none=True)
     return [f"data.{key}={value}" for key, value in chosen.items()]
 
 
 def check_tuned(tuned: Tuned, path: Path, recipe: Recipe, ranks: int, device: str) -> None:
-    """Makes sure that a file is for this recipe, on as many ranks of the same kind.
+    """Checks that tuned.yaml is for this recipe, number of ranks and kind of device.
 
     Raises:
-        BadInputError: If it isn't.
+        BadInputError: If it is for another.
     """
     again = "tune it again with trainer tune"
     there, here = (
