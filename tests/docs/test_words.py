@@ -15,7 +15,7 @@ NOT = re.compile(
 )
 FIRST = tuple(re.findall(r"`([^`]+)`", WORDS.partition("not with")[2]))
 # Rooms whose sentences are still to be mended, and what of them is held already.
-UNREAD = ("runs", "train")
+UNREAD = ("train",)
 READ = ("train/report", "runs/report")
 KEPT: set[tuple[str, str]] = set()  # exceptions: file and phrase
 

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 
 class Format(NamedTuple):
-    """A kind of data that `data.name` may name.
+    """Kind of data, by its name in `data.name`.
 
     Attributes:
         tasks: The tasks that read it; a task's first format is the one of a recipe that names none.
@@ -84,7 +84,7 @@ FORMATS = {
 
 
 def formats_of(task: str) -> tuple[str, ...]:
-    """Names of the formats that a task reads, its default first."""
+    """Returns the names of the formats that a task reads, its default first."""
     return tuple(name for name, one in FORMATS.items() if task in one.tasks)
 
 

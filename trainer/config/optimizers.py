@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Optimizer(NamedTuple):
-    """An optimizer that `optim.name` may name.
+    """Optimizer, by its name in `optim.name`.
 
     Attributes:
         opens: "module:class" of the torch.optim.Optimizer, called with parameter groups, `lr` (float32 () on
@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 
 class Schedule(NamedTuple):
-    """A course of the learning rate that `optim.schedule` may name.
+    """Learning-rate schedule, by its name in `optim.schedule`.
 
     Attributes:
         opens: "module:function", called with the section optim, the range of updates after the warm-up and
@@ -71,5 +71,5 @@ def described(table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
 
 
 def read_by(key: str, table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
-    """Names of the rows that read a key, for the configuration page."""
+    """Returns the names of the rows that read a key, for the configuration page."""
     return ", ".join(name for name, one in table.items() if key in one.reads)

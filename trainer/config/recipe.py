@@ -1,4 +1,4 @@
-"""A recipe: everything that decides what a run trains, put together from its parts."""
+"""Recipe: the whole configuration of a run, put together from its sections."""
 
 import re
 from pathlib import Path
@@ -42,13 +42,13 @@ WHY_NO_MPS = (
 def of_set(name: str, text: str) -> str:
     """Returns a message about a key of the section data with the key's name in an evaluation set."""
     keys = "|".join(EvaluationSetConfig.model_fields)
-    told = re.sub(rf"\bdata\.({keys})\b", rf"evaluation.sets.{name}.\1", text)
-    told = re.sub(r"\bdata\.eval_split\b", f"evaluation.sets.{name}.split", told)
-    return told if f"evaluation.sets.{name}" in told else f"evaluation.sets.{name}: {told}"
+    text = re.sub(rf"\bdata\.({keys})\b", rf"evaluation.sets.{name}.\1", text)
+    text = re.sub(r"\bdata\.eval_split\b", f"evaluation.sets.{name}.split", text)
+    return text if f"evaluation.sets.{name}" in text else f"evaluation.sets.{name}: {text}"
 
 
 class Recipe(Section):
-    """The configuration of a run. Unknown keys are errors."""
+    """Configuration of a run. Unknown keys are errors."""
 
     about: str = Field("", description="summary that `trainer recipes` shows")
     task: str = Field(
@@ -130,7 +130,7 @@ class Recipe(Section):
         return self
 
     def _only_what_hf_reads(self) -> None:
-        """Refuses keys of our own GPT, and other tasks: the model's configuration says what it is."""
+        """Refuses other tasks, and the keys of the trainer's own GPT: the model has its own configuration."""
         if self.task != "language":
             raise ValueError(f"model.name={self.model.name} is a language model: use task=language")
         for key, field in LanguageConfig.model_fields.items():
@@ -195,7 +195,7 @@ class Recipe(Section):
         return self
 
     def _compile_what_is_gathered(self) -> None:
-        """Blocks, where compile.scope isn't said: they are gathered one by one."""
+        """Compiles by blocks unless compile.scope is given, because FSDP gathers them one by one."""
         if "scope" not in self.compile.model_fields_set and self.compile.mode in ("default", "max-autotune"):
             self.compile.scope = "blocks"
 

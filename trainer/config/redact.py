@@ -1,8 +1,8 @@
-"""Secrets are taken out of whatever leaves a run: files, lines, tracebacks.
+"""Redaction of secrets in all output of a run: files, lines, tracebacks.
 
-What counts as one: the user and password of a URL, the value of a key whose name says that it is secret
-(`AWS_SECRET_ACCESS_KEY=…`, `"password": "…"`, `--token …`, `?X-Amz-Signature=…`), and what begins as the
-tokens of well-known services do (`hf_…`, `ghp_…`). A secret without a sign looks like any other text.
+Secrets are the user and password of a URL, the value of a key whose name says that it is secret
+(`AWS_SECRET_ACCESS_KEY=…`, `"password": "…"`, `--token …`, `?X-Amz-Signature=…`), and words with the prefix
+of a well-known service's tokens (`hf_…`, `ghp_…`). A secret without such a sign isn't recognized.
 """
 
 import re
@@ -142,12 +142,12 @@ _SHORTEST = 12  # of a token
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether a key's name says that its value is secret."""
+    """True if a key's name says that its value is secret."""
     return _NAME.fullmatch(name) is not None
 
 
 def redact_text(text: str) -> str:
-    """Text without the secrets that can be recognized in it."""
+    """Returns a text with its recognizable secrets replaced."""
     if len(text) >= _SHORTEST:
         text = _TOKENS.sub(REDACTED, text)
     small = text.lower()
@@ -159,7 +159,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: Any) -> Any:
-    """Redacts mappings and sequences, as JSON has them, at any depth; numbers stay as they are."""
+    """Redacts mappings and sequences of JSON, at any depth; numbers are kept."""
     if isinstance(value, str):
         return redact_text(value)
     if value is None or isinstance(value, (int, float)):  # asked first: there are many, and it is quick
@@ -177,7 +177,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line: also a value that is a word of its own, or that holds blanks."""
+    """Redacts the words of a command line, also values that are words of their own or hold blanks."""
     cleaned = list[str]()
     for before, word in zip(["", *words], words, strict=False):
         if _USER.fullmatch(f"{before} {word}"):
@@ -192,7 +192,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def _hidden(value: Any) -> Any:
-    """Returns the replacement of a secret value. Numbers stay: they are figures such as loss_per_token."""
+    """Returns the replacement of a secret value. Numbers are kept: they are figures like loss_per_token."""
     if isinstance(value, str):
         return REDACTED if value else value
     if isinstance(value, Mapping):

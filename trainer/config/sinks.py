@@ -7,7 +7,7 @@ GROUP = "trainer.sinks"
 
 
 class SinkKind(NamedTuple):
-    """A sink that `log.to` may name.
+    """Sink of metrics records, by its name in `log.to`.
 
     Attributes:
         opens: "module:name" of a function, called with the run folder and the steps done, which returns a

@@ -1,4 +1,4 @@
-"""The page: one file that includes its style, without external resources or scripts."""
+"""Page: one file that includes its style, without external resources or scripts."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MARK = '<p class="over"><span>trainer report</span>'
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """The report of a run, or of several side by side, as HTML."""
+    """Returns the report of a run, or of several side by side, as HTML."""
     content = _one(runs[0]) if len(runs) == 1 else _several(runs)
     return templates.get_template("page.html").render(
         **content,

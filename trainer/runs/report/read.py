@@ -40,7 +40,7 @@ _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint in the folder: its step, bytes, when it was written, and whether it is the best."""
+    """Checkpoint in the folder: its step, bytes, time of writing, and whether it is the best."""
 
     step: int
     size: int
@@ -50,7 +50,7 @@ class SavedCheckpoint(NamedTuple):
 
 @dataclass
 class FirstAndLast:
-    """The first and the last entries of a list that may be long, and its length.
+    """First and last entries of a list that may be long, and its length.
 
     Attributes:
         first: The first entries.
@@ -74,7 +74,7 @@ class FirstAndLast:
 
 @dataclass
 class Slow:
-    """A rank that was the slowest in a phase: how often, and its cost as fractions of the wall time."""
+    """Rank that was the slowest in a phase: how often, and its cost as fractions of the wall time."""
 
     rows: int = 0
     total: float = 0.0
@@ -100,7 +100,7 @@ class RecordedRun:
         freed: Records of kind "memory" after evaluations that released memory, thinned.
         end: The last record of kind "end", or {}.
         verdicts: Records of kind "verdict" except the final one.
-        verdict: The last word, or None.
+        verdict: The final verdict, or None.
         slow: Slow ranks, by rank and phase.
         throttled: Number of records by reason of the GPU's throttling.
         anomalies: Lines of anomalies.jsonl.
