@@ -114,7 +114,7 @@ CASES = [
     (["train", "digits", "--grace", "soon"], "--grace: invalid float value"),
     (
         ["train", "digits", "--set", "optim.warmup_steps=2.5"],
-        "from 1 on it is a number of steps, which is whole",
+        "from 1 on it is a number of updates, which is whole",
     ),
     (["train", "digits", "--set", "optim.warmup=0.1"], "did you mean 'optim.warmup_steps'?"),
     (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),

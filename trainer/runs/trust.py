@@ -125,7 +125,7 @@ def _code_of_module(key: str, place: str, module: str, name: str) -> Code:
 
 
 def check_run(
-    folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None, anew: bool = False
+    folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None, new_run: bool = False
 ) -> None:
     """Checks that the code that a run names may run here.
 
@@ -134,7 +134,7 @@ def check_run(
         recipe: Its configuration, with the settings.
         settings: KEY=VALUE of the command line; code that they name is the user's own.
         trusted: True if --trust was given; None for a command without that flag.
-        anew: True if a new run takes only the recipe, so that the task's file may differ.
+        new_run: True if a new run takes only the recipe, so that the task's file may differ.
 
     Raises:
         BadInputError: If it may not; the message names the code with its hashes.
@@ -150,7 +150,7 @@ def check_run(
         remedy = f"read it, then {'add --trust' if code else 'add --trust, or --set checkpoint.folder=DIR'}"
         if trusted is None:
             remedy = f"read it, then name it by --set {codes[0].key}=…"
-        elif not anew and _is_another_task(folder, codes):  # then --trust alone doesn't help
+        elif not new_run and _is_another_task(folder, codes):  # then --trust alone doesn't help
             remedy = "bring the file back that it was trained with, or train on by --trust --resume force"
         raise BadInputError(f"{folder}: names {what}: {listed}; {why}: {remedy}")
 
@@ -173,7 +173,7 @@ def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bo
         return
     for folder in path.absolute().resolve().parents:
         if _is_run(folder):
-            check_run(folder, recipe, settings, trusted, anew=True)
+            check_run(folder, recipe, settings, trusted, new_run=True)
 
 
 def _named(settings: Sequence[str]) -> set[str]:
