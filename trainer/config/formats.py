@@ -8,13 +8,13 @@ class Format(NamedTuple):
 
     Attributes:
         tasks: The tasks that read it; a task's first format is the one of a recipe that names none.
-        about: What it is and what lies at data.path, for the configuration page.
+        about: Description, and the content of data.path, for the configuration page.
         place: Where it lies: nowhere (it is in the package, or drawn), at a local path, or also behind a URL.
-        workers: Whether loader workers read it; else it is held in memory, or read where it is used.
-        splits: Whether an evaluation set may name one of its splits.
+        workers: True if loader workers read it; else it is in memory, or read where it is used.
+        splits: True if an evaluation set may name one of its splits.
         opens: "module:function" that opens one split of labeled images: called with the section data, the
             path and the split, it returns `Records`. Empty where the task opens the format itself.
-        gaps: Whether classes are numbers of which some may have no sample.
+        gaps: True if classes are numbers, some of which may have no sample.
     """
 
     tasks: tuple[str, ...]

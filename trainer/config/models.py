@@ -13,7 +13,7 @@ class Model(NamedTuple):
             (audio); the section language and the size of the vocabulary (language).
         about: Description for the configuration page; empty where the name suffices.
         reads: Keys of the section model that not every model reads.
-        any_size: Whether it takes a micro-batch of any data of its task; else one is tried before the start.
+        any_size: True if it takes any micro-batch of its task; else one is tried before the start.
     """
 
     tasks: tuple[str, ...]

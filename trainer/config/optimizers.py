@@ -10,9 +10,9 @@ class Optimizer(NamedTuple):
         opens: "module:class" of the torch.optim.Optimizer, called with parameter groups, `lr` (float32 () on
             the device, looked up at each step) and the keys of `reads`; see `PreallocatedOptimizer` in
             trainer/optim/optimizers.py.
-        about: What it is, for the configuration page; empty where its name says it.
+        about: Description for the configuration page; empty where the name suffices.
         reads: Keys of the section optim that it takes, in addition to lr, weight_decay and layer_decay.
-        elementwise: Whether each number of a parameter is updated by itself, so that a rank may update rows.
+        elementwise: True if each number of a parameter is updated by itself, so that a rank may update rows.
     """
 
     opens: str
@@ -38,8 +38,8 @@ class Schedule(NamedTuple):
     Attributes:
         opens: "module:function", called with the section optim, the range of updates after the warm-up and
             the steps of an epoch; it gives the fraction of the peak at each.
-        about: What it is, for the configuration page; empty where its name says it.
-        warms_up: Whether it has a warm-up of its own: its range begins with update 0.
+        about: Description for the configuration page; empty where the name suffices.
+        warms_up: True if it has a warm-up of its own: its range begins with update 0.
         reads: Keys of the section optim that no other reads, or few.
     """
 

@@ -21,7 +21,7 @@ _SECRET = (
     r"|credentials?|signature|authorization|(?<![a-z])(?:sig|pwd|passcode|otp|session[_-]?id))\d*"
     r"|(?<=_)pass\d*)"
 )
-# Words, too: a value of theirs that is a number stays, and so does what stands in a sentence.
+# Names that are also words: numbers as values are kept, and so are the words in a sentence.
 _WORD = r"(?:pass|auth)"
 _NAME = re.compile(rf"(?:{_SECRET}|{_WORD}|(?:set[_-]?)?cookies?)", re.IGNORECASE)
 # In a query these are secret as well.
@@ -41,8 +41,7 @@ _NO_NUMBER = r"(?![-+]?[\d.,]+(?:e[-+]?\d+)?(?:[\s,;)\]}]|\Z)|(?:true|false|none
 # for a path has lost a slash.
 _SCHEME = r"(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]{1,30}://?"
 
-# What services put in front of their tokens, so that these can be told in any text; by their documents, and
-# as detect-secrets and gitleaks know them.
+# Prefixes of services' tokens, from their documentation and from detect-secrets and gitleaks.
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9_\-])(?:"
     r"(?:hf|gsk|r8|npm)_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w\-]{20,}"
@@ -76,7 +75,7 @@ _PATTERNS = [
             rf"""((?<![\w\-])(?:set-)?cookies?["']?\s*{_IS}\s*)(?:{_LIST}|{_QUOTED}|[^\n"']+)""",
             rf"\1{REDACTED}",
         ),
-        # What YAML writes below a key, and after it on its line.
+        # Values that YAML writes below a key, and after it on its line.
         (
             rf"""^([ \t]*)((?:-[ \t])?["']?(?:{_SECRET}|{_WORD})["']?[ \t]*:)[ \t]*(?:[|>][-+\d]*[ \t]*)?\n"""
             r"(?:(?:\1[ \t]+|\1-[ \t])[^\n]*(?:\n|\Z))+",

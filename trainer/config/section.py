@@ -74,14 +74,16 @@ def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str
         what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # of a whole section
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    given = redact_text(in_yaml(problem["input"]))  # before a cut that would hide what shows it
+    given = redact_text(
+        in_yaml(problem["input"])
+    )  # before it is shortened, which could cut off the sign of a secret
     given = given if len(given) < 60 else given[:57] + "..."
-    # A rule of our own says itself what is allowed.
+    # Messages of the trainer's own validators name the allowed values.
     allowed = "" if problem["type"] == "value_error" else f"; allowed: {_in_words(wanted)}"
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}{allowed}{more}"
 
 
-# Types of a configuration, as people call them; words that are allowed as they stand are shown so.
+# Types of a configuration in words; literal values are shown as they are.
 _WORDS = {
     "int": ["a whole number"],
     "float": ["a number"],

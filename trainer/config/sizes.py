@@ -1,4 +1,4 @@
-"""Sizes as people write them, and the units of memory."""
+"""Parsing and formatting of sizes, and the units of memory."""
 
 import re
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 # tests/config/test_config.py has slips that are found with this, and words that are slips of no name.
 _CUTOFF = 0.7
 
-# The key that is meant by a flag of other tools, or by what they, or this one formerly, call it.
+# Keys by their names in other tools, and by former names here.
 MEANT = {
     "epochs": "epochs",
     "seed": "seed",

@@ -90,7 +90,7 @@ def totals(run: RecordedRun) -> list[tuple[str, float]]:
     timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
     if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
         return []
-    # What is unexplained is told although it be nothing.
+    # "unexplained" is shown even if it is 0.
     return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
 
 

@@ -11,7 +11,7 @@ from trainer.runs.report.figures import status
 from trainer.runs.report.parts import html, templates
 from trainer.runs.report.read import RecordedRun
 
-# By this a report is known for one: another file is never replaced by it.
+# Mark by which a report is recognized: files without it are never overwritten.
 MARK = '<p class="over"><span>trainer report</span>'
 
 

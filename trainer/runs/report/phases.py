@@ -10,7 +10,7 @@ from trainer.observe.charts.thin import Point, thinned
 from trainer.observe.text import count, escaped, share
 
 _BARS = 120
-_FEW = 48  # up to so many bars have gaps between them
+_FEW = 48  # most bars with gaps between them
 
 # Phases in stacking order, the useful ones first.
 PHASES_EXPLAINED = {

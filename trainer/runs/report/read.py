@@ -20,11 +20,11 @@ from trainer.runs.folder import is_abandoned
 from trainer.runs.manifest import read_facts
 
 _POINTS = 400
-_LINE = 1 << 20  # bytes of a row; a longer line is none
+_LINE = 1 << 20  # most bytes of a record; longer lines are malformed
 _LATEST = 10**15  # steps
-_TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are kept
-_OF_SETS = 96  # figures of further evaluation sets
-_FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
+_TEXTS = 100  # number of first and of last verdicts and anomalies that are kept
+_OF_SETS = 96  # most figures of further evaluation sets
+_FIGURES = 12  # most figures that this module doesn't know, such as a task's own metrics
 
 _PICTURES = 24
 _PICTURE = re.compile(rf"{PICTURES}/[\w.%~-]{{1,250}}\.png", re.ASCII)

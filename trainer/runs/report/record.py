@@ -31,7 +31,9 @@ def verdict(run: RecordedRun) -> tuple[Markup | str, str]:
         return Markup("So far: {}").format(_sentence(latest[0])), "open"
     if how == "stopped":
         return (f"The run was stopped: {why}" if why else "The run was stopped; it can go on."), "open"
-    return ("The run goes on; no verdict yet." if how == "running" else "No verdict was recorded."), "open"
+    return (
+        "The run still trains; no verdict yet." if how == "running" else "No verdict was recorded."
+    ), "open"
 
 
 def _cause_and_sentence(row: dict[str, Any]) -> tuple[str, str]:
