@@ -128,8 +128,8 @@ class ModelConfig(Section):
     def _hf_brings_its_weights(self) -> "ModelConfig":
         if self.name.startswith(HF) and self.pretrained is not None:
             raise ValueError(
-                f"model.name={self.name} brings its weights: leave model.pretrained out (--from takes those of "
-                "another run)"
+                f"model.name={self.name} brings its weights: leave model.pretrained out (--from takes "
+                "those of another run)"
             )
         if self.name == HF:
             raise ValueError("model.name=hf/ names no model: give hf/FOLDER or hf/OWNER/REPO@REVISION")
