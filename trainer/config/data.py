@@ -71,8 +71,8 @@ class DataConfig(LoaderConfig):
     cache: Path | None = Field(None, description="local folder for copies of remote data; jobs may share it")
     cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = Field(
         None,
-        description="what copies of shards and packs may take, such as 200GB (default: no limit); where that "
-        "isn't all, the order shuffles within a few of them at a time",
+        description="largest size of the copies of shards and packs, such as 200GB (default: no limit); if "
+        "they don't all fit, the order shuffles within a few of them at a time",
     )
     on_corrupt: OnCorrupt = Field(
         "fail",

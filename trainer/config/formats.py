@@ -79,7 +79,7 @@ FORMATS = {
         splits=True,
         opens="trainer.data.formats.arrow:images_split",
     ),
-    "own": Format((), "what a task in a file brings", "nowhere", workers=False),
+    "own": Format((), "data of a custom task", "nowhere", workers=False),
 }
 
 

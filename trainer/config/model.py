@@ -34,7 +34,7 @@ def _check_private(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme == "http" and not re.fullmatch(r"127(\.\d{1,3}){3}|::1", parts.hostname or ""):
         raise ValueError(
-            "what comes by http:// may be changed on its way, and is unpickled here; give an https:// "
+            "files from http:// may be changed in transit, and are unpickled here; give an https:// "
             "or s3:// address (http:// only of this host, as http://127.0.0.1:PORT)"
         )
 

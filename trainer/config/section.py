@@ -28,7 +28,7 @@ class Section(BaseModel):
     def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         field: FieldInfo = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and "bool" not in _type_name(field.annotation):
-            raise PydanticCustomError("bool", "true and false are no numbers and no words here")
+            raise PydanticCustomError("bool", "true and false aren't allowed here")
         return value
 
 

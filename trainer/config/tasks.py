@@ -89,7 +89,7 @@ class LanguageConfig(GPTConfig):
     prompts: tuple[str, ...] = Field(
         (),
         max_length=32,
-        description="what a user says, answered at each evaluation by the likeliest tokens, for the report "
+        description="messages of a user, answered at each evaluation by the likeliest tokens, for the report "
         "(conversations)",
     )
     answer_tokens: int = Field(64, ge=1, le=4096, description="tokens of an answer at most (prompts)")

@@ -87,9 +87,7 @@ class OptimConfig(Section):
         if value < 1 and value:
             return value
         if value != int(value):
-            raise ValueError(
-                "from 1 on it is a number of updates, which is whole; below 1 a fraction of the run"
-            )
+            raise ValueError("from 1 on it is a whole number of updates; below 1 a fraction of the run")
         return int(value)
 
     @model_validator(mode="after")
@@ -136,7 +134,7 @@ class EvaluationConfig(Section):
         known, sets = list(EvaluationSetConfig.model_fields), {}
         for name, keys in value.items():
             if not isinstance(name, str) or not _SET_NAME.fullmatch(name) or is_secret(name):
-                raise ValueError(f"'{name}' is no name for a set: take letters, digits, - and _")
+                raise ValueError(f"'{name}' is no name for a set: use letters, digits, - and _")
             if name == MAIN_SET:
                 raise ValueError("the set of the section data is called data already; take another name")
             if not isinstance(keys, dict | EvaluationSetConfig):
@@ -418,5 +416,5 @@ class CheckpointConfig(Section):
     @classmethod
     def _is_absolute(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_absolute():
-            raise ValueError(f"'{value}': give an absolute path, which means the same from everywhere")
+            raise ValueError(f"'{value}': give an absolute path")
         return value

@@ -37,9 +37,9 @@ class _Loader(_Bounded):
         for key_node, _ in node.value:
             where = f"line {key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise BadInputError(f"{where}: a key is a word")
+                raise BadInputError(f"{where}: a key must be a plain word")
             if key_node.value in seen:
-                raise BadInputError(f"{where}: key '{key_node.value}' stands there twice; remove one")
+                raise BadInputError(f"{where}: key '{key_node.value}' is given twice; remove one")
             seen.add(key_node.value)
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
