@@ -297,7 +297,7 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
         5,
         0,
     )
-    assert "2 lines that can\u2019t be read were left out" in _report(folder)[1].text
+    assert "2 malformed lines were left out" in _report(folder)[1].text
 
 
 def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
