@@ -105,7 +105,7 @@ class Recipe(Section):
             self.data.name = formats[0]
         if self.data.name not in formats:
             raise ValueError(
-                f"data.name={self.data.name} isn't read by task={self.task}: use {' or '.join(formats)}"
+                f"data.name={self.data.name} isn't read by task={self.task}, which reads {', '.join(formats)}"
             )
         if self.data.name == "conversations" and "text" not in self.language.model_fields_set:
             self.language.text = "packed"
@@ -154,8 +154,8 @@ class Recipe(Section):
                 raise ValueError(of_set(name, str(error))) from None
             if data.name not in names:
                 raise ValueError(
-                    f"evaluation.sets.{name}.name={data.name} isn't read by task={self.task}: use "
-                    f"{' or '.join(names)}"
+                    f"evaluation.sets.{name}.name={data.name} isn't read by task={self.task}, which reads "
+                    f"{', '.join(names)}"
                 )
         return self
 

@@ -74,9 +74,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str
         what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # of a whole section
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    given = redact_text(
-        in_yaml(problem["input"])
-    )  # before it is shortened, which could cut off the sign of a secret
+    # Redacted before it is shortened, which could cut off the sign of a secret.
+    given = redact_text(in_yaml(problem["input"]))
     given = given if len(given) < 60 else given[:57] + "..."
     # Messages of the trainer's own validators name the allowed values.
     allowed = "" if problem["type"] == "value_error" else f"; allowed: {_in_words(wanted)}"
