@@ -75,7 +75,7 @@ Capsys = pytest.CaptureFixture[str]
 def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
     told = verify(whole, code=0, capsys=capsys)
     # A row: epoch, loss, rate, gradient norm, applied; with every evaluation loss, accuracy and epoch.
-    assert f"{whole}: identical\n  16 of 16 steps on 1 rank of 1 thread: 10 rows with 46 metrics" in told
+    assert f"{whole}: identical\n  16 of 16 steps on 1 rank of 1 thread: 10 records with 46 metrics" in told
     names = list(safetensors.torch.load_file(whole / "model.safetensors"))
     assert f"{8 * len(names)} fingerprints of {len(names)} tensors\n" in told
     assert told.endswith("  final weights: model.safetensors, ema.safetensors\n")

@@ -72,11 +72,11 @@ CASES = [
     (["train", "digits", "--set", "=3"], "give KEY=VALUE"),
     (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1: line 1 not valid YAML"),
     (["train", "digits", "--set", "seed=!!bool maybe"], "not valid YAML"),
-    (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "key 'lr' stands there twice"),
+    (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "key 'lr' is given twice"),
     (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=.inf: input should be a finite number"),
     (
         ["train", "digits", "--set", "optim.lr=true"],
-        "optim.lr=true: true and false are no numbers and no words here; allowed: a number\n",
+        "optim.lr=true: true and false aren't allowed here; allowed: a number\n",
     ),
     (
         ["train", "digits", "--set", "optim.bogus=1"],
@@ -114,7 +114,7 @@ CASES = [
     (["train", "digits", "--grace", "soon"], "--grace: invalid float value"),
     (
         ["train", "digits", "--set", "optim.warmup_steps=2.5"],
-        "from 1 on it is a number of steps, which is whole",
+        "from 1 on it is a whole number of updates",
     ),
     (["train", "digits", "--set", "optim.warmup=0.1"], "did you mean 'optim.warmup_steps'?"),
     (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),
@@ -189,7 +189,7 @@ CASES = [
     (["train", "list.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a list"),
     (["train", "empty.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not an empty file"),
     (["train", "torn.yaml"], "torn.yaml: line 1 not valid YAML"),
-    (["train", "twice.yaml"], "line 2: key 'epochs' stands there twice"),
+    (["train", "twice.yaml"], "line 2: key 'epochs' is given twice"),
     (["train", "tag.yaml"], "not valid YAML"),
     (["train", "self.yaml"], "an alias that contains itself"),
     (["train", "bomb.yaml"], "more than 10000 values"),

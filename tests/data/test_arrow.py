@@ -281,7 +281,7 @@ def test_one_set_without_splits_and_keys_of_others_are_refused(folder: Path) -> 
         make_task(recipe_of(folder, "language", input_column="image"))
     with pytest.raises(ValueError, match=r"data\.eval_split is for data\.name=hf"):
         recipe_of(folder, name="folder", eval_split="test")
-    with pytest.raises(ValueError, match=r"data\.label_column: nothing that task=language reads"):
+    with pytest.raises(ValueError, match=r"data\.label_column: not read by task=language"):
         recipe_of(folder, "language", label_column="kind")
 
 

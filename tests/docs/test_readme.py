@@ -12,12 +12,14 @@ import torch
 
 from benchmarks.__main__ import make_parser as make_bench_parser
 from tests.helpers.rows import read_rows
+from trainer.checkpoint import CHECKPOINTS
 from trainer.cli import make_parser
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, recipe_names
 from trainer.config.training import HooksConfig, LogConfig
 from trainer.errors import BadInputError
 from trainer.observe.rows import FILES
+from trainer.runs.folder import _ADDED_TO, _FOLDERS, _LEFTOVERS, MANIFEST
 from trainer.train.components.task import check_request, make_task
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,18 @@ def test_the_weights_are_loaded_as_the_document_says(
     assert all(torch.equal(state[name], tensor) for name, tensor in names["weights"].items())
 
 
+def test_the_document_names_the_files_that_are_in_the_code_and_no_others(digits_run: Path) -> None:
+    """A name whose rank or kind is put in, as memory_summary.rank-1.txt, is in the code with braces."""
+    first = [line.split(" | ")[0] for line in RUN_FOLDER.splitlines() if line.startswith("| `")]
+    names = {name.rstrip("/") for cell in first for name in re.findall(r"`([\w-]+/|[\w-]*\.[a-z-]+)`", cell)}
+    written = {*_ADDED_TO, *_FOLDERS, *_LEFTOVERS, MANIFEST, CHECKPOINTS}
+    assert written | {path.name for path in digits_run.iterdir()} <= names
+    code = "".join(file.read_text() for file in (ROOT / "trainer").rglob("*.py"))
+    for name in names - written - {f"{kind}.csv" for kind in FILES}:
+        stem, dot, end = name.partition(".")
+        assert re.search(rf'"{re.escape(stem)}(\{{\w+\}})?{re.escape(dot + end)}"', code), name
+
+
 def test_every_key_of_a_row_in_the_document_is_in_the_code() -> None:
     """As a text of its own, or as the family before a slash."""
     rows = RUN_FOLDER.partition("\n| key |")[2].partition("\n\n")[0].splitlines()[2:]
@@ -186,7 +200,9 @@ def test_every_key_of_a_row_is_in_the_document(digits_run: Path) -> None:
     }
     rows = read_rows(digits_run, ())
     assert {"train", "eval", "end"} <= {row["kind"] for row in rows}
-    assert {cells[0].strip("| `") for cells in table if cells[0].endswith(".jsonl`")} == set(FILES.values())
+    records = RUN_FOLDER.partition("\n## Metrics records")[2].splitlines()
+    files = {line.split("`")[1] for line in records if re.match(r"\| `\w+\.jsonl` ", line)}
+    assert files == set(FILES.values())
     for row in rows:
         for key in row:
             names = (key, f"{key.partition('/')[0]}/*")

@@ -543,7 +543,7 @@ def test_a_torch_whose_weights_only_runs_code_reads_no_pickle(
     ],
 )
 def test_a_mirror_that_others_can_change_on_the_way_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"model\.mirror: what comes by http"):
+    with pytest.raises(ValueError, match=r"model\.mirror: files from http"):
         ModelConfig(mirror=url)
 
 

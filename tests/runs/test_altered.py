@@ -112,7 +112,7 @@ def test_a_manifest_that_leads_elsewhere_isnt_overwritten(
     with pytest.raises(OSError, match="full"):
         update_manifest(folder, Manifest.model_validate_json(before), status="failed", reason="why")
     assert victim.read_bytes() == before
-    assert "running still" in capsys.readouterr().err
+    assert "its status stays running" in capsys.readouterr().err
 
 
 def _stale_configuration() -> None:

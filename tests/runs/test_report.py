@@ -105,7 +105,7 @@ def test_everything_that_a_run_says_is_there(run: Path) -> None:
         "Why nvidia-smi shows more than is allocated.",
         "GiB in tensors, ",
         "MFU = FLOP/s \u00f7 (GPUs \u00d7 peak FLOP/s of one at this precision).",
-        "sw_power_cap in 12 rows",
+        "sw_power_cap in 12 records",
         "2,400 best",
         "spike rollback 33.1",
         "nonfinite skip nan",
@@ -297,7 +297,7 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
         5,
         0,
     )
-    assert "2 lines that can\u2019t be read were left out" in _report(folder)[1].text
+    assert "2 malformed lines were left out" in _report(folder)[1].text
 
 
 def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_report_of_200_000_rows_is_below_a_megabyte(tmp_path: Path) -> None:
                 at = line.index('"step": ') + 10
                 file.write(f"{line[:at]}{thousand * 1000 + n}{line[line.index(',', at) :]}\n")
     html, parsed = _report(folder)
-    assert len(html) < 1_000_000 and "from 200,000 rows of metrics" in parsed.text
+    assert len(html) < 1_000_000 and "from 200,000 metrics records" in parsed.text
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:

@@ -139,9 +139,9 @@ def test_the_manifest_knows_the_id(told: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("closed", "closed: ConnectionError: nobody is at http://***@host; its rows may be lost"),
-        ("refusing", "refusing: PermissionError: no; its rows may be lost"),
-        ("dying", "dying: its process ended; its rows may be lost"),
+        ("closed", "closed: ConnectionError: nobody is at http://***@host; its records may be lost"),
+        ("refusing", "refusing: PermissionError: no; its records may be lost"),
+        ("dying", "dying: its process ended; its records may be lost"),
         ("hanging", "hanging: "),
     ],
 )
@@ -160,7 +160,7 @@ def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path, name: str, lin
     assert line in done.said
     assert done.said.count(f"trainer: {name}: ") <= 2, "why, and how many rows"
     rows = len(read_rows(run, ()))
-    assert f"trainer: {name}: {rows} of {rows} rows didn't reach it" in done.said
+    assert f"trainer: {name}: {rows} of {rows} records didn't reach it" in done.said
     assert manifest(run)["status"] == "finished"
     until_gone(*{event[0] for event in told("open")})
 
@@ -186,7 +186,7 @@ def test_rows_never_wait_for_a_tracker(told: Any, tmp_path: Path, capfd: pytest.
     assert len(tracker._waiting) <= feed._ROWS, "it is bounded"
     tracker.end("finished")
     tracker.close(lambda: 0.0)
-    assert "hanging: 4000 of 4000 rows didn't reach it" in capfd.readouterr().err
+    assert "hanging: 4000 of 4000 records didn't reach it" in capfd.readouterr().err
     assert tracker._process.returncode == -signal.SIGKILL
 
 
@@ -323,7 +323,7 @@ def test_mlflow_server(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     lost = attempt(other, small(**logged("mlflow")), before=before)
     assert lost.code == 0, lost.said
     assert lost.said.count("trainer: mlflow: ") == 2, lost.said
-    assert "rows didn't reach it" in lost.said
+    assert "records didn't reach it" in lost.said
     assert manifest(other)["status"] == "finished"
 
 
@@ -346,7 +346,7 @@ def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:
     ("name", "line"),
     [
         ("lacking", "lacking (plugged_sinks:Lacking) has no open, close; a tracker has open, log, close"),
-        ("number", "number (plugged_sinks:number) is a int; a sink is a function of a row"),
+        ("number", "number (plugged_sinks:number) is a int; a sink is a function of a record"),
         ("gone", "gone (plugged_nowhere:send) can't be loaded (ModuleNotFoundError"),
     ],
 )

@@ -483,15 +483,15 @@ def test_a_file_with_something_wrong(
     ("settings", "message"),
     [
         ({"task": "langage"}, "no such task; did you mean 'language'?"),
-        ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco is nothing that task=audio reads"),
+        ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco isn't read by task=audio"),
         ({"task": "language", "model": {"name": "resnet18"}}, "task=language has a model of its own"),
         (
             {"task": "audio", "regularization": {"mixup": 0.2}},
-            "regularization: nothing that task=audio reads",
+            "regularization: not read by task=audio",
         ),
-        ({"task": "language", "model": {"width": 64}}, "model.width: nothing that task=language reads"),
-        ({"task": "audio", "data": {"augment": "flip"}}, "data.augment: nothing that task=audio reads"),
-        ({"detection": {"flip": 0.5}}, "detection: nothing that task=classification reads"),
+        ({"task": "language", "model": {"width": 64}}, "model.width: not read by task=language"),
+        ({"task": "audio", "data": {"augment": "flip"}}, "data.augment: not read by task=audio"),
+        ({"detection": {"flip": 0.5}}, "detection: not read by task=classification"),
     ],
 )
 def test_a_task_goes_with_its_data_and_model(settings: dict[str, Any], message: str) -> None:

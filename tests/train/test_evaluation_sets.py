@@ -267,7 +267,7 @@ BAD = [
     ("{far: {split: tset}}", "/near/tset: "),
     (
         "{far: {name: tokens, path: ODD}}",
-        "evaluation.sets.far.name=tokens is nothing that task=classification",
+        "evaluation.sets.far.name=tokens isn't read by task=classification",
     ),
     ("{far: {path: ODD, spilt: x}}", "far: unknown key 'spilt'; did you mean 'split'?"),
 ]
@@ -475,5 +475,5 @@ def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_task_of_ones_own_brings_its_sets_itself() -> None:
-    with pytest.raises(BadInputError, match=r"a task of one's own brings its data itself"):
+    with pytest.raises(BadInputError, match=r"a custom task brings its own data"):
         make_recipe({"epochs": 1, "task": "mine.py"}, ["evaluation.sets.a.path=/x"])

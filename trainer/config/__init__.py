@@ -1,4 +1,4 @@
-"""The configuration of a run: the schema of a recipe, its parsing, and its errors.
+"""Configuration of a run: the schema of a recipe, its parsing, and its errors.
 
 `recipe` puts the sections (`data`, `model`, `tasks`, `training`) together and checks them against each other;
 `recipe_file` reads one by name or path and applies settings; `section` is their common base: typed keys,

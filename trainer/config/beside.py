@@ -1,10 +1,10 @@
 """Modules beside a user's file, a task's or a hook's: loaded under names of their own.
 
-`import net` in such a file, or in what it imports from its folder, gives the net.py there, as if the file
-were run. In `sys.modules` that is `trainer.config.beside.KEY.net`, with another KEY each time the file is
-run: so two folders with a net.py don't meet in one process, an edited one is read again, and a class that is
-held from an earlier run still imports what it did. Another process finds the folder of a KEY by its hash on
-`sys.path`, so that a loader worker can be sent what is defined there.
+`import net` in such a file, or in a module that it imports from its folder, gives the net.py there, as if the
+file were run as a script. In `sys.modules` it is `trainer.config.beside.KEY.net`, with a new KEY each time
+the file is run: so a net.py in each of two folders don't clash in one process, an edited one is read again,
+and a class kept from an earlier run still imports its own modules. Another process finds the folder of a KEY
+by its hash on `sys.path`, so that loader workers can unpickle objects defined there.
 """
 
 import builtins
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The last part of the name that the file itself has as a module.
+# Last part of the file's own module name.
 MAIN = "trainer_custom_task"
 __path__: list[str] = []  # lets `import trainer.config.beside.KEY` ask the finder below
 
@@ -35,13 +35,13 @@ _open: dict[str, "Beside"] = {}
 
 
 class Beside:
-    """The modules of a folder, as one run of one file imports them.
+    """Modules of a folder, as one run of one file imports them.
 
     Attributes:
-        folder: Where they lie.
-        name: The package that they are in.
-        modules: Those of Python source that were loaded, by their whole names.
-        builtins: Of each of them: with an `import` that looks beside the file first.
+        folder: The folder.
+        name: Name of the package that they are in.
+        modules: Loaded modules of Python source, by their full names.
+        builtins: Builtins of each module, whose `import` looks beside the file first.
     """
 
     def __init__(self, folder: Path, key: str = "") -> None:
@@ -54,7 +54,7 @@ class Beside:
         _by_key[key] = self
 
     def run(self, path: Path) -> ModuleType:
-        """Runs a file of the folder; what it raises comes through."""
+        """Runs a file of the folder and returns it as a module; its errors are raised as they are."""
         importlib.invalidate_caches()  # a folder whose time hasn't changed isn't listed again
         importlib.import_module(self.name)
         name = f"{self.name}.{MAIN}"
@@ -77,7 +77,7 @@ class Beside:
             return None
         if spec.origin is not None:
             return spec.origin
-        # A folder without __init__.py gives way to whatever has that name elsewhere: it may hold data.
+        # A folder without __init__.py may hold data: a module of that name elsewhere comes first.
         return None if top in sys.modules or _elsewhere(top, self.folder) else str(self.folder / top)
 
     def _import(
@@ -90,7 +90,7 @@ class Beside:
     ) -> ModuleType:
         """Imports a module, as the `import` statements of modules in the folder do."""
         top = name.partition(".")[0]
-        unpickles = fromlist == []  # C code asks so, and looks for the plain name in `sys.modules` then
+        unpickles = fromlist == []  # only C code passes this; it then looks up the plain name in sys.modules
         file = None if level or unpickles else self.file_of(top)
         itself = file is not None and file == _absolute((globals or {}).get("__file__", ""))
         if file is None or (itself and _elsewhere(top, self.folder)):  # timm.py that imports timm
@@ -104,7 +104,7 @@ class Beside:
 
     @contextmanager
     def _absent_by_plain_name(self) -> Iterator[None]:
-        """Calls a module of the folder that isn't there as the statement does: `except` may look at it."""
+        """Context manager that gives import errors the plain name of the missing module, for `except`."""
         try:
             yield
         except ModuleNotFoundError as error:
@@ -114,7 +114,7 @@ class Beside:
             raise
 
     def _importlib(self) -> ModuleType:
-        """Python's, with an `import_module` that looks beside the file first, too."""
+        """Returns a copy of importlib whose `import_module` also looks beside the file first."""
         module = ModuleType("importlib")
         vars(module).update(vars(importlib), import_module=self._import_module)
         return module
@@ -125,14 +125,14 @@ class Beside:
             return importlib.import_module(f"{self.name}.{name}" if beside else name, package)
 
     def unlist(self) -> None:
-        """Removes the modules from `sys.modules`; code that holds one of them can import it as before."""
+        """Removes the modules from `sys.modules`; code that holds one of them can still import it."""
         for name in [one for one in sys.modules if one == self.name or one.startswith(f"{self.name}.")]:
             del sys.modules[name]
         globals().pop(self.name.rpartition(".")[2], None)
 
 
 def run_file(path: Path, whose: str) -> tuple[Beside, ModuleType]:
-    """Runs a file as a module of its own, its folder opened for `whose`. What it raises comes through."""
+    """Runs a file as a module of its own, with its folder opened for `whose`; its errors aren't wrapped."""
     if (before := _latest.get(path)) is not None and (own := before()) is not None:
         own.unlist()
     own = Beside(Path(_absolute(str(path.parent))))
@@ -146,7 +146,7 @@ def open_folder(own: Beside, whose: str) -> None:
 
     Args:
         own: The folder's modules.
-        whose: Of the file that they are beside; another folder that was opened for the same is closed.
+        whose: Owner of the folder, such as a task; another folder opened for the same owner is closed.
     """
     if (before := _open.pop(whose, None)) is not None and before is not own:
         _close(before)
@@ -154,7 +154,7 @@ def open_folder(own: Beside, whose: str) -> None:
     opened = list(_open.values())
     _drop(name for name, module in sys.modules.items() if _is_plain(name, module, opened))
     if str(own.folder) not in sys.path:
-        sys.path.append(str(own.folder))  # last: nobody else's import is to find something there
+        sys.path.append(str(own.folder))  # last, so that imports of other code don't find its modules
 
 
 def _close(own: Beside) -> None:
@@ -187,14 +187,14 @@ def imports_kept() -> Iterator[None]:
 
 
 def _drop(names: Iterable[str]) -> None:
-    """Takes modules out of `sys.modules`, with all that is below them."""
+    """Removes top-level modules and their submodules from `sys.modules`."""
     tops = {name.partition(".")[0] for name in names} - {"trainer"}
     for name in [one for one in sys.modules if one.partition(".")[0] in tops]:
         del sys.modules[name]
 
 
 def _found_in(module: ModuleType, folders: set[str]) -> bool:
-    """Whether a module that is in no package lies in one of some folders."""
+    """True if a top-level module lies in one of the folders."""
     name, file = getattr(module, "__name__", ""), getattr(module, "__file__", None)
     if "." in name or not isinstance(file, str):
         return False
@@ -207,13 +207,13 @@ def _is_of(module: ModuleType | None, own: Beside) -> bool:
 
 
 def _is_plain(name: str, module: ModuleType, but: Sequence[Beside]) -> bool:
-    """Whether a module of a folder stands there by its plain name, and the folder isn't among those given."""
+    """True if a module of a folder is listed by its plain name, and the folder isn't among `but`."""
     ours = str(getattr(module, "__name__", "")).startswith(f"{__name__}.")
     return ours and not name.startswith(__name__) and not any(_is_of(module, own) for own in but)
 
 
 def _elsewhere(top: str, folder: Path) -> bool:
-    """Whether a module is to be found by `sys.path` without a folder."""
+    """True if `sys.path` without a folder has this module."""
     others = [entry for entry in sys.path if _absolute(entry) != str(folder)]
     return top in sys.builtin_module_names or PathFinder.find_spec(top, others) is not None
 
@@ -230,7 +230,7 @@ def _hash(folder: str) -> str:
 
 
 class _Source(SourceFileLoader):
-    """Loads a module of a folder from its source: cached bytecode may be that of an edit before."""
+    """Loads a module of a folder from its source: cached bytecode may be of an older version."""
 
     def __init__(self, own: Beside, name: str, path: str) -> None:
         super().__init__(name, path)
@@ -250,7 +250,7 @@ class _Source(SourceFileLoader):
 
 
 class _Loaded(Loader):
-    """Loads a module that is loaded already under another name: returns the same object."""
+    """Returns a module that is already loaded under another name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -264,11 +264,11 @@ class _Loaded(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # Python has put its own there
+        module.__spec__ = self._spec  # the import replaced it
 
 
 class _Finder:
-    """Finds what lies beside a file, by its whole name; and by its plain one while the folder is open."""
+    """Finder of modules beside a file, by full name; while the folder is open also by plain name."""
 
     @staticmethod
     def find_spec(
@@ -293,7 +293,7 @@ class _Finder:
 
 
 def _plain(name: str) -> ModuleSpec | None:
-    """Finds, for a pickle or a name that a library imports, the module that imports from the folder get."""
+    """Finds an open folder's module by its plain name, for pickles and for imports by libraries."""
     top = name.partition(".")[0]
     for own in list(_open.values()):
         if top != name:
@@ -308,7 +308,7 @@ _sent_here: dict[str, Beside] = {}
 
 
 def _sent(key: str) -> Beside | None:
-    """The folder of a module that another process has sent the name of."""
+    """Returns the folder of a module whose name comes from another process, such as in a pickle."""
     for entry in sys.path:
         folder = _absolute(entry)  # "" is the current one
         if _hash(folder) == key.partition("_")[0]:

@@ -29,7 +29,7 @@ Last = Literal["cross", "drop", "weighted"]
 
 
 class LoaderConfig(Section):
-    """Loading of batches. No key of it changes what is in them."""
+    """Loading of batches. These keys don't change their content."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
         "auto",
@@ -71,8 +71,8 @@ class DataConfig(LoaderConfig):
     cache: Path | None = Field(None, description="local folder for copies of remote data; jobs may share it")
     cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = Field(
         None,
-        description="what copies of shards and packs may take, such as 200GB (default: no limit); where that "
-        "isn't all, the order shuffles within a few of them at a time",
+        description="largest size of the copies of shards and packs, such as 200GB (default: no limit); if "
+        "they don't all fit, the order shuffles within a few of them at a time",
     )
     on_corrupt: OnCorrupt = Field(
         "fail",
@@ -196,7 +196,7 @@ class DataConfig(LoaderConfig):
     @classmethod
     def _shares_rise(cls, value: tuple[float, float]) -> tuple[float, float]:
         if value[0] > value[1]:
-            raise ValueError("the smallest share, then the largest, such as [0.08, 1.0]")
+            raise ValueError("the smallest fraction, then the largest, such as [0.08, 1.0]")
         return value
 
     @field_validator("class_weights", mode="before")
@@ -254,7 +254,7 @@ class DataConfig(LoaderConfig):
     def _auto_is_chosen_before(cls, value: Any) -> Any:
         if value == "auto":
             raise ValueError(
-                "a number is needed here; `trainer train` chooses one, and `trainer tune RECIPE` tells which"
+                "a number is needed here; `trainer train` chooses one, and `trainer tune RECIPE` prints it"
             )
         return value
 
@@ -267,7 +267,7 @@ class DataConfig(LoaderConfig):
 
     @model_validator(mode="after")
     def _urls_are_cached(self) -> "DataConfig":
-        # Here and not at the field: whose error would repeat the URL, with what must not be in it.
+        # Not in a validator of the field, whose error would repeat the URL with its secret.
         if not isinstance(self.path, str):
             if self.cache is not None or self.cache_limit is not None:
                 raise ValueError(
@@ -290,12 +290,12 @@ class DataConfig(LoaderConfig):
         return self
 
 
-# What belongs to one place: another kind of data, or another path, doesn't take it over.
+# Keys of one location, which a set with another kind of data or another path doesn't inherit.
 _OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "eval_split")
 
 
 class EvaluationSetConfig(Section):
-    """One more data set to evaluate on. Keys that are not given default to those of the section data."""
+    """Further data set to evaluate on. Keys that are not given default to those of the section data."""
 
     name: Kind | None = None
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = None
@@ -307,16 +307,16 @@ class EvaluationSetConfig(Section):
     label_column: str | None = None
 
     def on(self, data: DataConfig) -> DataConfig:
-        """The section data with what is said here in its place.
+        """Returns the section data, overridden by the keys of this set.
 
         Raises:
-            ValueError: If the keys don't go together; it speaks of them as of those of data.
+            ValueError: If the keys don't go together; the message calls them keys of the section data.
         """
         said = {key: value for key, value in self if value is not None}
         kept = data.model_dump()
         kept["mix"] = None
         if not said.keys() - {"check"}:
-            raise ValueError("says nothing that tells it from the main set: give a path, a name or a split")
+            raise ValueError("is the same as the main set: give a path, a name or a split")
         kind = said.get("name", data.name)
         if kind != data.name:
             kept = {key: value for key, value in kept.items() if key not in _OF_PLACE}
@@ -336,12 +336,12 @@ class EvaluationSetConfig(Section):
 
 
 def is_url(path: object) -> bool:
-    """Whether a path is a URL; then it is a string."""
+    """True if a path is a URL; then it is a string."""
     return isinstance(path, str) and "://" in path
 
 
 def at_home(path: Path, key: str) -> Path:
-    """A path with ~ written out.
+    """Returns a path with ~ expanded.
 
     Raises:
         BadInputError: If there is no such user.
@@ -353,10 +353,10 @@ def at_home(path: Path, key: str) -> Path:
 
 
 def check_url(url: str) -> None:
-    """Makes sure that a URL names a place that can be read, and holds no secret.
+    """Checks that a URL can be read and holds no secret.
 
     Raises:
-        ValueError: What is wrong; it doesn't repeat the URL.
+        ValueError: If not; the message doesn't repeat the URL.
     """
     try:
         parts = urlsplit(url)

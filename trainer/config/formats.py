@@ -4,17 +4,17 @@ from typing import Literal, NamedTuple
 
 
 class Format(NamedTuple):
-    """A kind of data that `data.name` may name.
+    """Kind of data, by its name in `data.name`.
 
     Attributes:
         tasks: The tasks that read it; a task's first format is the one of a recipe that names none.
-        about: What it is and what lies at data.path, for the configuration page.
+        about: Description, and the content of data.path, for the configuration page.
         place: Where it lies: nowhere (it is in the package, or drawn), at a local path, or also behind a URL.
-        workers: Whether loader workers read it; else it is held in memory, or read where it is used.
-        splits: Whether an evaluation set may name one of its splits.
+        workers: True if loader workers read it; else it is in memory, or read where it is used.
+        splits: True if an evaluation set may name one of its splits.
         opens: "module:function" that opens one split of labeled images: called with the section data, the
             path and the split, it returns `Records`. Empty where the task opens the format itself.
-        gaps: Whether classes are numbers of which some may have no sample.
+        gaps: True if classes are numbers, some of which may have no sample.
     """
 
     tasks: tuple[str, ...]
@@ -79,12 +79,12 @@ FORMATS = {
         splits=True,
         opens="trainer.data.formats.arrow:images_split",
     ),
-    "own": Format((), "what a task in a file brings", "nowhere", workers=False),
+    "own": Format((), "data of a custom task", "nowhere", workers=False),
 }
 
 
 def formats_of(task: str) -> tuple[str, ...]:
-    """Names of the formats that a task reads, its default first."""
+    """Returns the names of the formats that a task reads, its default first."""
     return tuple(name for name, one in FORMATS.items() if task in one.tasks)
 
 

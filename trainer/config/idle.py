@@ -20,7 +20,7 @@ _WORDS = re.compile(r"\((but )?([\w-]+(?:, [\w-]+)*)\)")
 
 
 class Condition(NamedTuple):
-    """A key of the section that decides whether another is read, and with which values it is, or isn't."""
+    """Key of the section that decides whether another is read: with `values`, or with all but these."""
 
     choice: str
     values: tuple[str, ...]
@@ -28,7 +28,7 @@ class Condition(NamedTuple):
 
 
 def typed_keys(settings: Sequence[str]) -> set[str]:
-    """The keys that settings such as "optim.lr=0.1" or "optim={lr: 0.1}" set."""
+    """Returns the keys that settings such as "optim.lr=0.1" or "optim={lr: 0.1}" set."""
     return set(_leaves(override({}, settings)))
 
 
@@ -61,13 +61,13 @@ def _values(section: type[BaseModel], name: str) -> set[str]:
 
 
 def idle_keys(recipe: Recipe, typed: set[str]) -> Iterator[str]:
-    """A line for each key that was typed and isn't read, with the choice that makes it idle."""
+    """Yields a line for each typed key that isn't read, with the choice that makes it idle."""
     config = recipe.model_dump()
     yield from (f"{key} has no effect{why}" for key in sorted(typed) if (why := _why_idle(config, key)))
 
 
 def is_read(config: Mapping[str, Any], dotted: str) -> bool:
-    """Whether a run of this configuration, as plain values, reads a key."""
+    """True if a run of this configuration, as plain values, reads a key."""
     task = TASKS.get(str(config.get("task")), CUSTOM)
     others = {kind.section for kind in TASKS.values()} - {task.section}
     return (
@@ -76,7 +76,7 @@ def is_read(config: Mapping[str, Any], dotted: str) -> bool:
 
 
 def _why_idle(config: Mapping[str, Any], dotted: str) -> str:
-    """Says why a key has no effect; empty if it has."""
+    """Returns the reason why a key has no effect; "" if it has."""
     if dotted in TASKS.get(str(config.get("task")), CUSTOM).ignores:
         return f": task={config.get('task')} doesn't read it"
     name, _, key = dotted.partition(".")
@@ -109,7 +109,7 @@ def idle_length(recipe: Recipe, typed: set[str], steps_of_epochs: int) -> Iterat
 
 
 def own_defaults(recipe: Recipe, typed: set[str], own_optimizer: bool) -> str:
-    """A line on what a task of one's own is trained with where neither its RECIPE nor a setting says it."""
+    """Returns a line on the default length and learning rate of a custom task; "" if none applies."""
     if recipe.task in TASKS:
         return ""
     unsaid = []

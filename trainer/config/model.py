@@ -1,4 +1,4 @@
-"""The network, and what is done to it: number formats, activation checkpointing, compilation."""
+"""Configuration of the model, number formats, activation checkpointing and compilation."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainer.config.section import Section
 
 Allocator = Literal["native", "expandable", "async"]
 
-# What names weights elsewhere; anything else is a path.
+# Names of weights on the hub and of torchvision; anything else is a path.
 _PART = r"(?!\.)[\w.-]+"  # no way out of a folder
 HUB = re.compile(rf"hub:(?P<repository>{_PART}/{_PART})@(?P<revision>{_PART}(/{_PART})*)")
 TORCHVISION = re.compile(r"torchvision:(?P<name>\w+\.\w+)")
@@ -30,17 +30,17 @@ def _as_source(value: Any) -> Any:
 
 
 def _check_private(url: str) -> None:
-    """Refuses http:// to another host: eight digits of a hash don't stop who sits in between."""
+    """Refuses http:// to another host: the eight digits of a file's hash don't protect against changes."""
     parts = urlsplit(url)
     if parts.scheme == "http" and not re.fullmatch(r"127(\.\d{1,3}){3}|::1", parts.hostname or ""):
         raise ValueError(
-            "what comes by http:// may be changed on its way, and is unpickled here; give an https:// "
+            "files from http:// may be changed in transit, and are unpickled here; give an https:// "
             "or s3:// address (http:// only of this host, as http://127.0.0.1:PORT)"
         )
 
 
 class LoraConfig(Section):
-    """LoRA (Hu et al., 2021): a low-rank update of each weight is trained, the weights stay as they are."""
+    """LoRA (Hu et al., 2021): trains a low-rank update of each weight; the weights are frozen."""
 
     rank: int = Field(0, ge=0, le=1 << 16, description="rank of the low-rank update; 0: no LoRA")
     alpha: float = Field(_ALPHA, gt=0, description="the low-rank update is scaled by alpha / rank")
@@ -115,7 +115,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _a_mirror_is_a_url(self) -> "ModelConfig":
-        # Here and not at the field: whose error would repeat the URL, with what must not be in it.
+        # Not in a validator of the field, whose error would repeat the URL with its secret.
         if self.mirror is not None:
             try:
                 check_url(self.mirror)
@@ -128,8 +128,8 @@ class ModelConfig(Section):
     def _hf_brings_its_weights(self) -> "ModelConfig":
         if self.name.startswith(HF) and self.pretrained is not None:
             raise ValueError(
-                f"model.name={self.name} brings its weights: leave model.pretrained out (--from goes on with "
-                "another run's)"
+                f"model.name={self.name} brings its weights: leave model.pretrained out (--from takes "
+                "those of another run)"
             )
         if self.name == HF:
             raise ValueError("model.name=hf/ names no model: give hf/FOLDER or hf/OWNER/REPO@REVISION")
@@ -220,10 +220,10 @@ class CompileConfig(Section):
 
     @property
     def warm_up(self) -> int:
-        """Steps before speed is measured: the first compiles; CUDA graphs are recorded in the next two."""
+        """Steps before speed is measured: the first compiles, the next two record CUDA graphs."""
         return 3 if self.cuda_graphs else 1
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether torch replays CUDA graphs in this mode, on a GPU."""
+        """True if torch replays CUDA graphs in this mode, on a GPU."""
         return self.mode in ("reduce-overhead", "max-autotune") and self.scope == "model"

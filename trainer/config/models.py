@@ -1,10 +1,10 @@
-"""Models of our own by name: one table, from which schema, tasks and documentation derive."""
+"""The trainer's own models by name: one table, from which schema, tasks and documentation derive."""
 
 from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """A model that `model.name` may name; torchvision's and timm's models have further names.
+    """Model of the trainer, by its name in `model.name`; torchvision's and timm's have further names.
 
     Attributes:
         tasks: The tasks that train it; a task's first model is the one of a recipe that names none.
@@ -13,7 +13,7 @@ class Model(NamedTuple):
             (audio); the section language and the size of the vocabulary (language).
         about: Description for the configuration page; empty where the name suffices.
         reads: Keys of the section model that not every model reads.
-        any_size: Whether it takes a micro-batch of any data of its task; else one is tried before the start.
+        any_size: True if it takes any micro-batch of its task; else one is tried before the start.
     """
 
     tasks: tuple[str, ...]
@@ -42,12 +42,12 @@ MODELS = {
 
 
 def models_of(task: str) -> tuple[str, ...]:
-    """Names of our models that a task trains, its default first; a custom task has its own."""
+    """Returns the names of the trainer's models for a task, its default first; a custom task has none."""
     return tuple(name for name, one in MODELS.items() if task in one.tasks) or ("own",)
 
 
 def opens(name: str, task: str) -> str | None:
-    """Names what constructs a task's model of this name, or its default; None if the name is unknown."""
+    """Returns "module:name" of the constructor of a task's model; None if the name is unknown."""
     names = models_of(task)
     found = names[0] if name == "auto" else name
     return MODELS[found].opens if found in names else None
@@ -63,5 +63,5 @@ def described_models() -> str:
 
 
 def models_reading(key: str) -> str:
-    """Names of the models that read a key, for the configuration page."""
+    """Returns the names of the models that read a key, for the configuration page."""
     return ", ".join(name for name, one in MODELS.items() if key in one.reads)

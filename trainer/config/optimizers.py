@@ -4,15 +4,15 @@ from typing import NamedTuple
 
 
 class Optimizer(NamedTuple):
-    """An optimizer that `optim.name` may name.
+    """Optimizer, by its name in `optim.name`.
 
     Attributes:
         opens: "module:class" of the torch.optim.Optimizer, called with parameter groups, `lr` (float32 () on
             the device, looked up at each step) and the keys of `reads`; see `PreallocatedOptimizer` in
             trainer/optim/optimizers.py.
-        about: What it is, for the configuration page; empty where its name says it.
+        about: Description for the configuration page; empty where the name suffices.
         reads: Keys of the section optim that it takes, in addition to lr, weight_decay and layer_decay.
-        elementwise: Whether each number of a parameter is updated by itself, so that a rank may update rows.
+        elementwise: True if each number of a parameter is updated by itself, so that a rank may update rows.
     """
 
     opens: str
@@ -33,13 +33,13 @@ OPTIMIZERS = {
 
 
 class Schedule(NamedTuple):
-    """A course of the learning rate that `optim.schedule` may name.
+    """Learning-rate schedule, by its name in `optim.schedule`.
 
     Attributes:
         opens: "module:function", called with the section optim, the range of updates after the warm-up and
             the steps of an epoch; it gives the fraction of the peak at each.
-        about: What it is, for the configuration page; empty where its name says it.
-        warms_up: Whether it has a warm-up of its own: its range begins with update 0.
+        about: Description for the configuration page; empty where the name suffices.
+        warms_up: True if it has a warm-up of its own: its range begins with update 0.
         reads: Keys of the section optim that no other reads, or few.
     """
 
@@ -71,5 +71,5 @@ def described(table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
 
 
 def read_by(key: str, table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
-    """Names of the rows that read a key, for the configuration page."""
+    """Returns the names of the rows that read a key, for the configuration page."""
     return ", ".join(name for name, one in table.items() if key in one.reads)

@@ -1,4 +1,4 @@
-"""A recipe: everything that decides what a run trains, put together from its parts."""
+"""Recipe: the whole configuration of a run, put together from its sections."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ from trainer.config.training import (
 )
 
 WHY_NO_MPS = (
-    "a Mac's GPU isn't used: MPS has no float64 and no process groups, and that its bits repeat was never "
+    "a Mac's GPU isn't used: MPS has no float64 and no process groups, and its reproducibility was never "
     "tested"
 )
 
@@ -42,13 +42,13 @@ WHY_NO_MPS = (
 def of_set(name: str, text: str) -> str:
     """Returns a message about a key of the section data with the key's name in an evaluation set."""
     keys = "|".join(EvaluationSetConfig.model_fields)
-    told = re.sub(rf"\bdata\.({keys})\b", rf"evaluation.sets.{name}.\1", text)
-    told = re.sub(r"\bdata\.eval_split\b", f"evaluation.sets.{name}.split", told)
-    return told if f"evaluation.sets.{name}" in told else f"evaluation.sets.{name}: {told}"
+    text = re.sub(rf"\bdata\.({keys})\b", rf"evaluation.sets.{name}.\1", text)
+    text = re.sub(r"\bdata\.eval_split\b", f"evaluation.sets.{name}.split", text)
+    return text if f"evaluation.sets.{name}" in text else f"evaluation.sets.{name}: {text}"
 
 
 class Recipe(Section):
-    """The configuration of a run. Unknown keys are errors."""
+    """Configuration of a run. Unknown keys are errors."""
 
     about: str = Field("", description="summary that `trainer recipes` shows")
     task: str = Field(
@@ -105,8 +105,7 @@ class Recipe(Section):
             self.data.name = formats[0]
         if self.data.name not in formats:
             raise ValueError(
-                f"data.name={self.data.name} is nothing that task={self.task} reads: it reads "
-                f"{', '.join(formats)}"
+                f"data.name={self.data.name} isn't read by task={self.task}, which reads {', '.join(formats)}"
             )
         if self.data.name == "conversations" and "text" not in self.language.model_fields_set:
             self.language.text = "packed"
@@ -114,12 +113,12 @@ class Recipe(Section):
             self.model.name = models_of(self.task)[0]
         for section in (one.section for one in TASKS.values() if one is not task):
             if getattr(self, section) != type(getattr(self, section))():
-                raise ValueError(f"{section}: nothing that task={self.task} reads; leave its keys out")
+                raise ValueError(f"{section}: not read by task={self.task}; leave its keys out")
         for dotted in task.unread:
             section, _, key = dotted.partition(".")
             part = getattr(self, section)
             if getattr(part, key) != type(part).model_fields[key].default:
-                raise ValueError(f"{dotted}: nothing that task={self.task} reads; leave it out")
+                raise ValueError(f"{dotted}: not read by task={self.task}; leave it out")
         if self.model.name.startswith(HF):
             self._only_what_hf_reads()
         elif task.only and self.model.name not in (names := models_of(self.task)):
@@ -130,7 +129,7 @@ class Recipe(Section):
         return self
 
     def _only_what_hf_reads(self) -> None:
-        """Refuses keys of our own GPT, and other tasks: the model's configuration says what it is."""
+        """Refuses other tasks, and the keys of the trainer's own GPT: the model has its own configuration."""
         if self.task != "language":
             raise ValueError(f"model.name={self.model.name} is a language model: use task=language")
         for key, field in LanguageConfig.model_fields.items():
@@ -146,8 +145,8 @@ class Recipe(Section):
         for name, one in self.evaluation.sets.items():
             if self.task not in TASKS:
                 raise ValueError(
-                    "evaluation.sets: a task of one's own brings its data itself, with one set to measure "
-                    "on; leave them out"
+                    "evaluation.sets: a custom task brings its own data, with one evaluation set; leave them "
+                    "out"
                 )
             try:
                 data, names = one.on(self.data), formats_of(self.task)
@@ -155,8 +154,8 @@ class Recipe(Section):
                 raise ValueError(of_set(name, str(error))) from None
             if data.name not in names:
                 raise ValueError(
-                    f"evaluation.sets.{name}.name={data.name} is nothing that task={self.task} reads: it "
-                    f"reads {', '.join(names)}"
+                    f"evaluation.sets.{name}.name={data.name} isn't read by task={self.task}, which reads "
+                    f"{', '.join(names)}"
                 )
         return self
 
@@ -183,7 +182,9 @@ class Recipe(Section):
                 "compile.mode=default, or another allocator"
             )
         if self.precision.debug and self.compile.mode != "none":
-            raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
+            raise ValueError(
+                "precision.debug checks every module's output, uncompiled: set compile.mode=none"
+            )
         if self.parallel.strategy != "ddp":
             self._compile_what_is_gathered()
             self._refuse_what_cannot_be_sharded()
@@ -195,7 +196,7 @@ class Recipe(Section):
         return self
 
     def _compile_what_is_gathered(self) -> None:
-        """Blocks, where compile.scope isn't said: they are gathered one by one."""
+        """Compiles by blocks unless compile.scope is given, because FSDP gathers them one by one."""
         if "scope" not in self.compile.model_fields_set and self.compile.mode in ("default", "max-autotune"):
             self.compile.scope = "blocks"
 
@@ -205,12 +206,12 @@ class Recipe(Section):
             f"optim.name={self.optim.name}": self.optim.name not in able
             and f"needs whole matrices, and each rank has rows of them: use {' or '.join(able)}",
             "model.channels_last": self.model.channels_last
-            and "lays parameters out in a way that can't be cut into rows: leave it out",
+            and "uses a memory layout of parameters that can't be split by rows: leave it out",
             "compile.scope=model": self.compile.mode != "none"
             and self.compile.scope == "model"
             and "compiles a model whose blocks are gathered one by one: use compile.scope=blocks",
             "precision.debug": self.precision.debug
-            and "looks at the weights of modules before FSDP has gathered them: leave it out",
+            and "reads the weights of modules before FSDP has gathered them: leave it out",
         }
         for key, reason in reasons.items():
             if reason:

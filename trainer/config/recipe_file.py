@@ -1,4 +1,4 @@
-"""A recipe as it is given: by name or path, in YAML or a task's file, with overrides by dotted key."""
+"""Reading of a recipe: by name or path, from YAML or a task's file, with overrides by dotted key."""
 
 import importlib.resources
 import json
@@ -20,7 +20,7 @@ _FILE_BYTES = 1 << 20
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Returns the names of the recipes that come with the package."""
     folder = importlib.resources.files("trainer") / "recipes"
     return sorted(
         entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
@@ -31,7 +31,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     """Reads a recipe of the package by its name, or of the user by its path.
 
     Raises:
-        BadInputError: If there is none or it isn't a mapping.
+        BadInputError: If there is none, or it isn't a mapping.
     """
     if name in recipe_names():
         text = (importlib.resources.files("trainer") / "recipes" / f"{name}.yaml").read_text("utf-8")
@@ -68,10 +68,10 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def parse_recipe(text: str, source: str) -> dict[str, Any]:
-    """Parses a recipe.
+    """Parses a recipe in YAML.
 
     Raises:
-        BadInputError: If it isn't YAML or isn't a mapping.
+        BadInputError: If it isn't YAML, or isn't a mapping.
     """
     values = parse_yaml(text, source)
     if not isinstance(values, dict):
@@ -81,7 +81,7 @@ def parse_recipe(text: str, source: str) -> dict[str, Any]:
 
 
 def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """Applies settings such as "optim.lr=0.1" or "optim={lr: 0.1}"; what they don't name stays.
+    """Applies settings such as "optim.lr=0.1" or "optim={lr: 0.1}"; other keys keep their values.
 
     Raises:
         BadInputError: If a setting isn't KEY=VALUE.
@@ -113,16 +113,16 @@ def _merged(values: dict[str, Any], changes: dict[str, Any], setting: str) -> di
 
 
 def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: str = "recipe") -> Recipe:
-    """A configuration, every key of it checked.
+    """Returns a configuration whose keys were all checked.
 
     Args:
-        values: As a YAML file holds them: `{"epochs": 3, "optim": {"lr": 0.1}}`. `epochs` must be there,
-            but of a task of one's own.
-        settings: As --set takes them, such as "optim.lr=0.1"; they win.
-        source: What the values are called in errors.
+        values: Values as in a YAML file: `{"epochs": 3, "optim": {"lr": 0.1}}`. `epochs` is required,
+            except for a custom task.
+        settings: Overrides as for --set, such as "optim.lr=0.1".
+        source: Name of the values in errors.
 
     Raises:
-        BadInputError: For the first thing that is wrong with them.
+        BadInputError: For the first value that is wrong.
     """
     values = override(values, settings)
     for key, value in _texts(values):
@@ -136,7 +136,7 @@ def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: st
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The texts and paths among the values of a recipe, each with its key."""
+    """Yields the strings and paths among the values of a recipe, each with its key."""
     if isinstance(value, str | Path):
         yield key, str(value)
     for name, part in value.items() if isinstance(value, dict) else ():
@@ -146,22 +146,22 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load_recipe(name: str, settings: Sequence[str], values: dict[str, Any] | None = None) -> Recipe:
-    """A recipe by its name or path, or by what a run says of it, with settings; see `make_recipe`."""
+    """Returns a recipe by its name or path, or from a run's values, with settings; see `make_recipe`."""
     return make_recipe(read_recipe(name) if values is None else values, settings, name)
 
 
 def provisional(
     name: str, settings: Sequence[str], values: dict[str, Any] | None = None
 ) -> tuple[Recipe, bool]:
-    """A recipe, and whether its micro-batch is auto: then some number stands there that its rules allow.
+    """Returns a recipe, and whether its micro-batch is auto; then it has a valid number as a placeholder.
 
     Args:
-        name: Of the recipe, or its path.
-        settings: As --set takes them.
-        values: What stands in it, where a run says that; None: what is read by its name.
+        name: Name of the recipe, or its path.
+        settings: Overrides as for --set.
+        values: Values of a run's configuration; None to read the recipe by its name.
 
     Raises:
-        BadInputError: For the first thing that is wrong with it.
+        BadInputError: For the first value that is wrong.
     """
     values = override(read_recipe(name) if values is None else values, settings)
     data = values.get("data")
@@ -173,12 +173,12 @@ def provisional(
 
 
 def key_lines(name: str, recipe: Recipe, auto: bool) -> Iterator[str]:
-    """A line for every key: its type, default and description, and the recipe's own value where it differs.
+    """Yields a line for each key: type, default, description, and the recipe's value if that differs.
 
     Args:
-        name: Of the recipe.
-        recipe: What it says.
-        auto: Whether its micro-batch is chosen later.
+        name: Name of the recipe.
+        recipe: The recipe.
+        auto: True if its micro-batch is chosen later.
     """
     values = recipe.model_dump(mode="json")
     if auto:

@@ -1,8 +1,8 @@
-"""Secrets are taken out of whatever leaves a run: files, lines, tracebacks.
+"""Redaction of secrets in all output of a run: files, lines, tracebacks.
 
-What counts as one: the user and password of a URL, the value of a key whose name says that it is secret
-(`AWS_SECRET_ACCESS_KEY=…`, `"password": "…"`, `--token …`, `?X-Amz-Signature=…`), and what begins as the
-tokens of well-known services do (`hf_…`, `ghp_…`). A secret without a sign looks like any other text.
+Secrets are the user and password of a URL, the value of a key whose name says that it is secret
+(`AWS_SECRET_ACCESS_KEY=…`, `"password": "…"`, `--token …`, `?X-Amz-Signature=…`), and words with the prefix
+of a well-known service's tokens (`hf_…`, `ghp_…`). A secret without such a sign isn't recognized.
 """
 
 import re
@@ -21,7 +21,7 @@ _SECRET = (
     r"|credentials?|signature|authorization|(?<![a-z])(?:sig|pwd|passcode|otp|session[_-]?id))\d*"
     r"|(?<=_)pass\d*)"
 )
-# Words, too: a value of theirs that is a number stays, and so does what stands in a sentence.
+# Names that are also words: numbers as values are kept, and so are the words in a sentence.
 _WORD = r"(?:pass|auth)"
 _NAME = re.compile(rf"(?:{_SECRET}|{_WORD}|(?:set[_-]?)?cookies?)", re.IGNORECASE)
 # In a query these are secret as well.
@@ -41,8 +41,7 @@ _NO_NUMBER = r"(?![-+]?[\d.,]+(?:e[-+]?\d+)?(?:[\s,;)\]}]|\Z)|(?:true|false|none
 # for a path has lost a slash.
 _SCHEME = r"(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]{1,30}://?"
 
-# What services put in front of their tokens, so that these can be told in any text; by their documents, and
-# as detect-secrets and gitleaks know them.
+# Prefixes of services' tokens, from their documentation and from detect-secrets and gitleaks.
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9_\-])(?:"
     r"(?:hf|gsk|r8|npm)_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w\-]{20,}"
@@ -76,7 +75,7 @@ _PATTERNS = [
             rf"""((?<![\w\-])(?:set-)?cookies?["']?\s*{_IS}\s*)(?:{_LIST}|{_QUOTED}|[^\n"']+)""",
             rf"\1{REDACTED}",
         ),
-        # What YAML writes below a key, and after it on its line.
+        # Values that YAML writes below a key, and after it on its line.
         (
             rf"""^([ \t]*)((?:-[ \t])?["']?(?:{_SECRET}|{_WORD})["']?[ \t]*:)[ \t]*(?:[|>][-+\d]*[ \t]*)?\n"""
             r"(?:(?:\1[ \t]+|\1-[ \t])[^\n]*(?:\n|\Z))+",
@@ -142,12 +141,12 @@ _SHORTEST = 12  # of a token
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether a key's name says that its value is secret."""
+    """True if a key's name says that its value is secret."""
     return _NAME.fullmatch(name) is not None
 
 
 def redact_text(text: str) -> str:
-    """Text without the secrets that can be recognized in it."""
+    """Returns a text with its recognizable secrets replaced."""
     if len(text) >= _SHORTEST:
         text = _TOKENS.sub(REDACTED, text)
     small = text.lower()
@@ -159,7 +158,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: Any) -> Any:
-    """Redacts mappings and sequences, as JSON has them, at any depth; numbers stay as they are."""
+    """Redacts mappings and sequences of JSON, at any depth; numbers are kept."""
     if isinstance(value, str):
         return redact_text(value)
     if value is None or isinstance(value, (int, float)):  # asked first: there are many, and it is quick
@@ -177,7 +176,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line: also a value that is a word of its own, or that holds blanks."""
+    """Redacts the words of a command line, also values that are words of their own or hold blanks."""
     cleaned = list[str]()
     for before, word in zip(["", *words], words, strict=False):
         if _USER.fullmatch(f"{before} {word}"):
@@ -192,7 +191,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def _hidden(value: Any) -> Any:
-    """Returns the replacement of a secret value. Numbers stay: they are figures such as loss_per_token."""
+    """Returns the replacement of a secret value. Numbers are kept: they are figures like loss_per_token."""
     if isinstance(value, str):
         return REDACTED if value else value
     if isinstance(value, Mapping):

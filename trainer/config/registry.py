@@ -1,10 +1,10 @@
-"""Imports what a row of a registry names; rows hold text, so that the schema imports no torch."""
+"""Lazy import of names in the tables; these hold strings, so that the schema imports no torch."""
 
 import importlib
 from typing import Any
 
 
 def named(where: str) -> Any:
-    """Imports what "module:name" names."""
+    """Imports and returns the object of "module:name"."""
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)

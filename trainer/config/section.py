@@ -1,4 +1,4 @@
-"""A section of a configuration: its rules, its keys, its hash, and errors that name key and remedy."""
+"""Section of a configuration: its rules, its keys, its hash, and errors that name key and remedy."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ class Section(BaseModel):
     def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         field: FieldInfo = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and "bool" not in _type_name(field.annotation):
-            raise PydanticCustomError("bool", "true and false are no numbers and no words here")
+            raise PydanticCustomError("bool", "true and false aren't allowed here")
         return value
 
 
@@ -36,10 +36,10 @@ def validated(model: type[Config], values: dict[str, Any], source: str, shown_by
     """Turns values into a typed configuration.
 
     Args:
-        model: Its class.
-        values: As they were read.
-        source: Where they come from.
-        shown_by: What is said where an unknown key is like none.
+        model: Class of the configuration.
+        values: Plain values, as read from YAML.
+        source: Origin of the values, for messages.
+        shown_by: Hint for an unknown key that is near no known one.
 
     Raises:
         BadInputError: For the first unknown key (with the nearest one) or wrong value.
@@ -74,14 +74,15 @@ def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str
         what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # of a whole section
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    given = redact_text(in_yaml(problem["input"]))  # before a cut that would hide what shows it
+    # Redacted before it is shortened, which could cut off the sign of a secret.
+    given = redact_text(in_yaml(problem["input"]))
     given = given if len(given) < 60 else given[:57] + "..."
-    # A rule of our own says itself what is allowed.
+    # Messages of the trainer's own validators name the allowed values.
     allowed = "" if problem["type"] == "value_error" else f"; allowed: {_in_words(wanted)}"
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}{allowed}{more}"
 
 
-# Types of a configuration, as people call them; words that are allowed as they stand are shown so.
+# Types of a configuration in words; literal values are shown as they are.
 _WORDS = {
     "int": ["a whole number"],
     "float": ["a number"],
@@ -97,7 +98,7 @@ _WORDS = {
 
 
 def _in_words(kind: str) -> str:
-    """The type of a key, for people: "int | null" is "a whole number or null"."""
+    """Describes a key's type in words: "int | null" is "a whole number or null"."""
     parts = kind.split(" | ")
     if not _WORDS.keys() & parts:
         return kind
@@ -106,7 +107,7 @@ def _in_words(kind: str) -> str:
 
 
 def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
-    """The key that a problem is of: a union's location ends with the name of the member that was tried."""
+    """Returns the key of a problem: a union's location has the tried member's name at its end."""
     parts = [str(part) for part in location]
     ends = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((key for key in ends if key in known), ".".join(parts))
@@ -137,7 +138,7 @@ class Key(NamedTuple):
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key of a configuration, in the order of its definition."""
+    """Yields every key of a configuration, in the order of definition."""
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -148,7 +149,7 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
             if field.is_required()
             else json.dumps(field.get_default(call_default_factory=True), default=str)
         )
-        more = field.json_schema_extra  # {"words": "int | auto"}: what a recipe may hold besides its type
+        more = field.json_schema_extra  # {"words": "int | auto"}: values in a recipe other than the type's
         shown = more.get("words") if isinstance(more, dict) else None
         yield Key(prefix + name, str(shown or _type_name(kind)), default.strip('"'), field.description or "")
 
@@ -166,14 +167,14 @@ def _type_name(kind: Any) -> str:
 
 
 def config_hash(config: BaseModel) -> str:
-    """SHA-256 of the resolved configuration, hexadecimal: two runs with the same hash train the same.
+    """Returns the SHA-256 of the resolved configuration, hexadecimal: equal hashes train the same.
 
-    Secrets don't enter it: it is written down, and a short one could be guessed from it.
+    Secrets are redacted first: the hash is stored, and a short secret could be guessed from it.
     """
     return hash_of(redact(config.model_dump(mode="json")))
 
 
 def hash_of(values: Mapping[str, Any]) -> str:
-    """SHA-256 of a configuration's values, hexadecimal."""
+    """Returns the SHA-256 of a configuration's values, hexadecimal."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -7,14 +7,14 @@ GROUP = "trainer.sinks"
 
 
 class SinkKind(NamedTuple):
-    """A sink that `log.to` may name.
+    """Sink of metrics records, by its name in `log.to`.
 
     Attributes:
         opens: "module:name" of a function, called with the run folder and the steps done, which returns a
             function of a record and one that closes it; or of a class like `Tracker` in
             runs/tracking/tracker.py.
         about: Description for the configuration page; empty where the name suffices.
-        tracker: Whether it is a tracker, which runs in a process of its own.
+        tracker: True for a tracker, which runs in a process of its own.
         folder: Folder below the run folder that it writes to, and that a new run empties.
         module: Module that it needs, of `package`, a dependency in the group of its name.
         package: Package to install for it.

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and the units of memory."""
+"""Parsing and formatting of sizes, and the units of memory."""
 
 import re
 
@@ -7,7 +7,7 @@ _LETTERS = " kmgtp"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "200GB" (powers of 1000) or "1.5TiB" (powers of 1024).
+    """Returns the bytes of a size such as "200GB" (powers of 1000) or "1.5TiB" (powers of 1024).
 
     Raises:
         ValueError: If it isn't a size above 0 with its unit.
@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """A size that `parse_size` reads: rounded up, by less than a hundredth."""
+    """Returns a size as text for `parse_size`, rounded up by less than 1 %."""
     for exponent in range(len(_LETTERS) - 1, 0, -1):
         if size >= 100 * 1000**exponent:
             letter = _LETTERS[exponent] if exponent == 1 else _LETTERS[exponent].upper()

@@ -1,4 +1,4 @@
-"""The nearest name, for messages about a name that doesn't exist."""
+"""Nearest name, for messages about a name that doesn't exist."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 # tests/config/test_config.py has slips that are found with this, and words that are slips of no name.
 _CUTOFF = 0.7
 
-# The key that is meant by a flag of other tools, or by what they, or this one formerly, call it.
+# Keys by their names in other tools, and by former names here.
 MEANT = {
     "epochs": "epochs",
     "seed": "seed",
@@ -36,7 +36,7 @@ MEANT = {
 
 
 def slip_of(name: str, known: Iterable[str]) -> str:
-    """The name that one is a slip of, or the only one that it begins (`warmup`), or an empty string."""
+    """Returns the name that was probably meant: a near one, or the only one with this prefix; else ""."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=_CUTOFF)
     begun = [one for one in names if one.startswith(f"{name}_")]
@@ -44,6 +44,6 @@ def slip_of(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" or an empty string."""
+    """Returns "; did you mean 'x'?", or ""."""
     found = slip_of(name, known)
     return f"; did you mean '{found}'?" if found else ""

@@ -1,4 +1,4 @@
-"""A file with a custom task: what can be read from it, and from what it imports, without running it."""
+"""File of a custom task: its recipe and the hash of its code, read without running it."""
 
 import ast
 import hashlib
@@ -13,16 +13,16 @@ from trainer.errors import BadInputError
 _COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
 _LARGEST = 64 << 20
 
-# Small data want more than an epoch, and a line with a slope of 3 more than the usual rate of 0.001; with
-# 0.01 transformers learn nothing.
+# Defaults of a custom task: small data need more than an epoch; a linear fit with a slope of 3 needs more
+# than the usual rate of 0.001, and with 0.01 transformers learn nothing.
 OWN_LR, OWN_STEPS, OWN_EPOCHS = 0.003, 2000, 1_000_000
 
 
 def custom_task_recipe(path: Path) -> dict[str, Any]:
-    """The configuration that a task file holds: its RECIPE, a dict of plain values, read but not run.
+    """Returns the RECIPE of a task's file, a dict of plain values, without running the file.
 
     Raises:
-        BadInputError: If the file isn't Python, or RECIPE isn't that.
+        BadInputError: If the file isn't Python, or RECIPE isn't a dict of plain values.
     """
     text = read_source(path)
     try:
@@ -46,7 +46,7 @@ def custom_task_recipe(path: Path) -> dict[str, Any]:
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a task of one's own, with a length and a rate that learn where none is said."""
+    """Returns the configuration of a custom task with default length and learning rate, if it has none."""
     optim, evaluation = (values.get(name, {}) for name in ("optim", "evaluation"))
     if isinstance(optim, dict) and optim.get("name", "adamw") == "adamw":
         values = {**values, "optim": {"lr": OWN_LR, **optim}}
@@ -58,15 +58,15 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_hash(path: Path) -> str:
-    """SHA-256 of a task's file and of the modules beside it that it imports, hexadecimal, shortened.
+    """Returns the SHA-256 of a task's file and of the modules beside it that it imports, 16 digits.
 
-    For the comparison of two attempts. Of a file that imports none of these it is the hash of its text.
+    It tells whether two attempts ran the same code. Without such modules it is the hash of the text.
     """
     return hash_of_sources(read_source(path).encode(), modules_beside(path))[:16]
 
 
 def hash_of_sources(text: bytes, modules: Mapping[str, bytes]) -> str:
-    """SHA-256 of a file and of modules by their paths, hexadecimal."""
+    """Returns the SHA-256 of a file and of modules by their paths, hexadecimal."""
     whole = hashlib.sha256(text)
     for name, content in sorted(modules.items()):
         whole.update(b"\0" + os.fsencode(name) + b"\0" + hashlib.sha256(content).digest())
@@ -74,16 +74,16 @@ def hash_of_sources(text: bytes, modules: Mapping[str, bytes]) -> str:
 
 
 def modules_beside(path: Path) -> dict[str, bytes]:
-    """The modules in a file's folder that it imports, and that these import: the bytes of each, by its path.
+    """Returns the modules in a file's folder that it imports, and that these import, as bytes by path.
 
-    By the statements as they are written, wherever they stand, and `import_module("name")`. Where a name is
-    made at run time, all modules in that file's own folder count.
+    They are found by import statements anywhere in the source, and by `import_module("name")`. If a name is
+    computed at run time, all modules in that file's own folder count.
     """
     return _imported_from(path.parent, [path], path)
 
 
 def modules_of(folder: Path, name: str) -> dict[str, bytes]:
-    """A module below a folder, its packages, and what they import from there; as `modules_beside`."""
+    """Returns a module below a folder, its packages and their imports from there; see `modules_beside`."""
     return _imported_from(folder, list(_files(folder, name.split("."))), None)
 
 
@@ -94,7 +94,7 @@ def _imported_from(folder: Path, left: list[Path], but: Path | None) -> dict[str
         try:
             content = source_bytes(file)
             tree = ast.parse(content)
-        except (OSError, SyntaxError, ValueError):  # said where it is imported
+        except (OSError, SyntaxError, ValueError):  # reported where it is imported
             tree = ast.Module([], [])
         if file != but:
             found[file.relative_to(folder).as_posix()] = content
@@ -111,7 +111,7 @@ def _imported_from(folder: Path, left: list[Path], but: Path | None) -> dict[str
 
 
 def _imported(node: ast.AST, package: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The parts of the names that a statement may import; () for one that is made at run time."""
+    """Yields the parts of the names that a statement may import; () for a name computed at run time."""
     if isinstance(node, ast.Import):
         yield from (tuple(one.name.split(".")) for one in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -129,25 +129,25 @@ def _imported(node: ast.AST, package: Sequence[str]) -> Iterator[tuple[str, ...]
 
 
 def _files(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """The files of a module, if it lies in the folder, and of the packages that it is in."""
+    """Yields the files of a module in the folder, and of the packages that it is in."""
     for number in range(1, len(parts) + 1 if parts[0] != "trainer" else 0):
         place = folder.joinpath(*parts[:number])
         stems = (place / "__init__", place)
         both = (stem.with_name(f"{stem.name}.py") for stem in stems)
         if (file := next(filter(Path.is_file, both), None)) is not None:
             yield file
-        # What Python prefers to a .py, or takes in its place.
+        # Files that Python prefers to a .py, or takes in its place.
         compiled = (stem.with_name(stem.name + end) for stem in stems for end in _COMPILED)
         yield from filter(Path.is_file, compiled)
 
 
 def text_hash(text: str) -> str:
-    """SHA-256 of a class's source, hexadecimal, shortened."""
+    """Returns the SHA-256 of a class's source, 16 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_source(path: Path) -> str:
-    """The text of a task's file.
+    """Returns the text of a task's file.
 
     Raises:
         BadInputError: If it can't be read.
@@ -163,11 +163,11 @@ def read_source(path: Path) -> str:
 
 
 def source_bytes(path: Path) -> bytes:
-    """The bytes of a file of code.
+    """Returns the bytes of a file of code.
 
     Raises:
         OSError: If it can't be read.
-        BadInputError: If it is larger than code is, or endless.
+        BadInputError: If it is larger than 64 MiB, or endless.
     """
     with path.open("rb") as file:
         content = file.read(_LARGEST + 1)

@@ -35,7 +35,7 @@ class RegularizationConfig(Section):
 
 
 class GPTConfig(Section):
-    """The size and the parts of the model."""
+    """Size and parts of the trainer's own GPT."""
 
     layers: int = Field(4, ge=1, le=1000, description="transformer blocks")
     heads: int = Field(4, ge=1, le=1024, description="attention heads of a block; divides the width")
@@ -89,7 +89,7 @@ class LanguageConfig(GPTConfig):
     prompts: tuple[str, ...] = Field(
         (),
         max_length=32,
-        description="what a user says, answered at each evaluation by the likeliest tokens, for the report "
+        description="messages of a user, answered at each evaluation by the likeliest tokens, for the report "
         "(conversations)",
     )
     answer_tokens: int = Field(64, ge=1, le=4096, description="tokens of an answer at most (prompts)")
@@ -156,7 +156,7 @@ class AudioConfig(Section):
 
     @property
     def bins(self) -> int:
-        """Samples of the Fourier transform: the next power of two."""
+        """Samples of the Fourier transform: the window's, rounded up to a power of two."""
         return 1 << (self.window_samples - 1).bit_length()
 
 
@@ -189,15 +189,15 @@ _OF_CONVOLUTIONS = ("model.width", "model.blocks", "model.norm", "model.dropout"
 
 
 class TaskKind(NamedTuple):
-    """A kind of task.
+    """Kind of task.
 
     Attributes:
-        section: The section of keys that only this task reads; empty if there is none.
+        section: Section of keys that only this task reads; empty if there is none.
         opens: "module:class" of the `Task`, called with the sections data, model and its own, and the seed.
-        shows: "module:function" by which `trainer predict` shows a run of it.
-        only: Whether it trains no models but those in `MODELS`.
-        unread: Keys of other sections that it doesn't read, and refuses.
-        ignores: Those that it doesn't read, and leaves.
+        shows: "module:function" by which `trainer predict` shows predictions of a run.
+        only: True if it trains only the models in `MODELS`.
+        unread: Keys of other sections that it doesn't read; other values than the default are refused.
+        ignores: Keys of other sections that it doesn't read; other values are accepted.
     """
 
     section: str = ""
@@ -237,5 +237,5 @@ TASKS = {
         unread=_OF_IMAGES,
     ),
 }
-# A class in a file, or one that `fit` was given.
+# A class in a task's file, or one passed to `fit`.
 CUSTOM = TaskKind(only=True, unread=_OF_IMAGES + _OF_CONVOLUTIONS, ignores=("data.image_size",))

@@ -24,7 +24,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _INTERVAL = re.compile(r"([1-9]\d{0,8}) ?(epoch|step)s?")
 _SET_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
-MAIN_SET = "data"  # the evaluation set that the section of this name has
+MAIN_SET = "data"  # name of the evaluation set of the section data
 
 
 class OptimConfig(Section):
@@ -87,7 +87,7 @@ class OptimConfig(Section):
         if value < 1 and value:
             return value
         if value != int(value):
-            raise ValueError("from 1 on it is a number of steps, which is whole; below 1 a share of the run")
+            raise ValueError("from 1 on it is a whole number of updates; below 1 a fraction of the run")
         return int(value)
 
     @model_validator(mode="after")
@@ -117,7 +117,7 @@ class EvaluationConfig(Section):
         {},
         description="more evaluation sets, by any name, each with some of path, name, split "
         "(such as test; default: val), cache, cache_limit, check, input_column and label_column; what it "
-        "doesn't say is as in data. Rows have eval/NAME/loss and so on",
+        "doesn't say is as in data. Metrics records have eval/NAME/loss and so on",
         json_schema_extra={"words": "{NAME: {path: …, name: …, split: …}}"},
     )
     decides: str = Field(
@@ -134,7 +134,7 @@ class EvaluationConfig(Section):
         known, sets = list(EvaluationSetConfig.model_fields), {}
         for name, keys in value.items():
             if not isinstance(name, str) or not _SET_NAME.fullmatch(name) or is_secret(name):
-                raise ValueError(f"'{name}' is no name for a set: take letters, digits, - and _")
+                raise ValueError(f"'{name}' is no name for a set: use letters, digits, - and _")
             if name == MAIN_SET:
                 raise ValueError("the set of the section data is called data already; take another name")
             if not isinstance(keys, dict | EvaluationSetConfig):
@@ -317,12 +317,12 @@ class AnomalyConfig(Section):
 
     @property
     def skips_updates(self) -> bool:
-        """Whether an update isn't made whose loss or gradients aren't finite."""
+        """True if updates whose loss or gradients aren't finite are skipped."""
         return self.nonfinite == "skip"
 
 
 class HooksConfig(Section):
-    """The user's code that is called during training; it doesn't change what is learned."""
+    """User code that is called during training; it doesn't change the results."""
 
     enabled: bool = Field(True, description="false: no hooks are called, not even those of a task's file")
     use: tuple[str, ...] = Field(
@@ -345,7 +345,7 @@ class HooksConfig(Section):
 
 
 def is_place(text: str) -> bool:
-    """Whether this says where something of one's own is: file.py:NAME or module:NAME."""
+    """True if a text names user code: file.py:NAME or module:NAME."""
     where, colon, name = text.rpartition(":")
     return bool(colon and where) and name.isidentifier()
 
@@ -400,7 +400,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and how many are kept. No key of it changes the result."""
+    """When checkpoints are written and how many are kept. These keys don't change the results."""
 
     every: int = Field(0, ge=0, description="steps between two checkpoints; 0: only by time")
     minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by steps")
@@ -416,5 +416,5 @@ class CheckpointConfig(Section):
     @classmethod
     def _is_absolute(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_absolute():
-            raise ValueError(f"'{value}': give an absolute path, which means the same from everywhere")
+            raise ValueError(f"'{value}': give an absolute path")
         return value

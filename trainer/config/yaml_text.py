@@ -1,4 +1,4 @@
-"""YAML from people: safe, bounded, and with the scalars that one expects."""
+"""Parser for YAML from users: safe, bounded, and with the scalars of YAML 1.2."""
 
 import re
 import sys
@@ -13,13 +13,13 @@ _NODES = 10_000
 
 
 class _Bounded(yaml.SafeLoader):
-    """PyYAML's safe loader without merge keys, which copy what they refer to: forty lines fill any memory."""
+    """PyYAML's safe loader without merge keys, which copy their targets: forty lines fill any memory."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leaves a mapping as it is; `!!merge` as a written tag is refused.
+        """Leaves a mapping unchanged.
 
         Raises:
-            BadInputError: In that case.
+            BadInputError: If a key has the explicit tag `!!merge`.
         """
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
@@ -37,9 +37,9 @@ class _Loader(_Bounded):
         for key_node, _ in node.value:
             where = f"line {key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise BadInputError(f"{where}: a key is a word")
+                raise BadInputError(f"{where}: a key must be a plain word")
             if key_node.value in seen:
-                raise BadInputError(f"{where}: key '{key_node.value}' stands there twice; remove one")
+                raise BadInputError(f"{where}: key '{key_node.value}' is given twice; remove one")
             seen.add(key_node.value)
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
@@ -66,7 +66,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Args:
         text: YAML.
-        source: Where it comes from, for messages.
+        source: Origin of the text, for messages.
 
     Raises:
         BadInputError: If it isn't YAML or grows beyond 10,000 values.
@@ -113,7 +113,7 @@ def _why(error: Exception) -> str:
 
 
 def in_yaml(value: Any) -> str:
-    """A value as one would type it: null and true, where Python says None and True."""
+    """Formats a value as YAML in one line: null and true for None and True."""
     if isinstance(value, str):
         return value
     try:

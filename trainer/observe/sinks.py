@@ -120,7 +120,7 @@ def _cells(line: bytes) -> list[str]:
 
 
 def csv_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:  # noqa: ARG001
-    """Writes a table for each kind of record: train.csv, evaluation.csv, end.csv, for spreadsheets.
+    """Writes a table for each kind of record: train.csv, eval.csv, end.csv, for spreadsheets.
 
     A column that comes later is empty in the rows before it.
     """

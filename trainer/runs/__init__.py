@@ -1,5 +1,5 @@
-"""What a run leaves: folder, manifest, report, the place of its checkpoints; the trackers that hear of it.
+"""Files of a run: folder, manifest, report, location of the checkpoints; and the trackers that log it.
 
-Reads, writes and compares a run's files; knows nothing of models, or of how a run is trained. Here is
-decided, too, whether code that a run names may run (`trust`).
+Reads, writes and compares these files, and decides whether code that a run names may run (`trust`). It
+depends neither on the models nor on the training.
 """

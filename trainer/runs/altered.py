@@ -9,14 +9,14 @@ from trainer.config.section import hash_of
 from trainer.host.files import hash_inside
 from trainer.observe.rows import FILES
 
-# All that is written by rank 0 alone, so that it is whole when a status is written.
+# Files that rank 0 alone writes, so that they are complete when a status is written.
 _ROWS = (*FILES.values(), "checksums.jsonl", "anomalies.jsonl")
 _ALONE = ("answers", "memory", "hook", "verdict")
 _SHOWN_ALONE = [*(FILES[kind] for kind in _ALONE), "anomalies.jsonl"]  # in no other
 
 
 def hashes_of_rows(folder: Path) -> dict[str, str]:
-    """SHA-256 and size of each file of rows, by its name, for the manifest of an attempt that is over."""
+    """Returns "SHA-256 SIZE" of each records file by name, for the manifest at the end of an attempt."""
     hashes = dict[str, str]()
     for name in _ROWS:
         with contextlib.suppress(OSError):
@@ -25,7 +25,7 @@ def hashes_of_rows(folder: Path) -> dict[str, str]:
 
 
 def altered_config(facts: Mapping[str, Any]) -> list[str]:
-    """A line if a manifest's configuration isn't the one that its hash is of."""
+    """Returns a line if a manifest's configuration doesn't match its hash; else an empty list."""
     config, wanted = facts.get("config"), facts.get("config_hash")
     if not isinstance(config, dict) or (digest := hash_of(config)) == wanted:
         return []
@@ -36,7 +36,7 @@ def altered_config(facts: Mapping[str, Any]) -> list[str]:
 
 
 def altered_rows(folder: Path, facts: Mapping[str, Any]) -> list[str]:
-    """A line for each file of rows that isn't as it was when the run's newest attempt ended."""
+    """Returns a line for each records file that changed since the end of the newest attempt."""
     hashes, lines = facts.get("rows"), list[str]()
     for name, wanted in hashes.items() if isinstance(hashes, dict) else ():
         if name not in _ROWS:
@@ -51,14 +51,16 @@ def altered_rows(folder: Path, facts: Mapping[str, Any]) -> list[str]:
 
 
 def unhashed_rows(folder: Path, facts: Mapping[str, Any]) -> str:
-    """A line on files without a hash whose rows no other file holds; "" if there are none."""
+    """Returns a line on files without a hash whose records no other file holds; "" if there are none."""
     hashes = facts.get("rows")
     known = hashes if isinstance(hashes, dict) else {}
     some = [name for name in _SHOWN_ALONE if name not in known and _holds_something(folder / name)]
     if not some:
         return ""
     why = (
-        "it goes on, or was killed" if facts.get("status") == "running" else "there is none in manifest.json"
+        "it still trains, or was killed"
+        if facts.get("status") == "running"
+        else "there is none in manifest.json"
     )
     return f"{folder}: whether {', '.join(some)} was changed isn't known: the run wrote no hash of it ({why})"
 

@@ -1,7 +1,8 @@
 """Folder of a run's checkpoints: in the run folder, or where `checkpoint.folder` says. Imports no torch.
 
-There RUN/checkpoints is a link, and a file in what it leads to says whose checkpoints these are. A link that
-somebody sent leads to no such folder: nothing there is listed, read, written or removed.
+With `checkpoint.folder`, RUN/checkpoints is a link, and a file in its target names the run that owns the
+checkpoints. A target without that file, as in a run folder from elsewhere, is refused: nothing in it is
+listed, read, written or removed.
 """
 
 import json
@@ -21,17 +22,17 @@ _ELSEWHERE = "a run has its checkpoints elsewhere by checkpoint.folder=DIR, give
 
 
 class _Owner(NamedTuple):
-    """The run folder that checkpoints are of, and the run's id: empty until it has one."""
+    """Owner of a folder of checkpoints: the run folder, and the run's id ("" until it has one)."""
 
     folder: str
     run_id: str
 
 
 def checkpoints_of(run: Path) -> Path:
-    """The folder of a run's checkpoints, for reading.
+    """Returns the folder of a run's checkpoints, for reading.
 
     Raises:
-        BadInputError: If RUN/checkpoints is a link to what isn't there, or isn't this run's.
+        BadInputError: If RUN/checkpoints is a link to a missing folder, or to one that isn't this run's.
     """
     inside = run / CHECKPOINTS
     if not inside.is_symlink():
@@ -57,7 +58,8 @@ def place_checkpoints(run: Path, wanted: Path | None) -> None:
         wanted: `checkpoint.folder`.
 
     Raises:
-        BadInputError: If they lie elsewhere, or what is wanted is another run's or can't be written.
+        BadInputError: If the checkpoints lie elsewhere, or the wanted folder is another run's or can't be
+            written.
     """
     inside = run / CHECKPOINTS
     if not inside.is_symlink():
@@ -87,10 +89,10 @@ def place_checkpoints(run: Path, wanted: Path | None) -> None:
 
 
 def mark_checkpoints(run: Path) -> None:
-    """Writes into a folder of checkpoints elsewhere whose they are.
+    """Writes the run as owner into its folder of checkpoints, if that is outside of the run folder.
 
     Raises:
-        BadInputError: If it can't be written.
+        BadInputError: If the file can't be written.
     """
     place, owner = _real(run / CHECKPOINTS), _Owner(str(run.absolute()), _run_id(run))
     if not (run / CHECKPOINTS).is_symlink() or _owner(place) == owner:
@@ -102,7 +104,7 @@ def mark_checkpoints(run: Path) -> None:
 
 
 def has_checkpoint(out: Path | None, newest: bool, recipe: str) -> bool:
-    """Whether the run that a command means has a checkpoint, by its name only."""
+    """True if the run that a command names has a checkpoint, judged by the folder's name only."""
     try:
         folder = out or (newest_run(RUNS, recipe) if newest else None)
         return folder is not None and _holds_any(checkpoints_of(folder))
@@ -111,7 +113,7 @@ def has_checkpoint(out: Path | None, newest: bool, recipe: str) -> bool:
 
 
 def _make(run: Path, wanted: Path) -> None:
-    """Makes the folder that a new run's checkpoints are to lie in, or takes the one that was made for it."""
+    """Makes the folder for a new run's checkpoints, or accepts one that is empty or already this run's."""
     place, root = _real(wanted), _real(run)
     if root in (place, *place.parents):
         raise BadInputError(f"checkpoint.folder={wanted}: lies in the run folder itself: leave the key out")
@@ -130,7 +132,7 @@ def _make(run: Path, wanted: Path) -> None:
 
 
 def _refuse_copy(run: Path, place: Path) -> None:
-    """Two runs with the same checkpoints would remove each other's."""
+    """Refuses checkpoints that a copied run folder shares with its original: each run would remove them."""
     owner = _owner(place)
     if owner and _holds_any(place) and not _same(owner.folder, run) and _run_id(Path(owner.folder)):
         raise BadInputError(

@@ -14,18 +14,18 @@ from trainer.errors import BadInputError
 from trainer.runs.manifest import Manifest, RunFolder
 from trainer.version import ARITHMETIC, ARITHMETIC_CHANGES
 
-# What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
-# (The order that data.cache_limit leads to is compared with the data.)
+# Keys that don't affect results: location and loading of data, logging. They may differ on resume.
+# (The order of samples, which data.cache_limit affects, is compared with the data.)
 FREE = (
     "about",
     "data.path",
     "data.cache",
     "data.cache_limit",
     "data.check",
-    "data.mix*",  # sizes and shares are compared with the data, as its order
+    "data.mix*",  # sizes and fractions are compared with the data, as its order
     "language.prompts",
     "language.answer_tokens",
-    "language.tokenizer",  # so is what a tokenizer makes of the text
+    "language.tokenizer",  # so are the tokens of the text
     "data.workers",
     "data.prefetch",
     "data.resident",
@@ -46,15 +46,15 @@ FREE = (
     "hooks.*",
     "checkpoint.*",
 )
-# What says where a run ends: a finished one is extended by more of them.
+# Keys that decide where a run ends: a finished run is extended by raising them.
 _ENDS = ("epochs", "max_steps", "evaluation.patience")
 
 
 def own_config(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
-    """A run's resolved configuration, with settings.
+    """Returns a run's resolved configuration, overridden by settings.
 
     Raises:
-        BadInputError: If something in it was redacted, and isn't among the settings.
+        BadInputError: If a value in it was redacted and isn't among the settings.
     """
     config = override(dict(run.manifest.config), settings)
     for name, value in flat(config).items():
@@ -64,9 +64,9 @@ def own_config(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Keys whose values differ from those of a manifest, and matter, each as "key: before, now after".
+    """Returns the keys that affect results and differ from a manifest's, each as "key: before, now after".
 
-    A key that the manifest lacks is newer than its run, which did what the key's default says.
+    A key that the manifest lacks is newer than its run, and counts with its default.
     """
     before, after = flat(stored), flat(redact(now))
     before = {key: value for key, value in _defaults().items() if key in after} | before
@@ -74,9 +74,9 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in FREE)
-        # Where somebody's file lies is free: what is in it is compared with the data.
+        # The path of a task's file is free: its content is compared with the data.
         if key != "task" or not all(str(one.get(key)).endswith(".py") for one in (before, after))
-        # Of a model of files the configuration is compared with its weights.
+        # The configuration of a model from files is compared with its weights.
         if key != "model.name" or not all(str(one.get(key)).startswith(HF) for one in (before, after))
         # Only skipping is a part of the arithmetic.
         if key != "anomaly.nonfinite" or "skip" in (before.get(key), after.get(key))
@@ -89,12 +89,12 @@ def _defaults() -> dict[str, Any]:
 
 
 def of_end(difference: str) -> bool:
-    """Whether a difference is of a key that says where a run ends."""
+    """True if a difference is of a key that decides where a run ends."""
     return difference.partition(": ")[0] in _ENDS
 
 
 def other_data(stored: Manifest, data: Mapping[str, str]) -> list[str]:
-    """Returns the changes in a run's data (`components.task.data_of`), each as in `differences`."""
+    """Returns the changes in a run's data (`components.task.data_of`), in the format of `differences`."""
     return [
         f"{name}: {before}, now {data.get(name)}"
         for name, before in stored.fingerprint.items()
@@ -103,7 +103,7 @@ def other_data(stored: Manifest, data: Mapping[str, str]) -> list[str]:
 
 
 def other_arithmetic(before: int) -> list[str]:
-    """Number of a run's arithmetic and of today's, if they differ, and what changed; as in `differences`."""
+    """Returns a line in the format of `differences` if a run's arithmetic isn't today's, with the changes."""
     if before == ARITHMETIC:
         return []
     since = [f"{number}: {what}" for number, what in ARITHMETIC_CHANGES.items() if number > before]
@@ -112,13 +112,13 @@ def other_arithmetic(before: int) -> list[str]:
 
 
 def extends(stored: Manifest, config: Mapping[str, Any]) -> bool:
-    """Whether a configuration moves the end of a run that had reached one, also where that is under way."""
+    """True if a configuration extends a run that has reached its end, or continues such an extension."""
     later = any(map(of_end, differences(stored.config, config)))
     return stored.status == "finished" or (stored.extended and later)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration's values by dotted key."""
+    """Returns a configuration's values by dotted key."""
     keys: dict[str, Any] = {}
     for name, value in config.items():
         keys |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -1,4 +1,4 @@
-"""The run folder: how it is named and claimed, and how its files are read and written. Imports no torch."""
+"""Run folder: its name, its lock, and reading and writing of its files. Imports no torch."""
 
 import contextlib
 import errno
@@ -36,16 +36,16 @@ from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES
 
 _LOCK = ".lock"
-# What a start leaves that was killed before there was a manifest.
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
+# Files of a start that was killed before there was a manifest.
 _LEFTOVERS = {_LOCK, NODES, LOGS, EXIT_CODE, KEPT}
 _FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, NODES, KEPT)
 _ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
 
 
 def newest_run(root: Path, recipe: str) -> Path:
-    """The newest run folder of a recipe.
+    """Returns the newest run folder of a recipe.
 
     Raises:
         BadInputError: If there is none.
@@ -57,7 +57,7 @@ def newest_run(root: Path, recipe: str) -> Path:
 
 
 def _is_of(manifest: Path, recipe: str) -> bool:
-    """Whether a manifest is of a run of a recipe; a link to a folder, such as runs/latest, is no run."""
+    """True if a manifest is of a run of a recipe; a linked folder, such as runs/latest, doesn't count."""
     if manifest.parent.is_symlink():
         return False
     try:
@@ -67,9 +67,9 @@ def _is_of(manifest: Path, recipe: str) -> bool:
 
 
 def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """A run's rows of some kinds, one kind after the other; of all kinds if none is named.
+    """Yields a run's records of some kinds, one kind after the other; of all kinds if none is named.
 
-    A line that can't be read is left out: a kill cuts off a last one.
+    A malformed line is skipped: a kill may cut off the last one.
     """
     for kind in kinds or FILES:
         with contextlib.suppress(FileNotFoundError):
@@ -85,15 +85,15 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: If it can't be read, or isn't a regular file of the folder.
-        ValueError: If it isn't JSON, or too large.
+        ValueError: If it isn't JSON, or is too large.
     """
     return strict_json.parse(read_inside(path, strict_json.LARGEST))
 
 
 def status_in_place(folder: Path, status: str, why: OSError) -> None:
-    """Overwrites the status in a manifest where no new file can be written: a full disk takes these bytes.
+    """Overwrites the status in the manifest's bytes, for a full disk, where no new file can be written.
 
-    The reader must not take the run for one that goes on.
+    Without it, readers would take the run for one that still trains.
     """
     before = b'\n  "status": "running"'
     after = f'\n  "status": "{"stopped" if status == "stopped" else "failed"}"'.encode().ljust(len(before))
@@ -106,13 +106,13 @@ def status_in_place(folder: Path, status: str, why: OSError) -> None:
         finally:
             os.close(file)
     except OSError:
-        warn(f"{folder / MANIFEST} can't be written ({why.strerror}): it says that the run is running still")
+        warn(f"{folder / MANIFEST} can't be written ({why.strerror}): its status stays running")
 
 
 def is_abandoned(folder: Path, facts: Mapping[str, Any]) -> bool:
-    """Whether a run whose status is running has ended without a word: no process holds its lock.
+    """True if a run with the status running was killed: no process holds its lock.
 
-    Never true for a run of this process: to close the file would give up its lock.
+    Never true for a run of this process: closing the file would release its lock.
     """
     if facts.get("status") != "running" or facts.get("pid") == os.getpid():
         return False
@@ -120,22 +120,22 @@ def is_abandoned(folder: Path, facts: Mapping[str, Any]) -> bool:
         with os.fdopen(open_inside(folder / _LOCK), "rb") as file:
             asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind, *_ = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))
-    except OSError:  # no lock, or a file system without locks: it can't be told
+    except OSError:  # no lock, or a file system without locks: unknown
         return False
     return bool(kind == fcntl.F_UNLCK)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file in one move, for good when it returns; without the secrets in the value."""
+    """Replaces a JSON file atomically and durably; secrets in the value are redacted."""
     with written_whole(path) as beside:
         beside.write_text(json.dumps(redact(value), indent=2) + "\n")
 
 
-# --- whose it is ---
+# --- claim and lock ---
 
 
 def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
-    """Makes a run folder that nobody else has: <recipe>-<hash8>-<n>.
+    """Makes a new run folder with a unique name: <recipe>-<hash8>-<n>.
 
     Raises:
         BadInputError: If it can't be made.
@@ -155,7 +155,7 @@ def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
 
 
 def _why(folder: Path, error: OSError) -> str:
-    """A link to nowhere is "File exists" to mkdir(2)."""
+    """Returns the reason of an error; for a dangling link, where mkdir(2) says "File exists", the link."""
     for path in (folder, *folder.parents):
         with contextlib.suppress(OSError):  # of a folder that can't be searched, the error itself says enough
             if path.is_symlink() and not path.exists():
@@ -164,9 +164,9 @@ def _why(folder: Path, error: OSError) -> str:
 
 
 def warn_of_loss(folder: Path) -> None:
-    """Says so if a folder for runs goes with the container in which it lies."""
+    """Warns if a folder for runs lies in the container's own layer, and is removed with the container."""
     if read_mount(folder).how == "container layer":
-        # A folder that isn't there, the engine makes for root alone.
+        # The engine would make a missing folder as root's.
         warn(
             f"{folder} lies in the container itself and goes with it: mkdir -p {quote(folder.name)} && "
             'docker run -u "$(id -u):$(id -g)" -v "$PWD"/'
@@ -175,10 +175,10 @@ def warn_of_loss(folder: Path) -> None:
 
 
 def claim_folder(folder: Path) -> bool:
-    """Makes sure that a folder the user named can be written and is empty, but for what a killed start left.
+    """Checks that a folder the user named is writable and empty, except for files of a killed start.
 
     Returns:
-        True if it was made by this call.
+        True if this call made it.
 
     Raises:
         BadInputError: If it can't be used.
@@ -204,12 +204,12 @@ def _is_left(path: Path) -> bool:
 
 
 def check_inside(folder: Path) -> None:
-    """Makes sure that what a run adds to and removes from lies in its folder, which may itself be a link.
+    """Checks that the files and folders that a run changes lie in its folder, which may itself be a link.
 
     Raises:
-        BadInputError: Naming all that doesn't.
+        BadInputError: Naming all that don't.
     """
-    # Checkpoints may be elsewhere: `place_checkpoints` looks at where a link leads.
+    # Checkpoints may lie elsewhere: `place_checkpoints` checks that link.
     folders = [*_FOLDERS, *([] if (folder / CHECKPOINTS).is_symlink() else [CHECKPOINTS])]
     odd = [(name, oddity(folder / name, folder=True)) for name in folders]
     files = [*_ADDED_TO, *sorted(path.name for path in folder.glob("*.csv"))]
@@ -222,7 +222,7 @@ def check_inside(folder: Path) -> None:
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes a run folder in which no run has begun, nor is about to."""
+    """Removes a run folder in which no run has begun and which no other process has locked."""
     with contextlib.suppress(OSError, BadInputError):
         if all(_is_left(path) for path in folder.iterdir()):
             file = lock(folder)
@@ -231,16 +231,16 @@ def remove_unused(folder: Path) -> None:
 
 
 def lock(folder: Path) -> int:
-    """Locks a run folder for this process, until the process ends or closes the file that is returned.
+    """Locks a run folder for this process, until the process ends or closes the returned file descriptor.
 
-    A record lock (fcntl) and not flock: it belongs to the process alone. What the process forked, a loader
-    worker say, doesn't keep it a moment longer; and it works across hosts on NFS.
+    A record lock (fcntl) and not flock: it belongs to this process alone, not to its forks such as loader
+    workers, and it works across hosts on NFS.
 
     Raises:
         BadInputError: If another process has it, or the folder can't be written.
     """
     try:
-        # Two names for one file are taken: a copy by hard links is another run, whose words stay.
+        # Hard links are accepted: a copy by hard links is another run, and the file's text stays as it is.
         file = open_own(folder / _LOCK, os.O_RDWR | os.O_CREAT, alone=False)
     except OSError as error:
         raise BadInputError(
@@ -259,7 +259,7 @@ def lock(folder: Path) -> int:
             f"{folder}: a run is going on there ({who}); wait for it, stop it, or give another --out"
         ) from error
     if os.fstat(file).st_nlink == 1:
-        with contextlib.suppress(OSError):  # a full disk: only the message of another run is the poorer
+        with contextlib.suppress(OSError):  # a full disk: then another run's message lacks the process
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     return file

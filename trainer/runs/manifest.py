@@ -1,4 +1,4 @@
-"""The manifest of a run: its type, and how manifest.json is read, checked and written. Imports no torch."""
+"""Manifest of a run: its type, and reading, checking and writing of manifest.json. Imports no torch."""
 
 import time
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from trainer.launch.signals import Stopped
 from trainer.runs.altered import hashes_of_rows
 from trainer.runs.folder import MANIFEST, read_json, status_in_place, write_json
 
-FORMAT = 5  # of a run folder: the names in its manifest and rows, and of the files that hold these
+FORMAT = 5  # of a run folder: the keys of its manifest and records, and the names of the files
 
 
 class Device(BaseModel):
@@ -34,19 +34,19 @@ class Attempt(BaseModel):
     """One start of a run.
 
     Attributes:
-        started: When.
+        started: Time of the start.
         step: Steps done before it.
-        ranks: How many trained.
-        threads: Intra-op threads of each.
-        log_every: Steps between its rows of metrics: a row's loss is their mean.
-        changed: What of the configuration was changed, by `--resume force` or a later end: "key: before, now
+        ranks: Number of ranks.
+        threads: Intra-op threads per rank.
+        log_every: Steps between its metrics records; a record's loss is their mean.
+        changed: Changes to the configuration, by `--resume force` or a later end, each as "key: before, now
             after".
-        extends: Whether it went on beyond the end that a run had reached, or in such an extension.
-        config_hash: Of its configuration.
-        jsonl: Whether it wrote rows to metrics.jsonl and the files beside it.
-        checksums: Whether it wrote rows to checksums.jsonl.
-        arithmetic: Number of the arithmetic that it computed by, see `trainer.version`; 1 if none is written.
-        job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
+        extends: True if it trained beyond an end that the run had reached, or resumed such an extension.
+        config_hash: Hash of its configuration.
+        jsonl: True if it wrote metrics.jsonl and the files beside it.
+        checksums: True if it wrote checksums.jsonl.
+        arithmetic: Version of its arithmetic, see `trainer.version`; 1 if the key is missing.
+        job: Job of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -66,14 +66,14 @@ class Attempt(BaseModel):
 
 
 class BegunFrom(BaseModel):
-    """The checkpoint of another run that a run began from.
+    """Checkpoint of another run that a run began from.
 
     Attributes:
-        folder: That run's, where it was then.
-        run_id: Whose checkpoint it is.
-        step: Of the checkpoint.
-        hash: SHA-256 of its SHA256SUMS, and so of all of it.
-        differs: What is another in the new run, of configuration and data: "key: there, now here".
+        folder: Run folder of the other run at that time.
+        run_id: Id of the other run.
+        step: Step of the checkpoint.
+        hash: SHA-256 of its SHA256SUMS, and so of all its files.
+        differs: Differences in configuration and data, each as "key: there, now here".
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -89,9 +89,9 @@ class Pretrained(BaseModel):
     """Pretrained weights that a run started from.
 
     Attributes:
-        source: As it was asked for.
-        revision: On the hub the commit; of torchvision's weights the file; None for a path.
-        sha256: Of the safetensors file that was read.
+        source: `model.pretrained` of the configuration.
+        revision: Commit on the hub, or file name of torchvision's weights; None for a path.
+        sha256: SHA-256 of the safetensors file.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -102,43 +102,43 @@ class Pretrained(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A run's manifest: what it is, what decides how to go on with it, and what a replay needs.
+    """Manifest of a run: its provenance, and the facts by which it is resumed, replayed and verified.
 
-    What only people read has a default, so that a manifest without it can be read. A manifest changes by
-    `update_manifest`, which alone writes it.
+    Facts that only people read have defaults, so that a manifest without them can be read. Only
+    `update_manifest` changes and writes a manifest.
 
     Attributes:
-        format: Of the run folder.
-        recipe: Its name.
-        run_id: Which its checkpoints name, too.
-        begun_from: Where it began, if that was another run's checkpoint (`from` in the file).
-        config: Its resolved configuration, without secrets.
-        config_hash: Of that.
-        command: What the user typed for the newest attempt.
-        started: When the first attempt did.
-        ended: When the newest one did; None while it trains, and if it was killed.
-        attempts: All of them, the last one is the newest.
-        commit: Of the code, with "+" for uncommitted changes (`dirty`).
+        format: Format of the run folder.
+        recipe: Name of the recipe.
+        run_id: Id of the run, also in its checkpoints.
+        begun_from: Checkpoint of another run that it began from (`from` in the file).
+        config: Resolved configuration, without secrets.
+        config_hash: Hash of `config`.
+        command: Command line of the newest attempt.
+        started: Start of the first attempt.
+        ended: End of the newest attempt; None while it trains, and if it was killed.
+        attempts: Attempts, the newest last.
+        commit: Commit of the code, with "+" for uncommitted changes (`dirty`).
         lock: SHA-256 of the wheels.lock of its environment.
         image: Digest of its container's image.
-        first_arithmetic: Number of the first attempt's arithmetic (`arithmetic` in the file).
-        data: What its task says of the data.
-        fingerprint: What its data was, see `trainer.train.components.task.data_of`.
-        pretrained: What its weights were at first, where they were somebody's.
+        first_arithmetic: Version of the first attempt's arithmetic (`arithmetic` in the file).
+        data: Description of the data by the task.
+        fingerprint: Fingerprint of the data, see `trainer.train.components.task.data_of`.
+        pretrained: Pretrained weights that it started from.
         world_size: Number of ranks.
         threads: Intra-op threads per rank; part of the arithmetic on a CPU.
-        waiting: Variables by which OpenMP's threads wait for each other, see `trainer.host.startup`.
-        steps: At its end.
+        waiting: Environment variables for the waiting of OpenMP's threads, see `trainer.host.startup`.
+        steps: Steps of the whole run.
         trackers: Ids of its runs at trackers, by their names in `log.to`.
-        trust: Its own code and whose it is, see `trainer.runs.trust`.
-        rows: Hashes of its files of rows, when the newest attempt ended.
-        weights: Hashes of the final weights by their files' names.
-        anomalies: Number of them.
-        out_of_patience: Evaluations in a row that were no better than the best, where these ended it; else 0.
-        status: How it ended; running also if it was killed.
-        model: The table of the model's parts.
-        reason: Why it ended before its end.
-        summary: Of a run that came to its end: metrics, seconds and the like.
+        trust: Signs and marks of its own code, see `trainer.runs.trust`.
+        rows: "SHA-256 SIZE" of the records files at the end of the newest attempt.
+        weights: Hashes of the final weights by file name.
+        anomalies: Number of anomalies.
+        out_of_patience: Evaluations in a row without improvement, where early stopping ended it; else 0.
+        status: Status; "running" also if it was killed.
+        model: Table of the model's parts.
+        reason: Reason of an early end.
+        summary: Metrics, seconds and the like of a run that finished.
     """
 
     model_config = ConfigDict(strict=True, populate_by_name=True, validate_assignment=True)
@@ -183,20 +183,20 @@ class Manifest(BaseModel):
     status: Literal["running", "stopped", "failed", "finished", "diverged"]
     model: dict[str, Any] | None = None
     reason: str | None = None
-    summary: Any = None  # which verify judges
+    summary: Any = None  # checked by verify
 
     @property
     def arithmetic(self) -> int:
-        """Number of the arithmetic that its newest attempt computed by."""
+        """Version of the newest attempt's arithmetic."""
         return self.attempts[-1].arithmetic
 
     @property
     def extended(self) -> bool:
-        """Whether it was ever given a later end after it had reached one."""
+        """True if it was ever extended after it had finished."""
         return any(attempt.extends for attempt in self.attempts)
 
     def foreign(self, state: Mapping[str, Any]) -> str | None:
-        """Why a checkpoint with this state isn't one of this run, or None."""
+        """Returns the reason why a checkpoint with this state isn't one of this run, or None."""
         if (run_id := state.get("run_id")) != self.run_id:
             return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8]})"
         if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
@@ -204,18 +204,18 @@ class Manifest(BaseModel):
         return None
 
     def as_facts(self) -> dict[str, Any]:
-        """Returns the content of manifest.json; a key that comes later is left out until then."""
+        """Returns the content of manifest.json; keys without a value yet are left out."""
         later = {name for name in ("model", "reason", "summary") if getattr(self, name) is None}
         return self.model_dump(by_alias=True, exclude=later)
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder that was read.
+    """Run folder that was read.
 
     Attributes:
         path: The folder.
-        manifest: What it says.
+        manifest: Its manifest.
     """
 
     path: Path
@@ -227,10 +227,10 @@ class _NoManifestError(BadInputError):
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """A run's manifest as it stands there; only its format is looked at: a report shows odd ones, too.
+    """Returns a run's manifest as plain JSON. Only its format is checked, as reports show odd ones, too.
 
     Raises:
-        BadInputError: If there is none, it can't be read, or another version of trainer wrote it.
+        BadInputError: If it is missing or unreadable, or has another format.
     """
     path = folder / MANIFEST
     try:
@@ -251,10 +251,10 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def check_format(folder: Path, facts: Any) -> None:
-    """Refuses a manifest of another format: its keys and rows have other names. What is none passes.
+    """Refuses a manifest of another format: its keys and records have other names. Other values pass.
 
     Raises:
-        BadInputError: If it says so, or (format 1) says nothing.
+        BadInputError: If `format` is another number, or is missing (format 1).
     """
     if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
         return
@@ -275,7 +275,7 @@ def read_run(folder: Path) -> RunFolder:
     """Reads a run folder.
 
     Raises:
-        BadInputError: If it isn't one of this trainer.
+        BadInputError: If its manifest is missing or malformed, or has another format.
     """
     facts = read_facts(folder)
     try:
@@ -306,10 +306,10 @@ def status_after(error: BaseException) -> str:
 
 
 def update_manifest(folder: Path, manifest: Manifest, **changes: Any) -> None:
-    """Changes a run's manifest and writes it; a status comes with the time, and the number of anomalies.
+    """Changes a run's manifest and writes it; with a status also time, anomalies and hashes of records.
 
     Raises:
-        OSError: If it can't be written; it is changed all the same.
+        OSError: If it can't be written; the object is changed all the same.
     """
     if "status" in changes:
         try:

@@ -1,8 +1,8 @@
-"""Python code that a run names: whether it may run here. Imports no torch.
+"""Trust in Python code that a run names: decides whether it may run here. Imports no torch.
 
-A task's file, hooks and sinks that the command line names are the user's own. What a run folder names may be
-a stranger's: it runs if this user began or trained that run with the same code, which a mark in its manifest
-proves (an HMAC by a key in the user's own configuration folder), or with --trust.
+Code that the command line names (a task's file, hooks, sinks) is the user's own. Code that a run folder names
+may be a stranger's. It runs with --trust, or if this user began or trained that run with the same code: a
+mark in the manifest proves it (an HMAC with a key in the user's configuration folder).
 """
 
 import contextlib
@@ -33,22 +33,22 @@ from trainer.observe.console import warn
 from trainer.observe.text import plain
 
 _KEY_BYTES = 32
-_MARKS = 8  # of as many homes: a pod's is a new one at each start
+_MARKS = 8  # at most, of as many homes: a pod has a new one at each start
 _DIGITS = 16  # of a hash, in a message
 _INSTALLED = "installed"
-_PLACE = "checkpoint.folder"  # no code, but as much to be trusted: a run writes there, and removes
+_PLACE = "checkpoint.folder"  # not code, but needs the same trust: a run writes and removes files there
 
 
 class Code(NamedTuple):
     """Python code that a recipe names.
 
     Attributes:
-        key: Of the recipe: task, hooks.use, log.to, or checkpoint.folder.
-        place: As it stands there.
-        name: Of the class or function; empty for a task.
-        hash: SHA-256 of its file and of the modules beside it that this imports; "installed" for a module of
+        key: Key of the recipe: task, hooks.use, log.to, or checkpoint.folder.
+        place: Value of the key, such as file.py:NAME.
+        name: Name of the class or function; empty for a task.
+        hash: SHA-256 of the file and of the modules beside it that it imports; "installed" for a module of
             an installed package, and empty where there is no such file.
-        beside: The paths of these modules.
+        beside: Paths of these modules.
     """
 
     key: str
@@ -59,7 +59,7 @@ class Code(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """Returns the text that a mark is made of: wherever the file lies, it is the same code."""
+        """Text that a mark is made of; the path isn't part of it, so that the file may move."""
         return " ".join([self.key, self.name or "-", self.hash])
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Code(NamedTuple):
 
 
 def own_code(recipe: Recipe) -> list[Code]:
-    """The Python code that a recipe names and that isn't the trainer's; and where else it has a run write."""
+    """Returns the Python code that a recipe names and that isn't the trainer's, and `checkpoint.folder`."""
     found = []
     if (folder := recipe.checkpoint.folder) is not None:
         found.append(Code(_PLACE, str(folder), "", hashlib.sha256(os.fsencode(folder)).hexdigest()))
@@ -97,12 +97,12 @@ def _code(key: str, place: str, where: Path | str, name: str) -> Code:
             raise BadInputError(f"{key}={place}: isn't a regular file, so no code; give another")
         beside = modules_beside(path)
         return Code(key, place, name, hash_of_sources(source_bytes(path), beside), tuple(beside))
-    except OSError:  # said where it is loaded
+    except OSError:  # reported where it is loaded
         return Code(key, place, name, "")
 
 
 def _code_of_module(key: str, place: str, module: str, name: str) -> Code:
-    """A module as it would be imported, found without running anything: its packages neither."""
+    """Finds a module as an import would, without running it or its packages."""
     parts, paths = module.split("."), [str(from_here(Path()).absolute()), *sys.path]
     top = PathFinder.find_spec(parts[0], paths)
     places = [] if top is None else [top.origin, *(top.submodule_search_locations or [])]
@@ -121,23 +121,23 @@ def _code_of_module(key: str, place: str, module: str, name: str) -> Code:
     return Code(key, place, name, hash_of_sources(b"", modules), tuple(modules))
 
 
-# --- what is asked ---
+# --- check ---
 
 
 def check_run(
-    folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None, anew: bool = False
+    folder: Path, recipe: Recipe, settings: Sequence[str], trusted: bool | None, new_run: bool = False
 ) -> None:
-    """Makes sure that code which a run names may run here.
+    """Checks that the code that a run names may run here.
 
     Args:
-        folder: The run's.
+        folder: The run folder.
         recipe: Its configuration, with the settings.
-        settings: KEY=VALUE of the command line: what they name is the user's own.
-        trusted: Whether --trust was given; None where there is no such flag.
-        anew: Whether only its recipe is taken, so that another task will do.
+        settings: KEY=VALUE of the command line; code that they name is the user's own.
+        trusted: True if --trust was given; None for a command without that flag.
+        new_run: True if a new run takes only the recipe, so that the task's file may differ.
 
     Raises:
-        BadInputError: Naming the code with its hashes, if it may not.
+        BadInputError: If it may not; the message names the code with its hashes.
     """
     named = _named(settings)
     codes = [one for one in own_code(recipe) if one.key not in named]
@@ -150,20 +150,20 @@ def check_run(
         remedy = f"read it, then {'add --trust' if code else 'add --trust, or --set checkpoint.folder=DIR'}"
         if trusted is None:
             remedy = f"read it, then name it by --set {codes[0].key}=…"
-        elif not anew and _is_another_task(folder, codes):  # which --trust alone doesn't help
+        elif not new_run and _is_another_task(folder, codes):  # then --trust alone doesn't help
             remedy = "bring the file back that it was trained with, or train on by --trust --resume force"
         raise BadInputError(f"{folder}: names {what}: {listed}; {why}: {remedy}")
 
 
 def _is_another_task(folder: Path, codes: Sequence[Code]) -> bool:
-    """Whether the task is another one than the manifest's fingerprint is of."""
+    """True if the task's file isn't the one in the manifest's fingerprint."""
     data = _facts(folder).get("fingerprint")
     known = data.get("task") if isinstance(data, dict) else None
     return any(one.key == "task" and known not in (None, one.hash[:_DIGITS]) for one in codes)
 
 
 def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bool | None = None) -> None:
-    """Calls `check_run` for a recipe in a run folder, where its sender put it; other recipes are the user's.
+    """Calls `check_run` for a recipe that lies in a run folder; other recipes are the user's own.
 
     Raises:
         BadInputError: As `check_run`.
@@ -173,11 +173,11 @@ def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bo
         return
     for folder in path.absolute().resolve().parents:
         if _is_run(folder):
-            check_run(folder, recipe, settings, trusted, anew=True)
+            check_run(folder, recipe, settings, trusted, new_run=True)
 
 
 def _named(settings: Sequence[str]) -> set[str]:
-    """Keys of code that settings give."""
+    """Returns the keys for code that the settings give."""
     given = override({}, settings)
     hooks, log, saved = given.get("hooks"), given.get("log"), given.get("checkpoint")
     return {
@@ -209,14 +209,14 @@ def _recorded(folder: Path) -> Mapping[str, Any]:
 
 
 def _why_not(recorded: Mapping[str, Any], codes: Sequence[Code]) -> str:
-    """Why it isn't this user's own code, or nothing."""
+    """Returns the reason why it isn't this user's own code; "" if it is."""
     signs, marks = recorded.get("code"), recorded.get("marks")
     if not isinstance(signs, list) or not isinstance(marks, list) or not signs:
         return "the run has no mark of yours"
     try:
         key = _read_key(key_file())
     except OSError as error:
-        return f"whether it is yours can't be told without your key ({_reason(error)})"
+        return f"whether it is yours is unknown without your key ({_reason(error)})"
     mark = _mark(key, recorded.get("run_id"), signs)
     if mark not in marks:
         return "the run has no mark of yours"
@@ -229,10 +229,10 @@ def _why_not(recorded: Mapping[str, Any], codes: Sequence[Code]) -> str:
 
 
 def marked(recipe: Recipe, run_id: str, before: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns signs of the code that runs now, and this user's mark of them, for the manifest.
+    """Returns the signs of the code that runs now, and this user's mark of them, for the manifest.
 
     Args:
-        before: What an earlier attempt left there: marks of the same code stay.
+        before: `trust` of the manifest of earlier attempts; marks of the same code are kept.
     """
     signs = sorted({one.sign for one in own_code(recipe)})
     if not signs:
@@ -270,7 +270,7 @@ def key_file() -> Path:
 
 
 def _read_key(path: Path) -> bytes:
-    """Raises OSError if there is none, or it isn't this user's alone."""
+    """Reads the key; raises OSError if there is none, or others can read or own the file."""
     with os.fdopen(open_regular_file(path), "rb") as file:
         facts = os.fstat(file.fileno())
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
@@ -282,7 +282,7 @@ def _read_key(path: Path) -> bytes:
 
 
 def _own_key() -> bytes:
-    """This user's key, made if there is none."""
+    """Returns this user's key; makes it if there is none."""
     path = key_file()
     with contextlib.suppress(FileNotFoundError):
         return _read_key(path)
@@ -301,7 +301,7 @@ def _own_key() -> bytes:
 
 
 def _place(beside: Path, path: Path) -> None:
-    """Gives a file its name, unless that is taken: never a second key."""
+    """Gives the new key its name unless that is taken, so that there is never a second key."""
     try:
         path.hardlink_to(beside)
     except FileExistsError:

@@ -30,7 +30,7 @@ from trainer.runs.report.sections import title_of
 _POINTS = 1600  # of a chart, over all runs
 _DIFFERENCES = 200
 
-# Of a manifest, besides the configuration.
+# Compared facts of a manifest other than the configuration.
 _FACTS = ("recipe", "commit", "lock", "image", "world_size", "threads", "host", "restarts")
 _HASHES = ("commit", "lock", "image")
 _CHARTS: tuple[tuple[str, str, Scale, str, bool], ...] = (

@@ -17,7 +17,7 @@ _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "m
 
 
 class Figure(NamedTuple):
-    """A figure of a run.
+    """Figure of a run.
 
     Attributes:
         value: The number, for comparisons.
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
 
 
 class KeyFigure(NamedTuple):
-    """A kind of figure: its name, the function that finds it, and 1 if more is better, -1 if less, else 0."""
+    """Kind of figure: its name, the function that finds it, and 1 if more is better, -1 if less, else 0."""
 
     name: str
     of: Callable[[RecordedRun], Figure | None]
@@ -39,7 +39,7 @@ class KeyFigure(NamedTuple):
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a JSON value is a number that can be displayed."""
+    """True if a JSON value is a number that can be displayed."""
     return type(value) in (int, float) and -1e200 < value < 1e200
 
 
@@ -73,7 +73,7 @@ def sets(run: RecordedRun) -> list[str]:
 
 
 def more_is_better(metric: str) -> bool:
-    """Whether a larger value is better, by the metric's name: not for losses and errors."""
+    """True if a larger value is better, by the metric's name: not for losses and errors."""
     return not any(word in metric.lower() for word in _WORSE)
 
 
@@ -90,7 +90,7 @@ def totals(run: RecordedRun) -> list[tuple[str, float]]:
     timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
     if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
         return []
-    # What is unexplained is told although it be nothing.
+    # "unexplained" is shown even if it is 0.
     return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
 
 

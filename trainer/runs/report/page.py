@@ -1,4 +1,4 @@
-"""The page: one file that includes its style, without external resources or scripts."""
+"""Page: one file that includes its style, without external resources or scripts."""
 
 import time
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from trainer.runs.report.figures import status
 from trainer.runs.report.parts import html, templates
 from trainer.runs.report.read import RecordedRun
 
-# By this a report is known for one: another file is never replaced by it.
+# Mark by which a report is recognized: files without it are never overwritten.
 MARK = '<p class="over"><span>trainer report</span>'
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """The report of a run, or of several side by side, as HTML."""
+    """Returns the report of a run, or of several side by side, as HTML."""
     content = _one(runs[0]) if len(runs) == 1 else _several(runs)
     return templates.get_template("page.html").render(
         **content,

@@ -10,7 +10,7 @@ from trainer.observe.charts.thin import Point, thinned
 from trainer.observe.text import count, escaped, share
 
 _BARS = 120
-_FEW = 48  # up to so many bars have gaps between them
+_FEW = 48  # most bars with gaps between them
 
 # Phases in stacking order, the useful ones first.
 PHASES_EXPLAINED = {
@@ -72,8 +72,8 @@ def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> 
     """Draws one bar: seconds by phase, in the order of `PHASES_EXPLAINED`.
 
     Args:
-        what: Its description for screen readers.
-        labeled: Whether large parts have labels above the bar.
+        what: Description for screen readers.
+        labeled: True to label large parts above the bar.
     """
     every = sum(seconds for _, seconds in totals)
     left, parts = 0.0, list[str]()

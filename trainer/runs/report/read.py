@@ -20,11 +20,11 @@ from trainer.runs.folder import is_abandoned
 from trainer.runs.manifest import read_facts
 
 _POINTS = 400
-_LINE = 1 << 20  # bytes of a row; a longer line is none
+_LINE = 1 << 20  # most bytes of a record; longer lines are malformed
 _LATEST = 10**15  # steps
-_TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are kept
-_OF_SETS = 96  # figures of further evaluation sets
-_FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
+_TEXTS = 100  # number of first and of last verdicts and anomalies that are kept
+_OF_SETS = 96  # most figures of further evaluation sets
+_FIGURES = 12  # most figures that this module doesn't know, such as a task's own metrics
 
 _PICTURES = 24
 _PICTURE = re.compile(rf"{PICTURES}/[\w.%~-]{{1,250}}\.png", re.ASCII)
@@ -40,7 +40,7 @@ _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint in the folder: its step, bytes, when it was written, and whether it is the best."""
+    """Checkpoint in the folder: its step, bytes, time of writing, and whether it is the best."""
 
     step: int
     size: int
@@ -50,7 +50,7 @@ class SavedCheckpoint(NamedTuple):
 
 @dataclass
 class FirstAndLast:
-    """The first and the last entries of a list that may be long, and its length.
+    """First and last entries of a list that may be long, and its length.
 
     Attributes:
         first: The first entries.
@@ -74,7 +74,7 @@ class FirstAndLast:
 
 @dataclass
 class Slow:
-    """A rank that was the slowest in a phase: how often, and its cost as fractions of the wall time."""
+    """Rank that was the slowest in a phase: how often, and its cost as fractions of the wall time."""
 
     rows: int = 0
     total: float = 0.0
@@ -100,7 +100,7 @@ class RecordedRun:
         freed: Records of kind "memory" after evaluations that released memory, thinned.
         end: The last record of kind "end", or {}.
         verdicts: Records of kind "verdict" except the final one.
-        verdict: The last word, or None.
+        verdict: The final verdict, or None.
         slow: Slow ranks, by rank and phase.
         throttled: Number of records by reason of the GPU's throttling.
         anomalies: Lines of anomalies.jsonl.

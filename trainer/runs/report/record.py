@@ -31,17 +31,19 @@ def verdict(run: RecordedRun) -> tuple[Markup | str, str]:
         return Markup("So far: {}").format(_sentence(latest[0])), "open"
     if how == "stopped":
         return (f"The run was stopped: {why}" if why else "The run was stopped; it can go on."), "open"
-    return ("The run goes on; no verdict yet." if how == "running" else "No verdict was recorded."), "open"
+    return (
+        "The run still trains; no verdict yet." if how == "running" else "No verdict was recorded."
+    ), "open"
 
 
-def _told(row: dict[str, Any]) -> tuple[str, str]:
+def _cause_and_sentence(row: dict[str, Any]) -> tuple[str, str]:
     """Returns cause and sentence of a verdict, as text; a cause that begins the sentence isn't repeated."""
     cause, text = plain(row.get("cause") or "", 40), plain(row.get("text") or "No verdict.", 600)
     return cause, text.removeprefix(f"{cause}: ")
 
 
 def _sentence(row: dict[str, Any]) -> Markup | str:
-    cause, text = _told(row)
+    cause, text = _cause_and_sentence(row)
     if cause in ("", "none") or text == plain(row.get("text"), 600):
         return text[:1].upper() + text[1:]
     return Markup("<b>{}</b>: {}").format(cause, text)
@@ -118,7 +120,7 @@ def findings(run: RecordedRun) -> Markup:
         for (rank, phase), one in sorted(run.slow.items(), key=lambda item: -item[1].total)[:10]
     ]
     every = [one for one in run.verdicts.all() if one is not run.verdict or run.verdicts.count == 1]
-    told = [(*_told(one), one) for one in every]
+    told = [(*_cause_and_sentence(one), one) for one in every]
     verdicts = [[_figure(one, "step"), cause, _share(one.get("share")), text] for cause, text, one in told]
     left_out = [found.count - len(found.all()) for found in (run.verdicts, run.anomalies)]
     causes = _causes(told) if len(verdicts) > _VERDICTS else []

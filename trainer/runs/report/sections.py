@@ -19,7 +19,7 @@ _ANSWER = 4000  # characters
 _PICTURE_BYTES = 4 << 20  # of all pictures on a page
 _PNG = b"\x89PNG\r\n\x1a\n"
 
-# Charts: title, how values are written, unit, and curves by name; what comes after "limit:" isn't passed.
+# Charts: title, how values are written, unit, and curves by name; figures with "limit:" are drawn as limits.
 _Chart = tuple[str, AxisKind, str, dict[str, str]]
 _THROUGHPUT: tuple[_Chart, ...] = (
     ("Samples", "count", "samples/s", {"": "samples_per_s"}),
@@ -74,7 +74,7 @@ _MACHINE: tuple[_Chart, ...] = (
     ("GPU clock", "number", "MHz", {"": "gpu/clock_mhz"}),
     ("GPU slowed down", "share", " of the time", {"": "gpu/throttled"}),
 )
-# Of these no chart is shown if they were always 0.
+# Figures without a chart if they were always 0.
 _RARE = {"memory/retries", "gpu/throttled", "cpu/throttled", "cpu/starved"}
 
 

@@ -14,7 +14,7 @@ from trainer.runs.report.read import read_recorded_run
 
 NAME = "report.html"
 _RUNS = 14  # seven colors, drawn through and dashed
-# At the end of a training nobody waits long: reading takes about 25 s for each GB.
+# Largest metrics.jsonl at the end of a training: reading takes about 25 s for each GB.
 _QUICK = 256 << 20
 
 
@@ -26,7 +26,7 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
     """
     if not 1 <= len(folders) <= _RUNS:
         raise BadInputError(f"{len(folders)} runs: a report shows 1 to {_RUNS}; give fewer")
-    from trainer.runs.report.page import page  # brings jinja2, which a start needn't wait for
+    from trainer.runs.report.page import page  # imports jinja2, which isn't needed at the start
 
     try:
         text = page([read_recorded_run(folder) for folder in folders])
@@ -44,7 +44,7 @@ def leave_report(folder: Path) -> None:
         if (rows := folder / "metrics.jsonl").exists() and rows.stat().st_size > _QUICK:
             raise BadInputError(f"{rows.name} is large: trainer report {folder} takes its time")
         write_report([folder], folder / NAME)
-    except Exception as error:  # whatever it is, the training is done and worth more
+    except Exception as error:  # any error: the training has finished, and that counts
         warn(f"no report was written ({plain(' '.join(f'{error or type(error).__name__}'.split()))})")
 
 

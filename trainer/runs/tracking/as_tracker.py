@@ -1,6 +1,6 @@
 """Starts the process of a tracker with the rank's search path, which is in its first line of input.
 
-As a file and not by `python -m`, for the reason that `launch/as_launcher.py` tells.
+A file and not `python -m`, for the reason given in `launch/as_launcher.py`.
 """
 
 import sys
@@ -10,8 +10,8 @@ if __name__ == "__main__":
         del sys.path[0]  # this file's own folder
     import json
 
-    told = json.loads(sys.stdin.buffer.readline())
-    sys.path[:] = told.pop("path")
+    arguments = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = arguments.pop("path")
     from trainer.runs.tracking.process import main
 
-    main(**told)
+    main(**arguments)

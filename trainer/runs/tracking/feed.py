@@ -1,4 +1,4 @@
-"""Hands rows to the processes of trackers. The training waits for none of them, but at its end, not long."""
+"""Sends records to the processes of trackers. The training waits for them only at its end, and briefly."""
 
 import contextlib
 import json
@@ -25,20 +25,20 @@ from trainer.runs.manifest import Manifest, status_after, update_manifest
 from trainer.runs.tracking import as_tracker
 from trainer.runs.tracking.tracker import trackers_here
 
-_ROWS = 1000  # that wait at most for the pipe
-_FINISH_S = 30.0  # for the last rows of a run that is through
-_LEAVE_S = 5.0  # of one that is stopped, or fails
+_ROWS = 1000  # most records that wait for the pipe
+_FINISH_S = 30.0  # for the last records of a run that finished
+_LEAVE_S = 5.0  # of one that was stopped, or failed
 
 
 class Feed:
-    """A tracker as a sink."""
+    """Sink that sends records to the process of a tracker."""
 
     def __init__(self, name: str, about: Mapping[str, Any], found: Callable[[str, str, str], object]) -> None:
-        """Starts its process.
+        """Starts the process.
 
         Args:
             about: See `Tracker.open`.
-            found: Takes name, id and place of the tracker's run once they are known.
+            found: Called with name, id and place of the tracker's run once they are known.
         """
         self._name, self._found, self._rank = name, found, os.getpid()
         self._rows = self._done = 0
@@ -58,7 +58,7 @@ class Feed:
         self._write()
 
     def __call__(self, row: Row) -> None:
-        """Takes a row; where too many wait already, it is lost."""
+        """Sends a record without waiting; drops it if `_ROWS` records wait already."""
         self._rows += 1
         if len(self._waiting) < _ROWS:
             self._waiting.append(_line({**row, "time": time.time()}))
@@ -80,17 +80,17 @@ class Feed:
             self._warn("its process ended")
 
     def _hear(self) -> bool:
-        """Takes what the process tells; returns whether it can tell more."""
+        """Reads messages of the process; returns False once its output has ended."""
         try:
-            told = os.read(self._from, 1 << 16)
+            received = os.read(self._from, 1 << 16)
         except BlockingIOError:
             return True
-        self._heard += told
+        self._heard += received
         *lines, self._heard = self._heard.split(b"\n")
         for line in lines:
             try:
                 message = dict(strict_json.parse_quickly(line))
-            except (ValueError, TypeError):  # what code of others printed before the process took its output
+            except (ValueError, TypeError):  # printed by user code before the process redirected its output
                 continue
             self._done += message.get("done", 0)
             self._closed |= message.get("closed", False)
@@ -98,27 +98,28 @@ class Feed:
                 self._found(self._name, str(message["id"]), str(message["where"]))
             if "problem" in message:
                 self._warn(message["problem"])
-        if not told and not self._closed:
+        if not received and not self._closed:
             self._warn("its process ended")
-        return bool(told)
+        return bool(received)
 
     def _warn(self, why: str) -> None:
         if not self._warned:
             warn(
-                f"{self._name}: {why}; its rows may be lost, the training goes on (trackers/{self._name}.log)"
+                f"{self._name}: {why}; its records may be lost, the training goes on "
+                f"(trackers/{self._name}.log)"
             )
         self._warned = True
 
     def end(self, status: str) -> None:
-        """Says how the run ended; waits for nothing."""
+        """Sends the status at the end of the run, without waiting."""
         self._waiting.append(_line({"close": status}))
         self._write()
 
     def close(self, deadline: Callable[[], float]) -> None:
-        """Waits for the last rows, and ends the process.
+        """Waits for the last records, and ends the process.
 
         Args:
-            deadline: Until when to wait, on the monotonic clock; it may come nearer.
+            deadline: Returns the end of the wait on the monotonic clock; a signal may bring it nearer.
         """
         while (left := deadline() - time.monotonic()) > 0:
             heartbeat()
@@ -136,7 +137,7 @@ class Feed:
             with contextlib.suppress(OSError):
                 pipe.close()
         if lost := self._rows - self._done:
-            warn(f"{self._name}: {lost} of {self._rows} rows didn't reach it")
+            warn(f"{self._name}: {lost} of {self._rows} records didn't reach it")
 
 
 @contextlib.contextmanager
@@ -148,9 +149,9 @@ def tracked(
     say: Callable[[str], object],
     left_out: int = 0,
 ) -> Iterator[list[Feed]]:
-    """Opens the trackers of `log.to`; at the end they are told how the run stands, and waited for, not long.
+    """Opens the trackers of `log.to`; at the end sends them the run's status and waits for them briefly.
 
-    Their ids come late: they are in the manifest once they are known.
+    Their ids are written to the manifest once they are known, which may be during the training.
     """
     process, feeds, status = os.getpid(), list[Feed](), str(manifest.status)
 
@@ -165,14 +166,16 @@ def tracked(
                 about = _about(folder, recipe, step, manifest, name)
                 feeds.append(Feed(name, {**about, "left_out": left_out}, found))
             except OSError as error:
-                warn(f"{name}: can't be started ({error.strerror}); its rows are lost, the training goes on")
+                warn(
+                    f"{name}: can't be started ({error.strerror}); its records are lost, the training goes on"
+                )
         yield feeds
         status = manifest.status
     except BaseException as error:
         status = status_after(error)
         raise
     finally:
-        if os.getpid() == process:  # not in a fork of somebody's code
+        if os.getpid() == process:  # not in a fork by user code
             _close(feeds, status)
 
 

@@ -1,6 +1,6 @@
-"""The process of a tracker: reads what `feed` writes, calls the tracker, tells how far it is.
+"""Process of a tracker: reads what `feed` writes, calls the tracker, reports its progress.
 
-Signals stay blocked, as the rank left them: it is the rank that says when this ends, or its death.
+Signals stay blocked, as the rank left them: this process ends when the rank says so, or ends itself.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from trainer.launch.worker import die_with_parent
 from trainer.runs.tracking.tracker import tracker_class
 
 _T = TypeVar("_T")
-_ROWS = 1000  # that wait here; further ones wait at the rank
-_BATCH = 200  # rows at a time
-_LINE = 1 << 16  # bytes of a log's
+_ROWS = 1000  # most records that wait here; further ones wait at the rank
+_BATCH = 200  # records at a time
+_LINE = 1 << 16  # bytes of a line of the log
 _LAST_LINES_S = 0.5
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries to send a batch
 
@@ -38,7 +38,7 @@ class _Inbox:
     """Messages from the rank: records, and then how the run ended.
 
     Attributes:
-        status: How it ended, once `closing` is set.
+        status: Status of the run, once `closing` is set.
     """
 
     def __init__(self) -> None:
@@ -49,17 +49,17 @@ class _Inbox:
 
     def _read(self) -> None:
         for line in sys.stdin.buffer:
-            told = json.loads(line)
-            if "close" in told:
-                self.status = told["close"]
+            message = json.loads(line)
+            if "close" in message:
+                self.status = message["close"]
                 self.closing.set()
                 self._rows.put(None)
                 return
-            self._rows.put(told)
+            self._rows.put(message)
         os._exit(EXIT_FAILED)  # the rank is gone
 
     def take(self) -> list[dict[str, Any]]:
-        """Waits for rows; none: there will be no more."""
+        """Waits for records and returns up to `_BATCH`; an empty list once there will be no more."""
         rows = []
         while (row := self._rows.get()) is not None:
             rows.append(row)
@@ -77,17 +77,17 @@ class _Sent:
         self.id, self.rows, self._left_out = "", 0, 0
         self._steps: dict[str, int] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            told = strict_json.parse_quickly(read_bounded(file))
-            self.id, self.rows, self._steps = str(told["id"]), int(told["rows"]), dict(told["steps"])
-            self._left_out = int(told.get("left_out", 0))
+            facts = strict_json.parse_quickly(read_bounded(file))
+            self.id, self.rows, self._steps = str(facts["id"]), int(facts["rows"]), dict(facts["steps"])
+            self._left_out = int(facts.get("left_out", 0))
         self._before = dict(self._steps)
 
     def begin(self, id_: str, step: int, left_out: int) -> None:
-        """Says to which run they go; what another one has doesn't count, nor what was rolled back.
+        """Sets the tracker's run; records sent to another one, or rolled back since, count as not sent.
 
         Args:
             step: Steps that are done.
-            left_out: How many are left out: where those are more than before, later ones were rolled back.
+            left_out: Steps left out by rollbacks; if more than before, records after `step` are sent again.
         """
         if id_ != self.id:
             self.id, self.rows, self._steps, self._before = id_, 0, {}, {}
@@ -101,33 +101,33 @@ class _Sent:
         return [row for row in rows if row["step"] > self._before.get(row["kind"], -1)]
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """Remembers that these were sent."""
+        """Stores that these records were sent."""
         self.rows += len(rows)
         for row in rows:
             self._steps[row["kind"]] = max(row["step"], self._steps.get(row["kind"], 0))
         with contextlib.suppress(OSError):
-            told = {"id": self.id, "rows": self.rows, "steps": self._steps, "left_out": self._left_out}
-            write_whole(self._file, json.dumps(told) + "\n")
+            facts = {"id": self.id, "rows": self.rows, "steps": self._steps, "left_out": self._left_out}
+            write_whole(self._file, json.dumps(facts) + "\n")
 
 
 def main(name: str, about: Mapping[str, Any], parent: int) -> None:
-    """Sends rows until the rank says that there are no more.
+    """Sends records to a tracker until the rank says that there are no more.
 
     Args:
-        name: Of the tracker.
-        about: The run, see `Tracker.open`.
+        name: Name of the tracker.
+        about: Facts of the run, see `Tracker.open`.
         parent: Process id of the rank.
     """
     die_with_parent(parent)
-    told = os.fdopen(os.dup(1), "w", buffering=1)
+    to_rank = os.fdopen(os.dup(1), "w", buffering=1)
     with _redacted_log():
-        _send(name, about, told)
-    os._exit(EXIT_DONE)  # nothing that a library left may keep it
+        _send(name, about, to_rank)
+    os._exit(EXIT_DONE)  # threads that a library left may not delay it
 
 
 @contextlib.contextmanager
 def _redacted_log() -> Iterator[None]:
-    """Within it what this process and libraries print goes to the log, which is standard error, by lines."""
+    """Context manager that writes all output of this process to the log (its standard error), redacted."""
     log, (reads, writes) = os.dup(2), os.pipe()
 
     def copy() -> None:
@@ -149,21 +149,21 @@ def _redacted_log() -> Iterator[None]:
         sys.stdout.flush()
         for file in (1, 2):
             os.dup2(log, file)
-        copies.join(_LAST_LINES_S)  # what a library started may hold it open
+        copies.join(_LAST_LINES_S)  # a process that a library started may hold it open
 
 
-def _send(name: str, about: Mapping[str, Any], told: TextIO) -> None:
+def _send(name: str, about: Mapping[str, Any], to_rank: TextIO) -> None:
     def tell(**message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
-            told.write(json.dumps(message) + "\n")
+            to_rank.write(json.dumps(message) + "\n")
 
     inbox = _Inbox()
     sent = _Sent(Path(about["folder"], "trackers", f"{name}.json"))
     with contextlib.suppress(_Given):
         tracker = _tried(tracker_class(name), inbox, tell)
-        known = about["id"] or sent.id or None  # a run that was killed may not have heard of it
-        told_it = {**about, "id": known, "rows": sent.rows if sent.id == known else 0}
-        id_, where = _tried(partial(tracker.open, told_it), inbox, tell, last=False)
+        known = about["id"] or sent.id or None  # the manifest of a killed run may lack it
+        facts = {**about, "id": known, "rows": sent.rows if sent.id == known else 0}
+        id_, where = _tried(partial(tracker.open, facts), inbox, tell, last=False)
         sent.begin(id_, about["step"], about["left_out"])
         tell(id=id_, where=where)
         while rows := inbox.take():
@@ -178,19 +178,19 @@ def _send(name: str, about: Mapping[str, Any], told: TextIO) -> None:
 
 
 def _tried(call: Callable[[], _T], inbox: _Inbox, tell: Callable[..., None], last: bool = True) -> _T:
-    """Calls it until it works, but not long; once the run is over, not again.
+    """Calls a function until it succeeds, with growing waits; once the run is over, without a retry.
 
     Args:
-        last: Whether it is given up after some tries.
+        last: True to give up after `len(_WAITS)` retries.
 
     Raises:
-        _Given: If it doesn't work.
+        _Given: If it is given up.
     """
     for number in range(sys.maxsize):
         try:
             return call()
         except (Exception, SystemExit) as error:
-            # Before the cut, which could hide what shows a secret.
+            # Redacted before it is shortened, which could cut off the sign of a secret.
             tell(problem=redact_text(" ".join(f"{type(error).__name__}: {error}".split()))[:300])
         if (last and number >= len(_WAITS)) or inbox.closing.wait(_WAITS[min(number, len(_WAITS) - 1)]):
             break

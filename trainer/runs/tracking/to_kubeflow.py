@@ -1,6 +1,7 @@
 """Kubeflow Trainer (v2.2 and later, feature gate TrainJobStatus): `status.trainerStatus` of the TrainJob.
 
-Its controller names URL, certificate and token by variables in every pod of the job, by which this is on.
+The controller sets environment variables with URL, certificate and token in every pod of the job; they switch
+this tracker on.
 """
 
 import json
@@ -18,10 +19,10 @@ from trainer.runs.tracking.tracker import metrics_of
 
 URL = "KUBEFLOW_TRAINER_SERVER_URL"
 _CERTIFICATE, _TOKEN = "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN"  # files
-_EVERY_S = 5.0  # at most so often, as its documentation asks for
+_EVERY_S = 5.0  # least interval, as its documentation asks for
 _ANSWER_S = 5.0
-# Of a row of training; of an evaluation all are told.
-_TOLD = (
+# Metrics sent of a train record; of an eval record all are sent.
+_OF_TRAIN = (
     "train/loss",
     "train/lr",
     "train/epoch",
@@ -32,10 +33,10 @@ _TOLD = (
 
 
 class ToKubeflow:
-    """The newest rows, and not each: the status has one value of each metric."""
+    """Tracker of the newest values only: the status has one value of each metric."""
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
-        """See `Tracker.open`; tells that the run has begun, so that a wrong address is known at once."""
+        """See `Tracker.open`; sends a first status, so that a wrong address is reported at once."""
         self._url, self._steps, self._first = os.environ[URL], about["steps"], about["step"]
         self._metrics, self._step = dict[str, float](), self._first
         self._began = time.monotonic()
@@ -50,13 +51,13 @@ class ToKubeflow:
                 self._metrics |= {
                     name: value
                     for name, value in metrics_of(row).items()
-                    if row["kind"] == "eval" or name in _TOLD
+                    if row["kind"] == "eval" or name in _OF_TRAIN
                 }
         if time.monotonic() >= self._sent + _EVERY_S:
             self._send()
 
     def close(self, status: str) -> None:
-        """See `Tracker.close`; the last rows, whenever the ones before were sent."""
+        """See `Tracker.close`; sends the last values, however short the interval."""
         self._send(finished=status == "finished")
 
     def _send(self, finished: bool = False) -> None:
@@ -66,7 +67,7 @@ class ToKubeflow:
             left = seconds_left(self._steps, self._step, self._first, self._sent - self._began)
         body = trainer_status(self._step, self._steps, left, self._metrics, time.time(), finished)
         headers = {"Content-Type": "application/json"}
-        if token := os.environ.get(_TOKEN):  # read anew: it is replaced each hour
+        if token := os.environ.get(_TOKEN):  # read each time: the file is replaced every hour
             headers["Authorization"] = f"Bearer {Path(token).read_text().strip()}"
         context = None
         if self._url.startswith("https://"):
@@ -82,15 +83,15 @@ def trainer_status(
     """Returns the status in the controller's format.
 
     Args:
-        left: Seconds until the last step, or None where nobody knows yet.
-        now: Seconds since 1970.
-        finished: Whether the run is through, be it before its last step.
+        left: Seconds until the last step; None while unknown.
+        now: Unix time in seconds.
+        finished: True if the run has finished, which may be before its last step.
     """
-    told: dict[str, Any] = {
+    status: dict[str, Any] = {
         "progressPercentage": 100 if finished else 100 * step // steps,
         "metrics": [{"name": name, "value": f"{value:.6g}"} for name, value in metrics.items()],
         "lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
     }
     if finished or left is not None:
-        told["estimatedRemainingSeconds"] = 0 if finished or left is None else math.ceil(left)
-    return {"trainerStatus": told}
+        status["estimatedRemainingSeconds"] = 0 if finished or left is None else math.ceil(left)
+    return {"trainerStatus": status}

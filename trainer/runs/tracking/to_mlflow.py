@@ -1,7 +1,7 @@
 """MLflow: the server of MLFLOW_TRACKING_URI, or files in the run folder.
 
-The files are those of MLflow's file store, and not the SQLite that it takes by default today: that takes ten
-seconds to be made, SQLAlchemy, and a file system that can lock.
+The files are those of MLflow's file store, and not of its newer default, SQLite: that takes ten seconds to
+set up, and needs SQLAlchemy and a file system with locks.
 """
 
 import os
@@ -17,16 +17,16 @@ from trainer.runs.differences import flat
 from trainer.runs.tracking.tracker import metrics_of, silent
 
 _RUN_ID = "trainer.run_id"
-_METRICS, _PARAMS, _LENGTH = 1000, 100, 500  # what a server takes at once, and of a parameter
+_METRICS, _PARAMS, _LENGTH = 1000, 100, 500  # a server's limits per request, and of a parameter's length
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "diverged": "FAILED"}
 
 
 class ToMlflow:
-    """A run there is found again by its id, or by the tag `trainer.run_id`."""
+    """Tracker for MLflow; on resume its run is found by its id, or by the tag `trainer.run_id`."""
 
     @staticmethod
     def check(environment: Mapping[str, str]) -> None:
-        """Refuses a server that the environment names and that doesn't answer."""
+        """Refuses a server in MLFLOW_TRACKING_URI that doesn't answer."""
         server = environment.get("MLFLOW_TRACKING_URI", "")
         if server.startswith(("http://", "https://")) and (why := silent(server)):
             raise BadInputError(
@@ -37,7 +37,7 @@ class ToMlflow:
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
         """See `Tracker.open`."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # It tries for ten minutes else, while further rows wait.
+        # By default it retries for ten minutes, while further records wait.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         server = os.environ.get("MLFLOW_TRACKING_URI")
@@ -79,7 +79,7 @@ class ToMlflow:
         return next(iter([*known, *runs]), None)
 
     def log(self, rows: list[dict[str, Any]]) -> None:
-        """See `Tracker.log`; the same values at the same times are one to MLflow, however often they come."""
+        """See `Tracker.log`; MLflow keeps equal values of the same time once, so retries are harmless."""
         from mlflow.entities import Metric
 
         metrics = [

@@ -1,7 +1,7 @@
-"""Weights & Biases: online where there is a key, else in files that `wandb sync` uploads. It never asks.
+"""Weights & Biases: online if there is a key, else files that `wandb sync` uploads. It never prompts.
 
-A row is a row of its history, in the order in which rows come; charts have the run's `step` as their axis,
-because W&B's own counter can't go back and refuses rows that come late.
+Each record is an entry of W&B's history, in order of arrival; charts have the run's `step` as their axis,
+because W&B's own counter can't go back and refuses late entries.
 """
 
 import netrc
@@ -19,16 +19,16 @@ from trainer.runs.tracking.tracker import metrics_of, silent
 
 _MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 _SERVER = "https://api.wandb.ai"
-_INIT_S = 20.0  # for the server's answer, then it is offline
-_FLUSH_S = 1.0  # a run that is killed loses what wandb hasn't written: 15 s of rows by default
+_INIT_S = 20.0  # for the server's answer; then it goes offline
+_FLUSH_S = 1.0  # a killed run loses what wandb hasn't written: 15 s of records by default
 
 
 class ToWandb:
-    """A run there has the id of the trainer's run, so that it is resumed without being asked for."""
+    """Tracker for W&B; its run has the id of the trainer's run, by which it is resumed."""
 
     @staticmethod
     def check(environment: Mapping[str, str]) -> None:
-        """Refuses a mode that W&B doesn't know, and a server that must answer and doesn't."""
+        """Refuses an unknown WANDB_MODE, and with WANDB_MODE=online a server that doesn't answer."""
         mode = environment.get("WANDB_MODE", "")
         if mode and mode not in _MODES:
             raise BadInputError(f"log.to=wandb: WANDB_MODE={mode} is none of {', '.join(_MODES[:3])}")
@@ -65,7 +65,7 @@ class ToWandb:
             "disable_git": True,
             "init_timeout": _INIT_S,
             "silent": True,
-            "x_disable_machine_info": True,  # rows tell of the machine
+            "x_disable_machine_info": True,  # the trainer's records have it
             "x_disable_meta": True,
             "x_disable_stats": True,
             "x_save_requirements": False,
@@ -123,7 +123,7 @@ class ToWandb:
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether W&B would find a key for its server; it asks for one otherwise."""
+    """True if W&B would find a key for its server; otherwise it would prompt for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(wandb.setup().settings.base_url).netloc

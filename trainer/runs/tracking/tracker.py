@@ -21,41 +21,40 @@ _REACH_S = 5.0  # for the answer of a server before the training
 
 
 class Tracker(Protocol):
-    """A sink that runs in a process of its own, so that the training neither waits for it nor ends with it.
+    """Sink in a process of its own, so that the training neither waits for it nor ends with it.
 
-    An entry point of the group `trainer.sinks` names such a class; it is called without arguments. What a
-    method raises costs rows, as do its hanging and the end of its process. It needn't be of this class. A
-    static method `check(environment)` of one that `SINKS` names may refuse, by a BadInputError, what can't
-    work, before a run begins; one that is resumed trains without it instead.
+    An entry point of the group `trainer.sinks` names a class with these methods, which is called without
+    arguments and needn't inherit from this one. If a method raises or hangs, or the process ends, records
+    may be lost; the training continues. A tracker of `SINKS` may have a static method `check(environment)`,
+    which raises BadInputError before a new run if the tracker can't work; a resumed run trains without it.
     """
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
-        """Begins a run at the tracker, or goes on with it; called again after an error.
+        """Begins a run at the tracker, or resumes it; called again after an error.
 
         Args:
             about: `name`, `recipe`, `run_id`, `commit`, `folder` and `config` (without secrets) of the run;
-                `id`: what an earlier attempt returned, or None; `rows`: so many rows were sent to that;
-                `step`: steps that are done; `steps`: those of the run in all; `left_out`: how many are left
-                out, by rollbacks: where there are more than before, rows from `step` on come again.
+                `id`: id that an earlier attempt returned, or None; `rows`: number of records sent to that;
+                `step`: steps that are done; `steps`: steps of the whole run; `left_out`: steps left out by
+                rollbacks: if there are more than before, records after `step` are sent again.
 
         Returns:
-            Its id, for the manifest; and where it is, for people.
+            Id of the tracker's run, for the manifest; and its place, for the console.
         """
 
     def log(self, rows: list[dict[str, Any]]) -> None:
-        """Takes rows in their order, each with `kind`, `step` and `time` (seconds since 1970).
+        """Logs records in their order, each with `kind`, `step` and `time` (Unix time in seconds).
 
-        Rows that an earlier attempt sent to the same id don't come again, but after a rollback, by which they
-        are others. After an error the same rows come
-        again, a few times.
+        Records that an earlier attempt sent to the same id aren't sent again, except after a rollback, which
+        changes them. After an error the same records are sent again, a few times.
         """
 
     def close(self, status: str) -> None:
-        """Ends it: "finished", "stopped" (to be resumed), "failed", "diverged", or "running": it goes on."""
+        """Ends the run: "finished", "stopped" (to be resumed), "failed", "diverged" or "running"."""
 
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row, under the names that TensorBoard has: kind/name."""
+    """Returns the numbers of a record by their names in TensorBoard: kind/name."""
     return {
         tag(row["kind"], name): value
         for name, value in row.items()
@@ -64,16 +63,16 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tracker_class(name: str) -> Callable[[], Tracker]:
-    """The class of a tracker that was checked."""
+    """Returns the class of a tracker that `trackers_of` returned."""
     kind: Callable[[], Tracker] = named(SINKS[name].opens) if name in SINKS else plugged_sinks()[name].load()
     return kind
 
 
 def plugged(name: str) -> Callable[..., object] | None:
-    """The function of a row that a package brings under this name; None if it is a tracker.
+    """Returns the sink function of an installed package by its name; None if it is a tracker.
 
     Raises:
-        BadInputError: If it can't be loaded, or is neither.
+        BadInputError: If it can't be loaded, or is neither a function nor a tracker.
     """
     entry = plugged_sinks().get(name)
     if entry is None:
@@ -92,15 +91,15 @@ def plugged(name: str) -> Callable[..., object] | None:
         return None
     if not callable(found):
         raise BadInputError(
-            f"log.to: {name} ({entry.value}) is a {type(found).__name__}; a sink is a function of a row, or "
-            "the class of a tracker"
+            f"log.to: {name} ({entry.value}) is a {type(found).__name__}; a sink is a function of a record, "
+            "or the class of a tracker"
         )
     function: Callable[..., object] = found
     return function
 
 
 def trackers_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """`trackers_of`, and what the environment asks for besides."""
+    """Returns the trackers of `log.to`, and those that an environment variable switches on."""
     return [*trackers_of(names), *(n for n, one in SINKS.items() if environment.get(one.variable))]
 
 
@@ -122,10 +121,10 @@ def trackers_of(names: Sequence[str]) -> list[str]:
 
 
 def check_reachable(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Lets trackers refuse what can't work, such as a server that doesn't answer; for a run that begins.
+    """Runs the trackers' own checks before a new run, such as whether a server answers.
 
     Raises:
-        BadInputError: In that case.
+        BadInputError: If a tracker can't work.
     """
     for name in names:
         if name in TRACKERS and (check := getattr(tracker_class(name), "check", None)) is not None:
@@ -133,7 +132,7 @@ def check_reachable(names: Sequence[str], environment: Mapping[str, str] = os.en
 
 
 def silent(url: str) -> str:
-    """Why nobody answers there, or an empty string: any answer will do."""
+    """Returns the reason why no server answers at a URL; "" if one does, with any status."""
     parts = urllib.parse.urlsplit(url)
     plain = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without user and password
     try:
@@ -144,6 +143,6 @@ def silent(url: str) -> str:
     except urllib.error.URLError as error:
         return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except http.client.HTTPException:
-        return "what answers there is no web server"
+        return "it isn't a web server"
     except (OSError, ValueError) as error:
         return str(error)
