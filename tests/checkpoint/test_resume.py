@@ -497,7 +497,7 @@ def can_unshare() -> bool:
 @pytest.mark.skipif(not can_unshare(), reason="needs unshare and the right to use it")
 def test_as_the_first_process_of_a_container_it_stops_with_a_checkpoint(tmp_path: Path) -> None:
     """Signals that have no handler don't reach a process 1."""
-    folder, long = tmp_path / "run", ("--set", "epochs=200", "--set", "max_steps=100000")
+    folder, long = tmp_path / "run", ("--set", "epochs=10000", "--set", "max_steps=100000")
     words = [sys.executable, "-m", "trainer", *RUN, *long, "--out", str(folder)]
     process = subprocess.Popen(
         ["unshare", "--fork", "--pid", "--mount-proc", *words],
