@@ -14,7 +14,7 @@ from trainer.commands.bench.inference_ways import WAYS, Call, Unavailable, WayTi
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.export.error import LIMITS, relative_error
-from trainer.models.export.formats import Tensors
+from trainer.models.export.formats import ModelTensors
 from trainer.models.export.interface import leaves
 from trainer.observe.conditions import conditions
 from trainer.train.components.task import device_kind
@@ -89,7 +89,7 @@ def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> lis
     dataset = run.task.evaluation_data
     try:
         batches = read_samples(dataset, some_samples(dataset, batch))
-        inputs: Tensors = [value.to(device) for value in inputs_of(run, batches)]
+        inputs: ModelTensors = [value.to(device) for value in inputs_of(run, batches)]
         wanted = leaves(model(*inputs))
     except (MemoryError, RuntimeError) as error:  # too large a batch; the smaller ones were measured
         why = f"can't ({(str(error).splitlines() or ['out of memory'])[0][:120]})"
@@ -121,7 +121,7 @@ def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> lis
     return [figures[name] for name in names]
 
 
-def _interleaved(calls: dict[str, Call], inputs: Tensors, seconds: float) -> dict[str, list[float]]:
+def _interleaved(calls: dict[str, Call], inputs: ModelTensors, seconds: float) -> dict[str, list[float]]:
     """Measures the latencies of each way, in seconds: in rounds, each beginning with another way."""
     names = list(calls)
     latencies: dict[str, list[float]] = {name: [] for name in names}
@@ -145,7 +145,7 @@ def _interleaved(calls: dict[str, Call], inputs: Tensors, seconds: float) -> dic
     return latencies
 
 
-def _wait(inputs: Tensors) -> None:
+def _wait(inputs: ModelTensors) -> None:
     if inputs[0].device.type == "cuda":
         torch.cuda.synchronize(inputs[0].device)
 

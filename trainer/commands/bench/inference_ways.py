@@ -16,7 +16,7 @@ from trainer.models.compiling import missing_for_compiling
 from trainer.models.export.fold import fold_batchnorm
 from trainer.models.export.formats import (
     INSTALL_ONNX,
-    Tensors,
+    ModelTensors,
     exported_program,
     frozen_trace,
     missing_packages,
@@ -41,7 +41,7 @@ class Way(NamedTuple):
         low: Whether it computes in bfloat16.
     """
 
-    make: Callable[[nn.Module, Tensors], Call]
+    make: Callable[[nn.Module, ModelTensors], Call]
     fused: bool = False
     low: bool = False
 
@@ -70,11 +70,11 @@ class WayTiming(NamedTuple):
     error: float = 0.0
 
 
-def _eager(model: nn.Module, _: Tensors) -> Call:
+def _eager(model: nn.Module, _: ModelTensors) -> Call:
     return model
 
 
-def _channels_last(model: nn.Module, inputs: Tensors) -> Call:
+def _channels_last(model: nn.Module, inputs: ModelTensors) -> Call:
     if not any(value.ndim == 4 and value.is_floating_point() for value in inputs):
         raise Unavailable("the model takes no images")
     model = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -86,7 +86,7 @@ def _channels_last(model: nn.Module, inputs: Tensors) -> Call:
     return call
 
 
-def _bf16(model: nn.Module, inputs: Tensors) -> Call:
+def _bf16(model: nn.Module, inputs: ModelTensors) -> Call:
     device = inputs[0].device
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         raise Unavailable("this GPU has no bfloat16")
@@ -98,14 +98,14 @@ def _bf16(model: nn.Module, inputs: Tensors) -> Call:
     return call
 
 
-def _folded(model: nn.Module, inputs: Tensors) -> Call:
+def _folded(model: nn.Module, inputs: ModelTensors) -> Call:
     fold = fold_batchnorm(model, inputs)
     if not fold.names:
         raise Unavailable(fold.why.removeprefix("stays: ") or "no BatchNorm follows a layer of its own")
     return fold.model
 
 
-def _compiled(mode: str, model: nn.Module, inputs: Tensors) -> Call:
+def _compiled(mode: str, model: nn.Module, inputs: ModelTensors) -> Call:
     device = inputs[0].device
     if mode == "reduce-overhead" and device.type == "cpu":
         raise Unavailable("a CPU has no CUDA graphs: the same as compiled")
@@ -125,11 +125,11 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [output] if isinstance(output, torch.Tensor) else list(output)
 
 
-def _frozen(model: nn.Module, inputs: Tensors) -> Call:
+def _frozen(model: nn.Module, inputs: ModelTensors) -> Call:
     return frozen_trace(model, inputs)
 
 
-def _fused(model: nn.Module, inputs: Tensors) -> Call:
+def _fused(model: nn.Module, inputs: ModelTensors) -> Call:
     if inputs[0].device.type != "cpu":
         raise Unavailable("oneDNN is for CPUs")
     if not torch.backends.mkldnn.is_available():
@@ -137,12 +137,12 @@ def _fused(model: nn.Module, inputs: Tensors) -> Call:
     return frozen_trace(model, inputs)
 
 
-def _exported(model: nn.Module, inputs: Tensors) -> Call:
+def _exported(model: nn.Module, inputs: ModelTensors) -> Call:
     call: Call = exported_program(model, inputs).module()
     return call
 
 
-def _onnx(model: nn.Module, inputs: Tensors) -> Call:
+def _onnx(model: nn.Module, inputs: ModelTensors) -> Call:
     if inputs[0].device.type != "cpu":
         raise Unavailable("only on CPUs here")
     if missing := missing_packages("onnx", "onnxscript", "onnxruntime"):

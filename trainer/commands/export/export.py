@@ -25,7 +25,7 @@ from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.fold import Folded, fold_batchnorm
 from trainer.models.export.formats import (
     INSTALL_ONNX,
-    Tensors,
+    ModelTensors,
     input_names,
     missing_packages,
     output_names,
@@ -52,14 +52,14 @@ _ABOUT = "model.json"
 _EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant
 
 
-def write_safetensors(model: nn.Module, _: Tensors, folder: Path) -> Path:
+def write_safetensors(model: nn.Module, _: ModelTensors, folder: Path) -> Path:
     """Writes the weights alone, under the names of the trainer's model."""
     file = folder / "model.safetensors"
     save_weights(model, file)
     return file
 
 
-WRITERS: dict[str, Callable[[nn.Module, Tensors, Path], Path]] = {
+WRITERS: dict[str, Callable[[nn.Module, ModelTensors, Path], Path]] = {
     "torch-export": write_torch_export,
     "onnx": write_onnx,
     "torchscript": write_torchscript,
@@ -79,7 +79,7 @@ class _Subject(NamedTuple):
 
     model: nn.Module
     fold: Folded
-    inputs: Sequence[Tensors]
+    inputs: Sequence[ModelTensors]
     wanted: list[list[torch.Tensor]]
 
 
@@ -311,7 +311,7 @@ def export_facts(
     }
 
 
-def _described(names: Sequence[str], tensors: Tensors) -> list[dict[str, Any]]:
+def _described(names: Sequence[str], tensors: ModelTensors) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
