@@ -189,7 +189,7 @@ def test_a_link_that_was_tried_again_is_as_good_as_its_best() -> None:
 
 
 def test_a_host_that_is_busy_for_a_moment_is_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_module, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(preflight_module, "_POLL_SECONDS", 0.001)
     store, places = HashStore(), [RankPlace(rank, 3, "127.0.0.1", 1, rank == 0) for rank in range(3)]
     tried: Counter[int] = Counter()
 
@@ -338,7 +338,7 @@ def test_two_hosts_that_start_it_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     with hosts(2) as names:
         told = on_each(names, one)
         in_host(names[1], "ip", "route", "add", "blackhole", "10.79.0.1/32")
-        monkeypatch.setattr(preflight_module, "_COME_SECONDS", 2.0)
+        monkeypatch.setattr(preflight_module, "_JOIN_SECONDS", 2.0)
         (code, said), _ = on_each(names, lambda number: one(number, 0.5) if number == 0 else None)
     assert told[0][0] == told[1][0] == 0
     assert told[0][1].startswith("1 link between 2 hosts tried: none is slow or dead") and told[1][1] == ""

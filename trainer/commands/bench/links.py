@@ -1,4 +1,4 @@
-"""One TCP connection between two hosts: whether it works, its round trip and its throughput."""
+"""Measurement of one TCP connection between two hosts: whether it works, its round trip, its throughput."""
 
 import contextlib
 import socket
@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 STREAM_SECONDS = 0.4
-_PINGS = 10
+_PINGS = 10  # round trips; their median counts
 _PING = b"one more"
-_CHUNK = 1 << 20
-_HELLO = struct.Struct("!8sii")  # what it is, round, rank
-_WHAT = b"trainer1"
+_CHUNK = 1 << 20  # bytes of one send or receive of the stream
+_HELLO = struct.Struct("!8sii")  # protocol, round, rank: sent first by the end that connects
+_PROTOCOL = b"trainer1"
 _HELLO_SECONDS = 0.5
 
 
 class Link(NamedTuple):
-    """Measurements of a connection from one of its ends.
+    """Measurements of a connection at one of its ends.
 
     Attributes:
-        seconds: Median round trip of 8 bytes; None if nothing came back.
-        received: Bytes per second that came from the other end; None if that wasn't measured.
-        why: The error, in a few words; empty without one.
+        seconds: Median round trip of 8 bytes; None if one didn't come back.
+        received: Throughput from the other end, in bytes per second; None if it couldn't be measured.
+        why: The error in a few words; "" without one.
     """
 
     seconds: float | None = None
@@ -32,13 +32,20 @@ class Link(NamedTuple):
 
 
 def listening(address: str) -> socket.socket:
-    """Opens a socket at which others can reach this address, on a port that the system chooses."""
+    """Opens a socket that listens at an address, "" for all of IPv4, on a port that the system chooses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=64)
 
 
 def answer_peer(server: socket.socket, number: int, caller: int, seconds: float) -> Link:
-    """Waits for the rank `caller` in round `number` and measures with it; the other end runs `call_peer`."""
+    """Waits for another rank to connect and measures the connection; the other end runs `call_peer`.
+
+    Args:
+        server: Result of `listening`.
+        number: Number of the round.
+        caller: The rank that connects; other connections are closed.
+        seconds: Timeout of the wait, and of each send and receive.
+    """
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         server.settimeout(left)
@@ -53,26 +60,33 @@ def answer_peer(server: socket.socket, number: int, caller: int, seconds: float)
 
 
 def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
-    """Returns True if the peer is the expected rank of this round, not a late one or a stranger."""
+    """Returns True if the peer is rank `caller` in round `number`, not a late one or a stranger."""
     connection.settimeout(_HELLO_SECONDS)
     try:
-        return bool(_HELLO.unpack(_exactly(connection, _HELLO.size)) == (_WHAT, number, caller))
+        return bool(_HELLO.unpack(_exactly(connection, _HELLO.size)) == (_PROTOCOL, number, caller))
     except OSError:
         return False
 
 
 def call_peer(where: tuple[str, int], number: int, rank: int, seconds: float) -> Link:
-    """Connects as `rank` to the other end, which runs `answer_peer` in this round, and measures with it."""
+    """Connects to another rank, which runs `answer_peer`, and measures the connection.
+
+    Args:
+        where: Address and port at which it listens.
+        number: Number of the round.
+        rank: This rank, which the other end expects.
+        seconds: Timeout of connecting, and of each send and receive.
+    """
     try:
         with socket.create_connection(where, timeout=seconds) as connection:
-            connection.sendall(_HELLO.pack(_WHAT, number, rank))
+            connection.sendall(_HELLO.pack(_PROTOCOL, number, rank))
             return _measured(connection, seconds, first=True)
     except OSError as error:
         return Link(why=_words(error))
 
 
 def _measured(connection: socket.socket, seconds: float, first: bool) -> Link:
-    """Measures round trips, then a stream in each direction, first from the end that connected."""
+    """Measures round trips, then a stream in each direction; `first`: this end connected, and sends first."""
     trip = received = None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -89,6 +103,7 @@ def _measured(connection: socket.socket, seconds: float, first: bool) -> Link:
 
 
 def _round_trip(connection: socket.socket, first: bool) -> float:
+    """Returns the median round trip in seconds; at the end that answers it includes the wait for the peer."""
     trips = list[float]()
     for _ in range(_PINGS):
         began = time.perf_counter()
@@ -102,7 +117,7 @@ def _round_trip(connection: socket.socket, first: bool) -> float:
 
 
 def _stream(connection: socket.socket, seconds: float) -> None:
-    """Sends for STREAM_SECONDS, then closes its direction; or ends where the peer takes nothing in time."""
+    """Sends for STREAM_SECONDS, or until the peer takes nothing for `seconds`; then shuts sending down."""
     connection.settimeout(seconds)
     chunk = bytes(_CHUNK)
     until, sent = time.monotonic() + STREAM_SECONDS, 0
@@ -114,7 +129,7 @@ def _stream(connection: socket.socket, seconds: float) -> None:
 
 
 def _drained(connection: socket.socket, seconds: float) -> float | None:
-    """Receives a stream and returns its bytes per second; None if nothing came."""
+    """Receives a stream and returns its bytes per second; None if it came in less than two pieces."""
     buffer, total = bytearray(_CHUNK), 0
     until, marks = time.monotonic() + seconds + STREAM_SECONDS, list[tuple[float, int]]()
     with contextlib.suppress(OSError):
@@ -128,7 +143,14 @@ def _drained(connection: socket.socket, seconds: float) -> float | None:
 
 
 def rate(marks: Sequence[tuple[float, int]]) -> float | None:
-    """Returns bytes per second after the first quarter of a stream's time; `marks`: (time, total bytes)."""
+    """Returns the throughput of a stream in bytes per second, without the first quarter of its time.
+
+    Args:
+        marks: Time in seconds and total of bytes after each receive.
+
+    Returns:
+        None if there are fewer than two marks, or all of one time.
+    """
     if len(marks) < 2:
         return None
     (began, _), (end, total) = marks[0], marks[-1]
@@ -139,6 +161,11 @@ def rate(marks: Sequence[tuple[float, int]]) -> float | None:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
+    """Receives `count` bytes.
+
+    Raises:
+        OSError: If they don't come, or the other end closes before (ConnectionResetError).
+    """
     got = b""
     while len(got) < count:
         part = connection.recv(count - len(got))
@@ -149,4 +176,5 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _words(error: OSError) -> str:
+    """Returns an error in a few words; "no answer" for a timeout."""
     return "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()

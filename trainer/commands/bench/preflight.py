@@ -1,12 +1,12 @@
 """`trainer bench links`: finds slow or dead links between hosts before a job hangs on one.
 
-Every pair of hosts is tried over a TCP connection of its own, as gloo and NCCL connect every rank with every
-other while they start: one dead link makes all of them wait, without an error that names it. Only the store
-of the rendezvous (MASTER_ADDR, MASTER_PORT) has to be reachable. One TCP stream from Python carries at most
-some tens of Gbit/s: enough to compare links, not to measure the fastest.
+Every pair of hosts is tried over a TCP connection of its own, as gloo and NCCL, too, connect ranks pairwise
+while they start: one dead link makes all of them wait, without an error that names it. Only the store of the
+rendezvous (a TCPStore at MASTER_ADDR, MASTER_PORT) has to be reachable. One TCP stream from Python carries at
+most some tens of Gbit/s: enough to compare links, not to measure the fastest.
 
-Pairs are taken in the rounds of a tournament, in which each host has one partner: 8 hosts need 7 rounds of
-about a second. Links that seem slow are tried twice more, and their best counts.
+Pairs are taken in the rounds of a round-robin tournament, in each of which a host has one partner: 8 hosts
+need 7 rounds of about a second. Links that seem slow are tried up to twice more, and their best values count.
 """
 
 import argparse
@@ -27,16 +27,25 @@ from trainer.host.interfaces import address_towards, addresses, interface_of
 from trainer.host.names import from_files_alone
 from trainer.launch.nodes.discover import find_nodes, is_rank, rank_variables
 
-_SPARE_SECONDS = 2.0  # for what is neither a message nor waiting for one
-_LOOK_SECONDS = 0.02
+_SPARE_SECONDS = 2.0  # added to timeouts, for the time that isn't spent on sends and receives
+_POLL_SECONDS = 0.02  # between two looks at the store
 _MOST_TRIES = 3
-_COME_SECONDS = 30.0  # that hosts need to start the command and import torch
-_SLOW = 0.5  # of what links usually carry here
-_LATE, _LATE_SECONDS = 3.0, 3e-4  # times the usual round trip, and by so much: less may be a host's scheduler
+_JOIN_SECONDS = 30.0  # for hosts to start the command and import torch, at least
+_SLOW = 0.5  # a link is slow below this fraction of the usual throughput
+_LATE, _LATE_SECONDS = 3.0, 3e-4  # a link is slow above this multiple of the usual
+# round trip, if it is longer by this much, too: less may come from a host's scheduler
 
 
 class RankPlace(NamedTuple):
-    """This rank among the others, and the address of their rendezvous."""
+    """This rank among the others, and the address of their rendezvous.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        master: Name or address of the store's host.
+        port: Port of the store.
+        holds_store: True if this process is to start the store; False if it connects to one.
+    """
 
     rank: int
     size: int
@@ -46,7 +55,15 @@ class RankPlace(NamedTuple):
 
 
 class Host(NamedTuple):
-    """A host: the rank that stands for it, and its address; the interface may be empty."""
+    """A host, or a rank of the only host.
+
+    Attributes:
+        rank: The rank that measures for the host.
+        name: Host name.
+        address: Address at which other hosts reach it.
+        port: Port at which the rank listens.
+        interface: Network interface of the address; "" if unknown.
+    """
 
     rank: int
     name: str
@@ -56,13 +73,15 @@ class Host(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A link of two ranks.
+    """Measurements of the link between two ranks.
 
     Attributes:
+        one: The lower rank.
+        other: The higher rank.
         seconds: Median round trip; None if the link is dead.
-        forth: Bytes per second from one to the other; None if unknown.
-        back: Bytes per second from the other to one; None if unknown.
-        why: The error of a dead link.
+        forth: Bytes per second from `one` to `other`; None if unknown.
+        back: Bytes per second from `other` to `one`; None if unknown.
+        why: The error of a dead link; "" otherwise.
     """
 
     one: int
@@ -74,7 +93,7 @@ class Pair(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second of the slower direction; 0 for a dead link."""
+        """Bytes per second of the slower direction; 0 for a dead link, or if neither is known."""
         known = [rate for rate in (self.forth, self.back) if rate is not None]
         return min(known) if known and self.seconds is not None else 0.0
 
@@ -83,14 +102,15 @@ def bench_links(options: argparse.Namespace) -> int:
     """Measures the links to the other hosts; node 0 prints the result.
 
     Returns:
-        0, 1 if a link is slow or dead, or a host missing; 3 if there is no other host.
+        Exit code: 0; 1 if a link is slow or dead, a host is missing, or this one didn't reach the others;
+        3 if nothing was measured.
 
     Raises:
-        BadInputError: If the options contradict each other.
+        BadInputError: If --seconds is out of range, or the options contradict each other.
     """
     if not 0 < options.seconds <= 3600:
         raise BadInputError(f"--seconds {options.seconds:g}: give a number of seconds above 0")
-    # What torch's store says of names that it can't look up helps nobody.
+    # Silences the C++ warnings of TCPStore about names that it can't look up.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
@@ -115,22 +135,22 @@ def _place_of_rank(environ: Mapping[str, str]) -> RankPlace:
 
 
 def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> dict[str, Any]:
-    """Tries all links together with the other ranks.
+    """Measures the links between all hosts, together with the other ranks.
 
     Args:
         place: This rank.
         seconds: Timeout after which a link counts as dead.
-        come_seconds: How long ranks wait for each other at the start; 0: half a minute, or four times that.
+        come_seconds: Timeout for all ranks to join; 0: 30 seconds, or 4 * `seconds` if that is more.
 
     Returns:
-        What `verdict_lines` takes, the same on every rank; on a rank that could not meet the others `alone`,
-        which says so.
+        The argument of `verdict_lines`: `hosts`, `pairs`, `missing`, and the timeout `come`; the same on all
+        ranks. On a rank that couldn't reach the others, only `alone`: a line with the reason.
     """
     if place.size == 1:
         return {"hosts": [], "pairs": [], "missing": []}
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    come = come_seconds or max(_COME_SECONDS, 4 * seconds)
+    come = come_seconds or max(_JOIN_SECONDS, 4 * seconds)
     who, where = f"rank {place.rank} on {platform.node()}", f"{place.master}:{place.port}"
     try:
         with from_files_alone(place.master):
@@ -147,10 +167,11 @@ def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> di
 
 
 def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[str, Any]:
+    """Joins the other ranks through the store, measures, and returns `hosts`, `pairs` and `missing`."""
     named = addresses().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
     address = next(iter(named), "") or address_towards(place.master) or "127.0.0.1"
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < place.size
-    # A host's own name often means 127.0.0.1 to it; others reach it where the store is.
+    # A host's own name often resolves to 127.0.0.1 on it: then it listens everywhere, see `_try`.
     with listening("" if several and address.startswith("127.") else address) as server:
         port = server.getsockname()[1]
         own = Host(place.rank, platform.node(), address, port, interface_of(address))
@@ -159,11 +180,11 @@ def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[st
         hosts = _one_of_each(present)
         found = _all_links(store, server, own, hosts, seconds)
         _tell(store, f"done-{place.rank}", True)
-        if place.holds_store:  # it goes last
+        if place.holds_store:  # the store ends with this process, so it waits for the others
             until = time.monotonic() + seconds
             for host in present:
                 _told(store, f"done-{host.rank}", until)
-            time.sleep(0.2)  # for the answers that are on their way
+            time.sleep(0.2)  # for replies of the store that are under way
     missing = sorted(set(range(place.size)) - {host.rank for host in present})
     return {"hosts": hosts, "pairs": found, "missing": missing}
 
@@ -171,9 +192,9 @@ def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[st
 def _all_links(
     store: Any, server: socket.socket, own: Host, hosts: Sequence[Host], seconds: float
 ) -> list[Pair]:
-    """Measures every link once, and those that seem slow again, up to three times.
+    """Measures every link once, and those that seem slow up to `_MOST_TRIES` times.
 
-    A host may be busy for a moment, and the usual rate is known only once all links were measured.
+    A host may be busy for a moment, and the usual throughput is known only once all links were measured.
     """
     found, gone, number = dict[tuple[int, int], Pair](), set[int](), 0
     tries: Counter[tuple[int, int]] = Counter()
@@ -197,6 +218,7 @@ def _all_links(
 
 
 def _try(server: socket.socket, own: Host, one: Host, other: Host, number: int, seconds: float) -> Link:
+    """Measures the link of this host to its partner: `other` connects to `one`."""
     if own.rank == one.rank:
         return answer_peer(server, number, other.rank, seconds)
     elsewhere = one.address.startswith("127.") and one.name != own.name
@@ -207,7 +229,10 @@ def _try(server: socket.socket, own: Host, one: Host, other: Host, number: int, 
 def _round(
     store: Any, number: int, pairs: Sequence[tuple[Host, Host]], seconds: float, gone: set[int]
 ) -> list[Pair]:
-    """Measures the pairs of a round, and returns both ends' results; ranks that don't answer join `gone`."""
+    """Reads from the store what both ends of each pair measured in a round.
+
+    Ranks whose results don't come in time are added to `gone`, and aren't waited for in later rounds.
+    """
     until = time.monotonic() + 5 * seconds + 2 * STREAM_SECONDS + _SPARE_SECONDS
     found = []
     for one, other in pairs:
@@ -222,17 +247,20 @@ def _round(
 
 
 def pair_of_ends(one: Host, other: Host, at_one: Link, at_other: Link) -> Pair:
-    """Merges the measurements of both ends; the link is dead if either got no round trip."""
+    """Merges the measurements of both ends; the link is dead if either has no round trip.
+
+    The round trip is that of `other`, which connected: at `one` it includes waiting for it.
+    """
     reasons = [link.why or "no answer" for link in (at_other, at_one) if link.seconds is None]
     if not reasons:
         return Pair(one.rank, other.rank, at_other.seconds, at_other.received, at_one.received)
-    # An error says more than that nothing came.
+    # An error says more than a timeout.
     why = next((reason for reason in reasons if reason != "no answer"), "no answer")
     return Pair(one.rank, other.rank, None, None, None, why)
 
 
 def better(first: Pair, again: Pair) -> Pair:
-    """Merges two measurements of a link: the better value of each."""
+    """Merges two measurements of a link: the shorter round trip, each direction's higher throughput."""
     if first.seconds is None or again.seconds is None:
         return first if again.seconds is None else again
     forth, back = (max(a or 0.0, b or 0.0) or None for a, b in zip(first[3:5], again[3:5], strict=True))
@@ -240,7 +268,11 @@ def better(first: Pair, again: Pair) -> Pair:
 
 
 def _present(store: Any, place: RankPlace, come: float) -> list[Host]:
-    """Returns the ranks that came in time, as rank 0 lists them, so that all ranks try the same links."""
+    """Returns the ranks that joined in time, as rank 0 lists them, so that all ranks try the same links.
+
+    Raises:
+        RuntimeError: If rank 0 lists none in time.
+    """
     if place.rank == 0:
         until = time.monotonic() + come
         cards = [_told(store, f"host-{rank}", until) for rank in range(place.size)]
@@ -271,22 +303,23 @@ def rounds_of(hosts: Sequence[Host]) -> list[list[tuple[Host, Host]]]:
 
 
 def _tell(store: Any, key: str, value: Any) -> None:
+    """Sets a key of the store to a value, as JSON."""
     store.set(key, json.dumps(value))
 
 
 def _told(store: Any, key: str, until: float) -> Any:
-    """Reads a key of the store; None if it isn't set in time."""
+    """Returns the value of a key of the store; None if it isn't set until `until`, by time.monotonic()."""
     while not store.check([key]):
         if time.monotonic() > until:
             return None
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return json.loads(store.get(key))
 
 
 def usual(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Returns bytes per second and round trip of a usual link: the median over hosts of each host's best.
+    """Returns bytes per second and seconds of a round trip of a usual link: medians of each host's best.
 
-    With few hosts, the median over links would be a slow host's: of three hosts' three links it has two.
+    A median over links could be that of a slow host: of the three links of three hosts, two are its own.
     """
     live = [pair for pair in pairs if pair.seconds is not None]
     ranks = {rank for pair in live for rank in pair[:2]}
@@ -298,14 +331,19 @@ def usual(pairs: Sequence[Pair]) -> tuple[float, float]:
 
 
 def faults(pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
-    """Returns the links that are dead, or much slower than the usual one, each with its fault."""
+    """Returns the links that are dead or much slower than usual, each with its fault in words.
+
+    Args:
+        pairs: All links.
+        seconds: Timeout with which they were measured.
+    """
     rate, trip = usual(pairs)
     found = {pair: _fault(pair, rate, trip, seconds) for pair in pairs}
     return {pair: fault for pair, fault in found.items() if fault}
 
 
 def _fault(pair: Pair, rate: float, trip: float, seconds: float) -> str:
-    """Describes the fault of a link; empty if there is none."""
+    """Describes the fault of a link; "" if there is none. `rate` and `trip` are those of a usual link."""
     if pair.seconds is None:
         return f"{pair.why} within {seconds:g} s" if pair.why == "no answer" else f"dead: {pair.why}"
     if not pair.bytes_per_s:
@@ -318,7 +356,7 @@ def _fault(pair: Pair, rate: float, trip: float, seconds: float) -> str:
 
 
 def _direction(pair: Pair) -> str:
-    """Names the slow direction, where the other one is much faster."""
+    """Names the slow direction if the other one is much faster; "" otherwise."""
     if not pair.forth or not pair.back or max(pair.forth, pair.back) * _SLOW < pair.bytes_per_s:
         return ""
     ends = (pair.one, pair.other) if pair.forth < pair.back else (pair.other, pair.one)
@@ -326,6 +364,7 @@ def _direction(pair: Pair) -> str:
 
 
 def _gigabits(rate: float) -> str:
+    """Converts bytes per second to Gbit/s."""
     return f"{rate * 8 / 1e9:.3g}"
 
 
@@ -333,8 +372,8 @@ def verdict_lines(result: Mapping[str, Any], seconds: float) -> list[str]:
     """Returns one line for each slow or dead link and each missing host; empty if all is well.
 
     Args:
-        result: What `preflight` returned: `hosts`, `pairs`, `missing`, `come`.
-        seconds: That a dead link was waited for.
+        result: Result of `preflight`: `hosts`, `pairs`, `missing`, `come`.
+        seconds: Timeout after which a link counted as dead.
     """
     hosts = {host.rank: host for host in (Host(*card) for card in result["hosts"])}
     pairs, lines = [Pair(*pair) for pair in result["pairs"]], list[str]()
@@ -345,7 +384,7 @@ def verdict_lines(result: Mapping[str, Any], seconds: float) -> list[str]:
             "the master's port"
         )
     bad = faults(pairs, seconds)
-    # If no link is good, no host can be singled out.
+    # Hosts all of whose links are bad get one line. If no link is good, no host can be singled out.
     ends = [rank for rank in hosts if len(hosts) > 2 and len(bad) < len(pairs)]
     ends = [rank for rank in ends if all(pair in bad for pair in pairs if rank in pair[:2])]
     for rank in ends:
@@ -361,20 +400,21 @@ def verdict_lines(result: Mapping[str, Any], seconds: float) -> list[str]:
 
 
 def _name(host: Host, hosts: Mapping[int, Host]) -> str:
-    """Returns a host's name, or its address where several have the same name."""
+    """Returns a host's name and rank; its address instead of the name where several hosts have that name."""
     several = len({other.address for other in hosts.values() if other.name == host.name}) > 1
     return f"{host.address if several else host.name} (rank {host.rank})"
 
 
 def _check(*ends: Host) -> str:
+    """Returns a hint of what to check at the ends of a link; "" if no interface is known."""
     interfaces = dict.fromkeys(host.interface for host in ends if host.interface not in ("", "lo"))
     asked = ", ".join(f"ethtool {interface}" for interface in interfaces)
     return f": check cable, switch port, firewall, NIC speed ({asked})" if asked else ""
 
 
 def _show(result: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
-    """Prints the result if this process is the one that does, and returns the exit code."""
-    if "alone" in result:  # of a rank that nobody else can speak for
+    """Prints the result if `shown` (a rank that reached no other always does), and returns the exit code."""
+    if "alone" in result:  # rank 0 doesn't have this rank's reason
         print(
             f"trainer: {result['alone']}: check whether the master is up, its name, its port, and the network"
         )

@@ -1,4 +1,4 @@
-"""Checks the request of `trainer evaluate` and starts its ranks."""
+"""`trainer evaluate`: checks the options, measures in this process or in ranks that it starts, and prints."""
 
 import argparse
 import json
@@ -19,24 +19,25 @@ from trainer.launch.launcher import launch
 from trainer.train.components.task import device_kind
 from trainer.train.start.local_ranks import plan_local_ranks
 
-_RANK = "trainer.commands.evaluate.rank"
+_RANK_MODULE = "trainer.commands.evaluate.rank"
 _GRACE_SECONDS = 5.0
 
 
 def evaluate_and_print(options: argparse.Namespace) -> int:
-    """Measures with as many ranks as requested, and prints the result.
+    """Evaluates a run or a file of weights with as many ranks as requested, and prints the metrics.
 
-    The metrics are those that training measures, to the last bit on the same device with the same threads,
-    whatever the number of ranks.
+    The metrics are those that the evaluation during training gives: to the last bit on the same device with
+    the same number of CPU threads, whatever the number of ranks.
 
     Args:
         options: Options of the command line.
 
     Returns:
-    Exit code: 0, or the ranks' exit code.
+        Exit code: 0, or the ranks' exit code.
 
     Raises:
-        BadInputError: If there is no such run, checkpoint or data, or the data has other classes.
+        BadInputError: If there is no such run, checkpoint or data, the data has other classes than the model,
+            or --plot can't be drawn or written.
     """
     if options.plot is not None and options.plot.suffix != ".svg":
         raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
@@ -48,15 +49,15 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
         raise BadInputError(f"--plot: at most {MOST_DRAWN} classes can be drawn; --json has the matrix")
     local = plan_local_ranks(opened.recipe, options.gpus, options.nproc_per_node)
     if local.ranks == 1:
-        # Here: RANK and its like in the environment are somebody else's.
+        # In this process: the RANK and the like that it inherited may be another job's.
         os.environ.update(local.variables())
         device = torch.device("cuda", 0) if device_kind(opened.recipe) == "cuda" else torch.device("cpu")
         result = measure_run(opened, World(0, 1, 0, device, None))
     else:
         del opened
-        with tempfile.TemporaryDirectory(prefix="trainer-evaluate-", ignore_cleanup_errors=True) as beside:
-            request["result"] = str(Path(beside) / RESULT)
-            code = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS)
+        with tempfile.TemporaryDirectory(prefix="trainer-evaluate-", ignore_cleanup_errors=True) as folder:
+            request["result"] = str(Path(folder) / RESULT)
+            code = launch(_RANK_MODULE, request, local, grace_seconds=_GRACE_SECONDS)
             if code != EXIT_DONE:
                 return code
             result = json.loads(Path(request["result"]).read_text())
@@ -65,9 +66,9 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> dict[str, Any]:
-    """Makes the request for the ranks: a run and which of its weights, or a recipe and a file of weights."""
-    word = options.what
-    request = {"what": word, "file": options.weights, "settings": list(options.set), "on": options.on}
+    """Returns the request to the ranks: a run and which of its weights, or a recipe and a file of weights."""
+    what = options.what
+    request = {"what": what, "file": options.weights, "settings": list(options.set), "on": options.on}
     if options.weights is not None:
         if options.checkpoint is not None:
             raise BadInputError(
@@ -75,13 +76,13 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
                 "checkpoint is a run's own"
             )
         return request
-    folder, name = Path(word), None
+    folder, name = Path(what), None
     if folder.suffix == ".safetensors":
         folder, name = folder.parent, folder.name
         if not (folder / MANIFEST).is_file():
             raise BadInputError(
-                f"{word}: isn't in a run folder, whose manifest.json says which model and data it is of; "
-                f"give a run folder, or a recipe: trainer evaluate --weights {word} RECIPE"
+                f"{what}: isn't in a run folder, whose manifest.json names the model and the data; "
+                f"give a run folder, or a recipe: trainer evaluate --weights {what} RECIPE"
             )
     return request | {"what": str(folder), "checkpoint": options.checkpoint, "weights": name}
 

@@ -1,4 +1,7 @@
-"""Handwritten digits on noisy canvases: the embedded data set for detection, drawn from keyed numbers."""
+"""Handwritten digits on noisy canvases: the built-in data set for detection.
+
+Each canvas follows from its number alone, by counter-based random numbers (`trainer.rng`).
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,19 +14,19 @@ from trainer.data.sources import digits
 from trainer.rng import Ints, Purpose, key, keys
 
 SIZE = 96  # of a canvas, in pixels
-SMALLEST, LARGEST = 16, 36  # side of a digit, in pixels
+SMALLEST, LARGEST = 16, 36  # side of a digit's image, in pixels
 MOST = 6  # digits on a canvas; at least one
-OVERLAP = 0.1  # largest fraction of a digit's box that another digit may cover
+OVERLAP = 0.1  # largest intersection of two boxes, as a fraction of the smaller one's area
 INK = 80  # gray level from which a pixel counts as ink; a digit's box is the bounding box of its ink
-TRAIN, TEST = 4096, 512
+TRAIN, TEST = 4096, 512  # number of canvases
 
-_LEVEL = _NOISE = 48  # upper bounds of the background's level, and of the noise added to each pixel
-_BRIGHTEST = 255 - _LEVEL - _NOISE
-_TRIES = 8
+_LEVEL = _NOISE = 48  # highest gray level of the background, and of the noise added to each pixel
+_BRIGHTEST = 255 - _LEVEL - _NOISE  # highest gray level of ink before it is added to the background
+_TRIES = 8  # places that are tried for a digit; if it overlaps others at each, it is left out
 
 
 class DigitsCanvas:
-    """Canvases in memory, of training or of test digits.
+    """Canvases in memory, drawn with the digits of the training or of the test part; see `Pictures`.
 
     Args:
         part: 0 for training, 1 for testing.
@@ -60,18 +63,24 @@ class DigitsCanvas:
 
 
 def _draw(own: int, images: npt.NDArray[np.uint8], labels: Ints) -> Picture:
-    """Draws a canvas from its key: digits one after another, each where it overlaps the others little."""
+    """Draws a canvas: digits one after another, each at a place where it overlaps the others little.
+
+    Args:
+        own: Key of the canvas's random numbers.
+        images: Digits to choose from, uint8 (n, height, width, 1).
+        labels: Their classes, int64 (n,).
+    """
     canvas = _noise(own)
-    number = (keys(key(own, 1), np.arange(2 + MOST * (3 + 2 * _TRIES))) >> np.uint64(11)) * 2.0**-53
+    uniform = (keys(key(own, 1), np.arange(2 + MOST * (3 + 2 * _TRIES))) >> np.uint64(11)) * 2.0**-53
     boxes = list[list[int]]()
     classes = list[int]()
-    for draw in number[2:].reshape(MOST, -1)[: 1 + int(number[0] * MOST)]:
+    for draw in uniform[2:].reshape(MOST, -1)[: 1 + int(uniform[0] * MOST)]:
         which = int(draw[0] * len(labels))
         side = SMALLEST + int(draw[1] * (LARGEST - SMALLEST + 1))
         ink = enlarged(images[which, :, :, 0], side)
         rows, columns = (np.flatnonzero((ink >= INK).any(axis)) for axis in (1, 0))
         for down, right in draw[3:].reshape(_TRIES, 2):
-            top, left = (int(number * (SIZE - side + 1)) for number in (down, right))
+            top, left = (int(fraction * (SIZE - side + 1)) for fraction in (down, right))
             box = [left + columns[0], top + rows[0], left + columns[-1] + 1, top + rows[-1] + 1]
             if all(_covered(box, other) <= OVERLAP for other in boxes):
                 view = canvas[top : top + side, left : left + side]
@@ -89,7 +98,15 @@ def _draw(own: int, images: npt.NDArray[np.uint8], labels: Ints) -> Picture:
 
 
 def enlarged(image: Pixels, side: int) -> npt.NDArray[np.float64]:
-    """Resizes bilinearly, aligned at pixel centers: (h, w) to float64 (side, side)."""
+    """Resizes a square image bilinearly, as torch with align_corners=False.
+
+    Args:
+        image: uint8 (n, n), n at least 2.
+        side: Side of the result, n or more: a smaller one isn't antialiased.
+
+    Returns:
+        float64 (side, side).
+    """
     middle = (np.arange(side) + 0.5) * len(image) / side - 0.5
     below = np.clip(np.floor(middle).astype(np.int64), 0, len(image) - 2)
     weight = np.clip(middle - below, 0, 1)
@@ -100,14 +117,14 @@ def enlarged(image: Pixels, side: int) -> npt.NDArray[np.float64]:
 
 
 def _noise(own: int) -> npt.NDArray[np.float64]:
-    """Returns a background of one level with noise on each pixel, float64 (SIZE, SIZE)."""
+    """Returns a background of one gray level with uniform noise on each pixel, float64 (SIZE, SIZE)."""
     bits = keys(key(own, 0), np.arange(SIZE * SIZE // 8 + 1))
     byte = bits.astype("<u8").view(np.uint8).astype(np.float64)
     return np.asarray(byte[: SIZE * SIZE].reshape(SIZE, SIZE) * (_NOISE / 255) + byte[-1] * (_LEVEL / 255))
 
 
 def _covered(one: list[int], other: list[int]) -> float:
-    """Returns the overlap of two boxes, as a fraction of the smaller one's area."""
+    """Returns the intersection of two boxes as a fraction of the smaller one's area."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     least = min((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))

@@ -1,4 +1,4 @@
-"""Spans of a rendered conversation that an assistant writes, as places in the text."""
+"""Loss mask of a conversation: spans of the rendered text that the assistant writes, and their tokens."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from trainer.data.formats.chat_template import Spans
 from trainer.data.formats.messages import THOUGHT
 from trainer.rng import Ints
 
-_PROBE = "\ufdd2"  # no character, by Unicode's definition: nothing that is read holds it
+_PROBE = "\ufdd2"  # a Unicode noncharacter, so in no text that is read; inserted to find content in the text
 
 
 class Counted(NamedTuple):
-    """Tokens of a text, which of them count in the loss, and what is odd about them.
+    """Tokens of a text, which of them count in the loss, and how many tokens and spans are doubtful.
 
     Attributes:
-        ids: int64 (n,).
-        counts: bool (n,).
-        straddling: Tokens that are partly in a span, which don't count.
-        unended: Spans that end in no token such as <|im_end|>.
+        ids: int64 (n,), token numbers.
+        counts: bool (n,), True for tokens that count in the loss.
+        straddling: Number of tokens that are partly in a span; they don't count.
+        unended: Number of spans that don't end in an added token such as <|im_end|>.
     """
 
     ids: Ints
@@ -34,35 +34,41 @@ class Counted(NamedTuple):
 def turns(
     chat: Chat, messages: Sequence[Message], counting: Sequence[int], tools: Any = None
 ) -> tuple[str, Spans]:
-    """Renders a conversation.
+    """Renders a conversation, and finds the spans of the text that count in the loss.
 
     Args:
-        chat: Has the template.
+        chat: The tokenizer and its chat template.
         messages: Each with role and content.
-        counting: The assistant's messages that count, by number, rising.
-        tools: What the assistant may call.
+        counting: Indices of the assistant's messages that count, ascending.
+        tools: Tools that the assistant may call, as the template takes them; None without any.
 
     Returns:
-        The text, and where what counts begins and ends: after what the template gives an assistant to go on
-        with, to the end of its turn.
+        The text, and begin and end in it, in characters, of each message that counts: what the template
+        marks by {% generation %}; else from the end of the generation prompt to the end of the turn.
 
     Raises:
-        ChatError: If the template refuses it, leaves a message out, or its parts aren't found in the whole.
+        ChatError: If the template refuses the conversation, leaves a message out, or marks another number of
+            turns than the assistant has; or if a turn isn't found in the text.
     """
     text, marked = chat.render_marked(messages, tools)
     _check_kept(chat, messages, tools, text)
     if chat.marks:
-        said = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-        if len(marked) != len(said):
+        assistants = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+        if len(marked) != len(assistants):
             raise ChatError(
-                f"the chat template marks {len(marked)} turns by {{% generation %}}, and {len(said)} are an "
-                "assistant's"
+                f"the chat template marks {len(marked)} turns by {{% generation %}}, but the assistant has "
+                f"{len(assistants)}"
             )
-        return text, [marked[said.index(number)] for number in counting]
+        return text, [marked[assistants.index(number)] for number in counting]
     return text, [_turn(chat, messages, number, tools, text) for number in counting]
 
 
 def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
+    """Returns begin and end of an assistant's turn in the text, for a template without {% generation %}.
+
+    The turn begins after the messages before it, rendered with the generation prompt. It ends where the
+    messages up to and with it end, rendered alone.
+    """
     try:
         before = chat.render(messages[:number], tools, generation_prompt=True)
     except ChatError as error:
@@ -90,10 +96,11 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
 
 
 def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> int:
-    """Finds the end of a turn that is rendered otherwise as the last one; 0 if it isn't found.
+    """Finds the end of a turn that the template renders differently as the last one; 0 if it isn't found.
 
-    A probe behind its content shows where that stands whole; the token that ends a turn follows it. After
-    calls of tools it is the token that the turn would end with as the last one, before what comes next.
+    A probe after its content shows where the content ends in the text; the token that ends the turn follows.
+    A turn with tool calls ends with the token that it would end with as the last one, found before the
+    content of the next message.
     """
     content = messages[number]["content"]
     if not messages[number].get("tool_calls"):
@@ -116,7 +123,19 @@ def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text:
 
 
 def _probed(chat: Chat, messages: Sequence[Message], number: int, content: str, tools: Any, text: str) -> int:
-    """Finds the probe of a message's content in the rendered text, if nothing else changes; else -1."""
+    """Returns the place of the probe in `content` in the text, in characters.
+
+    Args:
+        chat: The tokenizer and its chat template.
+        messages: The conversation.
+        number: Index of the message whose content is replaced.
+        content: Its content with the probe.
+        tools: Tools that the assistant may call.
+        text: The conversation as rendered without the probe.
+
+    Returns:
+        -1 if the template drops the probe, or renders anything else differently because of it.
+    """
     found = chat.render(
         [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]], tools
     )
@@ -124,7 +143,11 @@ def _probed(chat: Chat, messages: Sequence[Message], number: int, content: str, 
 
 
 def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) -> None:
-    """Refuses a conversation of which the template leaves a message out, as some do with a role."""
+    """Checks that the text holds every message; some templates leave out those of a role.
+
+    Raises:
+        ChatError: If one is left out.
+    """
     probed = [
         {**one, "content": f"{one['content']}{_PROBE}{number}{_PROBE}"} if one["content"].strip() else one
         for number, one in enumerate(messages)
@@ -142,10 +165,10 @@ def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
 
 
 def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) -> Iterator[str]:
-    """Yields keys of messages, and the tools, without which a conversation's text is the same.
+    """Yields what the template doesn't read, in words for a message: keys of messages, and the tools.
 
     Raises:
-        ChatError: If calls of tools are among them: the assistant would learn to say nothing there.
+        ChatError: If tool calls are among them: the assistant would learn to write nothing in their place.
     """
     given = {key for one in messages for key, value in one.items() if value not in (None, "", [], {})}
     keys = sorted(given - {"role", "content", "weight"})
@@ -167,9 +190,10 @@ def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
 
 
 def counted(chat: Chat, text: str, encoded: Encoded, spans: Spans) -> Counted:
-    """Says which tokens of a text count: those that lie wholly in a span.
+    """Returns which tokens of a text count in the loss: those that lie wholly in a span.
 
-    Blanks behind the token that ends a turn don't: they are the template's, and generation ends before them.
+    White space after the token that ends a turn doesn't count: the template adds it, and generation stops
+    before it.
     """
     ids, starts, ends = encoded
     ended, counts = set(chat.added.values()), starts < 0

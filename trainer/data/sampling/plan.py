@@ -6,7 +6,8 @@ Terms:
   step         the micro-batches of one update, over all ranks: `global_batch_size` samples
   epoch        once through the data
   shard        a file with many samples; a shuffle block is a group of shards whose samples are shuffled
-  together
+               together
+
 Nothing here depends on the world size except which of a step's micro-batches a rank takes, so the samples
 of a step are the same on any number of ranks. Resuming is starting at another step.
 """
@@ -25,17 +26,18 @@ from trainer.data.sampling.mix_order import MixDraws
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
 
-MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the device
+MOST_STEPS = 20_000_000  # a table on the device holds the learning rate of every step
 
 
 class Samples(NamedTuple):
-    """Samples of some micro-batches; each array has shape (micro-batches, micro_batch_size).
+    """Samples of n micro-batches; each array has shape (n, micro_batch_size).
 
     Attributes:
-        epoch: Epoch of the sample, which keys its randomness. Samples that are drawn with replacement have
-            the number of the draw instead, as a sample may occur twice in an epoch.
-        sample: Sample number.
-        weight: 1, or 0 for padding.
+        epoch: Epoch of each sample, from 0; it keys the random numbers of the sample's augmentation. Samples
+            that are drawn with replacement have the number of the draw instead, as a sample may occur twice
+            in an epoch.
+        sample: Index of each sample in the data set.
+        weight: 1 for a sample, 0 for padding.
     """
 
     epoch: Ints
@@ -45,7 +47,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The order of a run.
+    """The order of the samples of a run, and their division into steps and micro-batches.
 
     Attributes:
         samples: Number of samples in an epoch.
@@ -55,16 +57,19 @@ class Plan:
         last: What happens to the last step of an epoch. `cross`: it takes the samples it lacks from
             the next epoch (the run's last step from one epoch more). `drop`: incomplete steps are
             left out. `weighted`: it is padded to the full shape with samples of weight 0.
-        seed: Keys the order.
-        max_steps: Upper bound for the steps of the run.
+        seed: Seed of the order.
+        max_steps: Upper bound for the steps of the run; None: no bound.
         shuffle: False keeps the samples in their order (evaluation).
-        shards: Samples of each shard, if not all shards are on this machine at once.
+        shards: Number of samples in each shard; read only with `shards_per_block`.
         shards_per_block: Shards in a shuffle block (see `block_order`); 0: all samples are shuffled together.
-        buckets: Samples of each bucket, if a micro-batch takes samples of one bucket (see `bucket_order`).
-        draws: Distribution of samples drawn by weight of class (see `class_order`) or set (`mix_order`).
+        buckets: Number of samples in each bucket, if all samples of a micro-batch come from one bucket (see
+            `bucket_order`); else empty.
+        draws: Distribution from which samples are drawn with replacement, by weight of class (see
+            `class_order`) or of data set (`mix_order`); None: every sample once in an epoch.
 
     Raises:
-        BadInputError: If the batch sizes don't divide, or the run has no steps or too many.
+        BadInputError: If there are no samples, `micro_batch_size` doesn't divide `global_batch_size`, or the
+            run has no steps or too many.
     """
 
     samples: int
@@ -106,7 +111,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Steps in the whole run; the number of updates, unless the scaler skips some."""
+        """Steps in the whole run; the number of updates, unless the gradient scaler skips some."""
         if self.last == "cross":
             steps = -(-self.samples * self.epochs // self.global_batch_size)
         else:
@@ -115,42 +120,50 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch that starts with its own step (`drop`, `weighted`)."""
+        """Steps of an epoch, where no step has samples of two epochs (`drop`, `weighted`)."""
         whole, rest = divmod(self.samples, self.global_batch_size)
         return whole + (rest > 0 and self.last == "weighted")
 
     @property
     def epoch_length(self) -> float:
-        """Steps of an epoch, a fraction if its last step is shared with the next epoch."""
+        """Steps of an epoch; fractional if its last step also has samples of the next epoch (`cross`)."""
         return self.samples / self.global_batch_size if self.last == "cross" else self.steps_per_epoch
 
     def samples_seen(self, steps: int) -> int:
-        """Returns the samples of weight 1 in the first `steps` steps."""
+        """Returns the number of samples of weight 1 in the first `steps` steps, over all ranks."""
         if self.last != "weighted":
             return steps * self.global_batch_size
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.samples + rest * self.global_batch_size
 
     def epoch_at(self, steps: int) -> float:
-        """Returns the epochs after `steps` steps, including the fraction of an unfinished one."""
+        """Returns the number of epochs after `steps` steps, with the fraction of an unfinished one."""
         if self.last == "cross":
             return steps * self.global_batch_size / self.samples
         return steps / self.steps_per_epoch
 
     def epochs_done(self, steps: int) -> int:
-        """Returns the epochs whose samples have all been seen after `steps` steps."""
+        """Returns the number of epochs whose samples have all been seen after `steps` steps."""
         if self.last == "cross":
             return min(steps * self.global_batch_size // self.samples, self.epochs)
         return steps // self.steps_per_epoch
 
     def next_epoch_end(self, done: int, epochs: int = 1) -> int:
-        """Returns the first step after `done` that completes `epochs` more; beyond the run if none."""
+        """Returns the number of steps after which the next multiple of `epochs` epochs is complete.
+
+        Args:
+            done: Number of completed steps.
+            epochs: Epochs between two such ends.
+
+        Returns:
+            More than `done`; more than the steps of the run if none of them completes it.
+        """
         later = range(done + 1, self.steps + 1)
         whole = self.epochs_done(done) // epochs
         return done + 1 + bisect_right(later, whole, key=lambda step: self.epochs_done(step) // epochs)
 
     def step_samples(self, step: int) -> int:
-        """Returns the samples of weight 1 in a step, over all ranks."""
+        """Returns the number of samples of weight 1 in a step, over all ranks; `step` counts from 0."""
         if self.last != "weighted":
             return self.global_batch_size
         return min(
@@ -162,7 +175,7 @@ class Plan:
 
         Args:
             micro_batches: int64 (n,), micro-batch numbers counted through the run: step * self.micro_batches
-                + micro-batch.
+                + index of the micro-batch in its step, over all ranks.
 
         Returns:
             Arrays of shape (n, micro_batch_size).
@@ -200,6 +213,11 @@ class Plan:
 class Share:
     """One rank's part of a plan: a contiguous range of the micro-batches of each step.
 
+    Attributes:
+        plan: The plan of all ranks.
+        rank: This rank.
+        world: Number of ranks.
+
     Raises:
         BadInputError: If the micro-batches of a step can't be divided evenly among the ranks.
     """
@@ -223,14 +241,18 @@ class Share:
         return self.plan.micro_batches // self.world
 
     def micro_batches(self, batches: Ints) -> Ints:
-        """Returns the micro-batch numbers of this rank's batches, counted from 0 through the run."""
+        """Returns the numbers in the plan of this rank's micro-batches, int64 (n,).
+
+        Args:
+            batches: int64 (n,), numbers of this rank's micro-batches, counted from 0 through the run.
+        """
         step, index = np.divmod(batches, self.gradient_accumulation_steps)
         return np.asarray(
             step * self.plan.micro_batches + self.rank * self.gradient_accumulation_steps + index
         )
 
     def batches(self, first_step: int = 0) -> range:
-        """Returns this rank's batch numbers from a step to the end of the run."""
+        """Returns the `batches` argument of `micro_batches` from a step to the end of the run."""
         return range(
             first_step * self.gradient_accumulation_steps, self.plan.steps * self.gradient_accumulation_steps
         )
