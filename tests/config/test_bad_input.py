@@ -82,7 +82,7 @@ CASES = [
         ["train", "digits", "--set", "optim.bogus=1"],
         "unknown key 'optim.bogus'; --help-config shows every key",
     ),
-    (["train", "digits", "--set", "device=gpu"], "device=gpu: not among them; allowed: auto | cpu | cuda\n"),
+    (["train", "digits", "--set", "device=gpu"], "device=gpu: no such value; allowed: auto | cpu | cuda\n"),
     (["train", "digits", "--set", "evaluation.every=5"], 'or "500 steps", or "end"\n'),
     (["train", "digits", "--set", "optim.lr=null"], "optim.lr=null: input should be a valid number"),
     (["train", "digits", "--set", "model.blocks=[null, true]"], "model.blocks=null: "),

@@ -71,5 +71,8 @@ def test_each_check_runs_where_the_list_says(
     monkeypatch.setattr(start_checks, "START_CHECKS", named)
     assert places(variables) == here
     check_start(Start(RECIPE, TASK, Path("run"), New()), here)
-    once, host = ["_own_check", "_schedule", "_outside", "_loss", "_settings", "_mac"], ["_files"]
+    once, host = (
+        ["_own_check", "_schedule", "_services", "_container_layer", "_settings", "_no_mps"],
+        ["_files"],
+    )
     assert sorted(ran) == sorted(once * ("job" in here) + host * ("host" in here))

@@ -86,7 +86,7 @@ def test_a_macs_gpu_is_not_used_and_that_is_said(
         load_recipe("digits", ["device=mps"])
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     for device, told in (("auto", 1), ("cpu", 0)):
-        start_checks._mac(Start(load_recipe("digits", [f"device={device}"]), *[None] * 3))  # type: ignore[arg-type]
+        start_checks._no_mps(Start(load_recipe("digits", [f"device={device}"]), *[None] * 3))  # type: ignore[arg-type]
         assert capsys.readouterr().out.count("a Mac's GPU isn't used") == told
 
 

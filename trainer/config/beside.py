@@ -1,10 +1,10 @@
-"""Modules beside a user's file, a task's or a hook's: loaded under names of their own.
+"""Modules beside a user's file (of a task or a hook), imported under names of their own.
 
 `import net` in such a file, or in a module that it imports from its folder, gives the net.py there, as if the
 file were run as a script. In `sys.modules` it is `trainer.config.beside.KEY.net`, with a new KEY each time
-the file is run: so a net.py in each of two folders don't clash in one process, an edited one is read again,
+the file is run: so files net.py of two folders don't clash in one process, an edited one is read again,
 and a class kept from an earlier run still imports its own modules. Another process finds the folder of a KEY
-by its hash on `sys.path`, so that loader workers can unpickle objects defined there.
+on `sys.path` by the hash in the KEY, so that loader workers can unpickle objects defined there.
 """
 
 import builtins
@@ -24,14 +24,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Last part of the file's own module name.
+# Last part of the name of the module that the user's file itself becomes.
 MAIN = "trainer_custom_task"
-__path__: list[str] = []  # lets `import trainer.config.beside.KEY` ask the finder below
+__path__: list[str] = []  # lets `import trainer.config.beside.KEY` ask `_Finder`
 
 _NUMBERS = itertools.count(1)
 _by_key: "weakref.WeakValueDictionary[str, Beside]" = weakref.WeakValueDictionary()
-_latest: dict[Path, "weakref.ref[Beside]"] = {}  # by the file
-_open: dict[str, "Beside"] = {}
+_latest: dict[Path, "weakref.ref[Beside]"] = {}  # last run of each file
+_open: dict[str, "Beside"] = {}  # by owner, see `open_folder`
 
 
 class Beside:
@@ -39,9 +39,9 @@ class Beside:
 
     Attributes:
         folder: The folder.
-        name: Name of the package that they are in.
+        name: Full name of the package that they are submodules of.
         modules: Loaded modules of Python source, by their full names.
-        builtins: Builtins of each module, whose `import` looks beside the file first.
+        builtins: Builtins of each module, whose `__import__` looks in the folder first.
     """
 
     def __init__(self, folder: Path, key: str = "") -> None:
@@ -54,8 +54,8 @@ class Beside:
         _by_key[key] = self
 
     def run(self, path: Path) -> ModuleType:
-        """Runs a file of the folder and returns it as a module; its errors are raised as they are."""
-        importlib.invalidate_caches()  # a folder whose time hasn't changed isn't listed again
+        """Runs a file of the folder and returns it as a module; what the file raises isn't wrapped."""
+        importlib.invalidate_caches()  # finders list a folder again only if its modification time has changed
         importlib.import_module(self.name)
         name = f"{self.name}.{MAIN}"
         spec = spec_from_loader(name, _Source(self, name, str(path)), origin=str(path))
@@ -66,7 +66,7 @@ class Beside:
         return module
 
     def file_of(self, top: str) -> str | None:
-        """Returns the file of a module that is imported from the folder; None for one from elsewhere."""
+        """Returns the file of a top-level module if it is imported from the folder, else None."""
         if top not in self._found:
             self._found[top] = self._find(top)
         return self._found[top]
@@ -93,7 +93,8 @@ class Beside:
         unpickles = fromlist == []  # only C code passes this; it then looks up the plain name in sys.modules
         file = None if level or unpickles else self.file_of(top)
         itself = file is not None and file == _absolute((globals or {}).get("__file__", ""))
-        if file is None or (itself and _elsewhere(top, self.folder)):  # timm.py that imports timm
+        # The latter: a timm.py that imports the installed timm.
+        if file is None or (itself and _elsewhere(top, self.folder)):
             module = __import__(name, globals, locals, fromlist or (), level)
             return self._importlib() if module is importlib else module
         with self._absent_by_plain_name():
@@ -132,7 +133,12 @@ class Beside:
 
 
 def run_file(path: Path, whose: str) -> tuple[Beside, ModuleType]:
-    """Runs a file as a module of its own, with its folder opened for `whose`; its errors aren't wrapped."""
+    """Runs a file as a new module; what the file raises isn't wrapped.
+
+    Args:
+        path: The file.
+        whose: Owner for whom its folder is opened, see `open_folder`.
+    """
     if (before := _latest.get(path)) is not None and (own := before()) is not None:
         own.unlist()
     own = Beside(Path(_absolute(str(path.parent))))
@@ -158,6 +164,7 @@ def open_folder(own: Beside, whose: str) -> None:
 
 
 def _close(own: Beside) -> None:
+    """Removes a folder's modules from `sys.modules` by their plain names, and the folder from `sys.path`."""
     _drop(
         name for name, module in sys.modules.items() if _is_of(module, own) and not name.startswith(__name__)
     )
@@ -207,13 +214,13 @@ def _is_of(module: ModuleType | None, own: Beside) -> bool:
 
 
 def _is_plain(name: str, module: ModuleType, but: Sequence[Beside]) -> bool:
-    """True if a module of a folder is listed by its plain name, and the folder isn't among `but`."""
+    """True if a module of a folder is in `sys.modules` by its plain name; False for folders of `but`."""
     ours = str(getattr(module, "__name__", "")).startswith(f"{__name__}.")
     return ours and not name.startswith(__name__) and not any(_is_of(module, own) for own in but)
 
 
 def _elsewhere(top: str, folder: Path) -> bool:
-    """True if `sys.path` without a folder has this module."""
+    """True if a top-level module is built in, or found on `sys.path` outside of a folder."""
     others = [entry for entry in sys.path if _absolute(entry) != str(folder)]
     return top in sys.builtin_module_names or PathFinder.find_spec(top, others) is not None
 
@@ -226,6 +233,7 @@ def _absolute(entry: str) -> str:
 
 
 def _hash(folder: str) -> str:
+    """Returns the first part of a folder's KEY, a valid name."""
     return "m" + hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
 
 
@@ -250,7 +258,7 @@ class _Source(SourceFileLoader):
 
 
 class _Loaded(Loader):
-    """Returns a module that is already loaded under another name."""
+    """Loader that returns the module of another name, imported once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -264,11 +272,11 @@ class _Loaded(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import replaced it
+        module.__spec__ = self._spec  # the import system replaced it
 
 
 class _Finder:
-    """Finder of modules beside a file, by full name; while the folder is open also by plain name."""
+    """Finder on `sys.meta_path`: of modules in folders by full name, in open folders by plain name, too."""
 
     @staticmethod
     def find_spec(
@@ -304,13 +312,13 @@ def _plain(name: str) -> ModuleSpec | None:
     return None
 
 
-_sent_here: dict[str, Beside] = {}
+_sent_here: dict[str, Beside] = {}  # keeps them alive: `_by_key` is weak
 
 
 def _sent(key: str) -> Beside | None:
-    """Returns the folder of a module whose name comes from another process, such as in a pickle."""
+    """Returns the folder on `sys.path` with this KEY, which another process made, such as one in a pickle."""
     for entry in sys.path:
-        folder = _absolute(entry)  # "" is the current one
+        folder = _absolute(entry)  # "" is the current folder
         if _hash(folder) == key.partition("_")[0]:
             _sent_here[key] = Beside(Path(folder), key)
             return _sent_here[key]

@@ -1,4 +1,4 @@
-"""Section of a configuration: its rules, its keys, its hash, and errors that name key and remedy."""
+"""Base class of configurations: validation with errors that name key and remedy, list of keys, hash."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """Base of every part of a configuration: unknown keys, infinities and true for 1 are errors."""
+    """Base of every part of a configuration: unknown keys, inf, NaN and booleans for numbers are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -38,11 +38,11 @@ def validated(model: type[Config], values: dict[str, Any], source: str, shown_by
     Args:
         model: Class of the configuration.
         values: Plain values, as read from YAML.
-        source: Origin of the values, for messages.
-        shown_by: Hint for an unknown key that is near no known one.
+        source: Origin of the values, such as a file's name, for messages.
+        shown_by: Hint for an unknown key that resembles no known one.
 
     Raises:
-        BadInputError: For the first unknown key (with the nearest one) or wrong value.
+        BadInputError: If a key is unknown (the nearest known one is suggested), missing or has a wrong value.
     """
     try:
         return model.model_validate(values)
@@ -71,10 +71,10 @@ def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str
     if problem["type"] == "tuple_type":
         what = f"a list is wanted, such as --set '{dotted}=[{in_yaml(problem['input'])}]'"
     if problem["type"] == "literal_error":
-        what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
-    if not wanted:  # of a whole section
+        what = f"no such value{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
+    if not wanted:  # a problem of a whole section
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    # Redacted before it is shortened, which could cut off the sign of a secret.
+    # Redacted before it is shortened, which could cut off what a secret is recognized by.
     given = redact_text(in_yaml(problem["input"]))
     given = given if len(given) < 60 else given[:57] + "..."
     # Messages of the trainer's own validators name the allowed values.
@@ -82,7 +82,7 @@ def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}{allowed}{more}"
 
 
-# Types of a configuration in words; literal values are shown as they are.
+# Types of keys in words for messages; literal values are shown as they are.
 _WORDS = {
     "int": ["a whole number"],
     "float": ["a number"],
@@ -107,17 +107,18 @@ def _in_words(kind: str) -> str:
 
 
 def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
-    """Returns the key of a problem: a union's location has the tried member's name at its end."""
+    """Returns the key of a problem; pydantic ends the location in a union with the member that it tried."""
     parts = [str(part) for part in location]
     ends = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((key for key in ends if key in known), ".".join(parts))
 
 
 def _nearest_key(dotted: str, known: list[str], is_section: bool = False, shown_by: str = _SHOWN_BY) -> str:
+    """Returns "; did you mean 'KEY'?" for an unknown key or section; if none is near, the hint, or ""."""
     head, _, tail = dotted.rpartition(".")
     if is_section:
         return nearest(dotted, {key.partition(".")[0] for key in known if "." in key})
-    # By the last word alone: a section that two keys have in common makes them alike, whatever they mean.
+    # By the last part alone: a section that two keys have in common makes them similar, whatever they mean.
     everywhere = {key.rpartition(".")[2]: key for key in reversed(known)}
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == head}
     if meant := everywhere.get(tail) or MEANT.get(tail):
@@ -129,7 +130,14 @@ def _nearest_key(dotted: str, known: list[str], is_section: bool = False, shown_
 
 
 class Key(NamedTuple):
-    """Description of one key of a configuration."""
+    """Description of one key of a configuration.
+
+    Attributes:
+        name: Key with its sections, such as "data.path".
+        type: Type as shown to the user, such as "int | null".
+        default: Default as JSON, strings without quotes; "(required)" if there is none.
+        description: Description of the key; "" if it has none.
+    """
 
     name: str
     type: str
@@ -138,7 +146,7 @@ class Key(NamedTuple):
 
 
 def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Yields every key of a configuration, in the order of definition."""
+    """Yields every key of a configuration, in the order of definition; names begin with `prefix`."""
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -149,7 +157,7 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
             if field.is_required()
             else json.dumps(field.get_default(call_default_factory=True), default=str)
         )
-        more = field.json_schema_extra  # {"words": "int | auto"}: values in a recipe other than the type's
+        more = field.json_schema_extra  # {"words": "int | auto"} is shown in place of the type
         shown = more.get("words") if isinstance(more, dict) else None
         yield Key(prefix + name, str(shown or _type_name(kind)), default.strip('"'), field.description or "")
 
@@ -167,7 +175,7 @@ def _type_name(kind: Any) -> str:
 
 
 def config_hash(config: BaseModel) -> str:
-    """Returns the SHA-256 of the resolved configuration, hexadecimal: equal hashes train the same.
+    """Returns the SHA-256 of the resolved configuration, hexadecimal; runs with equal hashes train alike.
 
     Secrets are redacted first: the hash is stored, and a short secret could be guessed from it.
     """

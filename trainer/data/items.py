@@ -1,7 +1,8 @@
 """Adapter for map-style data sets (`dataset[i]` and `len(dataset)`, as torch.utils.data.Dataset).
 
-torch, numpy.random and random are seeded by (seed, epoch, sample) before each item, so an item doesn't depend
-on the number of loader workers or ranks, nor on a resume. The order of the samples is the plan's.
+torch, numpy.random and random are seeded by (seed, epoch, sample) before each item, in evaluation by the
+sample alone: so an item doesn't depend on the number of loader workers or ranks, nor on a resume. The order
+of the samples is decided by `sampling.plan`.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ from trainer.errors import BadInputError, OwnCodeError
 from trainer.host.here import path_shown
 from trainer.rng import Float32, Ints, Purpose, key
 
-_UNIFORMS = 4  # of 24 bits each: a key of 64 bits
-_HASHED = 16  # samples
-_NAMED = 4  # samples, in a message
+_UNIFORMS = 4  # random numbers per sample, of 24 bits each: enough for a seed of 64 bits
+_HASHED = 16  # samples in the fingerprint
+_NAMED = 4  # samples named in a message
 
 _OURS = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
@@ -36,7 +37,7 @@ class ArrayItems:
     """Map-style data set over named arrays (samples, …); an item is a dict of copied rows."""
 
     def __init__(self, arrays: Arrays) -> None:
-        """Takes arrays of the same length, without a copy."""
+        """Wraps arrays of the same length, without a copy."""
         self._arrays = arrays
 
     def __len__(self) -> int:
@@ -45,7 +46,7 @@ class ArrayItems:
 
     @property
     def labels(self) -> npt.NDArray[np.generic] | None:
-        """See `ArrayDataset`."""
+        """See `ArrayDataset.labels`."""
         return ArrayDataset(self._arrays).labels
 
     def __getitem__(self, sample: int) -> dict[str, Any]:
@@ -54,11 +55,11 @@ class ArrayItems:
 
 
 class ItemDataset:
-    """Reads items of a map-style data set into batches.
+    """Data set whose batches are collated from the items of a map-style data set (see `Dataset`).
 
     Attributes:
-        user_objects: The data set, its transforms and collate function, which loader workers must be able to
-            import (see `workers.check_importable`).
+        user_objects: The map-style data set, transforms and collate function, which loader workers must be
+            able to import (see `workers.check_importable`).
     """
 
     def __init__(
@@ -69,18 +70,19 @@ class ItemDataset:
         transforms: Sequence[Callable[[Any], Any]] = (),
         num_items: int = 1,
     ) -> None:
-        """Reads the first and the last sample to learn the fields.
+        """Reads the first sample to learn the fields, and the last to check them.
 
         Args:
-            items: Has __getitem__ and __len__.
-            what: "training" or "evaluation", for messages.
+            items: Map-style data set, with __getitem__ and __len__.
+            what: Use of the data for messages, "training" or "evaluation".
             collate: Converts a list of items to named tensors (n, …), of the same shapes each time; None
                 stacks the arrays of items that are dicts or tuples.
             transforms: Applied to each item in this order.
             num_items: Largest number of items of a sample, if there is a field "num_items".
 
         Raises:
-            BadInputError: If the data set has no length, or its items can't be batched.
+            BadInputError: If the data set has no length or no samples, a sample differs when it is read again
+                with the same seeds, or items can't be batched.
         """
         self._items, self._what, self._collate, self._transforms = items, what, collate, tuple(transforms)
         self._name = type(items).__name__
@@ -105,7 +107,7 @@ class ItemDataset:
         self.fields: Mapping[str, Field] = {}
         first, again, last = (self._tried([number]) for number in (0, 0, count - 1))
         for name, array in first.items():
-            # Of the same bits: NaN is one, too.
+            # Compared as bytes: NaN equals itself then.
             if again[name].tobytes() != array.tobytes():
                 raise self._wrong(
                     f"another '{name}' the second time for the same sample and seeds: draw from torch, "
@@ -122,7 +124,7 @@ class ItemDataset:
 
     @property
     def labels(self) -> Any:
-        """Returns the data set's `targets` or `labels`, or its array "label"; else None."""
+        """Class of each sample, the `targets` or `labels` of the map-style data set; None without either."""
         return _labels_of(self._items)
 
     def fingerprint(self) -> str:
@@ -136,7 +138,7 @@ class ItemDataset:
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
-        """Reads items; see `Dataset.read`."""
+        """See `Dataset.read`."""
         if random is None:
             keys = [key(Purpose.ITEM, int(sample)) for sample in samples]
         else:
@@ -148,6 +150,7 @@ class ItemDataset:
             out[name][...] = array
 
     def _batch(self, samples: list[int], keys: list[int]) -> dict[str, npt.NDArray[Any]]:
+        """Returns the arrays (n, …) of items, each read with the random generators seeded by its key."""
         with _state_kept():
             items, method, at = [], "", samples
             try:
@@ -172,7 +175,7 @@ class ItemDataset:
 
     def _raised(self, error: Exception, method: str, samples: list[int]) -> OwnCodeError:
         """Returns an error that names the file and line in the user's code."""
-        # Without the frame of this file.
+        # Without the frame of `_batch`.
         within = error.__traceback__ and error.__traceback__.tb_next
         frames = [frame for frame in traceback.extract_tb(within) if not frame.filename.startswith(_OURS)]
         # The last frame of the user's code: frames of libraries that it called follow.
@@ -186,16 +189,18 @@ class ItemDataset:
         )
 
     def _stacked(self, items: list[Any], samples: list[int]) -> dict[str, Any]:
+        """Stacks each field of the items: arrays (n, …)."""
         named = []
         for sample, item in zip(samples, items, strict=True):
             try:
                 named.append(_by_name(item))
+                # np.stack would drop the mask: `as_numbers` raises the error about it.
                 if masked := [name for name, value in named[-1].items() if np.ma.is_masked(value)]:
                     as_numbers(masked[0], named[-1][masked[0]])
             except ValueError as error:
                 raise self._wrong(f"{error} (sample {sample})") from error
         if any(one.keys() != named[0].keys() for one in named):
-            raise self._wrong("items of other parts")
+            raise self._wrong("items with different fields")
         try:
             return {name: np.stack([np.asarray(one[name]) for one in named]) for name in named[0]}
         except ValueError as error:
@@ -204,10 +209,10 @@ class ItemDataset:
             raise self._wrong(f"{odd}: give the task a method collate(items) that pads them") from error
 
     def _tried(self, samples: list[int]) -> dict[str, npt.NDArray[Any]]:
-        """Reads a few samples; an error in the user's code becomes one line.
+        """Reads samples with the seeds of evaluation; an error in the user's code becomes one line.
 
         Raises:
-            BadInputError: If the user's code raises, or the arrays don't have one row per sample.
+            BadInputError: If the user's code raises, or there are no arrays with one row per sample.
         """
         try:
             arrays = self._batch(samples, [key(Purpose.ITEM, sample) for sample in samples])
@@ -221,7 +226,11 @@ class ItemDataset:
         return arrays
 
     def _check(self, arrays: Mapping[str, npt.NDArray[Any]], samples: Ints) -> None:
-        """Checks that a batch has the names, dtypes and shapes of the first one."""
+        """Checks that a batch has the fields of the first sample, with their dtypes and shapes.
+
+        Raises:
+            BadInputError: If it differs.
+        """
         more = ", …" if len(samples) > _NAMED else ""
         where = f"of the samples {', '.join(map(str, samples[:_NAMED]))}{more}"
         if arrays.keys() != self.fields.keys():
@@ -251,6 +260,7 @@ def is_items(part: Any) -> bool:
 
 
 def _labels_of(items: Any) -> Any:
+    """Returns the labels of a map-style data set, also of torch's Subset and ConcatDataset; None without."""
     if isinstance(items, torch.utils.data.Subset):
         of_all = _labels_of(items.dataset)
         return None if of_all is None else np.asarray(of_all)[np.asarray(items.indices)]
@@ -262,6 +272,7 @@ def _labels_of(items: Any) -> Any:
 
 
 def _by_name(item: Any) -> dict[str, Any]:
+    """Returns the fields of an item or a collated batch by name; those of a tuple are named "0", "1", …"""
     if isinstance(item, Mapping):
         named = {str(name): value for name, value in item.items()}
         if len(named) < len(item):
@@ -275,15 +286,16 @@ def _by_name(item: Any) -> dict[str, Any]:
 
 
 def _seed(each: int) -> None:
+    """Seeds the global random generators by a key of 64 bits."""
     random.seed(each)
-    # The third word keeps numpy.random from the numbers of random: both are MT19937.
+    # The third word makes the numbers differ from those of random: both are MT19937.
     np.random.seed([each & 0xFFFFFFFF, each >> 32, 1])
     torch.default_generator.manual_seed(each >> 1)
 
 
 @contextmanager
 def _state_kept() -> Iterator[None]:
-    """Restores the global random generators afterwards: without loader workers, training uses them."""
+    """Context manager that restores the global random generators, which training uses in the same process."""
     ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

@@ -9,7 +9,7 @@ from torch import nn
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 
-# Last modules of the residual branches, by class name of the block: ours, and torchvision's.
+# Last submodule of each residual branch, by class name of the block: the trainer's and torchvision's.
 _BRANCHES = {
     "ResidualBlock": ("conv2",),
     "BasicBlock": ("bn2",),
@@ -17,15 +17,20 @@ _BRANCHES = {
     "ResBottleneckBlock": ("f",),
     "EncoderBlock": ("dropout", "mlp"),
 }
-# torchvision's own layer, in models that have stochastic depth already: its probability is scaled.
+# torchvision's layer, in models that have stochastic depth already: its probability `p` is scaled.
 _LAYER = "StochasticDepth"
 
 
 def add_stochastic_depth(model: nn.Module, probability: float) -> None:
-    """Makes each block drop its residual branches per sample, in place; names stay.
+    """Makes each block drop its residual branches per sample, in place; names of parameters don't change.
 
-    The probability rises linearly with depth up to its value at the last block, as in the paper; a model with
-    its own probabilities keeps their proportions. A kept branch is divided by the probability of keeping it.
+    The probability rises linearly with depth up to its value at the last block, as in the paper. In a model
+    with StochasticDepth layers, their probabilities are scaled, the largest to `probability`. A kept branch
+    is divided by the probability of keeping it.
+
+    Args:
+        model: The model.
+        probability: Probability of dropping a branch of the last block, in [0, 1).
 
     Raises:
         BadInputError: If the model has no known residual blocks.
@@ -50,6 +55,7 @@ def add_stochastic_depth(model: nn.Module, probability: float) -> None:
 
 
 def _drop_branch(probability: float, module: nn.Module, _inputs: Any, branch: torch.Tensor) -> torch.Tensor:
+    """Forward hook of a branch's last module: sets samples of its output (samples, …) to 0 in training."""
     if not module.training:
         return branch
     # One random number per sample, from the generator that is keyed by the micro-batch.

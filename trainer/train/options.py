@@ -1,4 +1,4 @@
-"""Options of `trainer train` other than keys of the recipe. Imports no torch."""
+"""Options of `trainer train` in addition to the keys of the recipe. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any, Literal, NamedTuple
 from trainer.errors import BadInputError
 from trainer.runs.folder import MANIFEST
 
-Mode = Literal["auto", "newest", "force", "never"]
+Mode = Literal["auto", "newest", "force", "never"]  # values of --resume, see `trainer train --help`
 
 
 class StartingPoint(NamedTuple):
     """Checkpoint that `--from` names.
 
     Attributes:
-        run: A run folder.
-        which: "last", "best" or a step.
+        run: Folder of the run.
+        which: "last", "best" or a step in decimal digits.
         word: The value of --from as it was typed.
     """
 
@@ -25,10 +25,10 @@ class StartingPoint(NamedTuple):
 
 
 def parse_source(word: str) -> StartingPoint:
-    """Reads RUN, RUN@STEP or RUN@best.
+    """Parses the value of --from: RUN, RUN@STEP, RUN@best or RUN@last; RUN alone is its last checkpoint.
 
     Raises:
-        BadInputError: If the word has none of these forms.
+        BadInputError: If it has none of these forms.
     """
     if not (Path(word) / MANIFEST).is_file() and "@" in word:
         name, _, which = word.rpartition("@")
@@ -43,20 +43,20 @@ class TrainOptions:
     """Flags of `trainer train`, as its parser read them.
 
     Attributes:
-        recipe: Name of a recipe, or its file.
-        set: KEY=VALUE settings; those of a tuned file come first.
-        values: The configuration of the run to resume or to begin from, in place of a recipe's.
-        tuned: A file that `trainer tune` wrote, or None.
-        out: The run folder; None: a new one.
-        resume: The flag --resume, which says what may differ from the run in the folder.
+        recipe: Name of a recipe, or path of its file.
+        set: Settings KEY=VALUE, of which later ones win; those of `tuned` come first.
+        values: Configuration of the run to resume or to begin from, in place of the recipe's; else None.
+        tuned: File of settings that `trainer tune` wrote, or None.
+        out: The run folder; None for a new one, named by the trainer.
+        resume: The flag --resume: whether to resume the run in the folder, even if its configuration differs.
         source: The checkpoint that `--from` names, or None.
-        max_restarts: How often to restart the ranks after a failure.
-        grace: Seconds from a signal until ranks are killed.
-        gpus: A number of GPUs, or a list of them.
-        nproc_per_node: Number of ranks on this host, on CPUs.
+        max_restarts: Largest number of restarts of the ranks after failures.
+        grace: Seconds from a signal to stop until ranks are killed.
+        gpus: Number of GPUs, or which, such as "0,1" or "id:1"; None for all.
+        nproc_per_node: Number of ranks on this host if they train on CPUs, or None.
         stop_after: The step after which to stop with a checkpoint, or None.
-        profile: Kind of profile of some steps, or None.
-        nnodes: Number of nodes, or MIN:MAX.
+        profile: Profiler for a few steps, or None.
+        nnodes: Number of nodes, or MIN:MAX; None to read it from the environment.
         node_rank: Number of this node, from 0.
         master_addr: Host name or address of node 0.
         master_port: Port on node 0.

@@ -1,4 +1,4 @@
-"""Samples that are files in class folders."""
+"""Samples that are files: in class folders, or named by a table or by annotations."""
 
 import contextlib
 import errno
@@ -25,18 +25,18 @@ _JPEG = (".jpg", ".jpeg", ".jfif", ".jpe")
 _JPEG2000 = (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx")
 IMAGES = (*_JPEG, ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".avif", *_JPEG2000)
 
-# Files whose size, and whose content, is in the fingerprint.
+# Numbers of files whose size, and whose content, are in the fingerprint.
 _SIZES, _CONTENTS = 10_000, 32
-LARGEST_FILE = 2 << 30  # above the size of the largest image that is decoded, in any format
+LARGEST_FILE = 2 << 30  # bytes, above the size of the largest image that is decoded, in any format
 
 
 class Listed(NamedTuple):
-    """File that lists the names of samples.
+    """File that lists the paths of samples.
 
     Attributes:
-        file: Table or annotations.
-        unit: Unit that names a sample: "line", "row" or "image".
-        numbers: Number of the line, row or image of each sample.
+        file: Path of the table or the annotations.
+        unit: What stands for a sample in it: "line", "row" or "image".
+        numbers: Number of each sample's line or row, or id of its image.
     """
 
     file: Path
@@ -50,9 +50,9 @@ class Files(Records):
     Args:
         root: The folder.
         names: Paths relative to it, in the order of the samples.
-        labels: Class of each file.
+        labels: Class of each file, an index into `classes`.
         classes: Class names.
-        listed: File that lists the names; None if they are from the folder itself.
+        listed: File that lists the paths; None if the folder was searched for them.
         left_out: Files that aren't read.
     """
 
@@ -75,9 +75,9 @@ class Files(Records):
         self._columns = Columns.hold(columns)
 
     def fingerprint(self) -> str:
-        """Returns the sample count and a hash of all names and labels, 10,000 sizes and 32 contents.
+        """Returns the sample count and a hash of classes, all paths and labels, 10,000 sizes and 32 contents.
 
-        A size takes a round trip on a network file system, too long for each of a million files.
+        A size takes a round trip on a network file system: too long for all of a million files.
         """
         digest = hashlib.sha256(repr(tuple(self.classes)).encode())
         for column in ("name", "name_end", "label"):
@@ -109,7 +109,7 @@ class Files(Records):
         return unreadable_line(wrong, len(self), f"files named in {table}", listed_name, remedy)
 
     def name(self, sample: int) -> str:
-        """Returns the path for people."""
+        """Returns the path of a sample as printable text."""
         return readable(self.path(sample))
 
     def read(self, sample: int) -> bytearray:
@@ -122,7 +122,7 @@ class Files(Records):
             ) from error
 
     def path(self, sample: int) -> bytes:
-        """Returns the path of a sample."""
+        """Returns the path of a sample, with `root`."""
         return os.path.join(self._root, self.file_name(sample))  # noqa: PTH118  (bytes)
 
 
@@ -131,10 +131,10 @@ class NotAFileError(OSError):
 
 
 def open_sample_file(path: bytes | Path) -> tuple[int, os.stat_result]:
-    """Opens a regular file for reading.
+    """Opens a regular file for reading; returns its descriptor, which the caller closes, and its status.
 
     Raises:
-        NotAFileError: If it is something else.
+        NotAFileError: If it is a folder, a pipe or a device.
         OSError: If it can't be opened.
     """
     # O_NONBLOCK: opening a pipe without a writer would block.
@@ -147,10 +147,10 @@ def open_sample_file(path: bytes | Path) -> tuple[int, os.stat_result]:
 
 
 def read_exactly(file: int, start: int, count: int) -> bytearray:
-    """Reads bytes of an open file.
+    """Reads `count` bytes from byte `start` on of an open file, given by its descriptor.
 
     Raises:
-        OSError: If the file ends before, or `count` is above any image's size.
+        OSError: If the file ends earlier, or `count` is above LARGEST_FILE.
     """
     if count > LARGEST_FILE:
         raise OSError(errno.EFBIG, f"has {count:,} bytes, and an image {LARGEST_FILE:,} at most")
@@ -160,10 +160,10 @@ def read_exactly(file: int, start: int, count: int) -> bytearray:
 
 
 def fill_exactly(file: int, start: int, view: memoryview) -> None:
-    """Fills memory with bytes of an open file.
+    """Fills memory with the bytes from byte `start` on of an open file, given by its descriptor.
 
     Raises:
-        OSError: If the file ends before.
+        OSError: If the file ends earlier.
     """
     done = 0
     while done < len(view):
@@ -181,16 +181,16 @@ def readable(path: bytes) -> str:
 def in_folder(
     root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = (), kind: type[Files] = Files
 ) -> Files:
-    """Finds `root/<class>/**/<file>`, sorted by class and path.
+    """Finds the samples `root/<class>/**/<file>`, sorted by class and path.
 
     Args:
         root: The folder.
         suffixes: Suffixes of samples, in lower case.
-        leave_out: Names in the folder that aren't classes.
+        leave_out: Names of entries of `root` to ignore, as they aren't classes.
         kind: Class of the result, `Files` or a subclass.
 
     Raises:
-        BadInputError: If the folder is missing or holds no samples.
+        BadInputError: If the folder is missing, can't be listed, or holds no samples or a broken link.
     """
     if not root.is_dir():
         raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
@@ -215,12 +215,18 @@ def in_folder(
 
 
 def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> list[str]:
-    """Returns the class folders in order; other entries are appended to `left_out`."""
+    """Returns the names of the class folders in order; other entries are appended to `left_out`.
+
+    Raises:
+        BadInputError: If an entry is a broken link.
+    """
     folders = list[str]()
     for entry in sorted(root.iterdir()):
         if entry.name in leave_out:
             continue
-        if entry.is_symlink() and not entry.exists():  # a class that would be lost
+        if (
+            entry.is_symlink() and not entry.exists()
+        ):  # may be a class, which would be missing without an error
             raise BadInputError(f"{entry}: a link that leads nowhere; mend or remove it")
         if not entry.is_dir():
             hidden = entry.name.startswith(".")
@@ -235,7 +241,7 @@ def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> l
 
 
 def folder_split(config: DataConfig, path: Path, split: str) -> Files:  # noqa: ARG001
-    """Opens `path/split/CLASS/…`, see `in_folder`."""
+    """Finds the samples `path/split/<class>/**/<file>`, see `in_folder`."""
     return in_folder(path / split)
 
 
@@ -247,15 +253,15 @@ def _below(
     above: tuple[tuple[int, int], ...],
     prefix: bytes = b"",
 ) -> Iterator[bytes]:
-    """Yields the files below a folder that have one of the suffixes, in any order.
+    """Yields the paths of files below a folder that have one of the suffixes, relative to it, in any order.
 
     Args:
         folder: Path of the folder.
         suffixes: Suffixes in lower case.
         left_out: Receives files that aren't yielded.
-        shown: Name of the folder, for people.
+        shown: Path of the folder in `left_out`.
         above: Device and inode of each parent folder.
-        prefix: Prefix of the paths that are yielded.
+        prefix: Put before the paths that are yielded.
     """
     above = (*above, _inode(os.stat(folder)))  # noqa: PTH116  (bytes)
     with os.scandir(folder) as entries:
@@ -288,7 +294,7 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 
 def size_of(path: bytes | Path) -> int:
-    """Returns the bytes of a file; -1 if it can't be read."""
+    """Returns the size of a file in bytes; -1 if it can't be read."""
     try:
         return os.stat(path).st_size  # noqa: PTH116
     except OSError:
@@ -296,6 +302,7 @@ def size_of(path: bytes | Path) -> int:
 
 
 def _content(path: bytes) -> bytearray:
+    """Returns all bytes of a regular file; raises as `open_sample_file` and `read_exactly` do."""
     file, facts = open_sample_file(path)
     try:
         return read_exactly(file, 0, facts.st_size)

@@ -1,14 +1,14 @@
 """Checks before a run starts: one list for the launcher, ranks without a launcher, and `fit`.
 
-`START_CHECKS` run after the decision how a run starts (`decision`), each once per job or once per host. A
-launcher runs those of its host, on node 0 those of the job, too; `fit` runs all; `places` says which a rank
-without a launcher runs, at its first start only, not when torchrun restarts it. Other checks:
+`START_CHECKS` run after `decide` has found out whether a run begins or resumes, each once per job or per
+host. A launcher runs those of its host, on node 0 those of the job, too; `fit` runs all; `places` says which
+a rank without a launcher runs, at its first start only, not when torchrun restarts it. Other checks:
 
 | check | where |
 |---|---|
 | flags, `--tuned`, `threads_line` | before the data is opened: launcher, first process of a job, `fit` |
 | `check_request`: what would fail on every rank | launcher, `fit`; each rank with the number of all ranks |
-| `decide`: another run, `--from`, finished | launcher, `fit`; each rank, under the lock of rank 0 |
+| `decide`: state of the folder, `--from` | launcher, `fit`; each rank, under the lock of rank 0 |
 | `claim_folder`, of a run that begins | node 0's launcher, rank 0, `fit` |
 | `check_inside`, `lock` | rank 0 |
 """
@@ -36,17 +36,25 @@ from trainer.train.options import Mode
 from trainer.train.start.decision import Decision, Resume
 from trainer.train.start.local_ranks import check_threads
 
-CheckPlace = Literal["job", "host"]  # runs in one process of the job; in one on each host
+CheckPlace = Literal["job", "host"]  # a check runs in one process of the job, or in one on each host
 
 
 class Start(NamedTuple):
-    """Subject of the checks; `folder` is the folder of all runs if the run's own isn't made yet."""
+    """Run to be checked.
+
+    Attributes:
+        recipe: The configuration.
+        task: The recipe's task.
+        folder: The run folder; while it isn't made yet, the folder of all runs.
+        decision: How the run starts.
+        settings: Settings KEY=VALUE as they were typed.
+    """
 
     recipe: Recipe
     task: Task
     folder: Path
     decision: Decision
-    settings: Sequence[str] = ()  # as they were typed
+    settings: Sequence[str] = ()
 
 
 def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
@@ -55,10 +63,10 @@ def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
     Args:
         recipe: The configuration.
         stored: The manifest of earlier attempts, or None.
-        mode: The flag --resume; with "force", as of `trainer verify`, any number is accepted.
+        mode: The flag --resume; with "force", which `trainer verify` uses, any number is accepted.
 
     Raises:
-        BadInputError: If there are far more threads than CPUs.
+        BadInputError: If there are more than 64 threads, more than CPUs, and the run wasn't begun with them.
     """
     threads = recipe.parallel.threads
     begun_with = stored.threads if stored is not None and mode != "force" else None
@@ -69,39 +77,43 @@ def threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
 
 
 def _own_check(start: Start) -> None:
+    """Runs the task's own method `check`."""
     if current() is not None and isinstance(start.task, Checked):  # else `check_request` does it
         start.task.check()
 
 
 def _schedule(start: Start) -> None:
-    """Checks that a task's own scheduler doesn't end before a run that is resumed."""
+    """Checks that a task's own scheduler doesn't end before the last step of a run that is resumed."""
     if isinstance(start.decision, Resume):
         steps = make_plan(start.recipe, start.task).steps
         check_end(start.folder, start.decision.stored, start.task, steps)
 
 
 def _files(start: Start) -> None:
+    """Checks the files of the data."""
     check_files(start.recipe, start.task)
 
 
-def _outside(start: Start) -> None:
-    """Checks, for a new run, that trackers answer and the metrics port is free."""
+def _services(start: Start) -> None:
+    """Checks for a new run that its trackers are reachable and the metrics port is free."""
     if not isinstance(start.decision, Resume):
         check_reachable(start.recipe.log.to)
         check_metrics_port(start.recipe.log)
 
 
-def _loss(start: Start) -> None:
+def _container_layer(start: Start) -> None:
+    """Warns if the folder is removed with the container."""
     warn_of_loss(start.folder)
 
 
-def _mac(start: Start) -> None:
+def _no_mps(start: Start) -> None:
+    """Reports on a Mac that its GPU isn't used."""
     if start.recipe.device == "auto" and torch.backends.mps.is_available():
         say(f"  {WHY_NO_MPS}: this trains on the CPU")
 
 
 def _settings(start: Start) -> None:
-    """Warns of settings without effect, and prints defaults that a task of the user's own is trained with."""
+    """Warns of settings without effect, and reports the defaults that a custom task is trained with."""
     recipe, typed = start.recipe, typed_keys(start.settings)
     steps = make_plan(recipe.model_copy(update={"max_steps": MOST_STEPS}), start.task).steps
     for line in (*idle_keys(recipe, typed), *idle_length(recipe, typed, steps)):
@@ -115,24 +127,28 @@ START_CHECKS: tuple[tuple[CheckPlace, Callable[[Start], None]], ...] = (
     ("job", _own_check),
     ("job", _schedule),
     ("host", _files),
-    ("job", _outside),
-    ("job", _loss),
+    ("job", _services),
+    ("job", _container_layer),
     ("job", _settings),
-    ("job", _mac),
+    ("job", _no_mps),
 )
 
 
 def places(variables: Mapping[str, str]) -> set[CheckPlace]:
-    """Returns the kinds of checks that a rank without a launcher runs, by its environment variables."""
+    """Returns the checks that a rank without a launcher runs: "job" on rank 0, "host" on local rank 0.
+
+    Args:
+        variables: Environment variables, of which RANK and LOCAL_RANK are read; a missing one counts as 0.
+    """
     found: dict[CheckPlace, str] = {"job": "RANK", "host": "LOCAL_RANK"}
     return {place for place, name in found.items() if variables.get(name, "0") == "0"}
 
 
 def check_start(start: Start, here: Set[CheckPlace]) -> None:
-    """Runs the checks of these kinds.
+    """Runs the checks of the kinds `here`, in the order of `START_CHECKS`.
 
     Raises:
-        BadInputError: If a check fails; names the remedy.
+        BadInputError: If a check fails; its message names the remedy.
     """
     for place, check in START_CHECKS:
         if place in here:
