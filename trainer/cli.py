@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import errno
 import os
 import re
 import signal
@@ -57,7 +58,16 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     except BadInputError as error:
         tell(f"trainer: error: {' '.join(str(error).split())}", "error")
         return EXIT_BAD_INPUT
-    except BrokenPipeError:  # `trainer recipes | head`
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # of a path that was given, wherever it is looked at first
+            tell(
+                f"trainer: error: {redact_text(str(error.filename)):.60}…: the name of a file is too long",
+                "error",
+            )
+            return EXIT_BAD_INPUT
+        if not isinstance(error, BrokenPipeError):
+            raise
+        # `trainer recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -68,15 +68,15 @@ def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str
     what = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "model_type":
         what = f"a section: give its keys, such as {dotted}={{…}} or {dotted}.KEY=VALUE"
+    # Redacted before it is shortened, which could cut off what a secret is recognized by.
+    given = redact_text(in_yaml(problem["input"]))
+    given = given if len(given) < 60 else given[:57] + "..."
     if problem["type"] == "tuple_type":
-        what = f"a list is wanted, such as --set '{dotted}=[{in_yaml(problem['input'])}]'"
+        what = f"a list is wanted, such as --set '{dotted}=[{given}]'"
     if problem["type"] == "literal_error":
         what = f"no such value{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # a problem of a whole section
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    # Redacted before it is shortened, which could cut off what a secret is recognized by.
-    given = redact_text(in_yaml(problem["input"]))
-    given = given if len(given) < 60 else given[:57] + "..."
     # Messages of the trainer's own validators name the allowed values.
     allowed = "" if problem["type"] == "value_error" else f"; allowed: {_in_words(wanted)}"
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}{allowed}{more}"

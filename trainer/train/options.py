@@ -30,7 +30,11 @@ def parse_source(word: str) -> StartingPoint:
     Raises:
         BadInputError: If it has none of these forms.
     """
-    if not (Path(word) / MANIFEST).is_file() and "@" in word:
+    try:
+        is_run = (Path(word) / MANIFEST).is_file()
+    except OSError:  # such as a name that is too long
+        is_run = False
+    if not is_run and "@" in word:
         name, _, which = word.rpartition("@")
         if which not in ("best", "last") and not (which.isascii() and which.isdigit()):
             raise BadInputError(f"--from {word}: after the @ stands a step, best or last")

@@ -49,7 +49,7 @@ class DigitsCanvas:
         """Returns the number of canvases and a hash of all pixels and boxes."""
         digest = hashlib.sha256()
         for picture in self._pictures:
-            for array in picture:
+            for array in picture[:4]:  # the areas are None, which has no bytes but those of an address
                 digest.update(np.ascontiguousarray(array).tobytes())
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
