@@ -414,9 +414,9 @@ def test_all_ranks_begin_with_the_first_ones_weights(ranks: Ranks) -> None:
         ({"parallel": {**FSDP, "find_unused_parameters": True}}, "all trained parameters must have a part"),
         ({"parallel": {**FSDP, "bucket_mb": 50}}, "parallel.bucket_mb is DDP's"),
         ({"parallel": FSDP, "optim": {"name": "muon"}}, "optim.name=muon needs whole matrices"),
-        ({"parallel": FSDP, "model": {"channels_last": True}}, "model.channels_last lays parameters out"),
+        ({"parallel": FSDP, "model": {"channels_last": True}}, "model.channels_last uses a memory layout"),
         ({"parallel": FSDP, "compile": {"mode": "default", "scope": "model"}}, "use compile.scope=blocks"),
-        ({"parallel": FSDP, "precision": {"debug": True}}, "precision.debug looks at the weights"),
+        ({"parallel": FSDP, "precision": {"debug": True}}, "precision.debug reads the weights"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(sections: dict[str, Any], line: str) -> None:
