@@ -1,4 +1,4 @@
-"""Verdict on a run and its replay: identical, or the first difference and differences of the environments."""
+"""Verdict on a run and its replay: identical, or the first difference and those of the environments."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.observe.checksums import ChecksumRow, FirstDifference
 from trainer.train.provenance import file_hash
 
-_SHOWN = 3  # names of tensors
-_LINES = 5  # contradictions
-# Keys of a manifest whose values can change the results, in the order in which differences are reported.
+_SHOWN = 3
+_LINES = 5
+# Fields of a manifest that can change the bits, in the order in which differences are reported.
 _ENVIRONMENT = (
     *("versions.torch", "versions.cuda", "versions.cudnn", "versions.nccl"),
     *("device.name", "device.gpus", "device.cpu_capability", "device.cpu", "threads", "world_size"),
@@ -27,12 +27,7 @@ _ENVIRONMENT = (
 
 
 def differing_weights(run: Recorded, folder: Path) -> list[str]:
-    """Returns a line for each file of final weights that differs; none if the run has no final weights.
-
-    Args:
-        run: The run.
-        folder: Run folder of its replay.
-    """
+    """Returns differences of the final weights, as lines; none if the run has no final weights."""
     lines = []
     for name, digest in run.manifest.weights.items():
         ours, theirs = run.path / name, folder / name
@@ -42,7 +37,6 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
 
 
 def _tensors_that_differ(ours: Path, theirs: Path) -> str:
-    """Says how two files of weights with different hashes differ."""
     if not (os.path.lexists(ours) and os.path.lexists(theirs)):
         return "another hash"
     if odd_weights(ours) or odd_weights(theirs):
@@ -60,16 +54,15 @@ def _tensors_that_differ(ours: Path, theirs: Path) -> str:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if shape, dtype and bytes are the same, so that NaN equals NaN, and 0 differs from -0."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns differences of two manifests' environments, as lines "key: VALUE, now VALUE".
+    """Returns differences of two manifests' environments, as "name: before, now after".
 
-    The most important come first. A key that `before` lacks is no difference.
+    The most important come first. A field that the older manifest lacks is no difference.
     """
     lines = []
     for name in _ENVIRONMENT:
@@ -83,21 +76,13 @@ def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def identical(
     run: Recorded, rows: Sequence[ChecksumRow], until: int, parts: Sequence[Segment], here: Sequence[str]
 ) -> str:
-    """Formats the verdict on a run whose replay is identical.
-
-    Args:
-        run: The run.
-        rows: Checksum records that were compared, at least one.
-        until: Last step of the replay.
-        parts: Parts of the replay, by number of ranks and threads.
-        here: Differences of the environment, see `differences_here`.
-    """
+    """Formats the verdict on a run that was replayed bit for bit."""
     metrics = sum(len(row.metrics) for row in rows)
     tensors = sum(len(row.tensors) for row in rows)
     files = [*run.manifest.weights] if until == run.manifest.steps else []
     lines = [
         f"{run.path}: identical",
-        f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} records with "
+        f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} rows with "
         f"{metrics} metrics, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
     ]
     if files:
@@ -114,15 +99,7 @@ def different(
     here: Sequence[str],
     odd: Sequence[str] = (),
 ) -> str:
-    """Formats the verdict on a run whose replay differs, or whose records contradict each other.
-
-    Args:
-        run: The run.
-        found: First difference of the checksum records, or None.
-        weights: Differences of the final weights, see `differing_weights`.
-        here: Differences of the environment, see `differences_here`.
-        odd: Contradictions between the run's own records, one a line.
-    """
+    """Formats the verdict on a run that differs, or (`odd`) contradicts itself."""
     lines = [f"{run.path}: differs", *(f"  {line}" for line in odd[:_LINES])]
     if len(odd) > _LINES:
         lines.append(f"  and {len(odd) - _LINES} more of that kind")
@@ -158,7 +135,6 @@ def _hints(run: Recorded) -> list[str]:
 
 
 def _who(parts: Sequence[Segment]) -> str:
-    """Returns the ranks and threads of each part, such as "2 ranks of 4 threads, then 1 rank…"."""
     each = [
         f"{part.ranks} rank{'s' * (part.ranks > 1)} of {part.threads} thread{'s' * (part.threads > 1)}"
         for part in parts
@@ -167,7 +143,6 @@ def _who(parts: Sequence[Segment]) -> str:
 
 
 def _some(names: Sequence[str], of: int) -> str:
-    """Returns the first names of tensors, and how many of all there are."""
     shown = ", ".join(names[:_SHOWN])
     return f"{shown}{' …' if len(names) > _SHOWN else ''} ({len(names)} of {of} tensors)"
 
