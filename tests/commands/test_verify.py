@@ -92,7 +92,7 @@ def test_some_steps_of_the_whole_schedule(whole: Path, forked: Forked, capsys: C
 
 def test_a_run_that_was_cut_and_is_not_at_its_end(cut: Path, forked: Forked, capsys: Capsys) -> None:
     told = verify(cut, code=0, capsys=capsys)
-    assert "identical\n  10 of 16 steps on 1 rank of 1 thread: 6 rows" in told
+    assert "identical\n  10 of 16 steps on 1 rank of 1 thread: 6 records" in told
     assert len(forked) == 1, "it was trained in one way throughout"
 
 
@@ -561,6 +561,6 @@ def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> N
     assert contents(folder) == before
     first, *_, said, weights = proof.stdout.splitlines()
     assert first.startswith("run: training steps 1 to 13 of 13 again, in ")
-    assert said.startswith(f"  13 of 13 steps on {trained}: 5 rows")
+    assert said.startswith(f"  13 of 13 steps on {trained}: 5 records")
     assert weights == "  final weights: model.safetensors, ema.safetensors"
     assert not Path(first.rpartition(" in ")[2]).exists()

@@ -82,7 +82,7 @@ def identical(
     files = [*run.manifest.weights] if until == run.manifest.steps else []
     lines = [
         f"{run.path}: identical",
-        f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} rows with "
+        f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} records with "
         f"{metrics} metrics, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
     ]
     if files:
