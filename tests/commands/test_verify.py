@@ -83,7 +83,7 @@ def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
 
 def test_some_steps_of_the_whole_schedule(whole: Path, forked: Forked, capsys: Capsys) -> None:
     told = verify(whole, "--steps", "7", code=0, capsys=capsys)
-    assert "identical\n  6 of 16 steps" in told and "3 rows" in told and "final" not in told
+    assert "identical\n  6 of 16 steps" in told and "3 records" in told and "final" not in told
     assert [request.stop_after for request in forked] == [6]
     for steps in ("0", "1", "17", "-3"):
         told = verify(whole, "--steps", steps, code=2, capsys=capsys)
@@ -469,7 +469,7 @@ def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, 
     verify(folder, code=0, capsys=capsys)
     assert attempt(folder, small(log={"every": 7})).code == 0
     told = verify(folder, code=0, capsys=capsys)
-    assert "16 of 16 steps" in told and "5 rows" in told
+    assert "16 of 16 steps" in told and "5 records" in told
     rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[-1]))(folder)
     assert "row of train metrics of step 16 is missing" in verify(folder, code=1, capsys=capsys)
 
