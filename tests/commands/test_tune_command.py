@@ -140,7 +140,8 @@ def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
     assert main(["train", "digits", *SMALL, *AUTO, "--out", "run"]) == 0
     assert trained == [8]
     assert main(["train", "digits", *SMALL, *AUTO, "--out", "other"]) == 2
-    assert "use `trainer train` without it, or `trainer tune RECIPE` and then --tuned" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "use `trainer train` without it, or `trainer tune RECIPE` and then --tuned" in told
     assert not (tmp_path / "other").exists()
     assert starts.jobs == []
 
