@@ -33,7 +33,7 @@ def _one(run: RecordedRun) -> dict[str, object]:
         record.what(run),
         record.model(run),
         sections.curves(run),
-        sections.answers(run),
+        sections.answer_table(run),
         sections.of_hooks(run),
         sections.time(run),
         sections.throughput(run),

@@ -171,7 +171,7 @@ def of_hooks(run: RecordedRun) -> Markup:
     return html("sections.hooks", charts, pictures)
 
 
-def answers(run: RecordedRun) -> Markup | None:
+def answer_table(run: RecordedRun) -> Markup | None:
     """Shows what the model answered to each prompt, at first and at last."""
     if not run.answers:
         return None
