@@ -59,17 +59,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "subprocess", stub)
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads exports in a process that has imported torch, but nothing of what wrote them."""
-
-    def run(words: Sequence[str], env: dict[str, str], **_: Any) -> "subprocess.CompletedProcess[str]":
-        return preloaded.run(words, env=env)
-
-    stub = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(check, "subprocess", stub)
-
-
 def export(run: Path, *words: str, code: int = 0) -> None:
     assert main(["export", str(run), *words]) == code
 
@@ -82,7 +71,6 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.compat
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", FILES)
 def test_a_fresh_process_computes_the_same(name: str, run: Path, tmp_path: Path) -> None:
     if name == "onnx":
@@ -259,12 +247,6 @@ def test_another_models_file_is_found_and_the_old_one_stays(
     assert file_hash(tmp_path / "out" / "model.ts") == old
 
 
-@pytest.mark.slow
-def test_a_process_without_the_forks_of_the_tests_computes_the_same(run: Path, tmp_path: Path) -> None:
-    export(run, "--to", "torch-export", "--out", str(tmp_path / "there"))
-
-
-@pytest.mark.usefixtures("forked")
 def test_a_fresh_process_that_fails_is_told(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,33 +112,36 @@ class _Forking(subprocess.Popen[Any]):
 class Popen(_Forking):
     """`subprocess.Popen` for a Python that is a fork of the server."""
 
-    _status: socket.socket
+    _status: socket.socket | None = None  # of a fork; other programs are this process's own children
 
     def _start(self, request: dict[str, Any], streams: list[int]) -> int:
-        self._status, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as text:
             text.write(json.dumps(request).encode())
             text.flush()
             with _server_lock:
                 socket.send_fds(_server(), [b"."], [*streams, text.fileno(), theirs.fileno()])
         theirs.close()
-        told = self._status.recv(_TOLD)
+        told = ours.recv(_TOLD)
         assert told, "the server of preloaded processes is gone"
+        self._status = ours
         return int(told)
 
     def poll(self) -> int | None:
-        return self._ended(0)
+        return super().poll() if self._status is None else self._ended(self._status, 0)
 
     def wait(self, timeout: float | None = None) -> int:
-        if (code := self._ended(timeout)) is None:
+        if self._status is None:
+            return super().wait(timeout)
+        if (code := self._ended(self._status, timeout)) is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.args, timeout)
         return code
 
-    def _ended(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-            self.returncode = int(self._status.recv(_TOLD))
-            self._status.close()
+    def _ended(self, status: socket.socket, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([status], [], [], timeout)[0]:
+            self.returncode = int(status.recv(_TOLD))
+            status.close()
         return self.returncode
 
 
