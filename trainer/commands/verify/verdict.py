@@ -37,8 +37,8 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
 
 
 def _tensors_that_differ(ours: Path, theirs: Path) -> str:
-    if not (os.path.lexists(ours) and os.path.lexists(theirs)):
-        return "another hash"
+    if missing := [file for file in (ours, theirs) if not os.path.lexists(file)]:
+        return f"{'the run' if missing[0] == ours else 'the replay'} has none"
     if odd_weights(ours) or odd_weights(theirs):
         return "it can't be read"
     try:
@@ -50,6 +50,8 @@ def _tensors_that_differ(ours: Path, theirs: Path) -> str:
         for name in dict.fromkeys([*before, *now])
         if name not in before or name not in now or not _same_bits(before[name], now[name])
     ]
+    if not odd:
+        return "all tensors are identical, and the file's header is another (its metadata)"
     return _some(odd, max(len(before), len(now)))
 
 
