@@ -265,7 +265,19 @@ def check_writable(folder: Path) -> None:
     Raises:
         OSError: If it can't.
     """
-    probe = _beside(folder / "writable")
+    check_replaceable(folder / secrets.token_hex(8))
+
+
+def check_replaceable(path: Path) -> None:
+    """Checks that `written_whole` can write a file: to be called before long work whose result goes there.
+
+    Raises:
+        OSError: If it can't.
+    """
+    _check_no_device(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    probe = _beside(path)
     _make(probe)
     probe.unlink()
 
