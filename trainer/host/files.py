@@ -234,7 +234,7 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
         if lasting:
             sync_folder(path.parent)
     except OSError as error:
-        if str(error.filename) == str(beside):
+        if error.filename is None or str(error.filename) == str(beside):  # a full disk's names no file
             error.filename = str(path)
         raise
     finally:

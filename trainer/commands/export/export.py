@@ -180,6 +180,8 @@ def _target(options: argparse.Namespace) -> Path:
                 raise BadInputError(f"{folder}: {odd}; say by --out where it is to be")
     target = Path(os.path.realpath(options.out or default))
     if not target.exists():
+        if target.is_symlink():
+            raise BadInputError(f"--out {target}: is a link that leads to itself; give another folder")
         return target
     if not target.is_dir() or (any(target.iterdir()) and not (target / _ABOUT).is_file()):
         raise BadInputError(f"--out {target}: is there already and no export; give another folder")
