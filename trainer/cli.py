@@ -4,9 +4,11 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -14,6 +16,7 @@ from trainer.config.redact import redact_text
 from trainer.config.registry import named
 from trainer.config.suggest import MEANT, nearest
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
+from trainer.host.files import read_bounded
 from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
@@ -59,17 +62,36 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         tell(f"trainer: error: {' '.join(str(error).split())}", "error")
         return EXIT_BAD_INPUT
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # of a path that was given, wherever it is looked at first
-            tell(
-                f"trainer: error: {redact_text(str(error.filename)):.60}…: the name of a file is too long",
-                "error",
-            )
+        if line := _mendable(error):
+            tell(f"trainer: error: {' '.join(line.split())}", "error")
             return EXIT_BAD_INPUT
         if not isinstance(error, BrokenPipeError):
             raise
         # `trainer recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+_FULL = {errno.ENOSPC: "no room is left", errno.EDQUOT: "the quota is used up", errno.EFBIG: "file too large"}
+_OF_A_PATH = {
+    errno.ENAMETOOLONG: "the name of a file is too long",
+    errno.EACCES: "permission denied: give another, or run this as a user who may",
+    errno.EPERM: "not permitted",
+    errno.EROFS: "is on a read-only file system",
+    errno.ENOTDIR: "isn't a folder",
+    errno.EISDIR: "is a folder",
+    errno.ELOOP: "is a link that leads to itself",
+}
+
+
+def _mendable(error: OSError) -> str:
+    """Returns a line for an error that only the user can mend, wherever a path is first used; "" else."""
+    if error.filename is None:
+        return f"can't be written: {_FULL[error.errno]}" if error.errno in _FULL else ""
+    reason = {**_FULL, **_OF_A_PATH}.get(error.errno or 0, "")
+    path = str(error.filename) if isinstance(error.filename, int) else os.fsdecode(error.filename)
+    path = f"{path:.60}…" if error.errno == errno.ENAMETOOLONG else path
+    return f"{path}: {reason}" if reason else ""
 
 
 # What other tools, or this one formerly, call a flag that is like none of ours.
@@ -94,6 +116,7 @@ _COMMANDS_ELSEWHERE = {
     "compare": "report",
 }
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")  # argparse's words
+_MOST_OPTIONS = 1 << 20  # bytes of a file of options
 _SETTING = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
 
@@ -102,12 +125,16 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         told: What to say of flags that another command has, in place of a flag that looks alike.
+        takes_files: Whether @FILE stands for the options of a file.
     """
 
     told: Mapping[str, str] = MappingProxyType({})
+    takes_files = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses; a flag that the command's own parser doesn't know is reported there."""
+        if self.takes_files and args is not None:
+            args = list(self._with_files(args))
         options, unknown = super().parse_known_args(self._with_settings(args), namespace)
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}"
@@ -122,6 +149,26 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{message}; did you mean '{key}=…'?")
             self.error(message + (f"; did you mean {meant!r}?" if meant in known else nearest(flag, known)))
         return options, unknown
+
+    def _with_files(self, words: Sequence[str], within: Sequence[str] = ()) -> Iterator[str]:
+        """Puts the options of a file in the place of @FILE; there may be such words in it, too."""
+        for word in words:
+            if not word.startswith("@"):
+                yield word
+                continue
+            if word in within:
+                self.error(f"{word}: names itself; take that line out")
+            try:
+                lines = read_bounded(Path(word[1:]), _MOST_OPTIONS).decode("utf-8-sig").splitlines()
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", "isn't text in UTF-8")
+                self.error(f"{word}: can't be read ({why}): give a file of options, or leave @ out")
+            for number, line in enumerate(lines, 1):
+                try:
+                    found = shlex.split(line, comments=True)
+                except ValueError as error:
+                    self.error(f"{word}, line {number}: {line.strip()}: {error}")
+                yield from self._with_files(found, [*within, word])
 
     def _with_settings(self, words: Sequence[str] | None) -> list[str] | None:
         """KEY=VALUE alone becomes --set KEY=VALUE, in its place, where no other words may look like that."""

@@ -1,6 +1,8 @@
 """Errors that the user can mend, and the exit codes that say how a run ended."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -41,6 +43,23 @@ class OwnCodeError(BadInputError):
         """With the line."""
         super().__init__(line)
         self.trace = trace
+
+
+@contextmanager
+def writing(what: str, remedy: str = "give another") -> Iterator[None]:
+    """Context manager in which a path that the user named is written; an error of that is one line.
+
+    Args:
+        what: The path, with its flag, for the message.
+        remedy: What to do.
+
+    Raises:
+        BadInputError: If it can't be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BadInputError(f"{what}: can't be written ({error.strerror or error}); {remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

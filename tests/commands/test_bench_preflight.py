@@ -232,6 +232,25 @@ def test_a_rank_that_vanishes_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
+def test_a_host_whose_name_is_a_loopback_address_is_reached_where_its_store_was(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MASTER_ADDR may be another job's; the place has the master that this rank found."""
+    called: list[tuple[str, int]] = []
+    monkeypatch.setenv("MASTER_ADDR", "another-job")
+    monkeypatch.setattr(
+        preflight_module, "call_peer", lambda where, *_: (called.append(where), Link(1e-4, GIGABIT))[1]
+    )
+    store = HashStore()
+    here = Host(1, platform.node(), "127.0.0.1", 8)
+    store.set("present", json.dumps([Host(0, "elsewhere", address, 7), here]))
+    store.set("link-0-0", json.dumps(Link(1e-4, GIGABIT)))
+    told = _tried(store, RankPlace(1, 2, "10.79.0.1", 1, False), 5.0, 5.0)
+    assert called == [("10.79.0.1", 7)]
+    assert told["hosts"][0].address == address
+
+
 def test_if_all_links_are_dead_all_are_named() -> None:
     lines = verdict_lines(mesh(3, r01=DEAD, r02=DEAD, r12=DEAD), 5.0)
     assert len(lines) == 3 and all(line.startswith("trainer: link ") for line in lines)
@@ -295,6 +314,17 @@ def test_a_rank_without_a_store_says_so() -> None:
 def test_what_is_no_check(words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "links", *words]) == code
     assert said in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("words", [[], ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1"]])
+def test_json_is_json_where_nothing_was_measured_too(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight_module, "preflight", lambda *_: {"alone": "rank 1 on b got no answer"})
+    code = main(["bench", "links", "--json", *words])
+    told = json.loads(capfd.readouterr().out)
+    assert told["hosts"] == told["links"] == told["missing"] == []
+    assert (code, len(told["verdict"])) == ((1, 1) if words else (3, 0))
 
 
 def test_a_rank_that_torchrun_started_finds_its_place() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -124,6 +125,19 @@ def test_bad_input_is_one_line(
     assert told.out == ""
     assert said in told.err
     assert told.err.count("\n") == 1
+
+
+def test_a_plot_that_cannot_be_written_at_last_loses_no_result(
+    digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("trainer.commands.evaluate.evaluate.write_whole", full)
+    assert main(["evaluate", str(digits_run), "--plot", str(tmp_path / "m.svg")]) == 2
+    out, err = capsys.readouterr()
+    assert "accuracy" in out and "m.svg: can't be written (No space left on device)" in err
+    (tmp_path / "m.svg").mkdir()  # what can be known before is
+    assert main(["evaluate", str(digits_run), "--plot", str(tmp_path / "m.svg")]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_the_matrix_and_the_table_are_scikit_learns() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -188,6 +189,28 @@ def test_a_signal_leaves_nothing_half_written(
         "export: writing safetensors (fp32)",
         f"trainer: stopped by {signal.Signals(number).name}",
     ]
+
+
+def test_a_full_folder_of_temporary_files_is_one_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(check, "write_file", full)
+    assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "inputs.safetensors: can't be written (No space left on device); make room, or give" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_can_never_be_written_is_refused_before_the_model_is_built(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export_module, "open_run", mock.Mock(side_effect=AssertionError))
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for place in ("file/below/it", "loop", "loop/x"):
+        assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / place)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 @pytest.mark.parametrize("name", [pytest.param("torch-export", marks=pytest.mark.slow), "torchscript"])

@@ -283,9 +283,12 @@ def test_options_are_read_from_a_file_and_later_ones_win(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        (None, "No such file or directory: 'lab.txt'"),
+        (None, "error: @lab.txt: can't be read (No such file or directory): give a file of options"),
+        ("\udcff", "@lab.txt: can't be read (isn't text in UTF-8)"),
+        ("x" * 2_000_000, "@lab.txt: can't be read (more than 1 MiB)"),
+        ("--queue team-a\n@./lab.txt", "@./lab.txt: names itself"),
         ("--queu team-a", "unrecognized arguments: --queu team-a; did you mean '--queue'?"),
-        ("--name 'a", "@FILE: --name 'a: No closing quotation"),
+        ("--name 'a", "@lab.txt, line 1: --name 'a: No closing quotation"),
         ("--env HF_TOKEN=abc", "--env HF_TOKEN looks like a secret"),
     ],
 )
@@ -293,7 +296,7 @@ def test_a_wrong_file_of_options_is_one_line(
     text: str | None, wanted: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
-        Path("lab.txt").write_text(text)
+        Path("lab.txt").write_text(text, errors="surrogateescape")
     try:
         code = main(["submit", "digits", "--on", "docker", *ENGINE, "@lab.txt", "--dry-run"])
     except SystemExit as ended:

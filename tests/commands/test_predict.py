@@ -1,6 +1,7 @@
 """Promise: one command says what a model makes of files, and names those that it can't read."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from PIL import Image
 
 from trainer.cli import main
 from trainer.commands.predict import predict as module
-from trainer.commands.predict.images import as_evaluated
+from trainer.commands.predict.boxes import _picture_name
+from trainer.commands.predict.classes import read_each
+from trainer.commands.predict.images import as_evaluated, content
 from trainer.data.formats.records import LABEL
 from trainer.data.sources import IMAGE
 from trainer.train.model_of_run import open_run
@@ -33,6 +36,24 @@ def save(pixels: Any, file: Path, factor: int = 10) -> Path:
     """One pixel becomes factor x factor."""
     Image.fromarray(np.kron(pixels[:, :, 0], np.ones((factor, factor), np.uint8))).save(file)
     return file
+
+
+@pytest.mark.parametrize("name", ["a", "dir", "Is a", "b.png"])
+def test_a_file_that_cannot_be_read_is_named_whatever_its_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    assert read_each([tmp_path / name], content) == []
+    line = f"trainer: {tmp_path / name}: can't be read (Is a directory)\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("stem", ["a" * 250, "ä" * 125, "\udcff" * 250])
+def test_a_picture_has_a_name_that_is_short_enough(stem: str) -> None:
+    name = _picture_name(1, f"there/{stem}.jpg")
+    assert len(os.fsencode(name)) <= 255 - 22  # of the name by which it is written
+    assert name.startswith("001-") and name.endswith(".png")
+    assert _picture_name(2, "there/b.jpg") == "002-b.png"
 
 
 def rows(text: str) -> dict[str, list[str]]:

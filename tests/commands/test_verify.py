@@ -22,7 +22,7 @@ from tests.helpers.forked import attempt, small
 from trainer.cli import main
 from trainer.commands.verify import replay as replaying, verify as module
 from trainer.commands.verify.recorded import Segment, last_step, parts_of, read_recorded
-from trainer.commands.verify.verdict import differences_here
+from trainer.commands.verify.verdict import _tensors_that_differ, differences_here
 from trainer.config.recipe_file import load_recipe
 
 
@@ -481,6 +481,21 @@ def test_weights_that_are_none_are_a_difference(tmp_path: Path, whole: Path, cap
     digest = hashlib.sha256(b"x").hexdigest()
     change(folder, lambda m: m["weights"].update({"model.safetensors": digest}))
     assert "model.safetensors: it can't be read" in verify(folder, code=1, capsys=capsys)
+
+
+def test_weights_whose_tensors_are_the_same_or_that_are_missing_are_told_apart(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "run.safetensors", tmp_path / "again.safetensors"
+    safetensors.torch.save_file({"a": torch.zeros(2)}, ours, {"by": "somebody"})
+    safetensors.torch.save_file({"a": torch.zeros(2)}, theirs)
+    assert _tensors_that_differ(ours, theirs).startswith("all tensors are identical, and the file's header")
+    other = tmp_path / os.fsdecode(b"\xff.safetensors")  # safetensors' own reader takes UTF-8 alone
+    ours.rename(other)
+    assert _tensors_that_differ(other, theirs).startswith("all tensors are identical")
+    other.rename(ours)
+    theirs.unlink()
+    assert _tensors_that_differ(ours, theirs) == "the replay has none"
+    ours.unlink()
+    assert _tensors_that_differ(ours, theirs) == "the run has none"
 
 
 def test_a_stopped_run_that_lacks_its_last_rows_is_replayed_up_to_its_checkpoint(

@@ -15,7 +15,8 @@ import torch
 
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.manifests import least_manifest
-from trainer.cli import main
+from tests.helpers.privileges import permissions_count
+from trainer.cli import _mendable, main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.errors import BadInputError
@@ -227,6 +228,69 @@ def test_one_line_and_code_2(
     assert err.count("\n") == 1, err
     assert message in err
     assert sorted(path.name for path in tmp_path.rglob("*")) == before, "something was left behind"
+
+
+LOCKED = [
+    ["train", "locked/recipe.yaml"],
+    ["train", "digits", "data.name=folder", "data.path=locked/pictures"],
+    ["train", "digits", "data.name=folder", "data.path=half", "data.image_size=16"],
+    ["train", "digits", "data.name=table", "data.path=locked"],
+    ["train", "digits", "--from", "locked/run"],
+    ["train", "digits", "--out", "locked/run"],
+    ["train", "digits", "--out", "fixed/run"],
+    ["data", "pack", "locked/pictures", "packed"],
+    ["data", "pack", "half/train", "locked/packed", "--processes", "1"],
+    ["data", "stats", "locked/pictures"],
+    ["data", "index", "locked"],
+    ["data", "verify", "locked/tokens.bin"],
+    ["data", "show", "digits", "--set", "data.name=folder", "--set", "data.path=locked/pictures"],
+    ["runs", "locked"],
+    ["checkpoints", "locked/run"],
+    ["report", "locked/run"],
+    ["new", "locked/task.py"],
+    ["submit", "locked/recipe.yaml", "--on", "docker", "--dry-run"],
+    ["tune", "digits", "--out", "locked/tuned.yaml"],
+    ["tune", "digits", "--out", "fixed/tuned.yaml"],
+    ["tune", "digits", "--out", "half"],
+]
+
+
+@pytest.mark.parametrize("words", LOCKED, ids=" ".join)
+def test_a_path_that_may_not_be_used_is_one_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(tmp_path / "half")
+    for name in ("locked", "fixed"):
+        (tmp_path / name).mkdir()
+    held = {tmp_path / "locked": 0, tmp_path / "fixed": 0o555, tmp_path / "half" / "val": 0}
+    for path, mode in held.items():
+        path.chmod(mode)
+    try:
+        with permissions_count():
+            code = main(words)
+    finally:
+        for path in held:
+            path.chmod(0o755)
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert (line.startswith("trainer: error: ") and "denied" in line) or "Is a directory" in line
+    assert next(word for word in ("locked", "fixed", "half") if word in " ".join(words)) in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fixed", "half", "locked"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "a\nb"), "a\nb: permission denied: give another"),
+        (OSError(28, "No space left on device"), "can't be written: no room is left"),
+        (OSError(30, "Read-only file system", b"/x\xff"), "/x\udcff: is on a read-only file system"),
+        (IsADirectoryError(21, "Is a directory", Path("d")), "d: is a folder"),
+        (PermissionError(13, "Permission denied"), ""),  # of a port, say: it has a traceback
+    ],
+)
+def test_an_error_of_the_file_system_is_one_line(error: OSError, line: str) -> None:
+    assert _mendable(error).startswith(line) and bool(_mendable(error)) == bool(line)
 
 
 QUICK = """

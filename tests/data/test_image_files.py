@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.image_folders import SIDE, as_csv, encoded, opened, picture
+from tests.helpers.privileges import permissions_count
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data, unreadable
 from trainer.data.formats.files import Files, in_folder
@@ -141,6 +142,15 @@ def test_a_folder_that_may_not_be_listed_is_asked_for_each(
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert [number for number, _ in unreadable(os.fsencode(tmp_path), names)] == [0]
+
+
+def test_a_file_that_may_not_be_read_is_found_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for number in range(30):
+        (tmp_path / "a" / f"{number}.jpg").touch(0o600)
+    (tmp_path / "a" / "7.jpg").chmod(0)
+    with permissions_count(), pytest.raises(BadInputError, match=r"1 of 30 .*7.jpg \(Permission denied\)"):
+        checked(in_folder(tmp_path))
 
 
 def test_shards_that_are_not_there_are_counted(photographs: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -115,6 +116,36 @@ def test_a_pack_that_was_killed_is_gone_on_with(photographs: Path, tmp_path: Pat
     pack(records, target, PackSettings(100))
     assert (target / "00000.bin").stat().st_mtime_ns == first, "what was finished is kept"
     pack(records, whole, PackSettings(100))
+    assert content(target) == content(whole)
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda work: flipped(next(work.glob("00000-*"))),
+        lambda work: next(work.glob("00000-*")).write_bytes(b""),
+        lambda work: next(work.glob("00000-*")).write_bytes(b"\xff" * 5000),
+        lambda work: (work.parent / "00000.bin").write_bytes(b""),
+        lambda work: (work.parent / "00000.bin").unlink(),
+    ],
+    ids=["a flipped bit", "empty", "noise", "a shard that was cut", "a shard that is gone"],
+)
+def test_a_damaged_file_of_an_unfinished_pack_is_written_again(
+    damage: Callable[[Path], object], photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, target, whole = in_folder(photographs), tmp_path / "killed", tmp_path / "whole"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("trainer.data.formats.pack.write_index", mock.Mock(side_effect=KeyboardInterrupt))
+        pack(records, target, PackSettings())
+    damage(target / UNFINISHED)
+    pack(records, target, PackSettings())
+    pack(records, whole, PackSettings())
     assert content(target) == content(whole)
 
 

@@ -224,6 +224,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         ({"target": "empty", "force": True}, "empty: is there already"),
         ({"target": "old.bin/x.bin"}, "x.bin: can't be written"),
         ({"source": "links"}, "links/dead: isn't a file"),
+        ({"target": "loop.bin/t.bin"}, "loop.bin/t.bin: can't be written"),
     ],
 )
 def test_what_cannot_be_tokenized_is_one_line(
@@ -234,6 +235,7 @@ def test_what_cannot_be_tokenized_is_one_line(
     for name in ("empty", "links"):
         Path(name).mkdir()
     Path("links/dead").symlink_to("nowhere")
+    Path("loop.bin").symlink_to("loop.bin")
     Path("cut").write_bytes(b"ab\xc3")
     for name in ("old.bin", "half.bin.json"):
         Path(name).write_text("old")

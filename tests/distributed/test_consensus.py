@@ -65,6 +65,26 @@ def test_it_is_asked_about_once_a_second(ranks: Ranks) -> None:
     assert asked // 2 == 11, "begun and read; first after step 1"
 
 
+def run_per_step(world: World, every: int) -> list[float]:
+    """The time per step that each all-reduce gives; its own rank's is the slowest."""
+    with clock() as time, mock.patch("trainer.distributed.consensus._SECONDS_BETWEEN", 0.01 * every):
+        consensus, seen = StopConsensus(world.group, 0), list[float]()
+        for step in range(1, 60):
+            time.now += 0.01
+            before = consensus._under_way
+            consensus.after(step, 0, save=False)
+            if before is not None:
+                seen.append(float(consensus._reduced[2]))
+        return seen
+
+
+@pytest.mark.parametrize("every", [1, 2, 10])
+def test_the_time_per_step_is_that_of_the_steps_since_the_last(ranks: Ranks, every: int) -> None:
+    (seen, _) = ranks.run(2, run_per_step, every)
+    assert len(seen) >= 4
+    assert seen == pytest.approx([0.01] * len(seen))
+
+
 def saves(world: World) -> list[int]:
     with clock() as time:
         consensus = StopConsensus(world.group, 0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import example, given, strategies as st
 from torch import nn
 
 from tests.helpers.small_task import Small
@@ -17,7 +18,7 @@ from tests.helpers.world import Ranks
 from trainer import fit
 from trainer.config.model import LoraConfig, ModelConfig
 from trainer.config.training import AverageConfig, OptimConfig, ParallelConfig
-from trainer.distributed.overlap import buffers_of_parameters, sharing
+from trainer.distributed.overlap import buffers_of_parameters, is_dense, sharing
 from trainer.distributed.parallel import World
 from trainer.distributed.sharding import check_sharding
 from trainer.errors import BadInputError
@@ -225,6 +226,26 @@ def test_only_what_has_numbers_in_common_shares_memory() -> None:
     assert not sharing(dict(Tied("flat").named_parameters()))
     many = torch.zeros(3000)
     assert not sharing({str(n): many[n : n + 1] for n in range(3000)})
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=4).map(
+        lambda dims: ([size for size, _ in dims], [stride for _, stride in dims])
+    )
+)
+@example(([2, 3], [5, 0]))  # a gap between elements that are there three times
+@example(([2, 2, 2], [3, 3, 1]))
+def test_what_is_dense_has_each_element_of_its_memory_once(dims: tuple[list[int], list[int]]) -> None:
+    sizes, strides = dims
+    tensor = torch.arange(200).as_strided(sizes, strides)
+    elements = tensor.flatten().tolist()
+    assert is_dense(tensor) == (sorted(elements) == list(range(len(elements))))
+
+
+def test_elements_between_those_of_an_expanded_view_are_anothers() -> None:
+    memory = torch.zeros(6)
+    tensors = {"ends": memory.as_strided((2, 3), (5, 0)), "middle": memory[2:4], "first": memory[:1]}
+    assert sharing(tensors) == [["ends", "first"]]
 
 
 @pytest.mark.parametrize("kind", ["transposed", "data", "slice", "buffer"])

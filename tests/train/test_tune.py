@@ -36,11 +36,13 @@ from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
+from trainer.train.start.tune.auto import choice_line
 from trainer.train.start.tune.job import Interrupted, Job, choose, run_probe
 from trainer.train.start.tune.search import (
     MOST_PROBES,
     Probe,
     ProbeFailed,
+    SizeSearchResult,
     micro_batch_sizes,
     search,
 )
@@ -479,6 +481,20 @@ def test_no_larger_size_is_tried_when_the_time_is_up(monkeypatch: pytest.MonkeyP
         size for size in micro_batch_sizes(job().recipe, 1) if size > found.chosen.micro_batch_size
     ]
     assert choose(job(), lambda _: None).untried == []
+
+
+@pytest.mark.parametrize(
+    ("untried", "said"),
+    [
+        ([], "s)"),
+        ([32], "; 32 was not tried: it would have taken too long"),
+        ([32, 64], "; 32 and more were not tried: they would have taken too long"),
+    ],
+)
+def test_sizes_that_were_not_tried_are_named(untried: list[int], said: str) -> None:
+    chosen = Probe(16, True, MIB, GIB)
+    line = choice_line(chosen, SizeSearchResult(chosen, [chosen], untried), job())
+    assert line.endswith(said)
 
 
 @pytest.fixture

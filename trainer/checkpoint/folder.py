@@ -288,6 +288,16 @@ def stored_in(path: Path, name: str) -> dict[str, Stored]:
     }
 
 
+def read_weights(file: Path) -> dict[str, torch.Tensor]:
+    """Reads a file of weights, whose path may have bytes that aren't UTF-8, unlike in safetensors' reader.
+
+    Raises:
+        Damaged, Unreadable: As `stored_in`.
+    """
+    file = files.real_inside(file)
+    return {name: one[...] for name, one in stored_in(file.parent.resolve(), file.name).items()}
+
+
 def look_up(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Opens a checkpoint with `Stored` tensors, whose rows are read when they are needed.
 

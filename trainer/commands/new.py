@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import EXIT_DONE, BadInputError, writing
 from trainer.host.files import write_whole
 
 
@@ -29,9 +29,7 @@ def new(options: argparse.Namespace) -> int:
     text = (importlib.resources.files("trainer") / "tasks" / "example.py").read_text("utf-8")
     if os.path.lexists(path):
         raise BadInputError(f"{path}: is there already, and stays as it is; give another name")
-    try:
+    with writing(str(path), "give another place"):
         write_whole(path, text)
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be written ({error.strerror}); give another place") from error
     print(f"{path}: a task that trains as it is\n  next  trainer check {path}\n  then  trainer train {path}")
     return EXIT_DONE

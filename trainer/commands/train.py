@@ -309,7 +309,7 @@ def find_run(options: argparse.Namespace) -> Path | None:
             f"--resume {run}: no run folder (it holds no manifest.json{nor_below_runs(run)}); give one, or "
             f"{', '.join(_MODES)}{hint}"
         )
-    if options.out is not None and options.out.resolve() != run.resolve():
+    if options.out is not None and os.path.realpath(options.out) != os.path.realpath(run):
         raise BadInputError(f"--resume {run} and --out {options.out}: a run goes on in its own folder")
     options.out, options.resume = run, "auto"
     return run

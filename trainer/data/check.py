@@ -1,5 +1,6 @@
 """Check of a data set before ranks start: missing files, and with data.check=full every sample decoded."""
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from trainer.config.data import Check
 from trainer.data.corrupt import Bad
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, spread
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
 from trainer.observe.console import warn
@@ -20,6 +21,7 @@ from trainer.observe.console import warn
 _THREADS = 16  # concurrent round trips to a network file system
 _FEW = 4  # names in a folder up to which single stat calls are cheaper than listing the folder
 _STEP = 1000
+_ASKED = 10_000  # files whose permissions are looked up
 
 
 class Wrong(NamedTuple):
@@ -69,10 +71,10 @@ def check_data(how: Check, remote: bool, parts: Sequence[CheckedData]) -> None:
 
 
 def unreadable(root: bytes, names: Sequence[bytes]) -> list[Wrong]:
-    """Returns the files that don't exist or aren't regular.
+    """Returns the files that don't exist or aren't regular, and those of 10,000 that may not be read.
 
     Each folder is listed once. A stat call per file is needed only for links, names that the listing doesn't
-    have, and folders with few names.
+    have, and folders with few names; permissions, too, take a call per file.
 
     Args:
         root: Folder that the names are relative to.
@@ -99,7 +101,8 @@ def unreadable(root: bytes, names: Sequence[bytes]) -> list[Wrong]:
         return [Wrong(number, reason) for number, reason in reasons if reason]
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        left = sorted(chain.from_iterable(pool.map(unsettled, folders)))
+        asked = spread(len(names), _ASKED).tolist()
+        left = sorted({*asked, *chain.from_iterable(pool.map(unsettled, folders))})
         steps = [left[at : at + _STEP] for at in range(0, len(left), _STEP)]
         return list(chain.from_iterable(pool.map(looked_up, steps)))
 
@@ -111,7 +114,7 @@ def _wrong(path: bytes) -> str:
         reason = error.strerror or str(error)
         return f"a link that leads nowhere: {reason}" if os.path.islink(path) else reason  # noqa: PTH114
     if stat.S_ISREG(mode):
-        return ""
+        return "" if os.access(path, os.R_OK, effective_ids=True) else os.strerror(errno.EACCES)
     return "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
 
 

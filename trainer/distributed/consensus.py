@@ -47,7 +47,7 @@ class StopConsensus:
             step: Number of completed steps.
         """
         self._group = group
-        self._last_start_step = self._next_start_step = step + 1
+        self._last_start_step, self._next_start_step = step, step + 1
         self._clock = time.monotonic()
         self._reduced = torch.zeros(3, dtype=torch.float64)
         self._under_way: dist.Work | None = None
@@ -70,7 +70,7 @@ class StopConsensus:
         if step < self._next_start_step:
             return NOTHING
         now = time.monotonic()
-        per_step = (now - self._clock) / max(1, step - self._last_start_step + 1)
+        per_step = (now - self._clock) / (step - self._last_start_step)
         self._clock, self._last_start_step = now, step
         self._reduced.copy_(torch.tensor([float(signal), float(save), per_step], dtype=torch.float64))
         self._under_way = dist.all_reduce(self._reduced, dist.ReduceOp.MAX, self._group, async_op=True)

@@ -95,8 +95,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """
     if not tensor.numel() or tensor.layout != torch.strided:
         return True
-    first, last = _byte_range(tensor)
-    return last - first == tensor.nbytes
+    filled = 1  # elements of the dimensions so far, which lie side by side
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != filled:
+            return False
+        filled *= length
+    return True
 
 
 def first_names(groups: Iterable[list[str]]) -> str:

@@ -234,7 +234,7 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
         if lasting:
             sync_folder(path.parent)
     except OSError as error:
-        if str(error.filename) == str(beside):
+        if error.filename is None or str(error.filename) == str(beside):  # a full disk's names no file
             error.filename = str(path)
         raise
     finally:
@@ -265,7 +265,19 @@ def check_writable(folder: Path) -> None:
     Raises:
         OSError: If it can't.
     """
-    probe = _beside(folder / "writable")
+    check_replaceable(folder / secrets.token_hex(8))
+
+
+def check_replaceable(path: Path) -> None:
+    """Checks that `written_whole` can write a file: to be called before long work whose result goes there.
+
+    Raises:
+        OSError: If it can't.
+    """
+    _check_no_device(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    probe = _beside(path)
     _make(probe)
     probe.unlink()
 

@@ -20,23 +20,24 @@ class Footprint(NamedTuple):
     """Resources of this process that a fork doesn't share safely with it.
 
     Attributes:
-        threads: Native threads, those of OpenBLAS (which survives a fork) among them.
+        threads: Ids of native threads, those of OpenBLAS (which survives a fork) among them.
         files: Open file descriptors, with what each is open on.
     """
 
-    threads: int
+    threads: frozenset[str]
     files: frozenset[tuple[str, str]]
 
 
 def footprint() -> Footprint:
-    """Returns the number of threads and the open files of this process; none where /proc lacks them."""
+    """Returns the threads and the open files of this process; none where /proc lacks them."""
     files = set[tuple[str, str]]()
     with suppress(OSError):
         for link in list(Path("/proc/self/fd").iterdir()):
             with suppress(OSError):  # the descriptor that listed them is closed again
                 files.add((link.name, str(link.readlink())))
-        return Footprint(len(list(Path("/proc/self/task").iterdir())), frozenset(files))
-    return Footprint(0, frozenset())
+        tasks = Path("/proc/self/task").iterdir()
+        return Footprint(frozenset(task.name for task in tasks), frozenset(files))
+    return Footprint(frozenset(), frozenset())
 
 
 def can_fork(before: Footprint, *, files: bool) -> bool:
@@ -51,12 +52,9 @@ def can_fork(before: Footprint, *, files: bool) -> bool:
             sockets belong to the process that opened them.
     """
     now = footprint()
-    return (
-        sys.platform == "linux"
-        and threading.active_count() == 1
-        and 0 < now.threads <= before.threads
-        and not (files and now.files - before.files)
-    )
+    # By id: OpenBLAS's threads end where a process is forked, and as many of another library may follow.
+    alone = threading.active_count() == 1 and now.threads and now.threads <= before.threads
+    return sys.platform == "linux" and bool(alone) and not (files and now.files - before.files)
 
 
 class ForkedRank:

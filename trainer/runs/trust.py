@@ -171,7 +171,7 @@ def check_recipe(name: str, recipe: Recipe, settings: Sequence[str], trusted: bo
     path = Path(name)
     if path.suffix not in (".yaml", ".yml") or not own_code(recipe):
         return
-    for folder in path.absolute().resolve().parents:
+    for folder in Path(os.path.realpath(path)).parents:
         if _is_run(folder):
             check_run(folder, recipe, settings, trusted, new_run=True)
 

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from trainer.checkpoint import CHECKPOINTS
-from trainer.checkpoint.folder import Damaged, Unreadable, look_up, odd_weights, read, stored_in
+from trainer.checkpoint.folder import Damaged, Unreadable, look_up, odd_weights, read, read_weights, stored_in
 from trainer.checkpoint.store import listing, newest_good
 from trainer.config.model import LoraConfig
 from trainer.config.recipe import Recipe
@@ -258,11 +256,11 @@ def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
     try:
         if file_hash(file) != digest:
             raise BadInputError(f"{file}: isn't what the run wrote (another hash); bring that back")
-        return safetensors.torch.load_file(file)
+        return read_weights(file)
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror}); bring it back") from error
-    except SafetensorError as error:
-        raise BadInputError(f"{file}: isn't a safetensors file; bring it back") from error
+    except (Damaged, Unreadable) as error:
+        raise BadInputError(f"{file}: can't be read ({error}); bring it back") from error
 
 
 def _checkpointed(

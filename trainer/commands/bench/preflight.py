@@ -120,7 +120,8 @@ def bench_links(options: argparse.Namespace) -> int:
             os.environ, options.nnodes, options.node_rank, options.master_addr, options.master_port
         )
         if nodes is None:
-            print("nothing measured: one host has no links; on each: --nnodes, --node-rank, --master-addr")
+            why = "nothing measured: one host has no links; on each: --nnodes, --node-rank, --master-addr"
+            print(_as_json([], [], [], []) if options.json else why)
             return EXIT_NOT_MEASURED
         place = RankPlace(nodes.number, nodes.most, nodes.host, nodes.port, nodes.number == 0)
     return _show(preflight(place, options.seconds), options.seconds, options.json, place.rank == 0)
@@ -171,14 +172,14 @@ def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[st
     named = addresses().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
     address = next(iter(named), "") or address_towards(place.master) or "127.0.0.1"
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < place.size
-    # A host's own name often resolves to 127.0.0.1 on it: then it listens everywhere, see `_try`.
-    with listening("" if several and address.startswith("127.") else address) as server:
+    # A host's own name often resolves to a loopback address on it: then it listens everywhere.
+    with listening("" if several and _is_loopback(address) else address) as server:
         port = server.getsockname()[1]
         own = Host(place.rank, platform.node(), address, port, interface_of(address))
         _tell(store, f"host-{place.rank}", own)
         present = _present(store, place, come)
         hosts = _one_of_each(present)
-        found = _all_links(store, server, own, hosts, seconds)
+        found = _all_links(store, server, own, [_seen_from(own, host, place) for host in hosts], seconds)
         _tell(store, f"done-{place.rank}", True)
         if place.holds_store:  # the store ends with this process, so it waits for the others
             until = time.monotonic() + seconds
@@ -187,6 +188,19 @@ def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[st
             time.sleep(0.2)  # for replies of the store that are under way
     missing = sorted(set(range(place.size)) - {host.rank for host in present})
     return {"hosts": hosts, "pairs": found, "missing": missing}
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _seen_from(own: Host, host: Host, place: RankPlace) -> Host:
+    """Returns a host with the address at which this one reaches it.
+
+    Only the master's own name leads to a loopback address on the route to the master.
+    """
+    elsewhere = _is_loopback(host.address) and host.name != own.name
+    return host._replace(address=place.master) if elsewhere else host
 
 
 def _all_links(
@@ -221,9 +235,7 @@ def _try(server: socket.socket, own: Host, one: Host, other: Host, number: int, 
     """Measures the link of this host to its partner: `other` connects to `one`."""
     if own.rank == one.rank:
         return answer_peer(server, number, other.rank, seconds)
-    elsewhere = one.address.startswith("127.") and one.name != own.name
-    where = os.environ.get("MASTER_ADDR", one.address) if elsewhere else one.address
-    return call_peer((where, one.port), number, own.rank, seconds)
+    return call_peer((one.address, one.port), number, own.rank, seconds)
 
 
 def _round(
@@ -412,18 +424,26 @@ def _check(*ends: Host) -> str:
     return f": check cable, switch port, firewall, NIC speed ({asked})" if asked else ""
 
 
+def _as_json(
+    hosts: Sequence[Host], pairs: Sequence[Pair], missing: Sequence[int], lines: Sequence[str]
+) -> str:
+    """Formats the result as JSON."""
+    found = {"hosts": [host._asdict() for host in hosts], "links": [pair._asdict() for pair in pairs]}
+    return json.dumps({**found, "missing": missing, "verdict": lines}, indent=2)
+
+
 def _show(result: Mapping[str, Any], seconds: float, as_json: bool, shown: bool) -> int:
     """Prints the result if `shown` (a rank that reached no other always does), and returns the exit code."""
     if "alone" in result:  # rank 0 doesn't have this rank's reason
-        print(
+        line = (
             f"trainer: {result['alone']}: check whether the master is up, its name, its port, and the network"
         )
+        print(_as_json([], [], [], [line]) if as_json else line)
         return EXIT_FAILED
     hosts, pairs = [Host(*host) for host in result["hosts"]], [Pair(*pair) for pair in result["pairs"]]
     lines = verdict_lines(result, seconds)
     if shown and as_json:
-        found = {"hosts": [host._asdict() for host in hosts], "links": [pair._asdict() for pair in pairs]}
-        print(json.dumps({**found, "missing": result["missing"], "verdict": lines}, indent=2))
+        print(_as_json(hosts, pairs, result["missing"], lines))
     elif shown:
         rate, trip = usual(pairs)
         measured = f"; usual is {_gigabits(rate)} Gbit/s, a round trip {trip * 1e3:.3g} ms" * bool(rate)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.launch.signals import unwound
-from trainer.observe.console import progress_bar
+from trainer.observe.console import progress_bar, say
 from trainer.runs.flags import add_settings
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     about = tokenize(
         options.source, options.target, options.tokenizer, options.end, options.files, options.force
     )
-    print(
+    say(
         f"{options.target}: {about.tokens:,} tokens ({about.dtype}) of {about.documents:,} files, "
         f"vocabulary {about.vocabulary:,}"
     )
@@ -176,11 +176,11 @@ def _pack(options: argparse.Namespace) -> int:
         except OSError as error:
             raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
         size = sum(shard.bytes for shard in about.shards)
-        print(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
+        say(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
         _tell_left_out(about.left_out)
         if len(unreadable):
-            print(f"  {_unreadable(records, unreadable)}")
-    print(f"  train on it with --set data.name=pack --set data.path={options.target}")
+            say(f"  {_unreadable(records, unreadable)}")
+    say(f"  train on it with --set data.name=pack --set data.path={options.target}")
     return EXIT_DONE
 
 
@@ -211,7 +211,7 @@ def _index(options: argparse.Namespace) -> int:
         except OSError as error:
             raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
         classes = len(about.classes)
-        print(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.shards)} shards")
+        say(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.shards)} shards")
         _tell_left_out(about.left_out)
     return EXIT_DONE
 
@@ -220,7 +220,7 @@ def _tell_left_out(found: Sequence["LeftOut"]) -> None:
     from trainer.data.left_out import left_out_line
 
     if line := left_out_line(found):
-        print(f"  {line}")
+        say(f"  {line}")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -235,10 +235,10 @@ def _verify(options: argparse.Namespace) -> int:
         with progress_bar(f"verifying {folder}", len(records)) as advance:
             lines = list(damaged(records, advance))
         for line in lines[:_SHOWN]:
-            print(line)
+            say(line)
         if len(lines) > _SHOWN:
-            print(f"… and {len(lines) - _SHOWN:,} more")
-        print(f"{folder}: {len(records) - len(lines):,} of {len(records):,} samples are as they were indexed")
+            say(f"… and {len(lines) - _SHOWN:,} more")
+        say(f"{folder}: {len(records) - len(lines):,} of {len(records):,} samples are as they were indexed")
         bad += len(lines)
     return EXIT_FAILED if bad else EXIT_DONE
 
@@ -248,7 +248,7 @@ def _verify_tokens(file: Path) -> int:
 
     with progress_bar(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
         about = verify_tokens(file, advance)
-    print(f"{file}: {about.tokens:,} tokens are as they were written")
+    say(f"{file}: {about.tokens:,} tokens are as they were written")
     return EXIT_DONE
 
 
@@ -263,7 +263,7 @@ def _show(options: argparse.Namespace) -> int:
     from trainer.commands.data.show import shown_samples
 
     for line in shown_samples(recipe, options.samples):
-        print(line)
+        say(line)
     return EXIT_DONE
 
 
@@ -287,13 +287,13 @@ def _stats(options: argparse.Namespace) -> int:
             cells = (_shown(getattr(figures, row)) for figures in found.values())
             table.add_row(row.replace("_", " "), *cells)
     Console().print(table)
-    print("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
+    say("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
     for line in (line for figures in found.values() for line in figures.unreadable):
-        print(line)
+        say(line)
     from trainer.data.left_out import left_out_lines
 
     for line in left_out_lines({name: figures.left_out for name, figures in found.items()}):
-        print(line)
+        say(line)
     return EXIT_DONE
 
 

@@ -12,8 +12,8 @@ import torch
 from trainer.commands.evaluate.rank import RESULT, asked, measure_run
 from trainer.commands.evaluate.show import MOST_DRAWN, chart, evaluation_json, evaluation_lines
 from trainer.distributed.parallel import World
-from trainer.errors import EXIT_DONE, BadInputError
-from trainer.host.files import write_whole
+from trainer.errors import EXIT_DONE, BadInputError, writing
+from trainer.host.files import check_replaceable, write_whole
 from trainer.host.latest import MANIFEST
 from trainer.launch.launcher import launch
 from trainer.train.components.task import device_kind
@@ -39,8 +39,11 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
         BadInputError: If there is no such run, checkpoint or data, the data has other classes than the model,
             or --plot can't be drawn or written.
     """
-    if options.plot is not None and options.plot.suffix != ".svg":
-        raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
+    if options.plot is not None:
+        if options.plot.suffix != ".svg":
+            raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
+        with writing(f"--plot {options.plot}"):
+            check_replaceable(options.plot)
     request = _request(options)
     opened = asked(request, options.trust)
     if options.plot is not None and opened.recipe.task not in ("classification", "audio"):
@@ -88,11 +91,9 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
-    if options.plot is not None:
-        try:
-            write_whole(options.plot, chart(result["confusion"], result["classes"]))
-        except OSError as error:
-            raise BadInputError(f"--plot {options.plot}: can't be written ({error.strerror})") from error
     print(evaluation_json(result) if options.json else "\n".join(evaluation_lines(result)))
-    if options.plot is not None and not options.json:
-        print(f"confusion matrix: {options.plot}")
+    if options.plot is not None:
+        with writing(f"--plot {options.plot}"):
+            write_whole(options.plot, chart(result["confusion"], result["classes"]))
+        if not options.json:
+            print(f"confusion matrix: {options.plot}")

@@ -10,7 +10,10 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.commands.export.reload import ONLY_WEIGHTS, slot
+from trainer.errors import writing
+from trainer.host.files import write_file
 from trainer.models.export.error import ModelOutputs
 
 # Together 32 samples; a batch of one, and sizes that no example had.
@@ -37,15 +40,17 @@ def in_fresh_process(
 
     Raises:
         NotTheSame: If it can't be read or run there.
+        BadInputError: If the inputs can't be written to the folder of temporary files.
     """
     with tempfile.TemporaryDirectory(prefix="trainer-export-") as folder:
         inputs, outputs = Path(folder, "inputs.safetensors"), Path(folder, "outputs.safetensors")
         named = {
-            slot(batch, place): value.clone(memory_format=torch.contiguous_format)
+            slot(batch, place): value
             for batch, values in enumerate(batches)
             for place, value in enumerate(values)
         }
-        safetensors.torch.save_file(named, inputs)
+        with writing(str(inputs), "make room, or give another folder by TMPDIR"):
+            write_file(inputs, safetensors_bytes(named))
         command = [
             sys.executable,
             "-m",

@@ -16,9 +16,9 @@ from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.commands.export import hf
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.loader import Batch
-from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.host import strict_json
-from trainer.host.files import oddity, read_inside, write_file
+from trainer.host.files import check_writable, oddity, read_inside, write_file
 from trainer.host.here import path_shown
 from trainer.launch.signals import unwound
 from trainer.models.export.error import LIMITS, relative_error
@@ -49,6 +49,7 @@ from trainer.train.provenance import file_hash
 from trainer.train.recording import save_weights
 
 _ABOUT = "model.json"
+_REMEDY = "give another --out"
 _EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant
 
 
@@ -93,26 +94,23 @@ def export(options: argparse.Namespace) -> int:
     name: str = options.to
     _check_request(options)
     target = _target(options)
+    with writing(str(target), _REMEDY):  # before the model is built and compared
+        check_writable(next(folder for folder in target.parents if folder.exists()))
     if options.streamed:
         return _export_streamed(target, options)
     run = open_run(options.folder, options.set, trust=options.trust)
     subject = _subject(run, options)
     beside = _beside(target)
     try:
-        try:
-            with staged() as say:
-                beside.mkdir(parents=True)
-                file, error = _write(name, subject, run, beside, options, say)
-                write_json(beside / _ABOUT, export_facts(file, error, subject, run, options))
-                _publish(beside, target)
-        except OSError as problem:
-            raise BadInputError(
-                f"{target}: can't be written ({problem.strerror}); give another --out"
-            ) from problem
-        except NotTheSame as problem:
-            line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
-            warn(plain(line, 1000))
-            return EXIT_FAILED
+        with staged() as say, writing(str(target), _REMEDY):
+            beside.mkdir(parents=True)
+            file, error = _write(name, subject, run, beside, options, say)
+            write_json(beside / _ABOUT, export_facts(file, error, subject, run, options))
+            _publish(beside, target)
+    except NotTheSame as problem:
+        line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
+        warn(plain(line, 1000))
+        return EXIT_FAILED
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     _tell(target, file.name, error, subject, run, options)
@@ -124,7 +122,7 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
     run, source, tensors = stored_weights(options.folder, options.set, options.trust)
     beside = _beside(target)
     try:
-        with staged() as say:
+        with staged() as say, writing(str(target), _REMEDY):
             say("export: writing safetensors, tensor by tensor")
             beside.mkdir(parents=True)
             digest = write_file(beside / "model.safetensors", safetensors_bytes(tensors))
@@ -144,10 +142,6 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
             _publish(beside, target)
     except (Damaged, Unreadable) as problem:
         raise BadInputError(f"{run.path}: {source}: {problem}; bring it back") from problem
-    except OSError as problem:
-        raise BadInputError(
-            f"{target}: can't be written ({problem.strerror}); give another --out"
-        ) from problem
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     file = target / "model.safetensors"
@@ -160,7 +154,7 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
 
 
 def _beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    return target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")  # no longer than a name may be
 
 
 def _check_request(options: argparse.Namespace) -> None:
@@ -186,6 +180,8 @@ def _target(options: argparse.Namespace) -> Path:
                 raise BadInputError(f"{folder}: {odd}; say by --out where it is to be")
     target = Path(os.path.realpath(options.out or default))
     if not target.exists():
+        if target.is_symlink():
+            raise BadInputError(f"--out {target}: is a link that leads to itself; give another folder")
         return target
     if not target.is_dir() or (any(target.iterdir()) and not (target / _ABOUT).is_file()):
         raise BadInputError(f"--out {target}: is there already and no export; give another folder")

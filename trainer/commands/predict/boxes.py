@@ -1,6 +1,7 @@
 """Detections in images: in files, or in the evaluation data beside the true boxes."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from trainer.commands.predict.images import content, reading_of_run, whole_box
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, paste
 from trainer.data.loader import Batch
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import EXIT_DONE, writing
 from trainer.host.files import check_writable, written_whole
 from trainer.host.here import path_shown
 from trainer.models.detection import Detections, detections
@@ -25,6 +26,7 @@ _Pixels = npt.NDArray[np.uint8]
 
 _SIDE = 256  # least width or height of a picture
 _TOGETHER = 16
+_LONGEST_STEM = 200  # bytes of a picture's name that are its file's
 _FOUND, _TRUE = (230, 80, 0), (0, 150, 90)
 
 
@@ -66,7 +68,8 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     )
     if options.out is not None:
         for number, (one, boxes) in enumerate(pairs):
-            with written_whole(options.out / f"{number:03}-{Path(one.name).stem}.png") as beside:
+            name = _picture_name(number, one.name)
+            with writing(f"--out {options.out}"), written_whole(options.out / name) as beside:
                 drawn(one, boxes, classes).save(beside, format="PNG")
         print(f"{path_shown(options.out.absolute())}: {len(pairs)} pictures")
         true = "" if options.files else "; green: what is there"
@@ -74,12 +77,18 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     return code
 
 
+def _picture_name(number: int, file: str) -> str:
+    """Returns the name of a picture; a long one is cut, as the longest name of a file is 255 bytes."""
+    stem = Path(file).stem
+    if len(name := os.fsencode(stem)) > _LONGEST_STEM:
+        stem = name[:_LONGEST_STEM].decode("utf-8", "ignore")
+    return f"{number:03}-{stem}.png"
+
+
 def _make_folder(out: Path) -> None:
-    try:
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         check_writable(out)
-    except OSError as error:
-        raise BadInputError(f"--out {out}: can't be written ({error.strerror}); give another") from error
 
 
 def _as_evaluated(path: Path, run: OpenedRun) -> ModelInput:

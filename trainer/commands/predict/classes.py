@@ -116,7 +116,7 @@ def read_each(paths: Sequence[Path], read: Callable[[Path], Item]) -> list[tuple
         try:
             items.append((str(path), read(path)))
         except (BadInputError, Corrupt) as error:
-            named = str(error) if path.name in str(error) else f"{path}: {error}"
+            named = str(error) if str(error).startswith(f"{path}:") else f"{path}: {error}"
             line = " ".join(redact_text(named).split())
             print(f"trainer: {plain(line, 400)}", file=sys.stderr)
     return items

@@ -7,7 +7,6 @@
 """
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,8 @@ def add_parser(commands: Any) -> None:
         help="run a recipe on an engine or a cluster, or print the file for it; exit code 1: not submitted",
         description="@FILE in place of an option: options from a file, those that a site needs, say.",
         allow_abbrev=False,
-        fromfile_prefix_chars="@",
     )
-
-    def options_of_line(line: str) -> list[str]:
-        try:
-            return shlex.split(line, comments=True)
-        except ValueError as error:
-            launch.error(f"@FILE: {line}: {error}")
-            raise
-
-    launch.convert_arg_line_to_args = options_of_line
+    launch.takes_files = True
     add = launch.add_argument
     add("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file, or of a .py file's task")
     add("--on", required=True, choices=PLACES, dest="place", help="what runs it")

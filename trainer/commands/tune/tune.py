@@ -1,7 +1,6 @@
 """`trainer tune RECIPE`: writes the largest micro-batch that fits and the fastest loading to tuned.yaml."""
 
 import argparse
-import os
 import shlex
 import statistics
 import time
@@ -13,7 +12,8 @@ from rich.console import Console
 
 from trainer.config.recipe_file import load_recipe, provisional
 from trainer.config.sizes import GIB, MIB
-from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
+from trainer.host.files import check_replaceable
 from trainer.host.limits import read_limits
 from trainer.host.memory_room import HEADROOM
 from trainer.launch.signals import SignalReceiver
@@ -94,8 +94,8 @@ def _check(job: Job) -> int:
 
 def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
     sizes, began = micro_batch_sizes(job.recipe, job.ranks), time.monotonic()
-    if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):  # before minutes are spent
-        raise BadInputError(f"--out {out}: can't be written; give a file in a folder that can be")
+    with writing(f"--out {out}"):
+        check_replaceable(out)
     kind, console = device_kind(job.recipe), Console()
     print(
         f"{conditions()}\n{name}, {job.ranks} x {kind.upper()}: the largest of {len(sizes)} micro-batches, "

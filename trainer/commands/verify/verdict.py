@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
-from trainer.checkpoint.folder import odd_weights
+from trainer.checkpoint.folder import Damaged, Unreadable, read_weights
 from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.observe.checksums import ChecksumRow, FirstDifference
 from trainer.train.provenance import file_hash
@@ -37,19 +35,19 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
 
 
 def _tensors_that_differ(ours: Path, theirs: Path) -> str:
-    if not (os.path.lexists(ours) and os.path.lexists(theirs)):
-        return "another hash"
-    if odd_weights(ours) or odd_weights(theirs):
-        return "it can't be read"
+    if missing := [file for file in (ours, theirs) if not os.path.lexists(file)]:
+        return f"{'the run' if missing[0] == ours else 'the replay'} has none"
     try:
-        before, now = safetensors.torch.load_file(ours), safetensors.torch.load_file(theirs)
-    except (OSError, SafetensorError):
+        before, now = read_weights(ours), read_weights(theirs)
+    except (Damaged, Unreadable):
         return "it can't be read"
     odd = [
         name
         for name in dict.fromkeys([*before, *now])
         if name not in before or name not in now or not _same_bits(before[name], now[name])
     ]
+    if not odd:
+        return "all tensors are identical, and the file's header is another (its metadata)"
     return _some(odd, max(len(before), len(now)))
 
 

@@ -192,10 +192,10 @@ def in_folder(
     Raises:
         BadInputError: If the folder is missing, can't be listed, or holds no samples or a broken link.
     """
-    if not root.is_dir():
-        raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
     left_out = list[LeftOut]()
     try:
+        if not root.is_dir():
+            raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
         folders = _classes(root, leave_out, left_out)
         above = tuple(_inode(each.stat()) for each in (root, *root.resolve().parents))
         files = [

@@ -6,6 +6,7 @@ process and kept if packing is interrupted; the next call continues.
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import json
 import multiprocessing
@@ -25,6 +26,7 @@ import torch
 
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.data.corrupt import Corrupt
+from trainer.data.formats.files import size_of
 from trainer.data.formats.records import Reading, Records
 from trainer.data.formats.sharded import INDEX, About, Shard, content_hash, write_index
 from trainer.data.shared import Columns, name_columns
@@ -34,6 +36,7 @@ from trainer.host import files as disk
 Advance = Callable[[int], object]
 
 UNFINISHED = ".unfinished"
+_LARGEST_PART = 1 << 30  # bytes
 _LONGEST_JPEG = 65_500  # pixels per side
 
 
@@ -155,7 +158,8 @@ def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
     try:
         earlier = (work / "plan.json").read_bytes()
     except FileNotFoundError:
-        disk.write_file(work / "plan.json", [plan])
+        with disk.written_whole(work / "plan.json") as beside:
+            beside.write_bytes(plan)
         return work
     if earlier != plan:
         raise BadInputError(
@@ -218,12 +222,12 @@ def _begin() -> None:
 
 
 def _pack_shard(records: Records, target: Path, settings: PackSettings, number: int, samples: range) -> None:
-    """Writes a shard and its part of the index, unless they exist."""
-    part = target / UNFINISHED / f"{number:05d}.safetensors"
-    if part.exists():
+    """Writes a shard and its part of the index, unless they exist and are whole."""
+    if _part(target, number) is not None:
         return
+    part = target / UNFINISHED / f"{number:05d}.tmp"
     name = f"{number:05d}.bin"
-    for left in (target / name, part.with_suffix(".tmp")):
+    for left in (target / name, part):
         disk.remove(left)
     rows = list[tuple[int, int, int, int, bool]]()
     digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows))
@@ -240,23 +244,38 @@ def _pack_shard(records: Records, target: Path, settings: PackSettings, number: 
     if settings.raw:
         columns |= {"height": np.array(heights, np.int32), "width": np.array(widths, np.int32)}
     parts = safetensors_bytes({name: torch.from_numpy(array) for name, array in columns.items()})
-    disk.write_file(part.with_suffix(".tmp"), parts)
+    digest = disk.write_file(part, parts)
     disk.sync_folder(target)
-    disk.rename(part.with_suffix(".tmp"), part)
+    disk.rename(part, part.with_name(f"{number:05d}-{digest}.safetensors"))
     disk.sync_folder(part.parent)
 
 
+def _part(target: Path, number: int) -> Columns | None:
+    """Returns a finished shard's part of the index; None if there is none, or it or the shard is damaged.
+
+    A damaged part hasn't the hash in its name, a shard that was cut not the bytes in its part.
+    """
+    for file in (target / UNFINISHED).glob(f"{number:05d}-*.safetensors"):
+        data = disk.read_inside(file, _LARGEST_PART)
+        if file.name == f"{number:05d}-{hashlib.sha256(data).hexdigest()}.safetensors":
+            columns = Columns.copy(data)
+            if size_of(target / f"{number:05d}.bin") == int(columns["bytes"].sum()):
+                return columns
+        disk.remove(file)
+    return None
+
+
 def _finished(target: Path, number: int) -> tuple[Shard, dict[str, npt.NDArray[Any]]]:
-    columns = Columns.copy((target / UNFINISHED / f"{number:05d}.safetensors").read_bytes())
+    columns = _part(target, number)
+    if columns is None:
+        raise BadInputError(f"{target}: shard {number} changed while it was packed; the same command resumes")
     wanted = ("shard", "offset", "bytes", "label", "hash", "height", "width", "unreadable")
     arrays = {name: columns[name] for name in wanted if name in columns}
     shard = Shard(
         name=f"{number:05d}.bin",
-        bytes=os.stat(target / f"{number:05d}.bin").st_size,  # noqa: PTH116
+        bytes=int(arrays["bytes"].sum()),
         sha256=columns["sha256"].tobytes().hex(),
     )
-    if shard.bytes != int(arrays["bytes"].sum()):
-        raise BadInputError(f"{target / shard.name}: changed since it was written; remove the folder")
     return shard, arrays
 
 

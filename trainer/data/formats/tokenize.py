@@ -52,7 +52,7 @@ def tokenize(
         if path.is_dir() or (path.exists() and not force):
             raise BadInputError(f"{path}: is there already; give another name, or --force for a file")
     files = list_files(source, pattern)
-    if target.resolve().is_relative_to(source.resolve()):
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise BadInputError(f"{target}: lies in what is to be tokenized; put it elsewhere")
     dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocabulary <= 1 << 16 else "uint32"
     read, written, size = hashlib.sha256(), hashlib.sha256(), 0

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError, StopRun
+from trainer.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    BadInputError,
+    StopRun,
+    writing,
+)
 from trainer.host.files import write_whole
 from trainer.host.here import path_shown
 from trainer.host.latest import MANIFEST
@@ -32,10 +40,8 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
         text = page([read_recorded_run(folder) for folder in folders])
     except RecursionError as error:
         raise BadInputError(f"{folders[0]}: its manifest is nested too deeply; bring it back") from error
-    try:
+    with writing(str(out), "give another --out"):
         write_whole(out, text)
-    except OSError as error:
-        raise BadInputError(f"{out}: can't be written ({error.strerror}); give another --out") from error
 
 
 def leave_report(folder: Path) -> None:

@@ -91,7 +91,9 @@ def choice_line(chosen: Probe, found: SizeSearchResult, job: Job) -> str:
         f"data.global_batch_size={batch} ({probes}, {took:.0f} s)"
     )
     if found.untried:
-        text += f"; {found.untried[0]} and more were not tried: they would have taken too long"
+        one = f"{found.untried[0]} was not tried: it"
+        several = f"{found.untried[0]} and more were not tried: they"
+        text += f"; {one if len(found.untried) == 1 else several} would have taken too long"
     return text
 
 

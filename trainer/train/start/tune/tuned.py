@@ -13,7 +13,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.config.section import Section, validated
 from trainer.config.yaml_text import parse_yaml
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, writing
 from trainer.host.files import written_whole
 from trainer.runs.differences import FREE, flat
 
@@ -104,11 +104,8 @@ def write_tuned(path: Path, tuned: Tuned) -> None:
     """
     head = f"# Written by `trainer tune {tuned.recipe}`, for `trainer train {tuned.recipe} --tuned {path}`.\n"
     text = yaml.safe_dump(tuned.model_dump(mode="json", exclude_none=True), sort_keys=False, width=100)
-    try:
-        with written_whole(path) as file:
-            file.write_text(head + text)
-    except OSError as error:
-        raise BadInputError(f"--out {path}: can't be written ({error.strerror}); give another") from error
+    with writing(f"--out {path}"), written_whole(path) as file:
+        file.write_text(head + text)
 
 
 def read_tuned(path: Path) -> Tuned:
