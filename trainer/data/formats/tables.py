@@ -14,7 +14,7 @@ from trainer.data.formats.files import Files, Listed
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.parquet_pages import inflated_size
 from trainer.data.formats.signatures import what_it_is
-from trainer.errors import BadInputError, first_line
+from trainer.errors import BadInputError, first_line, reading
 from trainer.host.files import read_at
 
 _WANTED = ("path", "label")
@@ -58,13 +58,11 @@ def in_table(file: Path) -> Files:
     """
     lines, paths, labels = array("q"), list[bytes](), list[str]()
     unit, rows = ("row", _parquet(file)) if file.suffix == ".parquet" else ("line", _csv(file))
-    try:
+    with reading(file):
         for line, path, label in rows:
             lines.append(line)
             paths.append(path)
             labels.append(sys.intern(label))  # one string per class instead of one per row
-    except OSError as error:
-        raise BadInputError(f"{file}: can't be read ({error.strerror or first_line(error)})") from error
     if not paths:
         raise BadInputError(f"{file}: holds no rows")
     try:
