@@ -5,7 +5,6 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +118,14 @@ def _parquet(file: Path) -> Iterator[_Row]:
 
 def _batches(file: Path, parquet: Any) -> Iterator[Any]:
     """Yields batches of the two columns; others may be large, or of a type that pyarrow can't read."""
-    columns, folder = list(_WANTED), file.is_dir()
-    files = [Path(name) for name in parquet.ParquetDataset(file).files] if folder else [file]
-    rows = min((_rows_at_once(each, parquet) for each in files), default=_ROWS)
-    if folder:
-        from pyarrow import dataset
-
-        read = dataset.dataset(file, format="parquet", partitioning="hive")
-        _columns_of(file, read.schema.names)
-        batches = read.to_batches(columns=columns, batch_size=rows, use_threads=False)
-        yield from map(partial(_short, file), batches)
-        return
+    if file.is_dir():
+        raise BadInputError(f"{file}: is a folder, and a table one file; write its parts into one")
+    rows = _rows_at_once(file, parquet)
     with parquet.ParquetFile(file) as table:
         _columns_of(file, table.schema_arrow.names)
         _check_end(file, table.metadata)
         done = 0
-        for batch in table.iter_batches(rows, columns=columns, use_threads=False):
+        for batch in table.iter_batches(rows, columns=list(_WANTED), use_threads=False):
             done += batch.num_rows
             yield _short(file, batch)
         if done != table.metadata.num_rows:
