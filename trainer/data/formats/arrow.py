@@ -41,11 +41,8 @@ _CONTENTS = 32  # rows whose content is in the fingerprint
 _END = 0  # ends a document: text holds no byte 0
 _COUNTED = re.compile(r"data-\d+-of-(\d+)\.arrow")
 _BLOCK = 1 << 16
-_ROWS, _NAMED, _LONGEST_TYPE = (
-    4096,
-    20,
-    200,
-)  # that are read at once; columns and letters of a type, in a message
+_ROWS = 4096  # that are read at once
+_NAMED, _LONGEST_TYPE = 20, 200  # columns, and letters of a type, in a message
 
 
 def splits(path: Path, held: str | None) -> tuple[Path, Path]:
