@@ -89,15 +89,7 @@ _LARGE = (
 )
 _SHORT = ("evaluation.every=end", "epochs=1000000", "checkpoint.minutes=0")
 _BF16 = train(
-    *(
-        "bf16",
-        "resnet50-synthetic",
-        "precision.mode=bf16",
-        *_LARGE,
-        *_SHORT,
-        "max_steps=120",
-        "log.every=20",
-    )
+    *("bf16", "resnet50-synthetic", "precision.mode=bf16", *_LARGE, *_SHORT, "max_steps=120", "log.every=20")
 )
 _FP16 = train(
     *("fp16", "resnet50-synthetic", "precision.mode=fp16", *_LARGE, *_SHORT, "max_steps=80", "log.every=20")

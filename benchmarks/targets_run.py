@@ -156,12 +156,7 @@ def _done(step: Step, work: Path, within: float) -> Any:
     piped = subprocess.PIPE if step.keeps == "json" else None
     told = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if step.deterministic else {}
     done = subprocess.run(
-        words,
-        stdout=piped,
-        text=True,
-        timeout=within,
-        check=step.keeps != "code",
-        env={**os.environ, **told},
+        words, stdout=piped, text=True, timeout=within, check=step.keeps != "code", env={**os.environ, **told}
     )
     if step.keeps == "code":
         return done.returncode

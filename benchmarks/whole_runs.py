@@ -37,11 +37,7 @@ class Figures(NamedTuple):
 
 
 def bench_whole_runs(
-    name: str,
-    settings: Sequence[str],
-    common: Sequence[str],
-    rounds: int,
-    steps: int,
+    name: str, settings: Sequence[str], common: Sequence[str], rounds: int, steps: int
 ) -> int:
     """Measures and prints: each round has a run of each side, each in processes of its own.
 

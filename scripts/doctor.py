@@ -7,12 +7,7 @@ import argparse
 import subprocess
 import sys
 
-from engine_checks import (
-    check_engine,
-    check_stack,
-    container_gpus,
-    has_image,
-)
+from engine_checks import check_engine, check_stack, container_gpus, has_image
 from runtime import container_words, gpus_here, say, show
 
 from trainer.errors import BadInputError

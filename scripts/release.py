@@ -230,10 +230,7 @@ def provenance(out: Path, source: str, tag: str) -> dict[str, Any]:
     """An in-toto statement with SLSA's provenance: which commit and lock the files of a folder are of."""
     lock = (ROOT / "stacks" / DEFAULT / "wheels.lock").read_bytes()
     commit = {"uri": source or "trainer", "digest": {"gitCommit": git("rev-parse", "HEAD").decode().strip()}}
-    locked = {
-        "uri": f"stacks/{DEFAULT}/wheels.lock",
-        "digest": {"sha256": hashlib.sha256(lock).hexdigest()},
-    }
+    locked = {"uri": f"stacks/{DEFAULT}/wheels.lock", "digest": {"sha256": hashlib.sha256(lock).hexdigest()}}
     return {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [{"name": name, "digest": {"sha256": value}} for name, value in sums(out).items()],

@@ -15,17 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.claims.claim import Series
-from benchmarks.claims.measuring import (
-    MIB,
-    Ablation,
-    Measurement,
-    Scene,
-    Side,
-    Size,
-    Turns,
-    chosen,
-    steps_in,
-)
+from benchmarks.claims.measuring import MIB, Ablation, Measurement, Scene, Side, Size, Turns, chosen, steps_in
 from benchmarks.paired import interleaved
 from benchmarks.reduction import received
 from trainer.distributed.parallel import World, joined_world

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.claims.claim import Series
-from benchmarks.claims.measuring import (
-    Ablation,
-    Measurement,
-    Scene,
-    Side,
-    Size,
-    chosen,
-    measure_steps,
-)
+from benchmarks.claims.measuring import Ablation, Measurement, Scene, Side, Size, chosen, measure_steps
 from benchmarks.overhead import TinyTask, by_trainer, tiny_recipe
 from benchmarks.paired import interleaved
 from trainer.config.recipe_file import override, read_recipe
@@ -66,10 +58,7 @@ def _steps(scene: Scene, sides: dict[str, Side], memory: bool = False) -> Callab
 def _accumulation(wanted: Sequence[str], size: Size) -> Measurement:
     values = override(read_recipe(TEXT.recipe), list(TEXT.settings))
     batch = values["data"]["global_batch_size"]
-    sides = {
-        "one micro-batch": Side(),
-        "4 micro-batches": Side((f"data.micro_batch_size={batch // 4}",)),
-    }
+    sides = {"one micro-batch": Side(), "4 micro-batches": Side((f"data.micro_batch_size={batch // 4}",))}
     return measure_steps(TEXT, chosen(sides, wanted), size, memory=True)
 
 
@@ -128,10 +117,7 @@ TRAINING = {
         ("cuda",),
     ),
     "layout": Ablation(
-        _steps(
-            IMAGES,
-            _settings(NCHW=["model.channels_last=false"], NHWC=["model.channels_last=true"]),
-        )
+        _steps(IMAGES, _settings(NCHW=["model.channels_last=false"], NHWC=["model.channels_last=true"]))
     ),
     "compile": Ablation(
         _steps(

@@ -17,10 +17,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "--gpus", default="8,64,512,4096", metavar="LIST", help="how many (default: 8,64,512,4096)"
     )
     bench.add_argument(
-        "--figures",
-        type=Path,
-        metavar="FILE",
-        help="figures with their sources, YAML or JSON",
+        "--figures", type=Path, metavar="FILE", help="figures with their sources, YAML or JSON"
     )
     bench.add_argument(
         "--comm", type=Path, metavar="FILE", help="what `python -m benchmarks comm --json` printed: the links"
