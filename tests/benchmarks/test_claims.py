@@ -227,7 +227,7 @@ def test_an_ablation_that_fails_or_hangs_has_a_row(tmp_path: Path) -> None:
 def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["claims", "--only", "bf61"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "no claim is called 'bf61'; did you mean 'bf16'?" in line
+    assert "no claim or ablation is called 'bf61'; did you mean 'bf16'?" in line
 
 
 def test_an_ablation_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -247,16 +247,14 @@ def test_two_claims_from_end_to_end(
     monkeypatch.setattr(runs, "run_claims", partial(runs.run_claims, measure=here))
     monkeypatch.setattr(measuring, "threads_per_rank", lambda *_: 1)
     monkeypatch.setattr(runs, "QUICK", runs.QUICK._replace(limit_s=3600.0))
-    plot, data = tmp_path / "plot.svg", tmp_path / "all.json"
     words = ["--quick", "--only", "managed-off,zero-grad", "--out", str(tmp_path / "out")]
-    assert main(["claims", *words, "--plot", str(plot), "--json", str(data)]) == 0
+    assert main(["claims", *words]) == 0
     out = capsys.readouterr().out
-    found = {one["name"]: one for one in json.loads(data.read_text())["claims"]}
+    found = {one["name"]: one for one in json.loads((tmp_path / "out" / "claims.json").read_text())["claims"]}
     assert found["managed-off"]["verdict"] == "holds"
     assert found["zero-grad"]["measured"]["rounds"] == 6
     assert f"{found['zero-grad']['measured']['ratio']:.3f}" in out
-    assert (tmp_path / "out" / "claims.json").read_text() == data.read_text()
-    assert (tmp_path / "out" / "claims.svg").read_text() == plot.read_text()
+    assert (tmp_path / "out" / "claims.svg").read_text().startswith("<?xml")
     assert out.strip() in (tmp_path / "out" / "claims.md").read_text()
 
 
