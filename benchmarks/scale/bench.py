@@ -104,7 +104,7 @@ def bench_scale(
     told = advice(figures, numbers)
     if as_json:
         found: dict[str, Any] = {**as_mapping(job), "gpus": numbers, "advice": told}
-        print(json.dumps({**found, "computed": [one._asdict() for one in estimates]}))
+        print(json.dumps({**found, "computed": estimates}))
         return EXIT_DONE
     print("\n".join(line for line in (job.about, not_measured(job.sources)) if line))
     print(f"\n{table(numbers, estimates)}\n\n{told}")
