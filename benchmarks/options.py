@@ -1,4 +1,4 @@
-"""What several benches take on the command line."""
+"""Options that several benches take on the command line."""
 
 import argparse
 from collections.abc import Collection

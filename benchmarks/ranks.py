@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import queue
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ def on_ranks(size: int, work: Callable[[World], Any], method: str = "fork", limi
         limit_s: Seconds within which the first rank must answer.
 
     Raises:
-        BadInputError: If it doesn't.
+        BadInputError: If it doesn't, or a rank fails.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,17 +38,24 @@ def on_ranks(size: int, work: Callable[[World], Any], method: str = "fork", limi
     ranks = [context.Process(target=_rank, args=arguments) for arguments in own]
     for process in ranks:
         process.start()
-    grace = 0.0
     try:
-        answer = answers.get(timeout=limit_s)
-        grace = 5.0
-    except queue.Empty:
-        raise BadInputError(f"{size} ranks over gloo gave nothing within {limit_s:g} s") from None
+        answer = _answer(answers, ranks, limit_s)
+        for process in ranks:
+            process.join(5)
+        return answer
     finally:
         for process in ranks:
-            process.join(grace)
             process.kill()
-    return answer
+
+
+def _answer(answers: "Queue[Any]", ranks: Sequence[Any], limit_s: float) -> Any:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        with suppress(queue.Empty):
+            return answers.get(timeout=0.1)
+        if any(process.exitcode for process in ranks):  # the others would wait for it
+            raise BadInputError("one of the ranks over gloo failed: see above")
+    raise BadInputError(f"{len(ranks)} ranks over gloo gave nothing within {limit_s:g} s")
 
 
 def _rank(

@@ -116,7 +116,7 @@ def rows_of(name: str, settings: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
-    """What a run reached, by its rows."""
+    """Reads from a run's rows what it reached."""
     memory = {}
     for heading, key in _MEMORY.items():
         if sizes := [row[key] for row in rows if key in row]:

@@ -24,7 +24,7 @@ from benchmarks.claims.measuring import Measurement, Scene, Side, Size, measure_
 from benchmarks.claims.needs import library
 from benchmarks.claims.run import select
 from benchmarks.claims.show import as_json, summary, table
-from benchmarks.claims.training import TRAINING
+from benchmarks.claims.training import _keep_gradients
 from benchmarks.targets_parts import Traffic, make_parser
 from tests.helpers.clock import Clock
 from trainer.cli import make_parser as trainer_parser
@@ -161,7 +161,8 @@ def test_what_takes_memory_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     found = measure_steps(Scene("digits", TINY, TINY), sides, size, memory=True).series
     assert found["peak"].values["four"][0] < 0.5 * found["peak"].values["one"][0]
     assert found["peak"].values["one"][0] < found["memory"].values["one"][0]
-    gradients = TRAINING["gradients"].measure(["None", "zeros"], size).series["memory"]
+    sides = {"zeros": Side(prepare=_keep_gradients), "None": Side()}
+    gradients = measure_steps(Scene("digits", TINY, TINY), sides, size, memory=True).series["memory"]
     assert gradients.values["None"][0] < gradients.values["zeros"][0]
     assert gradients.counted
 

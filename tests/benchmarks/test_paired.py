@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.options import at_least_one
 from benchmarks.paired import judged, median_interval
 from benchmarks.ranks import on_ranks
+from tests.helpers.waiting import SECONDS
 from trainer.errors import BadInputError
 
 
@@ -47,6 +49,14 @@ def test_nothing_to_measure_is_refused(text: str, capsys: pytest.CaptureFixture[
     assert at_least_one("7") == 7
 
 
-def test_ranks_that_say_nothing_are_ended() -> None:
-    with pytest.raises(BadInputError, match=r"1 ranks over gloo gave nothing within 0\.3 s"):
-        on_ranks(1, lambda _: time.sleep(60), limit_s=0.3)
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (lambda: time.sleep(60), r"1 ranks over gloo gave nothing within 1 s"),
+        (lambda: 1 / 0, "failed: see above"),
+    ],
+)
+def test_ranks_that_hang_or_fail_are_ended(work: Callable[[], object], said: str) -> None:
+    limit = 1.0 if "nothing" in said else SECONDS
+    with pytest.raises(BadInputError, match=said):
+        on_ranks(1, lambda _: work(), limit_s=limit)
