@@ -116,6 +116,20 @@ def test_a_flipped_bit_is_named(tmp_path: Path, whole: Path, capsys: Capsys) -> 
 
 
 @pytest.mark.usefixtures("forked")
+def test_changed_weights_are_named(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights["stem.weight"].view(-1)[0] *= -1
+    safetensors.torch.save_file(weights, file)
+    assert f"{file} isn't the file that the run wrote" in verify(folder, code=1, capsys=capsys)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    change(folder, lambda manifest: manifest["weights"].update({"model.safetensors": digest}))
+    told = verify(folder, code=1, capsys=capsys)
+    assert "  final weights: model.safetensors: stem.weight (1 of " in told and "first at" not in told
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_changed_configuration_is_named(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
 
@@ -264,6 +278,15 @@ def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, 
     assert "16 of 16 steps" in told and "5 records" in told
     rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[-1]))(folder)
     assert "row of train metrics of step 16 is missing" in verify(folder, code=1, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_weights_that_are_none_are_a_difference(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "model.safetensors").write_bytes(b"x")
+    digest = hashlib.sha256(b"x").hexdigest()
+    change(folder, lambda m: m["weights"].update({"model.safetensors": digest}))
+    assert "model.safetensors: it can't be read" in verify(folder, code=1, capsys=capsys)
 
 
 def test_a_stopped_run_that_lacks_its_last_rows_is_replayed_up_to_its_checkpoint(
