@@ -43,6 +43,20 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """Replays in a fork instead of a launch; what was asked for."""
+    asked = list[argparse.Namespace]()
+
+    def start(request: argparse.Namespace, *_: Any) -> int:
+        asked.append(request)
+        recipe = load_recipe(request.recipe, request.set)
+        return attempt(request.out, recipe, request.resume, stop_after=request.stop_after).code
+
+    monkeypatch.setattr(replaying, "start", start)
+    return asked
+
+
 def verify(folder: Path, *words: str, code: int, capsys: pytest.CaptureFixture[str]) -> str:
     before = contents(folder)
     capsys.readouterr()
