@@ -36,8 +36,17 @@ def main(folder: Path, steps: int, seed: int) -> None:
     tokens = torch.tensor([number[letter] for letter in text])
     cut = int(len(tokens) * 0.9)
     torch.manual_seed(seed)
-    size = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": _BLOCK, "vocab_size": len(number)}
-    model = GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    config = GPT2Config(
+        vocab_size=len(number),
+        n_positions=_BLOCK,
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model = GPT2LMHeadModel(config)
     settings = TrainingArguments(
         output_dir=str(folder / "out"),
         max_steps=steps,

@@ -1,7 +1,9 @@
 """Promise: whole runs of others' scripts and ours do the same work, take turns, and are measured alike."""
 
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.__main__ import main
 from benchmarks.peers import PEERS, Peer, Run, measured
+from trainer.errors import BadInputError
 
 PRINTED = {
     "nanogpt": "step 0: train loss 4.1, val loss 4.2\nstep 200: train loss 1.8, val loss 1.9000\n",
@@ -21,7 +24,7 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PEERS)
 def test_the_last_loss_of_what_it_prints(name: str) -> None:
-    assert float(peers.re.findall(PEERS[name].loss, PRINTED[name])[-1]) == 1.9
+    assert float(re.findall(PEERS[name].loss, PRINTED[name])[-1]) == 1.9
 
 
 def test_a_process_is_measured_with_its_children() -> None:
@@ -29,7 +32,7 @@ def test_a_process_is_measured_with_its_children() -> None:
     run, printed = measured(["-c", f"print('said'); {child}"], Path.cwd())
     alone, _ = measured(["-c", "pass"], Path.cwd())
     assert printed == "said\n" and run.cpu_seconds > alone.cpu_seconds
-    with pytest.raises(peers.BadInputError, match="ended with code 3: torn"):
+    with pytest.raises(BadInputError, match="ended with code 3: torn"):
         measured(["-c", "print('torn', flush=True); raise SystemExit(3)"], Path.cwd())
 
 
@@ -59,9 +62,9 @@ def test_the_text_of_nanogpt_is_that_of_both_sides(tmp_path: Path) -> None:
     ]
     assert "".join(letters[token] for token in np.concatenate(parts)) == (folder / "text.txt").read_text()
     assert len(parts[0]) == 108 and (folder / "train.py").is_symlink()
-    torch_of_theirs = type("torch", (), {"manual_seed": staticmethod(lambda number: number)})
-    exec((folder / "seed.py").read_text(), {"torch": torch_of_theirs})
-    assert torch_of_theirs.manual_seed(1337) == 1340
+    theirs = SimpleNamespace(manual_seed=lambda number: number)
+    exec((folder / "seed.py").read_text(), {"torch": theirs})
+    assert theirs.manual_seed(1337) == 1340
 
 
 def test_rounds_take_turns_and_change_the_seed(
