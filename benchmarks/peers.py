@@ -2,7 +2,7 @@
 
 The scripts are given by path; none is part of this repository. Both sides run at their own defaults, evaluate
 and save as often, and take turns. Wall time includes imports and the last checkpoint; memory is the
-largest sum of proportional set sizes (PSS) of all its processes, sampled four times a second.
+largest sum of proportional set sizes (PSS) of all its processes, sampled once a second.
 """
 
 import argparse
@@ -142,7 +142,7 @@ PEERS = {
         "train.py",
         _characters,
         _nanogpt,
-        _gpt_char,
+        lambda folder, steps: [*_gpt_char(folder, steps), "optim.warmup_steps=100"],  # as its configuration
         r"step [1-9]\d*: train loss [\d.]+, val loss ([\d.]+)",
     ),
     "timm": Peer(
@@ -300,7 +300,7 @@ def measured(
 
         def watch() -> None:
             nonlocal most
-            while not done.wait(0.25):
+            while not done.wait(1):
                 most = max(most, sum(map(_pss, tree(process.pid))))
 
         watcher = threading.Thread(target=watch)
