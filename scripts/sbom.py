@@ -77,7 +77,7 @@ def cyclonedx(
     serial: uuid.UUID, whole: Mapping[str, Any], components: Sequence[Mapping[str, Any]], epoch: str | None
 ) -> dict[str, Any]:
     """A bill's document: `whole` is what consists of the components; the epoch gives its time, if any."""
-    metadata = {"component": whole}
+    metadata: dict[str, Any] = {"component": whole}
     if epoch:
         metadata["timestamp"] = f"{datetime.fromtimestamp(int(epoch), timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
     return {

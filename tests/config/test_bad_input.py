@@ -1,10 +1,7 @@
 """Promise: bad input gives one line with its name and the remedy, exit code 2, and no files."""
 
 import ast
-import getpass
 import io
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,27 +11,16 @@ import pytest
 import torch
 
 from tests.helpers.few_pictures import write_pictures
-from tests.helpers.manifests import least_manifest
 from tests.helpers.privileges import permissions_count
 from trainer.cli import _mendable, main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.errors import BadInputError
-from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
-from trainer.runs.manifest import FORMAT
 from trainer.train.start import local_ranks, resolve as start
 from trainer.version import __version__
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def launch(*_: Any, **__: Any) -> int:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(start, "launch", launch)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("nothing_starts")
 
 
 YAMLS = {
@@ -353,102 +339,6 @@ def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureF
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "device=cpu" in err or "--nproc-per-node N" in err
-
-
-def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pictures = write_pictures(tmp_path / "pictures")
-    (pictures / "val" / "0" / "dead.png").symlink_to("gone.png")
-    settings = {"data.path": pictures, "data.name": "folder", "data.image_size": 16, "data.workers": 0}
-    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    assert main(["train", "digits", *sets]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"trainer: error: 1 of 5 files below {pictures}/val can't be read; {pictures}/val/0/dead"
-    )
-    assert not (tmp_path / "runs").exists()
-    with pytest.raises(AssertionError, match="ranks were started"):
-        main(["train", "digits", *sets, "--set", "data.check=none"])
-
-
-def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "few.yaml").write_text(
-        "epochs: 1\ndata: "
-        "{name: synthetic, samples: 2, image_size: 8, global_batch_size: 4, micro_batch_size: 1}\n"
-    )
-    assert main(["train", "few.yaml", "--nproc-per-node", "4"]) == 2
-    assert "4 ranks for 2 samples: use at most 2 ranks" in capsys.readouterr().err
-
-
-def test_a_folder_with_anything_in_it_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
-    assert main(["train", "digits", "--out", "."]) == 2
-    assert "isn't empty" in capsys.readouterr().err
-    assert (tmp_path / "tensorboard" / "notes.txt").read_text() == "mine"
-
-
-def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    assert "can't be read as a run's manifest" in capsys.readouterr().err
-    manifest = least_manifest(format=1)
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    older = f"a run folder of format 1, written by another version of trainer; this one reads format {FORMAT}"
-    assert older in capsys.readouterr().err
-    for words in (["verify"], ["report"], ["checkpoints"], ["predict"], ["export", "--to", "safetensors"]):
-        assert main([*words, str(tmp_path)]) == 2
-        assert older in capsys.readouterr().err
-    manifest["format"] = FORMAT
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    assert "holds a run with another configuration" in capsys.readouterr().err
-    assert main(["train", "digits", "--out", str(tmp_path), "--resume", "never"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
-
-
-def test_a_read_only_place_for_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    assert main(["train", "digits"]) == 2
-    assert "runs: can't make a run folder there (Permission denied)" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_user_without_a_name_a_home_or_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Any UID of a container, with nothing set: compiled code has a folder, and a refused one is named."""
-    tmp_path.chmod(0o755)
-    if not (child := os.fork()):
-        code: Any = 1
-        try:
-            for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", CACHE_VARIABLE):
-                os.environ.pop(name, None)
-            os.setgroups([])
-            os.setgid(0)
-            os.setuid(987_654)
-            prepare_cache()
-            code = main(["train", "digits"]) if getpass.getuser() == "uid-987654" else 1
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    assert "runs: can't make a run folder there (Permission denied)" in capfd.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "launch", lambda *_, **__: 2)
-    assert main(["train", "digits"]) == 2
-    assert main(["train", "digits", "--out", "mine"]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_the_grace_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

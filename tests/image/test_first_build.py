@@ -9,7 +9,7 @@ from typing import Any
 import first_build
 import publish
 import pytest
-from bases import read_bases
+from bases import Base, read_bases
 from failures import explain
 from publish import provenance, tags_of
 
@@ -185,4 +185,4 @@ def test_a_base_whose_digest_is_gone_is_told_with_the_one_that_is_there(
 
     monkeypatch.setattr(first_build, "call", call)
     with pytest.raises(BadInputError, match=f"debian:13 is there, but no longer as {TRAIN}; it is {DEV} now"):
-        first_build.pull(first_build.Base("debian:13", TRAIN, "debian-base"))
+        first_build.pull(Base("debian:13", TRAIN, "debian-base"))

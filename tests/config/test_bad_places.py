@@ -1,0 +1,114 @@
+"""Promise: folders and files that a run can't use are one line before a rank starts, and stay as they are."""
+
+import getpass
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.few_pictures import write_pictures
+from tests.helpers.manifests import least_manifest
+from trainer.cli import main
+from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
+from trainer.runs.manifest import FORMAT
+from trainer.train.start import resolve as start
+
+pytestmark = pytest.mark.usefixtures("nothing_starts")
+
+
+def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = write_pictures(tmp_path / "pictures")
+    (pictures / "val" / "0" / "dead.png").symlink_to("gone.png")
+    settings = {"data.path": pictures, "data.name": "folder", "data.image_size": 16, "data.workers": 0}
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    assert main(["train", "digits", *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"trainer: error: 1 of 5 files below {pictures}/val can't be read; {pictures}/val/0/dead"
+    )
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(AssertionError, match="ranks were started"):
+        main(["train", "digits", *sets, "--set", "data.check=none"])
+
+
+def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "few.yaml").write_text(
+        "epochs: 1\ndata: "
+        "{name: synthetic, samples: 2, image_size: 8, global_batch_size: 4, micro_batch_size: 1}\n"
+    )
+    assert main(["train", "few.yaml", "--nproc-per-node", "4"]) == 2
+    assert "4 ranks for 2 samples: use at most 2 ranks" in capsys.readouterr().err
+
+
+def test_a_folder_with_anything_in_it_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
+    assert main(["train", "digits", "--out", "."]) == 2
+    assert "isn't empty" in capsys.readouterr().err
+    assert (tmp_path / "tensorboard" / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "can't be read as a run's manifest" in capsys.readouterr().err
+    manifest = least_manifest(format=1)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    older = f"a run folder of format 1, written by another version of trainer; this one reads format {FORMAT}"
+    assert older in capsys.readouterr().err
+    for words in (["verify"], ["report"], ["checkpoints"], ["predict"], ["export", "--to", "safetensors"]):
+        assert main([*words, str(tmp_path)]) == 2
+        assert older in capsys.readouterr().err
+    manifest["format"] = FORMAT
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "holds a run with another configuration" in capsys.readouterr().err
+    assert main(["train", "digits", "--out", str(tmp_path), "--resume", "never"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_read_only_place_for_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main(["train", "digits"]) == 2
+    assert "runs: can't make a run folder there (Permission denied)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_without_a_name_a_home_or_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Any UID of a container, with nothing set: compiled code has a folder, and a refused one is named."""
+    tmp_path.chmod(0o755)
+    if not (child := os.fork()):
+        code: Any = 1
+        try:
+            for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+                os.environ.pop(name, None)
+            os.setgroups([])
+            os.setgid(0)
+            os.setuid(987_654)
+            prepare_cache()
+            code = main(["train", "digits"]) if getpass.getuser() == "uid-987654" else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert "runs: can't make a run folder there (Permission denied)" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "launch", lambda *_, **__: 2)
+    assert main(["train", "digits"]) == 2
+    assert main(["train", "digits", "--out", "mine"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert list((tmp_path / "runs").iterdir()) == []
