@@ -87,7 +87,11 @@ _OF_A_PATH = {
 def _mendable(error: OSError) -> str:
     """Returns a line for an error that only the user can mend, wherever a path is first used; "" else."""
     if error.filename is None:
-        return f"can't be written: {_FULL[error.errno]}" if error.errno in _FULL else ""
+        return (
+            f"a file or standard output can't be written: {_FULL[error.errno]}"
+            if error.errno in _FULL
+            else ""
+        )
     reason = {**_FULL, **_OF_A_PATH}.get(error.errno or 0, "")
     path = str(error.filename) if isinstance(error.filename, int) else os.fsdecode(error.filename)
     path = f"{path:.60}…" if error.errno == errno.ENAMETOOLONG else path

@@ -283,7 +283,10 @@ def test_a_path_that_may_not_be_used_is_one_line(
     ("error", "line"),
     [
         (PermissionError(13, "Permission denied", "a\nb"), "a\nb: permission denied: give another"),
-        (OSError(28, "No space left on device"), "can't be written: no room is left"),
+        (
+            OSError(28, "No space left on device"),
+            "a file or standard output can't be written: no room is left",
+        ),
         (OSError(30, "Read-only file system", b"/x\xff"), "/x\udcff: is on a read-only file system"),
         (IsADirectoryError(21, "Is a directory", Path("d")), "d: is a folder"),
         (PermissionError(13, "Permission denied"), ""),  # of a port, say: it has a traceback
