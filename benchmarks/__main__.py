@@ -30,10 +30,7 @@ BENCHES = {
         "claims.bench",
         "what guides say that settings bring, each measured on this machine (10 minutes at most)",
     ),
-    "scoreboard": (
-        "scoreboard.bench",
-        "the trainer against every library that is installed, on one page",
-    ),
+    "scoreboard": ("scoreboard.bench", "the trainer against every library that is installed, on one page"),
     "stages": ("stages", "what each stage of preparing a sample costs, by kind of data"),
     "scale": (
         "scale.bench",

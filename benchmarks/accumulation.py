@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.against import LibraryFailed, NotMeasured, blamed, chosen, titled
+from benchmarks.against import Judged, LibraryFailed, NotMeasured, blamed, chosen, print_judged
+from benchmarks.array_task import ArrayTask
 from trainer.config.recipe import Recipe
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
+from trainer.data.dataset import NUM_ITEMS
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
-from trainer.observe.conditions import conditions
 from trainer.train.components.run import build
 from trainer.train.step import train_step
 
@@ -176,28 +176,16 @@ def _right_gradient(recorded: Recorded, start: int, stop: int) -> torch.Tensor:
     return gradient_of(recorded.model)
 
 
-class _TokenTask:
+class _TokenTask(ArrayTask):
     """The case as the trainer takes it."""
-
-    uniforms = 0
-    metric = "loss"
-    lower_is_better = True
 
     def __init__(self, case: Case, recorded: Recorded) -> None:
         self._recorded = recorded
         x, y = case.data()
-        arrays: dict[str, Any] = {"x": x.numpy(), "y": y.numpy()}
-        if case.tokens_vary:
-            arrays[NUM_ITEMS] = (y >= 0).sum(1).numpy()
-        data = ArrayDataset(arrays)
+        counts = {NUM_ITEMS: (y >= 0).sum(1).numpy()} if case.tokens_vary else {}
+        super().__init__({"x": x.numpy(), "y": y.numpy(), **counts})
         if not case.tokens_vary:
-            data.num_items = _LENGTH
-        self.train_data: Dataset = data
-        self.evaluation_data: Dataset = data
-
-    def describe(self) -> Mapping[str, Any]:
-        """Returns {}: nothing to describe."""
-        return {}
+            self.train_data.num_items = _LENGTH
 
     def model(self) -> nn.Module:
         """Returns the recorded model."""
@@ -213,10 +201,6 @@ class _TokenTask:
             self._recorded.seen.append((x[real], y[real]))
         each = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
         return (each.sum(1) * batch.weight).sum()
-
-    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Returns the loss."""
-        return {"loss": self.loss(model, batch)}
 
 
 def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
@@ -241,24 +225,6 @@ def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
 
 
 CASES = (Case(5, 4, False), Case(7, 4, False), Case(5, 4, True), Case(7, 4, True))
-
-
-class Judged(NamedTuple):
-    """Result of a case.
-
-    Attributes:
-        name: The library's, or "trainer".
-        variant: Where there are several ways, which one.
-        case: The case.
-        score: None: it wasn't measured.
-        note: How the library was used, or why it wasn't.
-    """
-
-    name: str
-    variant: str
-    case: Case
-    score: Score | None
-    note: str
 
 
 def measure_ours() -> Iterator[Judged]:
@@ -334,18 +300,8 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
 
 def _bench(against: str, timm_train: Path | None) -> int:
     libraries = with_script(chosen(against, "accumulate"), timm_train)
-    print(f"{conditions()}\n\n{_HEAD}", flush=True)
-    scores, notes = [], []
-    for judged in itertools.chain(
-        measure_ours(), *(measure_library(name, measure) for name, measure in libraries.items())
-    ):
-        if judged.score is not None:
-            print(_row(judged, judged.score), flush=True)
-        if judged.name != "trainer":
-            notes.append(f"{_label(judged)}: {judged.note}")
-        elif judged.score is not None:
-            scores.append(judged.score)
-    print("\n- ".join([f"\n{_LEGEND}", *dict.fromkeys(notes)]))
+    theirs = (measure_library(name, measure) for name, measure in libraries.items())
+    scores = print_judged(itertools.chain(measure_ours(), *theirs), _HEAD, _cells, _LEGEND)
     if not all(score.cut for score in scores):
         print("nothing measured: the trainer made no update")
         return EXIT_NOT_MEASURED
@@ -354,25 +310,19 @@ def _bench(against: str, timm_train: Path | None) -> int:
 
 _LASTS: tuple[Literal["weighted"], Literal["cross"]] = ("weighted", "cross")
 _HEAD = (
-    "| library | micro-batches at accumulation | valid tokens | micro-batches of each update | due "
-    "| full steps: largest relative error | other steps: gradient / right one | verdict |\n"
-    "|---|---|---|---|---|---|---|---|"
+    *("library", "micro-batches at accumulation", "valid tokens", "micro-batches of each update", "due"),
+    *("full steps: largest relative error", "other steps: gradient / right one", "verdict"),
 )
-
 _LEGEND = f"""\
 - float64, one process, one epoch. The right gradient is that of the mean loss over the valid tokens of the
   update's samples, all at once. Exact: the updates due, and no relative error above {_LARGEST_ERROR:.0e}.
 - trainer, weighted: the last step is what is left; cross (the default): the next epoch fills it."""
 
 
-def _label(judged: Judged) -> str:
-    return ", ".join(filter(None, (titled(judged.name), judged.variant)))
-
-
-def _row(judged: Judged, score: Score) -> str:
-    case = judged.case
-    cells = (
-        _label(judged),
+def _cells(judged: Judged) -> tuple[str, ...]:
+    case, score = judged.case, judged.score
+    return (
+        judged.label,
         f"{case.micro_batches} at {case.accumulation}",
         "vary" if case.tokens_vary else "all",
         " + ".join(map(str, score.cut)) or "none",
@@ -381,4 +331,3 @@ def _row(judged: Judged, score: Score) -> str:
         ", ".join(f"{ratio:.3f}" for ratio in score.ragged) or "-",
         "exact" if score.exact else "WRONG",
     )
-    return f"| {' | '.join(cells)} |"

@@ -23,6 +23,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.comm_fit import CommResult, Timed, bus_factor, fitted, parsed_sizes
+from benchmarks.options import add_rounds, at_least_one
 from benchmarks.paired import interleaved, median_interval
 from trainer.distributed.parallel import World, gather_rows, joined_world
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
@@ -39,12 +40,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
     bench.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="ranks of this host (default: its GPUs, or 2)"
+        "--nproc-per-node",
+        type=at_least_one,
+        metavar="N",
+        help="ranks of this host (default: its GPUs, or 2)",
     )
     bench.add_argument("--sizes", default="", metavar="LIST", help="such as 4K,1M (default: 4K to 256M)")
     bench.add_argument("--dtypes", default="fp32", metavar="LIST", help="fp32,bf16 (default: fp32)")
     bench.add_argument("--backend", choices=("gloo", "nccl", "auto"), default="auto", help="(default: auto)")
-    bench.add_argument("--rounds", type=int, default=11, metavar="N", help="interleaved rounds (default: 11)")
+    add_rounds(bench, 11)
     bench.add_argument("--limit", type=float, metavar="GBPS", help="the link's limit in Gbit/s, to compare")
     bench.add_argument("--json", action="store_true", help="print JSON")
     bench.set_defaults(run=bench_comm)
@@ -98,9 +102,6 @@ def _kind(options: argparse.Namespace) -> Any:
 
 
 def _checked(options: argparse.Namespace, kind: str) -> tuple[list[str], list[int]]:
-    for name, value in (("--nproc-per-node", options.nproc_per_node), ("--rounds", options.rounds)):
-        if value is not None and value < 1:
-            raise BadInputError(f"{name} {value}: give a number from 1 on")
     if options.limit is not None and not 0 < options.limit < 1e6:
         raise BadInputError(f"--limit {options.limit:g}: give Gbit/s, above 0")
     dtypes = [word.strip() for word in options.dtypes.split(",")]

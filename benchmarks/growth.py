@@ -109,11 +109,16 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--most", type=int, default=SAMPLES[-1], metavar="N", help="samples (default: 10 million, 4 GB)"
     )
+    bench.add_argument(
+        "--runs", action="store_true", help="whole runs instead: steps, layers, classes, files"
+    )
     bench.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the lines; needs matplotlib")
-    bench.set_defaults(run=lambda options: bench_growth(options.rounds, options.most, options.plot))
+    bench.set_defaults(
+        run=lambda options: bench_growth(options.rounds, options.most, options.plot, options.runs)
+    )
 
 
-def bench_growth(rounds: int, most: int, plot: Path | None = None) -> int:
+def bench_growth(rounds: int, most: int, plot: Path | None = None, runs: bool = False) -> int:
     """Measures, prints a table and judges; exit code 0 if all lines are straight, else 1.
 
     Raises:
@@ -122,8 +127,13 @@ def bench_growth(rounds: int, most: int, plot: Path | None = None) -> int:
     samples = [count for count in SAMPLES if count <= most]
     if rounds < 1 or len(samples) < 2:
         raise BadInputError(f"--rounds: 1 or more; --most: {SAMPLES[1]:,} or more")
-    with tempfile.TemporaryDirectory() as folder:
-        grown = measure(Path(folder), rounds, samples, SHARDS, STEPS)
+    if runs:
+        from benchmarks.growth_runs import measure_runs
+
+        grown = measure_runs(rounds, most)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            grown = measure(Path(folder), rounds, samples, SHARDS, STEPS)
     print(
         f"{conditions()}\nCPU time: the least of {rounds} rounds; memory: what was taken more at the peak\n"
     )
@@ -308,8 +318,8 @@ def draw(grown: Sequence[Growth], path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.set(title="CPU time, s", xlabel="samples, shards or steps")
-    right.set(title="memory at the peak, MiB", xlabel="samples, shards or steps")
+    left.set(title="CPU time, s", xlabel="how many")
+    right.set(title="memory at the peak, MiB", xlabel="how many")
     for axes in (left, right):
         axes.set(xscale="log", yscale="log")
         axes.grid(color="#dddddd")

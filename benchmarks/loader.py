@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks import pipelines
 from benchmarks.against import blamed, chosen, titled
+from benchmarks.options import add_rounds, at_least_one
 from benchmarks.photographs import SIZES, write_photographs
 from benchmarks.pipelines import BATCH, SIDE, Epoch
 from trainer.data.formats.files import in_folder
@@ -85,7 +86,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--against", default="", metavar="LIST", help="torchvision,timm,webdataset: which to measure too"
     )
-    bench.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
+    add_rounds(bench, 5)
     bench.add_argument(
         "--kilobytes",
         type=int,
@@ -93,7 +94,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         default=min(SIZES),
         help=f"size of photographs that are made here, on average (default: {min(SIZES)})",
     )
-    bench.add_argument("--workers", type=int, default=2, metavar="N", help="of each (default: 2)")
+    bench.add_argument("--workers", type=at_least_one, default=2, metavar="N", help="of each (default: 2)")
     bench.set_defaults(
         run=lambda options: bench_loader(
             options.folder, options.against, options.rounds, options.workers, options.kilobytes
@@ -120,8 +121,6 @@ def bench_loader(
         BadInputError: If there are too few images, or a library isn't there.
     """
     libraries = list(chosen(against, "load"))
-    if rounds < 1 or workers < 1:
-        raise BadInputError("--rounds and --workers: give numbers from 1 on")
     check_proc()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)

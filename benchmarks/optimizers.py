@@ -13,8 +13,7 @@ import importlib.metadata
 import importlib.util
 import math
 import multiprocessing
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import cache
 from typing import NamedTuple
@@ -25,7 +24,8 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from benchmarks.paired import interleaved, median_interval
+from benchmarks.paired import interleaved, median_interval, one_thread
+from benchmarks.setting import timed_steps
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import RegularizationConfig
@@ -206,20 +206,9 @@ def step_ratios(setting: Setting, names: Sequence[str], rounds: int) -> dict[str
     steps = max(1, 640 // setting.batch)
     longer = setting._replace(updates=steps * (rounds + 1))
 
-    def loop(name: str) -> Callable[[], float]:
-        run = prepare(Job(longer, name, RATES[name][1], _TUNING_SEED))
-        batches = run.loader(run.share.batches())
-        numbers = iter(range(longer.updates))
-
-        def seconds() -> float:
-            start = time.perf_counter()
-            for _ in range(steps):
-                train_step(run, batches, next(numbers))
-            return time.perf_counter() - start
-
-        return seconds
-
-    times = dict(zip(names, interleaved([loop(name) for name in names], rounds), strict=True))
+    runs = [prepare(Job(longer, name, RATES[name][1], _TUNING_SEED)) for name in names]
+    loops = [timed_steps(run, steps, torch.device("cpu")) for run in runs]
+    times = dict(zip(names, interleaved(loops, rounds), strict=True))
     return {
         name: median_interval((np.array(series) / times["adamw"]).tolist()) for name, series in times.items()
     }
@@ -259,14 +248,10 @@ def bench_optimizers(quick: bool) -> int:
         "reached: updates until the mean loss is the one that adamw ends with\n"
         "step: time of a training step over adamw's on 1 thread, median of interleaved rounds (95 % interval)"
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for setting in settings:
             ratios = step_ratios(setting, names, rounds=2 if quick else 12)
             print(_table(setting, {name: learnt[setting, name] for name in names}, ratios), flush=True)
-    finally:
-        torch.set_num_threads(threads)
     if quick:
         print("\nonly to see that it runs: no measurement")
     return EXIT_DONE

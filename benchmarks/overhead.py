@@ -26,13 +26,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.against import blamed, chosen, titled
-from benchmarks.paired import interleaved, median_interval
+from benchmarks.array_task import ArrayTask
+from benchmarks.options import add_rounds, at_least_one
+from benchmarks.paired import interleaved, judged, median_interval, one_thread
 from trainer.config.recipe import Recipe
 from trainer.config.training import OptimConfig
-from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
 from trainer.observe.conditions import conditions
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
@@ -50,24 +50,14 @@ _BATCH, _FEATURES, _CLASSES, _SAMPLES = 8, 8, 4, 4096
 _EMA_DECAY = 0.99
 
 
-class TinyTask:
+class TinyTask(ArrayTask):
     """A linear classifier of random vectors: the smallest step that is still a training step."""
-
-    uniforms = 0
-    metric = "loss"
-    lower_is_better = True
 
     def __init__(self) -> None:
         random = np.random.Generator(np.random.Philox(0))
         self.x = random.standard_normal((_SAMPLES, _FEATURES), dtype=np.float32)
         self.y = random.integers(0, _CLASSES, _SAMPLES)
-        self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
-        # At the end of a run, and no part of what is timed: as little as can be.
-        self.evaluation_data: Dataset = ArrayDataset({"x": self.x[:1], "y": self.y[:1]})
-
-    def describe(self) -> dict[str, Any]:
-        """Nothing that anybody must know."""
-        return {}
+        super().__init__({"x": self.x, "y": self.y}, evaluated=1)  # at the end of a run, and not timed
 
     def model(self) -> nn.Module:
         """Returns a model of one matrix."""
@@ -243,31 +233,26 @@ def measure_overhead(rounds: int, steps: int, libraries: Mapping[str, Callable[.
         steps: Steps of a round.
         libraries: `train_tiny` of each, by name.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     task, recipe = TinyTask(), tiny_recipe(steps)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            loops: list[Callable[[], float]] = [
-                lambda: by_hand(task, recipe.optim, steps),
-                lambda: by_hand(task, recipe.optim, steps, lean=True),
-                lambda: by_trainer(task, recipe, Path(folder)),
-                *(
-                    partial(_by_library, name, libraries[name], task, recipe.optim, steps)
-                    for name in libraries
-                ),
-            ]
-            times = interleaved(loops, rounds)
-    finally:
-        torch.set_num_threads(threads)
-    hand, lean, ours, *theirs = (np.array(series) * 1e6 / steps for series in times)
-    return HostTimes(steps, recipe.log.every, hand, lean, ours, dict(zip(libraries, theirs, strict=True)))
+    theirs = [partial(_by_library, name, each, task, recipe.optim, steps) for name, each in libraries.items()]
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
+        loops: list[Callable[[], float]] = [
+            partial(by_hand, task, recipe.optim, steps),
+            partial(by_hand, task, recipe.optim, steps, lean=True),
+            partial(by_trainer, task, recipe, Path(folder)),
+            *theirs,
+        ]
+        times = interleaved(loops, rounds)
+    hand, lean, ours, *others = (np.array(series) * 1e6 / steps for series in times)
+    return HostTimes(steps, recipe.log.every, hand, lean, ours, dict(zip(libraries, others, strict=True)))
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
-    bench.add_argument("--rounds", type=int, default=40, metavar="N", help="interleaved rounds (default: 40)")
-    bench.add_argument("--steps", type=int, default=500, metavar="N", help="steps per round (default: 500)")
+    add_rounds(bench, 40)
+    bench.add_argument(
+        "--steps", type=at_least_one, default=500, metavar="N", help="steps per round (default: 500)"
+    )
     bench.add_argument(
         "--target", type=float, default=20.0, metavar="US", help="largest overhead, us per step"
     )
@@ -289,20 +274,17 @@ def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "")
         against: Libraries to time beside it, separated by commas.
 
     Returns:
-        0 if the trainer meets the target (whatever the others cost), 1 if not, 3 if nothing was measured or
-        the target lies within the interval.
+        0 if the trainer meets the target (whatever the others cost), 1 if not, 3 if it lies within the
+        interval.
 
     Raises:
         BadInputError: If a library isn't known or isn't there.
     """
     libraries = chosen(against, "train_tiny")
-    if rounds < 1 or steps < 1:
-        print("nothing measured: --rounds and --steps must be at least 1")
-        return EXIT_NOT_MEASURED
     times = measure_overhead(rounds, steps, libraries)
     more, low, high = median_interval((times.ours - times.hand).tolist())
     over_lean, lean_low, lean_high = median_interval((times.ours - times.lean).tolist())
-    verdict = "met" if high <= target_us else "MISSED" if low > target_us else "undecided: more --rounds"
+    verdict, code = judged(low, high, target_us)
     print(
         f"{conditions()}\n"
         f"median of {rounds} interleaved rounds of {steps} steps, 1 thread, us per step\n"
@@ -317,7 +299,7 @@ def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "")
     )
     if libraries:
         print(_table(times))
-    return {"met": EXIT_DONE, "MISSED": EXIT_FAILED}.get(verdict, EXIT_NOT_MEASURED)
+    return code
 
 
 def _by_library(

@@ -1,10 +1,37 @@
-"""Rounds in which loops take turns, so that whatever else the machine does falls on all; and a median."""
+"""Rounds in which loops take turns, so that whatever else the machine does falls on all; and judging them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from rich.progress import track
+
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute on one thread, and as before afterwards."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def judged(low: float, high: float, most: float) -> tuple[str, int]:
+    """Judges an interval by the largest value that is wanted.
+
+    Returns:
+        Verdict and exit code: met if the whole interval is at most that, missed if all of it is above.
+    """
+    if high <= most:
+        return "met", EXIT_DONE
+    return ("MISSED", EXIT_FAILED) if low > most else ("undecided: more --rounds", EXIT_NOT_MEASURED)
 
 
 def interleaved(loops: Sequence[Callable[[], float]], rounds: int, shown: bool = True) -> list[list[float]]:

@@ -5,24 +5,20 @@ does falls on both. With two ranks these are real processes over gloo on this ho
 """
 
 import argparse
-import multiprocessing
-import os
-import socket
 import statistics
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.queues import Queue
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.paired import interleaved, median_interval
+from benchmarks.options import add_rounds
+from benchmarks.paired import interleaved, judged, median_interval, one_thread
+from benchmarks.ranks import on_ranks, received
 from benchmarks.setting import timed_steps
 from trainer.config.recipe import Recipe
-from trainer.distributed.parallel import World, joined_world
+from trainer.distributed.parallel import World
 from trainer.distributed.tree import Sums, Tournament
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
@@ -45,7 +41,7 @@ class _Price(NamedTuple):
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
-    bench.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)")
+    add_rounds(bench, 15)
     bench.add_argument(
         "--target", type=float, default=1.05, metavar="X", help="largest ratio on one rank (default: 1.05)"
     )
@@ -60,21 +56,13 @@ def bench_reduction(rounds: int, target: float) -> int:
         target: Largest ratio of a step's time on one rank, tree over plain accumulation.
 
     Returns:
-        0 if the target is met, 1 if not, 3 if it lies within the interval or nothing was measured.
+        0 if the target is met, 1 if not, 3 if it lies within the interval.
     """
-    if rounds < 1:
-        print("nothing measured: --rounds must be at least 1")
-        return EXIT_NOT_MEASURED
     cuda = torch.cuda.is_available()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         alone = _measure(World(0, 1, 0, device, None), rounds)
-    finally:
-        torch.set_num_threads(threads)
-    _, low, high = _ratio(alone)
-    verdict = "met" if high <= target else "MISSED" if low > target else "undecided: more --rounds"
+    verdict, code = judged(*_ratio(alone)[1:], target)
     print(
         f"{conditions()}\n"
         f"small_resnet of width {_WIDTH} on {_IMAGE} x {_IMAGE} pixels, {alone.gradients / _MIB:.1f} MiB of "
@@ -88,11 +76,11 @@ def bench_reduction(rounds: int, target: float) -> int:
         print("several GPUs: not measured, this command uses one")
     else:
         _print_two_ranks(rounds)
-    return {"met": EXIT_DONE, "MISSED": EXIT_FAILED}.get(verdict, EXIT_NOT_MEASURED)
+    return code
 
 
 def _print_two_ranks(rounds: int) -> None:
-    both = _two_ranks(rounds)
+    both = on_ranks(2, partial(_measure, rounds=rounds), method="spawn")
     wire = ", ".join(
         f"{name} {received / _MIB:.1f} MiB" for name, received in zip(_REDUCTIONS, both.received, strict=True)
     )
@@ -186,36 +174,3 @@ class _Counting(Tournament):
         kept = [one, *self._branches]
         self.peak = max(self.peak, sum(g.nbytes for sums in kept for g in sums.gradients))
         super().add(one)
-
-
-def received(world: World) -> int:
-    """Bytes that came over the loopback of this host so far."""
-    if world.group is None or not (table := Path("/proc/net/dev")).exists():
-        return 0
-    (line,) = (line for line in table.read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.partition(":")[2].split()[0])
-
-
-def _two_ranks(rounds: int) -> _Price:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers: Queue[_Price] = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, rounds, answers)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    price = answers.get()
-    for process in ranks:
-        process.join()
-    return price
-
-
-def _rank(rank: int, port: int, rounds: int, answers: "Queue[Any]") -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with joined_world("cpu", 600.0) as world:
-        price = _measure(world, rounds)
-    if rank == 0:
-        answers.put(price)

@@ -7,7 +7,7 @@ everything new as in a new process, goes on from them; each of its steps is comp
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,15 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.against import blamed, chosen, titled
+from benchmarks.against import Judged, blamed, chosen, print_judged
+from benchmarks.array_task import ArrayTask
 from benchmarks.cut_run import BATCH, BATCHES, EPOCHS, FEATURES, RATE, Resumed, Steps, arrays, small_model
 from trainer.checkpoint.store import newest_good, write
 from trainer.config.recipe import Recipe
-from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
-from trainer.observe.conditions import conditions
 from trainer.train.components.run import build
 from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
@@ -31,22 +30,14 @@ from trainer.train.step import train_step
 CUTS = (7, 20, 33, 59)
 
 
-class _Task:
+class _Task(ArrayTask):
     """The same as the trainer takes it."""
 
     uniforms = FEATURES
-    metric = "loss"
-    lower_is_better = True
 
     def __init__(self) -> None:
-        data = ArrayDataset({name: array.numpy() for name, array in arrays().items()})
-        self.train_data: Dataset = data
-        self.evaluation_data: Dataset = data
+        super().__init__({name: array.numpy() for name, array in arrays().items()})
         self.seen = torch.empty(0)
-
-    def describe(self) -> Mapping[str, Any]:
-        """Nothing that anybody must know."""
-        return {}
 
     def model(self) -> nn.Module:
         """A new one."""
@@ -58,10 +49,6 @@ class _Task:
         if batch.uniform is not None:
             x = x + batch.uniform - 0.5
         return F.cross_entropy(model(x), batch.fields["y"], reduction="sum")
-
-    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The loss."""
-        return {"loss": self.loss(model, batch)}
 
 
 def _started(seed: int) -> Run:
@@ -143,24 +130,6 @@ def judge(resumed: Resumed, cut: int) -> Score:
     )
 
 
-class Judged(NamedTuple):
-    """Result of a cut.
-
-    Attributes:
-        name: The library's, or "trainer".
-        variant: Where there are several ways, which one.
-        cut: After so many updates.
-        score: How the runs differ.
-        note: How the library was used.
-    """
-
-    name: str
-    variant: str
-    cut: int
-    score: Score
-    note: str
-
-
 def measure_cuts(
     name: str, measure: Callable[[int], list[Resumed]], cuts: tuple[int, ...]
 ) -> Iterator[Judged]:
@@ -194,16 +163,8 @@ def bench_resume(against: str = "") -> int:
         BadInputError: If a library isn't known or isn't there.
     """
     ways: dict[str, Callable[[int], list[Resumed]]] = {"trainer": resume, **chosen(against, "resume")}
-    print(f"{conditions()}\n\n{_HEAD}", flush=True)
-    scores, notes = [], []
-    for name, measure in ways.items():
-        for judged in measure_cuts(name, measure, CUTS):
-            label = ", ".join(filter(None, (titled(name), judged.variant)))
-            if name == "trainer":
-                scores.append(judged.score)
-            print(_row(label, judged.cut, judged.score), flush=True)
-            notes.append(f"{label}: {judged.note}")
-    print("\n- ".join([f"\n{_LEGEND}", *dict.fromkeys(notes)]))
+    found = (one for name, measure in ways.items() for one in measure_cuts(name, measure, CUTS))
+    scores = print_judged(found, _HEAD, _cells, _LEGEND)
     if not all(score.due for score in scores):
         print("nothing measured: the trainer made no update after a cut")
         return EXIT_NOT_MEASURED
@@ -211,8 +172,8 @@ def bench_resume(against: str = "") -> int:
 
 
 _HEAD = (
-    "| library | cut after update | later updates | of these with other samples | with another loss "
-    "| largest relative difference of a loss | final weights | verdict |\n|---|---|---|---|---|---|---|---|"
+    *("library", "cut after update", "later updates", "of these with other samples", "with another loss"),
+    *("largest relative difference of a loss", "final weights", "verdict"),
 )
 
 _LEGEND = f"""\
@@ -220,10 +181,11 @@ _LEGEND = f"""\
   checkpoint and went on; an update that only one of the two made counts as different."""
 
 
-def _row(label: str, cut: int, score: Score) -> str:
-    cells = (
-        label,
-        str(cut),
+def _cells(judged: Judged) -> tuple[str, ...]:
+    score = judged.score
+    return (
+        judged.label,
+        str(judged.case),
         str(score.due),
         str(score.other_samples),
         str(score.other_loss),
@@ -231,4 +193,3 @@ def _row(label: str, cut: int, score: Score) -> str:
         "same" if score.weights else "other",
         "same" if score.same else "DIFFERENT",
     )
-    return f"| {' | '.join(cells)} |"

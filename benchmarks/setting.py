@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import add_rounds, at_least_one
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.whole_runs import bench_whole_runs
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.distributed.parallel import World
-from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
+from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.conditions import conditions
@@ -36,8 +37,8 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
     bench.add_argument("settings", nargs="+", metavar="KEY=VALUE", help="with --runs also env:NAME=VALUE")
     bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all sides")
-    bench.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)")
-    bench.add_argument("--steps", type=int, default=10, metavar="N", help="in a round (default: 10)")
+    add_rounds(bench, 15)
+    bench.add_argument("--steps", type=at_least_one, default=10, metavar="N", help="in a round (default: 10)")
     bench.add_argument("--runs", action="store_true", help="whole runs, each in processes of its own")
     bench.set_defaults(run=_run)
 
@@ -58,7 +59,7 @@ def bench_setting(name: str, settings: Sequence[str], common: Sequence[str], rou
         steps: In each.
 
     Returns:
-        0, or 3 if there was nothing to measure.
+        0.
 
     Raises:
         BadInputError: If the recipe can't be trained here, or a setting isn't of a step's.
@@ -69,9 +70,6 @@ def bench_setting(name: str, settings: Sequence[str], common: Sequence[str], rou
                 f"{setting}: steps alone are timed here, in one process; what is of the process, its rows, "
                 "checkpoints and evaluations aren't: add --runs to compare whole runs"
             )
-    if rounds < 1 or steps < 1:
-        print("nothing measured: --rounds and --steps must be at least 1")
-        return EXIT_NOT_MEASURED
     length = ["epochs=1000000000", f"max_steps={steps * (rounds + 1)}"]
     values = override(read_recipe(name), [*common, *length])
     check_recipe(name, validated(Recipe, values, name), [*common, *settings])

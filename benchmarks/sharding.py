@@ -8,15 +8,11 @@ counts on the loopback interface: run it in a network namespace of its own, so t
 import argparse
 import ctypes
 import importlib
-import multiprocessing
-import os
-import socket
 import statistics
 import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +20,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.options import add_rounds
 from benchmarks.paired import interleaved, median_interval
-from benchmarks.reduction import received
+from benchmarks.ranks import on_ranks, received
 from trainer.config.recipe import Recipe
-from trainer.distributed.parallel import World, joined_world, sum_over_ranks
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.distributed.parallel import World, sum_over_ranks
+from trainer.errors import EXIT_DONE, EXIT_FAILED
 from trainer.models.activation_checkpointing import blocks
 from trainer.observe.conditions import conditions
 from trainer.train.components.memory import rank_memory
@@ -76,7 +73,7 @@ class Traffic(NamedTuple):
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
-    bench.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)")
+    add_rounds(bench, 15)
     bench.set_defaults(run=lambda options: bench_sharding(options.rounds))
 
 
@@ -87,19 +84,19 @@ def bench_sharding(rounds: int) -> int:
         rounds: Interleaved rounds of a step by each strategy.
 
     Returns:
-        0 if memory is within 10 % of the formula, 1 if not, 3 if nothing was measured.
+        0 if memory is within 10 % of the formula, 1 if not.
     """
-    if rounds < 1:
-        print("nothing measured: --rounds must be at least 1")
-        return EXIT_NOT_MEASURED
     print(f"{conditions()}\n\nmemory: a GPT, {LARGE}, AdamW, fp32, a micro-batch of one sample")
     print(
         "| ranks | micro-batches a step | formula | counted | counted / formula | resident memory grew by |"
     )
     print("|---|---|---|---|---|---|")
+    # Before the fork: no rank imports it again, and what it takes isn't in what memory grows by.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    importlib.import_module("torch.distributed.fsdp")
     apart = 0.0
     for size, micro_batches in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)):
-        held = on_ranks(size, partial(memory, language=LARGE, micro_batches=micro_batches))
+        held = on_ranks(size, partial(_memory_alone, micro_batches=micro_batches))
         apart = max(apart, abs(held.counted / held.formula - 1))
         print(
             f"| {size} | {micro_batches} | {held.formula / MIB:,.1f} MiB | {held.counted / MIB:,.1f} MiB | "
@@ -240,6 +237,12 @@ def memory(world: World, language: dict[str, Any], micro_batches: int) -> Held:
     return Held(sum(needs), live.most, _status("VmHWM") - before)
 
 
+def _memory_alone(world: World, micro_batches: int) -> Held:
+    # What is freed goes back to the kernel, so that resident memory tells what is held.
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
+    return memory(world, LARGE, micro_batches)
+
+
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
@@ -275,34 +278,3 @@ def _turn(run: Run, world: World, cpu: list[float], sent: list[float]) -> Callab
         return seconds
 
     return turn
-
-
-def on_ranks(size: int, work: Callable[[World], Any]) -> Any:
-    """Does the same in so many processes; returns the first one's answer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Forked, so that none imports torch again, and what imports take isn't in what memory grows by.
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    importlib.import_module("torch.distributed.fsdp")
-    context = multiprocessing.get_context("fork")
-    answers: Queue[Any] = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, size, port, work, answers)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    answer = answers.get()
-    for process in ranks:
-        process.join()
-    return answer
-
-
-def _rank(rank: int, size: int, port: int, work: Callable[[World], Any], answers: "Queue[Any]") -> None:
-    torch.set_num_threads(1)
-    # What is freed goes back to the kernel, so that resident memory tells what is held.
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with joined_world("cpu", 600.0) as world:
-        answer = work(world)
-    if rank == 0:
-        answers.put(answer)

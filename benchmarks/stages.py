@@ -17,6 +17,7 @@ import numpy as np
 import soundfile
 import torch
 
+from benchmarks.options import add_rounds
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.photographs import write_photographs
 from trainer.config.recipe_file import make_recipe
@@ -28,7 +29,7 @@ from trainer.data.formats.crop import Box
 from trainer.data.formats.decode import cut_out, decode_whole, resize
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.tokens import TokenDataset, inputs_and_targets
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import EXIT_DONE
 from trainer.observe.conditions import conditions
 from trainer.tasks.audio import Audio
 from trainer.tasks.augment import Normalization, affine, by_policy, crop, flip, jitter, make_policy
@@ -41,18 +42,12 @@ Stages = Mapping[str, Callable[[], object]]
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
-    bench.add_argument("--rounds", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
+    add_rounds(bench, 7)
     bench.set_defaults(run=lambda options: bench_stages(options.rounds))
 
 
 def bench_stages(rounds: int) -> int:
-    """Prints a table for each kind; exit code 0, as no stage has a target of its own.
-
-    Raises:
-        BadInputError: If there is nothing to measure.
-    """
-    if rounds < 1:
-        raise BadInputError("--rounds: give a number from 1 on")
+    """Prints a table for each kind; exit code 0, as no stage has a target of its own."""
     torch.set_num_threads(1)
     print(f"{conditions()}\nbatches of {_BATCH}, 1 thread, {rounds} interleaved rounds")
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():

@@ -184,7 +184,7 @@ def one_start(kind: Kind = KINDS["digits"], where: str | None = None) -> Start:
     """
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        whole = cpu_seconds(_words(folder, kind), _marking(folder), where)
+        whole = cpu_seconds(_words(folder, kind), marking(folder), where)
         found = read_marks(Path(folder, "marks").read_text().splitlines(), began)
         return found._replace(after=whole - sum(found.phases.values()))
 
@@ -207,7 +207,7 @@ def two_ranks() -> Pair:
     """Runs `trainer train digits` for one step by two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*_words(folder), "data.micro_batch_size=32", "--nproc-per-node=2"]
-        seconds = cpu_seconds(words, _marking(folder))
+        seconds = cpu_seconds(words, marking(folder))
         marks = [line.split() for line in Path(folder, "marks").read_text().splitlines()]
     launcher = marks[0][1]
     imported = {pid: int(rest[-1]) for name, pid, *rest in marks if name == "imported" and pid != launcher}
@@ -219,7 +219,8 @@ def _words(folder: str, kind: Kind = KINDS["digits"]) -> list[str]:
     return ["-m", "trainer", "train", *kind.words, "--quiet", "--out", str(Path(folder, "run")), *settings]
 
 
-def _marking(folder: str) -> dict[str, str]:
+def marking(folder: str) -> dict[str, str]:
+    """Variables with which a run notes its phases in `folder/marks`."""
     paths = [str(_HERE / "start_site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"START_MARKS": str(Path(folder, "marks")), "PYTHONPATH": os.pathsep.join(paths)}
 

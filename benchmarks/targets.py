@@ -65,42 +65,47 @@ class Target:
     judge: Callable[[Found], Verdict]
 
 
-def train(key: str, recipe: str, *settings: str) -> Step:
-    """A run, whose rows are kept."""
-    words = [word for one in settings for word in ("--set", one)]
+def train(key: str, recipe: str, settings: str) -> Step:
+    """A run, whose rows are kept; settings are separated by spaces."""
+    words = [word for one in settings.split() for word in ("--set", one)]
     return Step(key, ("-m", "trainer", "train", recipe, "--out", f"{{work}}/{key}", *words))
 
 
-def part(key: str, *words: str, deterministic: bool = False) -> Step:
+def part(key: str, words: str, deterministic: bool = False) -> Step:
     """A part of `targets_parts`, whose JSON is kept."""
-    return Step(key, ("-m", "benchmarks.targets_parts", *words), "json", deterministic)
+    return Step(key, ("-m", "benchmarks.targets_parts", *words.split()), "json", deterministic)
 
 
-def bench(key: str, *words: str, deterministic: bool = False) -> Step:
+def bench(key: str, words: str, deterministic: bool = False) -> Step:
     """A bench, whose table is shown and whose exit code is kept."""
-    return Step(key, ("-m", *words), "code", deterministic)
+    return Step(key, ("-m", "benchmarks", *words.split()), "code", deterministic)
 
 
 _LARGE = (
-    "data.global_batch_size=256",
-    "data.micro_batch_size=256",
-    "model.channels_last=true",
-    "compile.mode=default",
+    "data.global_batch_size=256 data.micro_batch_size=256 model.channels_last=true compile.mode=default "
+    "evaluation.every=end epochs=1000000 checkpoint.minutes=0 log.every=20"
 )
-_SHORT = ("evaluation.every=end", "epochs=1000000", "checkpoint.minutes=0")
-_BF16 = train(
-    *(
-        "bf16",
-        "resnet50-synthetic",
-        "precision.mode=bf16",
-        *_LARGE,
-        *_SHORT,
-        "max_steps=120",
-        "log.every=20",
-    )
+_BF16 = train("bf16", "resnet50-synthetic", f"precision.mode=bf16 {_LARGE} max_steps=120")
+_FP16 = train("fp16", "resnet50-synthetic", f"precision.mode=fp16 {_LARGE} max_steps=80")
+_STALL = train("checkpoints", "resnet50-synthetic", f"{_LARGE} checkpoint.every=100 max_steps=260")
+_JPEG = train(
+    "jpeg",
+    "resnet50-imagenet",
+    f"data.path={{work}}/photographs {_LARGE} data.eval_batch_size=64 max_steps=120",
 )
-_FP16 = train(
-    *("fp16", "resnet50-synthetic", "precision.mode=fp16", *_LARGE, *_SHORT, "max_steps=80", "log.every=20")
+_GPT2 = train(
+    "gpt2",
+    "gpt2-124m",
+    "data.name=synthetic data.global_batch_size=64 data.micro_batch_size=32 data.eval_batch_size=8 "
+    "evaluation.every=end epochs=1000000 checkpoint.minutes=0 max_steps=60 log.every=10",
+)
+_OVERHEAD = (bench("overhead", "overhead --rounds 20"),)
+_PRICE = (
+    bench(
+        "price",
+        "setting resnet50-synthetic deterministic=true --rounds 7 --steps 5 --set data.micro_batch_size=256",
+        deterministic=True,
+    ),
 )
 
 
@@ -198,109 +203,51 @@ def _added_up(found: Found) -> Verdict:
     return f"{explained:.1%}", explained >= 0.97
 
 
+_ROOFLINE = part("roofline", "roofline")
+_IN_BF16 = (_BF16, part("timm-bf16", "timm --precision bf16"), _ROOFLINE)
+_IN_FP16 = (_FP16, part("timm-fp16", "timm --precision fp16"), _ROOFLINE)
+_FILES = (_BF16, part("photographs", "photographs {work}/photographs"), _JPEG)
+_CLAIMS = (bench("claims", "claims --quick --only precision,checkpointing,accumulation"),)
+_RESNET, _TIMM = "ResNet-50, 224, synthetic, bf16, channels_last, compile", "at least timm's calls x 1.00"
+_LEFT, _BUSY = (
+    "memory that a start leaves behind",
+    "at least 0.95 of synthetic, GPU utilization at least 90 %",
+)
+_BY_HAND = f"within {_WITHIN:.2f} x of a hand-written loop's"
+
+
+def _alone(key: str, deterministic: bool = False) -> tuple[Step]:
+    return (part(key, key, deterministic),)
+
+
 TARGETS = (
     Target(
-        "waits",
-        1,
-        "host synchronizations in a step without a row",
-        "0",
-        (part("synchronizations", "synchronizations"),),
-        _waits,
+        "waits", 1, "host synchronizations in a step without a row", "0", _alone("synchronizations"), _waits
     ),
-    Target(
-        "cuts",
-        1,
-        "deterministic: bitwise resume",
-        "20 of 20 cuts",
-        (part("cuts", "cuts", deterministic=True),),
-        _resumed,
-    ),
-    Target(
-        "start-memory",
-        1,
-        "memory that a start leaves behind, with activation checkpointing",
-        "0",
-        (part("start-memory", "start-memory"),),
-        _start,
-    ),
-    Target(
-        "stall",
-        1,
-        "checkpoint stall, every 100 steps",
-        "at most 1 % of the time",
-        (
-            train(
-                *("checkpoints", "resnet50-synthetic", *_LARGE, *_SHORT, "checkpoint.every=100"),
-                *("max_steps=260", "log.every=20"),
-            ),
-        ),
-        _stall,
-    ),
-    Target(
-        "graphs",
-        2,
-        "small model's step with CUDA graphs",
-        f"within {_WITHIN:.2f} x of a hand-written loop's",
-        (part("graphs", "graphs"),),
-        _graphs,
-    ),
+    Target("cuts", 1, "deterministic: bitwise resume", "20 of 20 cuts", _alone("cuts", True), _resumed),
+    Target("start-memory", 1, f"{_LEFT}, with activation checkpointing", "0", _alone("start-memory"), _start),
+    Target("stall", 1, "checkpoint stall, every 100 steps", "at most 1 % of the time", (_STALL,), _stall),
+    Target("graphs", 2, "small model's step with CUDA graphs", _BY_HAND, _alone("graphs"), _graphs),
     Target(
         "overhead",
         2,
         "overhead over a hand-written loop",
         "at most 20 us a step",
-        (bench("overhead", "benchmarks", "overhead", "--rounds", "20"),),
+        _OVERHEAD,
         _code("overhead"),
     ),
-    Target(
-        "resnet-bf16",
-        3,
-        "ResNet-50, 224, synthetic, bf16, channels_last, compile",
-        "at least timm's calls x 1.00",
-        (_BF16, part("timm-bf16", "timm", "--precision", "bf16"), part("roofline", "roofline")),
-        _against_timm("bf16", "timm-bf16"),
-    ),
+    Target("resnet-bf16", 3, _RESNET, _TIMM, _IN_BF16, _against_timm("bf16", "timm-bf16")),
     Target("added-up", 3, "data-wait, copy, compute, optimizer add up", "at least 97 %", (_BF16,), _added_up),
     Target(
-        "gpt2",
-        4,
-        "GPT-2 124M, T = 1024, bf16, compile, flash attention",
-        "MFU at least 50 %",
-        (
-            train(
-                *(
-                    "gpt2",
-                    "gpt2-124m",
-                    "data.name=synthetic",
-                    "data.global_batch_size=64",
-                    "data.micro_batch_size=32",
-                ),
-                *("data.eval_batch_size=8", *_SHORT, "max_steps=60", "log.every=10"),
-            ),
-        ),
-        _mfu,
+        "gpt2", 4, "GPT-2 124M, T = 1024, bf16, compile, flash attention", "MFU at least 50 %", (_GPT2,), _mfu
     ),
-    Target(
-        "jpeg",
-        4,
-        "ResNet-50 from JPEGs",
-        "at least 0.95 of synthetic, GPU utilization at least 90 %",
-        (
-            _BF16,
-            part("photographs", "photographs", "{work}/photographs"),
-            train(
-                *("jpeg", "resnet50-imagenet", "data.path={work}/photographs", *_LARGE, *_SHORT),
-                *("data.eval_batch_size=64", "max_steps=120", "log.every=20"),
-            ),
-        ),
-        _real,
-    ),
+    Target("jpeg", 4, "ResNet-50 from JPEGs", _BUSY, _FILES, _real),
     Target(
         "resnet-fp16",
         5,
         "the same, fp16 with its scaler",
-        "at least timm's calls x 1.00",
-        (_FP16, part("timm-fp16", "timm", "--precision", "fp16"), part("roofline", "roofline")),
+        _TIMM,
+        _IN_FP16,
         _against_timm("fp16", "timm-fp16"),
     ),
     Target(
@@ -308,25 +255,8 @@ TARGETS = (
         6,
         "AMP, activation checkpointing, accumulation",
         "the claims' table, measured",
-        (
-            bench(
-                "claims", "benchmarks", "claims", "--quick", "--only", "precision,checkpointing,accumulation"
-            ),
-        ),
+        _CLAIMS,
         _claims,
     ),
-    Target(
-        "price",
-        6,
-        "deterministic: its price",
-        "known",
-        (
-            bench(
-                *("price", "benchmarks", "setting", "resnet50-synthetic", "deterministic=true"),
-                *("--rounds", "7", "--steps", "5", "--set", "data.micro_batch_size=256"),
-                deterministic=True,
-            ),
-        ),
-        _code("price"),
-    ),
+    Target("price", 6, "deterministic: its price", "known", _PRICE, _code("price")),
 )

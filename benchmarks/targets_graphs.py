@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.array_task import ArrayTask
 from benchmarks.overhead import logging_to
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.setting import now
 from trainer.config.recipe import Recipe
-from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -54,12 +54,8 @@ class Residual(nn.Module):
         return x + F.gelu(self.linear(self.norm(x)))
 
 
-class SmallTask:
+class SmallTask(ArrayTask):
     """Random vectors to classes, by eight residual layers."""
-
-    uniforms = 0
-    metric = "loss"
-    lower_is_better = True
 
     def __init__(self, batch: int, width: int) -> None:
         """Makes so many samples that an epoch has 64 batches."""
@@ -67,12 +63,7 @@ class SmallTask:
         self.width = width
         self.x = random.standard_normal((_BATCHES * batch, width), dtype=np.float32)
         self.y = random.integers(0, _CLASSES, len(self.x))
-        self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
-        self.evaluation_data: Dataset = ArrayDataset({"x": self.x[:1], "y": self.y[:1]})
-
-    def describe(self) -> dict[str, Any]:
-        """Nothing that anybody must know."""
-        return {}
+        super().__init__({"x": self.x, "y": self.y}, evaluated=1)
 
     def model(self) -> nn.Module:
         """New."""
@@ -82,10 +73,6 @@ class SmallTask:
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy, summed."""
         return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
-
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        """The loss."""
-        return {"loss": self.loss(model, batch)}
 
 
 def small_recipe(mode: str, batch: int, steps: int) -> Recipe:

@@ -32,7 +32,7 @@ from trainer.train.step import train_step
 
 _CUTS = 20
 _STEPS = 20
-_DETERMINISTIC = ("deterministic=true", "max_steps=21", "ema.decay=0.9", "model.width=8")
+_DETERMINISTIC = "deterministic=true max_steps=21 ema.decay=0.9 model.width=8"
 
 
 def photographs(folder: Path, count: int) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _parameter_bytes() -> int:
 
 def cuts() -> dict[str, Any]:
     """Cuts a deterministic run of the digits at each of 20 steps, goes on, and compares the weights."""
-    scene = Scene("digits", _DETERMINISTIC, _DETERMINISTIC)
+    scene = Scene("digits", _DETERMINISTIC.split(), _DETERMINISTIC.split())
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folders = [Path(name, str(cut)) for cut in range(_CUTS + 1)]
         whole = _trained(
@@ -112,7 +112,7 @@ def _trained(turns: Turns, start: int, done: Callable[[int, Any], object]) -> li
     return [p.detach().clone() for p in run.state.model.parameters()]
 
 
-def timm_loop(precision: str, batch: int, steps: int = 60, side: int = 224) -> dict[str, Any]:
+def timm_loop(precision: str, batch: int = 256, steps: int = 60, side: int = 224) -> dict[str, Any]:
     """Images per second of ResNet-50 as timm's tools train it: its model, its optimizer, its scaler.
 
     timm's train.py isn't in its wheel; these are the calls that it makes in a step, on one synthetic batch.
@@ -189,22 +189,15 @@ def make_parser() -> argparse.ArgumentParser:
     parts = parser.add_subparsers(required=True, metavar="PART")
     images = parts.add_parser("photographs", allow_abbrev=False)
     images.add_argument("folder", type=Path)
-    images.add_argument("--count", type=int, default=2048)
-    images.set_defaults(run=lambda o: photographs(o.folder, o.count))
+    images.set_defaults(run=lambda o: photographs(o.folder, 2048))
     parts.add_parser("synchronizations").set_defaults(run=lambda _: synchronizations())
     parts.add_parser("start-memory").set_defaults(run=lambda _: start_memory())
     parts.add_parser("cuts").set_defaults(run=lambda _: cuts())
     parts.add_parser("roofline").set_defaults(run=lambda _: roofline())
-    replayed = parts.add_parser("graphs", allow_abbrev=False)
-    replayed.add_argument("--mode", choices=("reduce-overhead", "none"), default="reduce-overhead")
-    replayed.add_argument("--rounds", type=int, default=0)
-    replayed.add_argument("--steps", type=int, default=0)
-    replayed.set_defaults(run=lambda o: graphs(o.mode, o.rounds, o.steps))
+    parts.add_parser("graphs").set_defaults(run=lambda _: graphs())
     timm = parts.add_parser("timm", allow_abbrev=False)
     timm.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
-    timm.add_argument("--batch", type=int, default=256)
-    timm.add_argument("--steps", type=int, default=60)
-    timm.set_defaults(run=lambda o: timm_loop(o.precision, o.batch, o.steps))
+    timm.set_defaults(run=lambda o: timm_loop(o.precision))
     return parser
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import picked
 from benchmarks.targets import TARGETS, Step, Target, Verdict
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.files import write_whole
@@ -44,9 +45,7 @@ def chosen(only: str, piece: int) -> list[Target]:
     Raises:
         BadInputError: If there is no such row or piece.
     """
-    keys = [key for key in only.split(",") if key]
-    if odd := [key for key in keys if key not in {target.key for target in TARGETS}]:
-        raise BadInputError(f"--only {odd[0]}: there are {', '.join(target.key for target in TARGETS)}")
+    keys = picked(only, [target.key for target in TARGETS], "--only", "target")
     if not 0 <= piece <= PIECES:
         raise BadInputError(f"--piece {piece}: there are 1 to {PIECES}")
     return [t for t in TARGETS if (not keys or t.key in keys) and piece in (0, t.piece)]
@@ -156,12 +155,7 @@ def _done(step: Step, work: Path, within: float) -> Any:
     piped = subprocess.PIPE if step.keeps == "json" else None
     told = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if step.deterministic else {}
     done = subprocess.run(
-        words,
-        stdout=piped,
-        text=True,
-        timeout=within,
-        check=step.keeps != "code",
-        env={**os.environ, **told},
+        words, stdout=piped, text=True, timeout=within, check=step.keeps != "code", env={**os.environ, **told}
     )
     if step.keeps == "code":
         return done.returncode

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.options import add_rounds
 from benchmarks.overhead import Series
-from benchmarks.paired import interleaved, median_interval
+from benchmarks.paired import interleaved, judged, median_interval, one_thread
 from trainer.config.data import LoaderConfig
 from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions
 
 _LENGTH, _BATCH = 1024, 32
@@ -86,24 +86,19 @@ class TokenTimes:
 
 def measure_tokens(rounds: int, batches: int, megabytes: int) -> TokenTimes:
     """Times both in turn, on one thread; see `bench_tokens`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "random.bin")
-            random = np.random.Generator(np.random.Philox(0))
-            random.integers(0, _VOCABULARY, megabytes * 500_000, np.uint16).tofile(file)
-            loader = token_loader(file, batches)
-            loops = [partial(by_get_batch, file, batches // 10), partial(by_trainer, loader, batches)]
-            theirs, ours = (np.array(series) for series in interleaved(loops, rounds))
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "random.bin")
+        random = np.random.Generator(np.random.Philox(0))
+        random.integers(0, _VOCABULARY, megabytes * 500_000, np.uint16).tofile(file)
+        loader = token_loader(file, batches)
+        loops = [partial(by_get_batch, file, batches // 10), partial(by_trainer, loader, batches)]
+        theirs, ours = (np.array(series) for series in interleaved(loops, rounds))
     return TokenTimes(theirs / (batches // 10), ours / batches)
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
-    bench.add_argument("--rounds", type=int, default=20, metavar="N", help="interleaved rounds (default: 20)")
+    add_rounds(bench, 20)
     bench.add_argument("--target", type=float, default=8.0, metavar="X", help="smallest ratio (default: 8)")
     bench.set_defaults(run=lambda options: bench_tokens(rounds=options.rounds, target=options.target))
 
@@ -118,14 +113,11 @@ def bench_tokens(rounds: int = 20, batches: int = 1000, megabytes: int = 100, ta
         target: Smallest ratio of tokens per second of processor time.
 
     Returns:
-        0 if the target is met, 1 if not, 3 if nothing was measured or the target lies within the interval.
+        0 if the target is met, 1 if not, 3 if it lies within the interval.
     """
-    if rounds < 1 or batches < 10 or megabytes < 1:
-        print("nothing measured: --rounds and --megabytes must be at least 1, --batches at least 10")
-        return EXIT_NOT_MEASURED
     times = measure_tokens(rounds, batches, megabytes)
     ratio, low, high = median_interval((times.theirs / times.ours).tolist())
-    verdict = "met" if low >= target else "MISSED" if high < target else "undecided: more --rounds"
+    verdict, code = judged(-high, -low, -target)
     per_batch = _BATCH * _LENGTH / 1e6
     rows = [
         f"| {name} | {np.median(speed):,.0f} | {speed.min():,.0f} to {speed.max():,.0f} | {more} |"
@@ -141,4 +133,4 @@ def bench_tokens(rounds: int = 20, batches: int = 1000, megabytes: int = 100, ta
         "| loader | million tokens per CPU second | smallest to largest | ratio (95 % interval) |\n"
         "|---|---|---|---|\n" + "\n".join(rows) + f"\n\ntarget {target:g}x: {verdict}"
     )
-    return {"met": EXIT_DONE, "MISSED": EXIT_FAILED}.get(verdict, EXIT_NOT_MEASURED)
+    return code

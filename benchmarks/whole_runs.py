@@ -6,11 +6,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.paired import median_interval
 from trainer.config.sizes import GIB
-from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
+from trainer.errors import EXIT_DONE, BadInputError
 from trainer.observe.conditions import conditions
 from trainer.runs.folder import read_rows
 
@@ -37,11 +37,7 @@ class Figures(NamedTuple):
 
 
 def bench_whole_runs(
-    name: str,
-    settings: Sequence[str],
-    common: Sequence[str],
-    rounds: int,
-    steps: int,
+    name: str, settings: Sequence[str], common: Sequence[str], rounds: int, steps: int
 ) -> int:
     """Measures and prints: each round has a run of each side, each in processes of its own.
 
@@ -53,14 +49,11 @@ def bench_whole_runs(
         steps: Of each run.
 
     Returns:
-        0, or 3 if there was nothing to measure.
+        0.
 
     Raises:
         BadInputError: If a run fails; its own words are on stderr.
     """
-    if rounds < 1 or steps < 1:
-        print("nothing measured: --rounds and --steps must be at least 1")
-        return EXIT_NOT_MEASURED
     length = [
         "epochs=1000000000",
         f"max_steps={steps}",
@@ -95,7 +88,12 @@ def _table(found: Mapping[str, Sequence[Figures]]) -> str:
 
 
 def run(name: str, settings: Sequence[str]) -> Figures:
-    """Trains a recipe in processes of its own; nothing of it stays.
+    """Trains a recipe as `rows_of` does; returns what it reached."""
+    return figures(rows_of(name, settings))
+
+
+def rows_of(name: str, settings: Sequence[str]) -> list[dict[str, Any]]:
+    """Trains a recipe in processes of its own and returns its rows; nothing else of it stays.
 
     Args:
         name: Of the recipe.
@@ -114,12 +112,11 @@ def run(name: str, settings: Sequence[str]) -> Figures:
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise BadInputError(f"{' '.join([name, *settings])} ended with code {done.returncode}: see above")
-        return figures(out)
+        return list(read_rows(out))
 
 
-def figures(folder: Path) -> Figures:
-    """Reads what a run reached from its rows."""
-    rows = list(read_rows(folder))
+def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """Reads from a run's rows what it reached."""
     memory = {}
     for heading, key in _MEMORY.items():
         if sizes := [row[key] for row in rows if key in row]:

@@ -7,13 +7,8 @@ import argparse
 import subprocess
 import sys
 
-from engine_checks import (
-    check_engine,
-    check_stack,
-    container_gpus,
-    has_image,
-)
-from runtime import container_words, gpus_here, say, show
+from container_words import container_words, gpus_here, say, show
+from engine_checks import check_engine, check_stack, container_gpus, has_image
 
 from trainer.errors import BadInputError
 

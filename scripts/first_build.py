@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import socket
 import sys
@@ -26,9 +25,11 @@ from pathlib import Path
 from ssl import create_default_context
 from typing import NamedTuple
 
+from bases import Base, pinned
 from engine_checks import ROOT, call, check_disk, check_engine, image_digest, last_line
 from explicit_lock import LockError
 from failures import FAILURES, FULL, Failure, explain, logged
+from first_build_page import Row, section, write_page
 from image import (
     CERTIFICATES,
     DEFAULT,
@@ -57,9 +58,7 @@ FOLDER = ROOT / "build" / "first-build"
 # Two builds of train (VERIFY_GB), what dev adds, both images in the engine, and an environment for the tests;
 # with --prune the first build's layers go before the second one. Reckoned, not measured.
 NEED_GB, NEED_PRUNED_GB = 70.0, 50.0
-BASE = re.compile(r"^FROM (?:--\S+ )*(?P<name>\S+)@(?P<digest>sha256:[0-9a-f]{64}) AS (?P<stage>\S+)$", re.M)
 PROJECT = "trainer-first-build"
-BEGIN, END = "<!-- make first-build writes from here", "<!-- to here -->"
 RESERVED = (
     "MAKEFLAGS",
     "MAKELEVEL",
@@ -71,19 +70,6 @@ RESERVED = (
 )
 
 
-class Base(NamedTuple):
-    """A base of the Dockerfile: name with tag, digest, and its stage."""
-
-    name: str
-    digest: str
-    stage: str
-
-    @property
-    def ref(self) -> str:
-        """Reference to pull."""
-        return f"{self.name}@{self.digest}"
-
-
 class Given(NamedTuple):
     """Options of the build."""
 
@@ -92,15 +78,6 @@ class Given(NamedTuple):
     prune: bool
     advisories: Path | None
     need_gb: float
-
-
-class Row(NamedTuple):
-    """A step that passed: its result, duration, and the disk that was free after it."""
-
-    name: str
-    saw: str
-    seconds: float
-    free_gb: float
 
 
 def free_gb() -> float:
@@ -134,18 +111,6 @@ class Steps:
             raise BadInputError(f"{name}: {(of_command and explain(told, failures)) or error}") from None
         self.rows.append(Row(name, saw, time.monotonic() - begun, free_gb()))
         print(f"first-build: {name}: {saw}; {self.rows[-1].free_gb:.1f} GB free", flush=True)
-
-
-def read_bases(text: str) -> list[Base]:
-    """Returns the bases that a Dockerfile pins by digest.
-
-    Raises:
-        BadInputError: If it doesn't pin exactly the stages conda-base and debian-base.
-    """
-    found = [Base(**match.groupdict()) for match in BASE.finditer(text)]
-    if [base.stage for base in found] != ["conda-base", "debian-base"]:
-        raise BadInputError("Dockerfile: no conda-base and debian-base, each FROM NAME:TAG@sha256:…")
-    return found
 
 
 def check_machine(given: Given) -> str:
@@ -340,7 +305,7 @@ def audit(given: Given) -> str:
 def prove(given: Given, step: Steps) -> dict[str, str]:
     """Runs all steps; returns the digests of the images."""
     stacks = sorted(path.parent.name for path in (ROOT / "stacks").glob("*/stack.toml"))
-    bases = read_bases((ROOT / "Dockerfile").read_text())
+    bases = pinned()
     request = Request(given.stack, "train")
     step("engine and disk", lambda: check_machine(given))
     step("network and certificates", lambda: check_network(stacks))
@@ -360,36 +325,6 @@ def prove(given: Given, step: Steps) -> dict[str, str]:
     step("docker compose up", lambda: compose_up(given.stack), [FULL])
     step("training and resume", lambda: train_and_resume(given.stack), [FULL])
     return digests
-
-
-def section(given: Given, commit: str, begun: datetime, rows: Sequence[Row]) -> str:
-    """Returns the section of docs/results/image.md about the stack."""
-    table = [
-        f"| {row.name} | {row.saw.replace('|', '/')} | {row.seconds:.0f} | {row.free_gb:.0f} |"
-        for row in rows
-    ]
-    lines = [
-        f"{BEGIN} -->",
-        "## The first build with the real bases",
-        "",
-        f"`make first-build STACK={given.stack}` of commit {commit}, {begun:%Y-%m-%d %H:%M} UTC.",
-        "",
-        "| step | what it saw | s | GB free after it |",
-        "|---|---|---|---|",
-        *table,
-        END,
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def write_page(page: Path, text: str) -> None:
-    """Puts the section in place of the last one, or at the page's end."""
-    old = page.read_text() if page.is_file() else "# The image, measured\n"
-    before, found, rest = old.partition(BEGIN)
-    if found:
-        page.write_text(before + text + rest.partition(f"{END}\n")[2])
-    else:
-        page.write_text(f"{old.rstrip()}\n\n{text}")
 
 
 def main() -> int:
@@ -432,9 +367,9 @@ def main() -> int:
     if why:
         print(why, file=sys.stderr)
         return 2
-    write_page(page, section(given, commit, begun, step.rows))
+    write_page(page, section(given.stack, commit, begun, step.rows))
     about = {"stack": given.stack, "commit": commit, "begun": f"{begun:%Y-%m-%dT%H:%M:%SZ}"}
-    bases = {base.name: base.digest for base in read_bases((ROOT / "Dockerfile").read_text())}
+    bases = {base.name: base.digest for base in pinned()}
     steps = {row.name: row._asdict() for row in step.rows}
     result.write_text(
         json.dumps({**about, "images": digests, "bases": bases, "steps": steps}, indent=1) + "\n"

@@ -322,10 +322,7 @@ def main() -> int:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (
-        ("build", "build and label"),
-        ("verify", "build twice without cache and compare"),
-    ):
+    for name, what in (("build", "build and label"), ("verify", "build twice without cache and compare")):
         command = commands.add_parser(name, help=what)
         command.add_argument("--stack", default=DEFAULT, help="a folder of stacks/ (%(default)s)")
         command.add_argument("--target", choices=TARGETS, default="train", help="(%(default)s)")

@@ -20,12 +20,13 @@ import tempfile
 import uuid
 import zipfile
 from collections.abc import Sequence
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from conda_lock import read_toml
+from image_records import license_of
+from sbom import cyclonedx
 from wheels import Wheel, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,55 +171,32 @@ def write_sdist(file: Path, folder: Path, files: Sequence[Path], epoch: int) -> 
                 archive.addfile(entry, content)
 
 
-def license_of(name: str) -> str:
-    """The license that an installed package names; "" if it isn't installed or names none."""
-    try:
-        said: Any = metadata(name)  # "get" is not in its type before Python 3.12
-    except PackageNotFoundError:
-        return ""
-    short = [
-        text.rsplit(" :: ", 1)[-1]
-        for text in said.get_all("Classifier") or []
-        if text.startswith("License ::")
-    ]
-    whole = (said.get("License") or "").strip()
-    return said.get("License-Expression") or ("" if "\n" in whole else whole) or " OR ".join(short)
-
-
 def bill(version: str, wheels: Sequence[Wheel], epoch: int) -> dict[str, Any]:
     """A bill of materials (CycloneDX 1.6) of what training takes, as the default stack locks it."""
 
     def component(wheel: Wheel) -> dict[str, Any]:
         purl = f"pkg:pypi/{wheel.name}@{wheel.version}"
-        entry = {
+        named = {
             "type": "library",
             "bom-ref": purl,
             "name": wheel.name,
             "version": wheel.version,
             "purl": purl,
         }
-        said = license_of(wheel.name)
-        return {**entry, "licenses": [{"license": {"name": said}}]} if said else entry
+        try:
+            said = license_of(distribution(wheel.name).read_text("METADATA") or "")
+        except PackageNotFoundError:
+            said = ""
+        return {**named, "licenses": [{"license": {"name": said}}]} if said else named
 
     own = f"pkg:pypi/reproducible-trainer@{version}"
     unique = {(one.name, one.version): one for one in wheels if "train" in one.groups}
-    components = [component(wheel) for _, wheel in sorted(unique.items())]
-    return {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, f'{own} {epoch}')}",
-        "version": 1,
-        "metadata": {
-            "timestamp": datetime.fromtimestamp(epoch, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "component": {
-                **{"type": "application", "bom-ref": own, "name": "reproducible-trainer", "version": version},
-                **{"purl": own, "licenses": [{"license": {"id": "Apache-2.0"}}]},
-            },
-        },
-        "components": components,
-        "dependencies": [{"ref": own, "dependsOn": [one["bom-ref"] for one in components]}],
+    whole = {
+        **{"type": "application", "bom-ref": own, "name": "reproducible-trainer", "version": version},
+        **{"purl": own, "licenses": [{"license": {"id": "Apache-2.0"}}]},
     }
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{own} {epoch}")
+    return cyclonedx(serial, whole, [component(wheel) for _, wheel in sorted(unique.items())], str(epoch))
 
 
 def sums(out: Path) -> dict[str, str]:
@@ -230,10 +208,7 @@ def provenance(out: Path, source: str, tag: str) -> dict[str, Any]:
     """An in-toto statement with SLSA's provenance: which commit and lock the files of a folder are of."""
     lock = (ROOT / "stacks" / DEFAULT / "wheels.lock").read_bytes()
     commit = {"uri": source or "trainer", "digest": {"gitCommit": git("rev-parse", "HEAD").decode().strip()}}
-    locked = {
-        "uri": f"stacks/{DEFAULT}/wheels.lock",
-        "digest": {"sha256": hashlib.sha256(lock).hexdigest()},
-    }
+    locked = {"uri": f"stacks/{DEFAULT}/wheels.lock", "digest": {"sha256": hashlib.sha256(lock).hexdigest()}}
     return {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [{"name": name, "digest": {"sha256": value}} for name, value in sums(out).items()],

@@ -73,6 +73,25 @@ def container(name: str, image: Image, ref: str) -> dict[str, Any]:
     return {**entry, "properties": properties} if properties else entry
 
 
+def cyclonedx(
+    serial: uuid.UUID, whole: Mapping[str, Any], components: Sequence[Mapping[str, Any]], epoch: str | None
+) -> dict[str, Any]:
+    """A bill's document: `whole` is what consists of the components; the epoch gives its time, if any."""
+    metadata = {"component": whole}
+    if epoch:
+        metadata["timestamp"] = f"{datetime.fromtimestamp(int(epoch), timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{serial}",
+        "version": 1,
+        "metadata": metadata,
+        "components": components,
+        "dependencies": [{"ref": whole["bom-ref"], "dependsOn": [one["bom-ref"] for one in components]}],
+    }
+
+
 def bill(
     name: str,
     image: Image,
@@ -95,18 +114,4 @@ def bill(
     serial = uuid.uuid5(uuid.NAMESPACE_URL, image.digest or repr(contents))
     components = [container(base, of, f"base:{base}") for base, of in sorted(bases.items())]
     components += [listed(one, locked) for one in packages]
-    metadata: dict[str, Any] = {"component": container(name, image, "image")}
-    if epoch:
-        metadata["timestamp"] = datetime.fromtimestamp(int(epoch), timezone.utc).strftime(
-            "%Y-%m-%dT%H:%M:%SZ"
-        )
-    return {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "serialNumber": f"urn:uuid:{serial}",
-        "version": 1,
-        "metadata": metadata,
-        "components": components,
-        "dependencies": [{"ref": "image", "dependsOn": [one["bom-ref"] for one in components]}],
-    }
+    return cyclonedx(serial, container(name, image, "image"), components, epoch)

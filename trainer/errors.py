@@ -66,3 +66,17 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, or its type; without addresses of objects."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", line)
+
+
+@contextmanager
+def reading(what: object, remedy: str = "") -> Iterator[None]:
+    """A context in which an OSError becomes one line: what can't be read, why, and the remedy.
+
+    Raises:
+        BadInputError: In place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        more = f"; {remedy}" if remedy else ""
+        raise BadInputError(f"{what}: can't be read ({error.strerror or first_line(error)}){more}") from error

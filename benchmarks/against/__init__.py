@@ -8,14 +8,15 @@ who offers what needs no library.
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import trainer
-from trainer.config.suggest import nearest
+from benchmarks.options import picked
 from trainer.errors import BadInputError
+from trainer.observe.conditions import conditions
 
 # Name on the command line (and of the module) -> name of the distribution.
 LIBRARIES = {
@@ -77,15 +78,10 @@ def chosen(names: str, function: str) -> dict[str, Callable[..., Any]]:
         BadInputError: If a name isn't known for this bench, or its library isn't installed.
     """
     known = offering(function)
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = {name: known[name] for name in picked(names, known, "--against", "library of this bench")}
     for name in wanted:
-        if name not in known:
-            raise BadInputError(
-                f"--against: this bench doesn't know '{name}'{nearest(name, known)} "
-                f"(it knows {', '.join(known)})"
-            )
         version(name)
-    return {name: known[name] for name in wanted}
+    return wanted
 
 
 def version(name: str) -> str:
@@ -115,6 +111,50 @@ def installed(name: str) -> bool:
 def titled(name: str) -> str:
     """A library, or the trainer itself, with its version."""
     return f"{name} {trainer.__version__ if name == 'trainer' else version(name)}"
+
+
+class Judged(NamedTuple):
+    """Result of a case.
+
+    Attributes:
+        name: The library's, or "trainer".
+        variant: Where there are several ways, which one.
+        case: The case.
+        score: None: it wasn't measured.
+        note: How the library was used, or why it wasn't.
+    """
+
+    name: str
+    variant: str
+    case: Any
+    score: Any
+    note: str
+
+    @property
+    def label(self) -> str:
+        """Name, version and variant."""
+        return ", ".join(filter(None, (titled(self.name), self.variant)))
+
+
+def print_judged(
+    found: Iterable[Judged], head: Sequence[str], cells: Callable[[Judged], Sequence[str]], legend: str
+) -> list[Any]:
+    """Prints a table of cases while they are measured, then the legend and the notes.
+
+    Returns:
+        The trainer's scores.
+    """
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    print("\n".join([f"{conditions()}\n", *lines]), flush=True)
+    ours, notes = [], []
+    for one in found:
+        if one.score is not None:
+            print(f"| {' | '.join(cells(one))} |", flush=True)
+        if one.name == "trainer":
+            ours.append(one.score)
+        notes.append(f"{one.label}: {one.note}")
+    print("\n- ".join([f"\n{legend}", *dict.fromkeys(notes)]))
+    return ours
 
 
 @contextmanager

@@ -24,8 +24,7 @@ def accumulate(case: Case) -> list[Recorded]:
 
 def _by_micro_batches(accelerator: Any, case: Case) -> Recorded:
     recorded = Recorded(
-        "`with accelerator.accumulate(model)`, model, optimizer and loader prepared",
-        variant="accumulate()",
+        "`with accelerator.accumulate(model)`, model, optimizer and loader prepared", variant="accumulate()"
     )
     model, optimizer, loader = accelerator.prepare(recorded.model, Recorder(recorded), case.loader())
     for batch in loader:

@@ -25,6 +25,10 @@ from benchmarks.cut_run import (
 )
 from benchmarks.overhead import TinySteps
 
+_BARE: dict[str, Any] = {
+    **{"accelerator": "cpu", "devices": 1, "logger": False},
+    **{"enable_progress_bar": False, "enable_model_summary": False},
+}
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
 
 
@@ -48,17 +52,9 @@ def accumulate(case: Case) -> list[Recorded]:
         def configure_optimizers(self) -> Recorder:
             return Recorder(recorded)
 
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-    }
+    settings = {**_BARE, "accumulate_grad_batches": case.accumulation, "enable_checkpointing": False}
     with quiet(*_LOGGERS):
-        pl.Trainer(accumulate_grad_batches=case.accumulation, **settings).fit(Module(), case.loader())
+        pl.Trainer(max_epochs=1, **settings).fit(Module(), case.loader())
     return [recorded]
 
 
@@ -145,16 +141,8 @@ def _fit(folder: Path, cut: int, stateful: bool, go_on: bool) -> Steps:
     module = Module()
     # Every checkpoint is kept: that of the cut is then the one whose name says so.
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=cut, save_top_k=-1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=not go_on,
-        callbacks=[] if go_on else [keeper],
-    )
+    kept = {"enable_checkpointing": not go_on, "callbacks": [] if go_on else [keeper]}
+    trainer = pl.Trainer(max_epochs=EPOCHS, **_BARE, **kept)
     loader = _StatefulLoader() if stateful else shuffled()
     trainer.fit(module, loader, ckpt_path=folder / f"step={cut}.ckpt" if go_on else None)
     steps.end(module.model)

@@ -14,8 +14,6 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Adds the options of the bench."""
     bench.add_argument("--quick", action="store_true", help="a minute at most; wider intervals")
     bench.add_argument("--only", default="", metavar="LIST", help="claims or ablations by name")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg)")
     bench.add_argument(
         "--out", type=Path, metavar="DIR", help="write claims.md, claims.json and claims.svg there"
     )
@@ -26,25 +24,16 @@ def _claims(options: argparse.Namespace) -> int:
     choose_waiting()
     # Or asking whether there is a GPU would start CUDA here, and no process could be forked from this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    return bench_claims(options.quick, options.only, json=options.json, plot=options.plot, out=options.out)
+    return bench_claims(options.quick, options.only, options.out)
 
 
-def bench_claims(
-    quick: bool = False,
-    only: str = "",
-    *,
-    json: Path | None = None,
-    plot: Path | None = None,
-    out: Path | None = None,
-) -> int:
+def bench_claims(quick: bool = False, only: str = "", out: Path | None = None) -> int:
     """Measures, prints and writes.
 
     Args:
         quick: A minute at most, instead of ten.
         only: Claims or ablations by name, separated by commas; empty: all.
-        json: A file for the rows.
-        plot: A file for the plot.
-        out: A folder for the table and both.
+        out: A folder for the table, the rows as JSON, and a plot.
 
     Returns:
         0, or 3 if none of the claims could be measured here.
@@ -72,15 +61,12 @@ def bench_claims(
     )
     text = f"{here}\n{about}\n\n{table(rows)}\n\n{summary(rows)}"
     print(text)
-    data, drawn = as_json(rows, here, about), as_svg(chart(f"{here}; {summary(rows)}", rows))
-    files = [(json, data), (plot, drawn)]
     if out is not None:
-        document = _document(text, words)
-        files += [(out / "claims.md", document), (out / "claims.json", data), (out / "claims.svg", drawn)]
-    for file, content in files:
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(content, encoding="utf-8")
+        out.mkdir(parents=True, exist_ok=True)
+        drawn = as_svg(chart(f"{here}; {summary(rows)}", rows))
+        files = {"md": _document(text, words), "json": as_json(rows, here, about), "svg": drawn}
+        for suffix, content in files.items():
+            (out / f"claims.{suffix}").write_text(content, encoding="utf-8")
     return EXIT_DONE if any(row.measured for row in rows) else EXIT_NOT_MEASURED
 
 

@@ -1,6 +1,7 @@
 """Ablations of how batches reach the device: workers, prefetch, uint8, packs, page-locked memory."""
 
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,21 +26,14 @@ from benchmarks.claims.measuring import (
 from benchmarks.paired import interleaved
 from benchmarks.photographs import write_photographs
 from benchmarks.setting import now
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe
-from trainer.config.section import validated
 from trainer.data import dataset as data
 from trainer.data.corrupt import Bad
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.loader import Loader, Source, make_loader
-from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
-from trainer.launch.launcher import LocalRanks
+from trainer.data.workers import Loading
+from trainer.host.limits import read_limits, workers_per_rank
 from trainer.rng import Float32, Ints
-from trainer.train.components.loading import settings_to_try
-from trainer.train.components.task import make_task
-from trainer.train.start.tune.job import BUDGET_SECONDS, Job, time_loading
-from trainer.train.start.tune.search import fastest
 
 _BATCH, _VALIDATION = 8, 10
 _RECIPE = "resnet50-imagenet"
@@ -245,20 +239,20 @@ def _packs(wanted: Sequence[str], size: Size) -> Measurement:
     )
 
 
+def _side(loading: Loading) -> Side:
+    return Side((f"data.workers={loading.workers}", f"data.prefetch={loading.prefetch}"))
+
+
 def _rules(wanted: Sequence[str], size: Size) -> Measurement:
-    """Compares the choice of `trainer tune` with rules of thumb."""
-    scene, limits = _scene(photographs(size)), read_limits()
-    recipe = validated(Recipe, override(read_recipe(_RECIPE), list(scene.settings)), _RECIPE)
-    settings = settings_to_try(recipe, make_task(recipe), limits, 1)
-    job = Job(recipe, LocalRanks(1, threads_per_rank(limits, 1)))
-    found = settings[fastest(time_loading(job, settings, BUDGET_SECONDS))]
-    counts = {"75 % of the CPUs": workers_per_rank(limits, 1), "4 per GPU": 4}
-    loads = {"the search": found, **{name: found._replace(workers=count) for name, count in counts.items()}}
-    sides = {
-        name: Side((f"data.workers={workers}", f"data.prefetch={prefetch}"))
-        for name, (workers, prefetch) in loads.items()
-    }
-    measured = steps_of(scene, chosen(sides, wanted), size, per_turn=size.images // _BATCH)
+    """Compares the fastest of several settings with rules of thumb."""
+    scene, per_turn = _scene(photographs(size)), size.images // _BATCH
+    counts = {"75 % of the CPUs": workers_per_rank(read_limits(), 1), "4 per GPU": 4}
+    tried = [Loading(workers, 4) for workers in sorted({0, 1, *counts.values()})]
+    timed = steps_of(scene, {str(one): _side(one) for one in tried}, size, per_turn=per_turn).series["time"]
+    found = min(tried, key=lambda one: statistics.median(timed.values[str(one)]))
+    loads = {"the search": found, **{name: Loading(count, 4) for name, count in counts.items()}}
+    sides = {name: _side(setting) for name, setting in loads.items()}
+    measured = steps_of(scene, chosen(sides, wanted), size, per_turn=per_turn)
     about = ", ".join(f"{name}: {loads[name]}" for name in chosen(sides, wanted))
     return measured._replace(conditions=f"{_short(measured.conditions, size)}; {about}")
 

@@ -80,11 +80,11 @@ class Scene(NamedTuple):
     """
 
     recipe: str
-    cpu: tuple[str, ...]
-    cuda: tuple[str, ...]
+    cpu: Sequence[str]
+    cuda: Sequence[str]
 
     @property
-    def settings(self) -> tuple[str, ...]:
+    def settings(self) -> Sequence[str]:
         """Settings of the recipe for this machine."""
         return self.cuda if torch.cuda.is_available() else self.cpu
 

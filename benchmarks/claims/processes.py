@@ -1,11 +1,7 @@
 """Ablations of whole processes: allocators, CPU binding, a GPU's utilization; and a fact of the recipes."""
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from benchmarks import whole_runs
 from benchmarks.claims.claim import Series
@@ -17,11 +13,13 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe, recipe_names
 from trainer.config.section import validated
 from trainer.errors import BadInputError
-from trainer.runs.folder import read_rows
 
 _STEPS = 60
 _ROUNDS = 6  # of whole processes, each of which imports torch
-_UTILIZED_STEPS = 200
+_UTILIZED = (
+    "data.global_batch_size=64 data.micro_batch_size=64 data.eval_batch_size=8 compile.mode=default "
+    "log.every=20 max_steps=200 epochs=1000000 evaluation.every=end optim.schedule=constant"
+)
 
 
 def _runs(sides: dict[str, tuple[str, ...]], wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
@@ -49,23 +47,8 @@ def _preloaded(name: str, wanted: Sequence[str], size: Size) -> Measurement:
 
 def _utilization(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
     """Measures the fraction of a run's time on photographs in which the GPU was idle."""
-    settings = [
-        *("data.name=folder", f"data.path={photographs(size)}", "data.global_batch_size=64", "log.every=20"),
-        *(
-            "data.micro_batch_size=64",
-            "compile.mode=default",
-            f"max_steps={_UTILIZED_STEPS}",
-            "epochs=1000000",
-        ),
-        *("evaluation.every=end", "data.eval_batch_size=8", "optim.schedule=constant"),
-    ]
-    with tempfile.TemporaryDirectory(dir=size.scratch) as folder:
-        words = [word for setting in settings for word in ("--set", setting)]
-        command = [sys.executable, "-m", "trainer", "train", "resnet50-imagenet", "--out", f"{folder}/run"]
-        done = subprocess.run([*command, *words], stdout=subprocess.DEVNULL, check=False)
-        if done.returncode:
-            raise BadInputError(f"the run that shows a GPU's utilization ended with code {done.returncode}")
-        rows = list(read_rows(Path(folder, "run"), "train"))
+    settings = ["data.name=folder", f"data.path={photographs(size)}", *_UTILIZED.split()]
+    rows = [row for row in whole_runs.rows_of("resnet50-imagenet", settings) if row["kind"] == "train"]
     busy = [row["gpu/utilization"] for row in rows if "gpu/utilization" in row][1:]
     if not busy:
         raise BadInputError("no row says how busy the GPU was: its driver doesn't tell")

@@ -1,85 +1,47 @@
 """Ablations of DDP: two ranks over gloo on this host, in processes of their own."""
 
-import multiprocessing
-import os
-import queue
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.claims.claim import Series
-from benchmarks.claims.measuring import (
-    MIB,
-    Ablation,
-    Measurement,
-    Scene,
-    Side,
-    Size,
-    Turns,
-    chosen,
-    steps_in,
-)
+from benchmarks.claims.measuring import MIB, Ablation, Measurement, Scene, Side, Size, Turns, chosen, steps_in
 from benchmarks.paired import interleaved
-from benchmarks.reduction import received
-from trainer.distributed.parallel import World, joined_world
-from trainer.errors import BadInputError
+from benchmarks.ranks import on_ranks, received
+from trainer.distributed.parallel import World
 
 # Much to send for what is computed, as where a network is slow.
 _CPU = (
-    *("device=cpu", "precision.mode=fp32", "model.channels_last=false", "model.name=small_resnet"),
-    *("model.width=64", "data.image_size=8", "data.samples=64", "data.classes=10"),
-    *("data.global_batch_size=8", "data.micro_batch_size=4", "parallel.threads=1"),
+    "device=cpu precision.mode=fp32 model.channels_last=false model.name=small_resnet model.width=64 "
+    "data.image_size=8 data.samples=64 data.classes=10 data.global_batch_size=8 data.micro_batch_size=4 "
+    "parallel.threads=1"
 )
-_SCENE = Scene("resnet50-synthetic", _CPU, _CPU)
+_SCENE = Scene("resnet50-synthetic", _CPU.split(), _CPU.split())
 _SIDES = {"copied": Side(), "views": Side(), "bf16": Side(("parallel.compress=bf16",))}
 _LIMIT_S = 300.0
 
-Found = dict[str, Series]
-
 
 def _measure(wanted: Sequence[str], size: Size) -> Measurement:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    answers: Queue[Found] = context.Queue()
-    arguments = (port, list(wanted), size, answers)
-    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]  # type: ignore[attr-defined]
-    for process in ranks:
-        process.start()
-    try:
-        found = answers.get(timeout=_LIMIT_S)
-    except queue.Empty:
-        raise BadInputError(f"two ranks over gloo gave nothing within {_LIMIT_S:.0f} s") from None
-    finally:
-        for process in ranks:
-            process.join(5)
-            process.kill()
+    method = "fork" if sys.platform == "linux" else "spawn"
+    found = on_ranks(2, partial(_sides, wanted=list(wanted), size=size), method, _LIMIT_S)
     return Measurement(f"two ranks over gloo on this host: {_SCENE}", found)
 
 
-def _rank(rank: int, port: int, wanted: Sequence[str], size: Size, answers: "Queue[Any]") -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with joined_world("cpu", _LIMIT_S) as world, ExitStack() as stack:
-        found = _sides(world, wanted, size, stack)
-    if rank == 0:
-        answers.put(found)
+def _sides(world: World, wanted: Sequence[str], size: Size) -> dict[str, Series]:
+    with ExitStack() as stack:
+        turns = {}
+        for name, side in chosen(_SIDES, wanted).items():
+            with _views(name != "copied"):
+                turns[name] = Turns(_SCENE, side, stack, world)
+        return _timed(turns, world, size)
 
 
-def _sides(world: World, wanted: Sequence[str], size: Size, stack: ExitStack) -> Found:
-    turns = {}
-    for name, side in chosen(_SIDES, wanted).items():
-        with _views(name != "copied"):
-            turns[name] = Turns(_SCENE, side, stack, world)
+def _timed(turns: dict[str, Turns], world: World, size: Size) -> dict[str, Series]:
     count = torch.tensor(steps_in(size.turn_s, next(iter(turns.values()))))
     torch.distributed.broadcast(count, 0, group=world.group)  # as many on both ranks
     steps = int(count)

@@ -17,7 +17,7 @@ from benchmarks.claims.catalogue import ABLATIONS, CLAIMS, in_turn
 from benchmarks.claims.claim import Claim, Row, compare
 from benchmarks.claims.measuring import Measurement, Size
 from benchmarks.claims.needs import first_missing
-from trainer.config.suggest import nearest
+from benchmarks.options import picked
 from trainer.errors import BadInputError
 
 _LEAST_S = 20.0  # for one ablation, however late it is
@@ -46,14 +46,8 @@ def select(only: str) -> list[Claim]:
     Raises:
         BadInputError: For a name that is neither.
     """
-    wanted = [name.strip() for name in only.split(",") if name.strip()]
-    known = [*(claim.name for claim in CLAIMS), *ABLATIONS]
-    for name in wanted:
-        if name not in known:
-            raise BadInputError(
-                f"--only: no claim is called '{name}'{nearest(name, known)} (there are: "
-                f"{', '.join(claim.name for claim in CLAIMS)})"
-            )
+    known = dict.fromkeys([*(claim.name for claim in CLAIMS), *ABLATIONS])
+    wanted = picked(only, known, "--only", "claim or ablation")
     return [claim for claim in CLAIMS if not wanted or claim.name in wanted or claim.ablation in wanted]
 
 

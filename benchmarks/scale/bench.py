@@ -17,10 +17,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "--gpus", default="8,64,512,4096", metavar="LIST", help="how many (default: 8,64,512,4096)"
     )
     bench.add_argument(
-        "--figures",
-        type=Path,
-        metavar="FILE",
-        help="figures with their sources, YAML or JSON",
+        "--figures", type=Path, metavar="FILE", help="figures with their sources, YAML or JSON"
     )
     bench.add_argument(
         "--comm", type=Path, metavar="FILE", help="what `python -m benchmarks comm --json` printed: the links"
@@ -107,7 +104,7 @@ def bench_scale(
     told = advice(figures, numbers)
     if as_json:
         found: dict[str, Any] = {**as_mapping(job), "gpus": numbers, "advice": told}
-        print(json.dumps({**found, "computed": [one._asdict() for one in estimates]}))
+        print(json.dumps({**found, "computed": estimates}))
         return EXIT_DONE
     print("\n".join(line for line in (job.about, not_measured(job.sources)) if line))
     print(f"\n{table(numbers, estimates)}\n\n{told}")

@@ -103,44 +103,6 @@ class Job(Section):
         return self
 
 
-class Estimate(NamedTuple):
-    """Predictions for a job on so many GPUs, of the whole job unless stated otherwise.
-
-    Attributes:
-        exposed_s: Seconds of a step in which the GPUs only wait for gradients.
-        step_s: Seconds of a step.
-        stall_s: Seconds that a checkpoint stops the training for.
-        mtbf_s: Mean seconds between failures.
-        interval_s: Seconds of training between two checkpoints that lose least.
-        lost_share: Share of the time that checkpoints, work done again and restarts take, at that interval.
-        lost_by_default: The same with a checkpoint every `DEFAULT_S` seconds instead.
-        restart_s: Seconds from a failure to training again, if nothing else fails.
-        store_requests: Requests to rank 0's store when the ranks meet.
-        sockets_per_node: Connections between ranks that a node holds, besides those of the gradients.
-        rendezvous_s: Seconds that the store needs for them.
-        goodput: Share of the time in which the GPUs compute what is kept.
-        log_bytes_per_day: What a run folder grows by, without checkpoints.
-        data_bytes_per_s: What storage delivers.
-        loader_cpus_per_gpu: CPUs of a GPU's loader workers.
-    """
-
-    exposed_s: float
-    step_s: float
-    stall_s: float
-    mtbf_s: float
-    interval_s: float
-    lost_share: float
-    lost_by_default: float
-    restart_s: float
-    store_requests: float
-    sockets_per_node: float
-    rendezvous_s: float
-    goodput: float
-    log_bytes_per_day: float
-    data_bytes_per_s: float
-    loader_cpus_per_gpu: float
-
-
 def read_job(path: Path, settings: Sequence[str] = (), comm: Path | None = None) -> Job:
     """Reads a file of figures (YAML or JSON).
 

@@ -7,7 +7,7 @@ several rings at once, congestion, ranks that are slower than others, failures t
 
 import math
 
-from benchmarks.scale.figures import DEFAULT_S, Estimate, Figures
+from benchmarks.scale.figures import DEFAULT_S, Figures
 
 _DAY = 86400.0
 
@@ -122,26 +122,44 @@ def steps_between(figures: Figures, gpus: int) -> int:
     return max(1, round(best / step_s(figures, gpus)))
 
 
-def estimate(figures: Figures, gpus: int) -> Estimate:
-    """Returns all predictions for so many GPUs."""
+def estimate(figures: Figures, gpus: int) -> dict[str, float]:
+    """Predicts a job on so many GPUs, of the whole job unless stated otherwise.
+
+    Returns:
+        exposed_s: Seconds of a step in which the GPUs only wait for gradients.
+        step_s: Seconds of a step.
+        stall_s: Seconds that a checkpoint stops the training for.
+        mtbf_s: Mean seconds between failures.
+        interval_s: Seconds of training between two checkpoints that lose least.
+        lost_share: Share of the time that checkpoints, work done again and restarts take, at that interval.
+        lost_by_default: The same with a checkpoint every `DEFAULT_S` seconds instead.
+        restart_s: Seconds from a failure to training again, if nothing else fails.
+        store_requests: Requests to rank 0's store when the ranks meet.
+        sockets_per_node: Connections between ranks that a node holds, besides those of the gradients.
+        rendezvous_s: Seconds that the store needs for them.
+        goodput: Share of the time in which the GPUs compute what is kept.
+        log_bytes_per_day: What a run folder grows by, without checkpoints.
+        data_bytes_per_s: What storage delivers.
+        loader_cpus_per_gpu: CPUs of a GPU's loader workers.
+    """
     step, mtbf = step_s(figures, gpus), mtbf_s(figures, gpus)
     stall, write, restart = stall_s(figures), write_s(figures), restart_s(figures, gpus)
     interval = steps_between(figures, gpus) * step
     lost = lost_share(interval, stall, write, restart, mtbf)
-    return Estimate(
-        exposed_s=exposed_s(figures, gpus),
-        step_s=step,
-        stall_s=stall + max(0.0, write - interval - stall),
-        mtbf_s=mtbf,
-        interval_s=best_interval_s(stall, write, mtbf),
-        lost_share=lost,
-        lost_by_default=lost_share(DEFAULT_S, stall, write, restart, mtbf),
-        restart_s=restart,
-        store_requests=store_requests(figures, gpus),
-        sockets_per_node=min(gpus, figures.gpus_per_node) * figures.gloo_groups * (gpus - 1.0),
-        rendezvous_s=store_requests(figures, gpus) * figures.store_request_s,
-        goodput=compute_s(figures) / step * (1 - lost),
-        log_bytes_per_day=figures.row_bytes * _DAY / (figures.steps_per_row * step),
-        data_bytes_per_s=gpus * figures.samples_per_step * figures.stored_bytes_per_sample / step,
-        loader_cpus_per_gpu=figures.samples_per_step * figures.loader_cpu_s_per_sample / step,
-    )
+    return {
+        "exposed_s": exposed_s(figures, gpus),
+        "step_s": step,
+        "stall_s": stall + max(0.0, write - interval - stall),
+        "mtbf_s": mtbf,
+        "interval_s": best_interval_s(stall, write, mtbf),
+        "lost_share": lost,
+        "lost_by_default": lost_share(DEFAULT_S, stall, write, restart, mtbf),
+        "restart_s": restart,
+        "store_requests": store_requests(figures, gpus),
+        "sockets_per_node": min(gpus, figures.gpus_per_node) * figures.gloo_groups * (gpus - 1.0),
+        "rendezvous_s": store_requests(figures, gpus) * figures.store_request_s,
+        "goodput": compute_s(figures) / step * (1 - lost),
+        "log_bytes_per_day": figures.row_bytes * _DAY / (figures.steps_per_row * step),
+        "data_bytes_per_s": gpus * figures.samples_per_step * figures.stored_bytes_per_sample / step,
+        "loader_cpus_per_gpu": figures.samples_per_step * figures.loader_cpu_s_per_sample / step,
+    }

@@ -127,10 +127,7 @@ def of_checkpoint(run: Path) -> Found:
             bytes_ / statistics.median(writes),
             f"{by}, write() with its hash and sync, of 3",
         ),
-        "read_bytes_per_s": (
-            bytes_ / statistics.median(reads),
-            f"{by}, newest_good() with its hash, of 3",
-        ),
+        "read_bytes_per_s": (bytes_ / statistics.median(reads), f"{by}, newest_good() with its hash, of 3"),
     }
 
 
@@ -165,10 +162,7 @@ def of_store() -> Found:
         client.join()
     seconds = (time.perf_counter() - began) / (_ASKING * _TIMES)
     return {
-        "store_request_s": (
-            seconds,
-            f"measured: {_ASKING} clients of a TCPStore here, {_TIMES} each",
-        ),
+        "store_request_s": (seconds, f"measured: {_ASKING} clients of a TCPStore here, {_TIMES} each"),
         "gloo_groups": (
             1 if torch.cuda.is_available() else 2,
             "code: trainer/distributed/parallel.py; one with NCCL",

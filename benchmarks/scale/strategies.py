@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.scale.figures import Figures
+from benchmarks.scale.formulas import nodes_of
 from trainer.observe.text import size
 
 
@@ -26,7 +27,7 @@ def sent(figures: Figures, gpus: int, strategy: str) -> Sent:
     """
     whole = sum(figures.bucket_bytes)
     local = min(figures.gpus_per_node, gpus)
-    nodes = -(-gpus // figures.gpus_per_node)
+    nodes = nodes_of(figures, gpus)
     once = Sent((local - 1) / local * whole, (nodes - 1) / nodes * whole / local)
     gathered = 2 * figures.micro_batches_per_step
     times = {"ddp": Sent(2, 2), "fsdp": Sent(gathered + 1, gathered + 1), "hsdp": Sent(gathered + 1, 2)}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.scale import formulas
-from benchmarks.scale.figures import Estimate, Figures, Job
+from benchmarks.scale.figures import Figures, Job
 from trainer.observe.text import count, duration, number, scaled, size
 
 
@@ -38,11 +38,11 @@ ROWS = (
 )
 
 
-def table(gpus: Sequence[int], estimates: Sequence[Estimate]) -> str:
+def table(gpus: Sequence[int], estimates: Sequence[Mapping[str, float]]) -> str:
     """Formats a table in Markdown: a row for each figure, a column for each number of GPUs."""
     lines = [_line(["", *(f"{one:,} GPU{'s' * (one != 1)}" for one in gpus)])]
     lines.append("|" + "---|" * (len(gpus) + 1))
-    lines += [_line([row.label, *(row.written(getattr(one, row.name)) for one in estimates)]) for row in ROWS]
+    lines += [_line([row.label, *(row.written(one[row.name]) for one in estimates)]) for row in ROWS]
     return "\n".join(lines)
 
 

@@ -27,7 +27,6 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--out", type=Path, metavar="FILE.md", help="write the page there, its plot and figures beside it"
     )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all raw figures")
     bench.add_argument(
         "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
     )
@@ -35,14 +34,13 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def _scoreboard(options: argparse.Namespace) -> int:
-    return bench_scoreboard(options.quick, options.only, options.out, options.json, options.timm_train)
+    return bench_scoreboard(options.quick, options.only, options.out, options.timm_train)
 
 
 def bench_scoreboard(
     quick: bool = False,
     only: str = "",
     out: Path | None = None,
-    json: Path | None = None,
     timm_train: Path | None = None,
     measure: "Measure | None" = None,
 ) -> int:
@@ -52,7 +50,6 @@ def bench_scoreboard(
         quick: Two minutes at most.
         only: Benches, separated by commas; empty: all.
         out: A file for the page; FILE.svg and FILE.json are written beside it.
-        json: Another file for the figures.
         timm_train: timm's train.py.
         measure: Measures one bench; by default in a process of its own.
 
@@ -63,7 +60,7 @@ def bench_scoreboard(
     Raises:
         BadInputError: For a name that is no bench's, or files that can't be read or written.
     """
-    check_files(out, json, timm_train)
+    check_files(out, timm_train)
     from benchmarks.against import LIBRARIES, installed
     from benchmarks.charts import as_svg
     from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart, select
@@ -88,23 +85,19 @@ def bench_scoreboard(
         part = (measure or measured_apart)(name, extent, timm_train)
         parts.append(between(part, before, share_of_cpus()) if BENCHES[name].timed else part)
     machine = Machine(conditions(), libraries({name: installed(name) for name in LIBRARIES}))
-    given = {"quick": quick, "only": only, "timm-train": timm_train, "out": out, "json": json}
+    given = {"quick": quick, "only": only, "timm-train": timm_train, "out": out}
     command = command_line(given)
     print(text(parts, machine))
-    data, contents = as_json(parts, machine, command), dict[Path, str]()
     if out is not None:
-        contents[out] = document(parts, machine, command, out.stem)
-        contents[out.with_suffix(".svg")] = as_svg(chart(machine.conditions, parts))
-        contents[out.with_suffix(".json")] = data
-    if json is not None:
-        contents[json] = data
-    write_all(contents)
+        page, drawn = document(parts, machine, command, out.stem), as_svg(chart(machine.conditions, parts))
+        data = as_json(parts, machine, command)
+        write_all({out: page, out.with_suffix(".svg"): drawn, out.with_suffix(".json"): data})
     if any(part.failures for part in parts):
         return EXIT_FAILED
     return EXIT_DONE if any(part.measured for part in parts) else EXIT_NOT_MEASURED
 
 
-def check_files(out: Path | None, json: Path | None, timm_train: Path | None) -> None:
+def check_files(out: Path | None, timm_train: Path | None) -> None:
     """Looks at what is to be written and read before anything is measured.
 
     Raises:
@@ -112,17 +105,13 @@ def check_files(out: Path | None, json: Path | None, timm_train: Path | None) ->
     """
     if out is not None and out.suffix != ".md":
         raise BadInputError(f"--out {out}: give a file that ends in .md; .svg and .json go beside it")
-    beside = [("--out", out.with_suffix(suffix)) for suffix in (".md", ".svg", ".json")] if out else []
-    for option, file in [*beside, *([("--json", json)] if json else [])]:
+    for file in [out.with_suffix(suffix) for suffix in (".md", ".svg", ".json")] if out else []:
         if not file.parent.is_dir():
-            raise BadInputError(f"{option} {file}: there is no folder {file.parent}; make it first")
+            raise BadInputError(f"--out {file}: there is no folder {file.parent}; make it first")
         if file.is_dir():
-            raise BadInputError(f"{option} {file}: that is a folder; give a file")
+            raise BadInputError(f"--out {file}: that is a folder; give a file")
         if not os.access(file.parent, os.W_OK):
-            raise BadInputError(f"{option} {file}: nothing can be written into {file.parent}; give another")
-    pages = [out.resolve(), out.with_suffix(".svg").resolve()] if out else []
-    if json is not None and json.resolve() in pages:
-        raise BadInputError(f"--json {json}: --out writes the page or its plot there; give another file")
+            raise BadInputError(f"--out {file}: nothing can be written into {file.parent}; give another")
     if timm_train is not None and not timm_train.is_file():
         raise BadInputError(f"--timm-train: there is no file {timm_train}")
 

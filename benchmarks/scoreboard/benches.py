@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from benchmarks import loader, resume
 from benchmarks.against import LibraryFailed
+from benchmarks.options import picked
 from benchmarks.scoreboard.common import Extent
 from benchmarks.scoreboard.counted import by_accumulation, by_resume
 from benchmarks.scoreboard.figures import Part
 from benchmarks.scoreboard.timed import by_loader, by_overhead, by_tokens
-from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 
 FULL = Extent(60, 500, 11, loader.IMAGES, resume.CUTS, 40, 1000, 100)
@@ -101,13 +101,7 @@ def select(only: str) -> list[str]:
     Raises:
         BadInputError: For a name that is none.
     """
-    wanted = [name.strip() for name in only.split(",") if name.strip()]
-    for name in wanted:
-        if name not in BENCHES:
-            raise BadInputError(
-                f"--only: no bench of the scoreboard is called '{name}'{nearest(name, BENCHES)} "
-                f"(there are: {', '.join(BENCHES)})"
-            )
+    wanted = picked(only, BENCHES, "--only", "bench of the scoreboard")
     return [name for name in BENCHES if not wanted or name in wanted]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import accumulation, cut_run, resume
-from benchmarks.against import LibraryFailed, titled
+from benchmarks.against import Judged, LibraryFailed, titled
 from benchmarks.scoreboard.common import Extent, failed_rows, libraries_for
 from benchmarks.scoreboard.figures import Absent, Counted, Part, Row, without_the_failing
 
@@ -16,7 +16,7 @@ def by_accumulation(timm_train: Path | None) -> Part:
     there, rows = libraries_for("accumulate")
     there = accumulation.with_script(there, timm_train if "timm" in there else None)
 
-    def measure(names: list[str]) -> list[accumulation.Judged]:
+    def measure(names: list[str]) -> list[Judged]:
         theirs = (accumulation.measure_library(name, there[name]) for name in names)
         return list(chain(accumulation.measure_ours(), *theirs))
 
@@ -30,18 +30,18 @@ def by_accumulation(timm_train: Path | None) -> Part:
     )
 
 
-def _nested(judged: accumulation.Judged) -> dict[str, Any]:
+def _nested(judged: Judged) -> dict[str, Any]:
     return {"case": judged.case._asdict(), "score": judged.score and judged.score._asdict()}
 
 
-def count_steps(judged: Sequence[accumulation.Judged]) -> list[Row]:
+def count_steps(judged: Sequence[Judged]) -> list[Row]:
     """Counts the steps with their samples' gradient, for each way and for the trainer on the same cases."""
     own = [one for one in judged if one.name == "trainer"]
     rows: list[Row] = []
-    for (name, variant), group in _grouped(judged).items():
+    for (name, _), group in _grouped(judged).items():
         scores = {one.case: one.score for one in group if one.score}
         notes = ", ".join(dict.fromkeys(one.note for one in group if not one.score))
-        title = ", ".join(filter(None, (titled(name), variant)))
+        title = group[0].label
         if not scores:
             rows.append(Absent(title, notes))
             continue
@@ -62,7 +62,7 @@ def by_resume(extent: Extent) -> Part:
     there, rows = libraries_for("resume")
     ways: dict[str, Any] = {"trainer": resume.resume, **there}
 
-    def measure(names: list[str]) -> list[resume.Judged]:
+    def measure(names: list[str]) -> list[Judged]:
         return [
             one for name in ("trainer", *names) for one in resume.measure_cuts(name, ways[name], extent.cuts)
         ]
@@ -77,18 +77,18 @@ def by_resume(extent: Extent) -> Part:
     )
 
 
-def count_cuts(judged: Sequence[resume.Judged]) -> list[Row]:
+def count_cuts(judged: Sequence[Judged]) -> list[Row]:
     """Counts the cuts that end with the same bits, for each way."""
     ours = sum(one.score.same for one in judged if one.name == "trainer")
     return [
         Counted(
-            ", ".join(filter(None, (titled(name), variant))),
+            group[0].label,
             sum(one.score.same for one in group),
             len(group),
             None if name == "trainer" else ours,
             rival=titled(name),
         )
-        for (name, variant), group in _grouped(judged).items()
+        for (name, _), group in _grouped(judged).items()
     ]
 
 

@@ -60,7 +60,7 @@ def document(parts: Sequence[Part], machine: Machine, command: str, stem: str) -
         f"Written by `{command}` in {took}, or by `make bench BENCH=scoreboard ARGS=…` with its options. "
         f"{_LEAD}",
         f"![ratios and counts]({stem}.svg)",
-        f"[All raw figures]({stem}.json)",
+        f"[All raw figures]({stem}.json). Whole runs of others' own scripts: [peers](peers.md).",
     ]
     return "\n\n".join([*head, text(parts, machine), "## How to refute it", refutation(parts)]) + "\n"
 

@@ -211,8 +211,8 @@ def test_without_the_script_timm_is_named_as_not_measured(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--against", "lightnin"], "did you mean 'lightning'? (it knows lightning, accelerate, timm)"),
-        (["--against", "fabric"], "doesn't know 'fabric'"),
+        (["--against", "lightnin"], "did you mean 'lightning'? (there are: lightning, accelerate, timm)"),
+        (["--against", "fabric"], "no library of this bench is called 'fabric'"),
         (["--timm-train", "train.py"], "only read with --against timm"),
     ],
 )

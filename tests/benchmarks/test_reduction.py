@@ -10,10 +10,6 @@ from trainer.distributed.parallel import World
 Capsys = pytest.CaptureFixture[str]
 
 
-def test_nothing_to_measure() -> None:
-    assert bench_reduction(rounds=0, target=1.05) == 3
-
-
 def test_the_tree_keeps_log2_of_the_shards_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "_WIDTH", 4)
     monkeypatch.setattr(reduction, "_IMAGE", 8)
@@ -29,6 +25,6 @@ def test_the_target_is_judged(
     price = _Price([[1.0] * 9, [slower] * 9], [1.0, 1.0], [0, 4], 1)
     assert _ratio(price) == (slower, slower, slower)
     monkeypatch.setattr(reduction, "_measure", lambda *_: price)
-    monkeypatch.setattr(reduction, "_two_ranks", lambda _: price)
+    monkeypatch.setattr(reduction, "on_ranks", lambda *_, **__: price)
     assert bench_reduction(rounds=9, target=1.05) == code
     assert ("met" if code == 0 else "MISSED") in capsys.readouterr().out

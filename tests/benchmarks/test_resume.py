@@ -134,5 +134,5 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", "--against", "timm"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert "it knows lightning, accelerate" in captured.err
+    assert "there are: lightning, accelerate" in captured.err
     assert captured.out == ""

@@ -152,7 +152,7 @@ def test_the_answer_for_machines(capsys: Capsys) -> None:
     assert told["gpus"] == [8, 64] and len(told["computed"]) == 2
     assert told["sources"]["node_mtbf_hours"] == "given: --set node_mtbf_hours"
     figures = example(node_mtbf_hours=50)
-    assert told["computed"][1] == formulas.estimate(figures, 64)._asdict()
+    assert told["computed"][1] == formulas.estimate(figures, 64)
     assert f"checkpoint.every={formulas.steps_between(figures, 64)} on 64" in told["advice"]
 
 

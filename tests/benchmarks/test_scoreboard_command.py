@@ -53,17 +53,14 @@ def answering(*parts: Part) -> Fake:
 def test_three_files_are_written_and_the_rest_of_what_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, figures = tmp_path / "board.md", tmp_path / "all.json"
+    page = tmp_path / "board.md"
     only = "overhead,accumulation,resume"
-    code = bench_scoreboard(only=only, out=page, json=figures, measure=answering(*PARTS))
+    code = bench_scoreboard(only=only, out=page, measure=answering(*PARTS))
     assert code == 1
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        *("all.json", "board.json", "board.md", "board.svg")
-    ]
-    assert figures.read_text() == (tmp_path / "board.json").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["board.json", "board.md", "board.svg"]
     ElementTree.parse(tmp_path / "board.svg")
     written = page.read_text()
-    assert f"`python -m benchmarks scoreboard --only {only} --out {page} --json {figures}`" in written
+    assert f"`python -m benchmarks scoreboard --only {only} --out {page}`" in written
     assert "**trainer loses**" in written
     assert FAILED.failed in written
     captured = capsys.readouterr()
@@ -118,13 +115,9 @@ def test_each_timed_part_is_looked_at_before_and_after(
     [
         (["--only", "overhaed"], "did you mean 'overhead'? (there are: overhead, loader, tokens"),
         (["--out", "nowhere/board.md"], "there is no folder nowhere; make it first"),
-        (["--json", "nowhere/board.json"], "there is no folder nowhere; make it first"),
         (["--out", "board.txt"], "give a file that ends in .md"),
         (["--out", "taken.md"], "taken.svg: that is a folder"),
-        (["--out", "a.md", "--json", "a.md"], "--json a.md: --out writes the page or its plot there"),
-        (["--out", "a.md", "--json", "../here/a.svg"], "a.svg: --out writes the page or its plot there"),
         (["--out", "shut/a.md"], "--out shut/a.md: nothing can be written into shut"),
-        (["--json", "shut/a.json"], "--json shut/a.json: nothing can be written into shut"),
         (["--timm-train", "train.py"], "there is no file train.py"),
         (["--timm-train", "there.py", "--only", "tokens"], "only read by accumulation"),
     ],
@@ -171,7 +164,7 @@ def test_nothing_is_replaced_before_all_is_written(tmp_path: Path, monkeypatch: 
 
 
 def test_the_figures_may_be_asked_for_where_they_lie_anyway(tmp_path: Path) -> None:
-    check_files(tmp_path / "a.md", tmp_path / "a.json", None)
+    check_files(tmp_path / "a.md", None)
 
 
 def killed(*_: Any) -> Part:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import accumulation, against, loader, resume
 from benchmarks.accumulation import CASES
-from benchmarks.against import LibraryFailed, NotMeasured, blamed
+from benchmarks.against import Judged, LibraryFailed, NotMeasured, blamed
 from benchmarks.pipelines import Epoch
 from benchmarks.scoreboard import timed as timed_parts
 from benchmarks.scoreboard.benches import QUICK
@@ -40,9 +40,9 @@ def score(cut: list[int], due: list[int], right: int) -> accumulation.Score:
 
 
 def test_steps_are_compared_on_the_cases_that_both_did() -> None:
-    def judged(name: str, variant: str, rights: Sequence[int | None]) -> list[accumulation.Judged]:
+    def judged(name: str, variant: str, rights: Sequence[int | None]) -> list[Judged]:
         return [
-            accumulation.Judged(name, variant, case, None if n is None else score([4, 1], [4, 1], n), "a way")
+            Judged(name, variant, case, None if n is None else score([4, 1], [4, 1], n), "a way")
             for case, n in zip(CASES, rights, strict=True)
         ]
 
@@ -68,8 +68,8 @@ def test_steps_are_compared_on_the_cases_that_both_did() -> None:
 
 
 def test_cuts_are_counted_by_variant() -> None:
-    def judged(name: str, variant: str, same: bool) -> resume.Judged:
-        return resume.Judged(name, variant, 7, resume.Score(9, 0, 0 if same else 1, 0.0, same), "a way")
+    def judged(name: str, variant: str, same: bool) -> Judged:
+        return Judged(name, variant, 7, resume.Score(9, 0, 0 if same else 1, 0.0, same), "a way")
 
     found = count_cuts(
         [judged("trainer", "", True)] * 2

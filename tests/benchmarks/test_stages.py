@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.stages import KINDS, bench_stages
-from trainer.errors import BadInputError
+from benchmarks.stages import KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -16,8 +15,3 @@ def test_each_stage_runs(kind: str, tmp_path: Path) -> None:
         assert len(stages) > 1
         for stage in stages.values():
             stage()
-
-
-def test_no_rounds_are_no_measurement() -> None:
-    with pytest.raises(BadInputError, match="--rounds"):
-        bench_stages(0)

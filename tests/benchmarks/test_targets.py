@@ -89,7 +89,7 @@ def test_another_card_begins_anew(done: list[str], tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--only", "nosuch"], "--only nosuch: there are waits, "),
+        (["--only", "nosuch"], "--only: no target is called 'nosuch' (there are: waits, "),
         (["--piece", "7"], "--piece 7: there are 1 to 6"),
         (["--piece", "-1"], "--piece -1: there are 1 to 6"),
     ],

@@ -1,7 +1,6 @@
 """Promise: replayed graphs overwrite nothing that a step still needs, and their target has a command."""
 
 import contextlib
-import json
 import math
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from torch.func import functional_call
 
 from benchmarks import targets, targets_graphs
 from benchmarks.targets_graphs import SmallTask, graphs, small_recipe
-from benchmarks.targets_parts import main
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import TokenTask, make_recipe
 from trainer.distributed.parallel import World
@@ -150,9 +148,8 @@ def test_the_emulation_overwrites_gradients() -> None:
     assert model.weight.grad.isnan().all()
 
 
-def test_both_loops_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["graphs", "--mode", "none", "--rounds", "2", "--steps", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_both_loops_run_without_a_gpu() -> None:
+    found = graphs("none", 2, 3)
     assert (found["mode"], found["rounds"], found["steps"], found["measured"]) == ("none", 2, 3, False)
     assert all(found[name] > 0 for name in ("ratio", "trainer_us", "by_hand_us", "eager_us"))
     assert found["low"] <= found["ratio"] <= found["high"]
@@ -160,10 +157,9 @@ def test_both_loops_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_for_compiling(CPU) is not None, reason="nothing to compile with")
-def test_both_loops_run_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_loops_run_compiled() -> None:
     torch._dynamo.reset()
-    assert main(["graphs", "--rounds", "1", "--steps", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["mode"] == "default"
+    assert graphs(rounds=1, steps=2)["mode"] == "default"
 
 
 def test_both_loops_do_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,6 @@ def test_a_target_within_the_interval_is_undecided(monkeypatch: pytest.MonkeyPat
     assert bench_tokens() == 3
 
 
-@pytest.mark.parametrize("arguments", [{"rounds": 0}, {"batches": 9}, {"megabytes": 0}])
-def test_nothing_measured_is_no_success(arguments: dict[str, int]) -> None:
-    assert bench_tokens(**arguments) == 3
-
-
 def test_both_deliver_the_same_kind_of_batch(tmp_path: Path) -> None:
     file = tmp_path / "x.bin"
     (np.arange(500_000) % 50_000).astype(np.uint16).tofile(file)

@@ -22,7 +22,6 @@ from tests.helpers.waiting import until
 from trainer.cli import main
 from trainer.commands.tune import tune as command
 from trainer.config.recipe_file import load_recipe
-from trainer.data.workers import Loading
 from trainer.launch import worker
 from trainer.train.request import Request
 from trainer.train.start import resolve as start
@@ -232,30 +231,6 @@ def test_what_was_tuned_is_written_with_its_evidence_and_used(
     assert (starts.data()["micro_batch_size"], asked["optim"]["lr"], asked["epochs"]) == (8, 0.5, 2)
     assert len(starts.jobs) == 1
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["runs", "tuned.yaml"]
-
-
-def test_the_loaders_settings_are_written_too(
-    starts: Starts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [Loading(1, 4), Loading(0, 4), Loading(3, 2)]
-
-    def time_loading(job: Job, asked: list[Loading], _: float) -> list[list[float]]:
-        assert (job.recipe.data.micro_batch_size, asked) == (16, settings)
-        return [[10.0, 11.0], [8.0, 9.0], [12.0, 14.0]]
-
-    monkeypatch.setattr(command, "settings_to_try", lambda *_: settings)
-    monkeypatch.setattr(command, "time_loading", time_loading)
-    file = tuned(starts)
-    assert file["settings"]["data"] == {"micro_batch_size": 16, "workers": 3, "prefetch": 2}
-    assert file["evidence"]["loader"] == [
-        "1 worker x prefetch 4: 10.5 steps/s (10 to 11)",
-        "no workers: 8.5 steps/s (8 to 9)",
-        "3 workers x prefetch 2: 13 steps/s (12 to 14)",
-        "taken: 3 workers x prefetch 2 (the rule's is 1 worker x prefetch 4)",
-    ]
-    assert file["evidence"]["loader"][-1] in capsys.readouterr().out
-    assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml"]) == 0
-    assert (starts.data()["workers"], starts.data()["prefetch"]) == (3, 2)
 
 
 def _edit(change: Callable[[dict[str, Any]], object]) -> None:

@@ -227,17 +227,14 @@ PARQUET: dict[str, tuple[pyarrow.Table, str]] = {
 }
 
 
-@pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("made", PARQUET)
-def test_parquet_that_inflates_is_refused(tmp_path: Path, made: str, folder: bool) -> None:
+def test_parquet_that_inflates_is_refused(tmp_path: Path, made: str) -> None:
     file = tmp_path / "train.parquet"
     table, why = PARQUET[made]
-    if folder:
-        file.mkdir()
     encoding = {"path": "DELTA_BYTE_ARRAY", "label": "PLAIN"} if made.startswith("shared") else None
     parquet.write_table(
         table,
-        file / "a.parquet" if folder else file,
+        file,
         compression="zstd",
         use_dictionary=encoding is None,
         column_encoding=encoding,
@@ -287,14 +284,10 @@ def test_a_header_of_a_parquet_page_that_is_none_is_one_line(tmp_path: Path, dam
         in_table(file)
 
 
-def test_a_folder_of_parquet_has_labels_in_its_names(tmp_path: Path) -> None:
-    for label in ("dog", "cat"):
-        (tmp_path / "train.parquet" / f"label={label}").mkdir(parents=True)
-        place = tmp_path / "train.parquet" / f"label={label}" / "a.parquet"
-        parquet.write_table(pyarrow.table({"path": [f"{label}.png"]}), place)
-    files = in_table(tmp_path / "train.parquet")
-    assert [files.file_name(row) for row in (0, 1)] == [b"cat.png", b"dog.png"]
-    assert list(files.classes) == ["cat", "dog"]
+def test_a_folder_of_parquet_is_no_table(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").mkdir()
+    with pytest.raises(BadInputError, match="is a folder, and a table one file"):
+        in_table(tmp_path / "train.parquet")
 
 
 @pytest.mark.parametrize("rule", ["pre_tokenizer", "normalizer"])

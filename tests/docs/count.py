@@ -11,7 +11,7 @@ import statistics
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 def count(files: Iterable[Path]) -> Counts:
     """Counts Python files."""
     lines = code = doc = comment = classes = 0
-    lengths, names = list[int](), defaultdict[str, list[str]](list)
+    lengths, trees = list[int](), dict[str, ast.Module]()
     files = sorted(files)
     for file in files:
         text = file.read_text()
@@ -61,11 +61,18 @@ def count(files: Iterable[Path]) -> Counts:
             classes += isinstance(node, ast.ClassDef)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lengths.append((node.end_lineno or 0) - node.lineno + 1)
+        trees[str(file)] = tree
+    return Counts(len(files), lines, code, doc, comment, classes, len(lengths), lengths, shared_names(trees))
+
+
+def shared_names(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Public names that two modules or more define, with these modules."""
+    names = defaultdict[str, list[str]](list)
+    for file, tree in trees.items():
         for name in defined(tree):
             if not name.startswith("_") and name not in _OF_EACH:
-                names[name].append(str(file))
-    shared = {name: where for name, where in names.items() if len(where) > 1}
-    return Counts(len(files), lines, code, doc, comment, classes, len(lengths), lengths, shared)
+                names[name].append(file)
+    return {name: where for name, where in names.items() if len(where) > 1}
 
 
 def defined(tree: ast.Module) -> set[str]:

@@ -1,4 +1,4 @@
-"""Promise: each of eight facts is decided in at most four files, which docs/architecture.md names."""
+"""Promise: each of eight facts is decided in at most four files; a public name stands in one module."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.docs.count import count
+from tests.docs.count import count, shared_names
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trainer"
@@ -84,10 +84,14 @@ def _marks(tree: ast.Module) -> Iterator[str]:
 
 
 @functools.cache
+def _trees() -> dict[str, ast.Module]:
+    return {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+
+
+@functools.cache
 def _package() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     """Definitions and marks of each file."""
-    trees = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-    return {file: (frozenset(_definitions(tree)), frozenset(_marks(tree))) for file, tree in trees.items()}
+    return {file: (frozenset(_definitions(tree)), frozenset(_marks(tree))) for file, tree in _trees().items()}
 
 
 def test_there_are_eight() -> None:
@@ -110,6 +114,11 @@ def test_a_fact_is_decided_in_its_files_alone(fact: Fact) -> None:
     }
     assert {mark: files - set(fact.files) for mark, files in used.items() if files - set(fact.files)} == {}
     assert all(used.values())  # none is a word that the package doesn't have
+
+
+@pytest.mark.xdist_group("architecture")
+def test_a_public_name_means_one_thing() -> None:
+    assert shared_names(_trees()) == {}
 
 
 def test_marks_of_all_kinds() -> None:

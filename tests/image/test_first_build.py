@@ -9,8 +9,8 @@ from typing import Any
 import first_build
 import publish
 import pytest
+from bases import read_bases
 from failures import explain
-from first_build import read_bases
 from publish import provenance, tags_of
 
 from trainer.errors import BadInputError

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from container_words import docker_words, gpu_words
 from engine_checks import check_driver, check_ports, check_stack
-from runtime import Facts, decide, docker_words, gpu_words, outside
+from runtime import Facts, decide, outside
 
 from tests.helpers.engine_box import LISTED, Machine
 from trainer.errors import BadInputError

@@ -19,7 +19,9 @@ import rattler
 import stack_table
 import yaml
 from conda_lock import FILES, Package, read_lock, read_records, read_toml, solve
-from stack_checks import (
+from wheels import read_lock as read_wheels
+
+from tests.image.stack_checks import (
     brings_faults,
     closure_faults,
     lock_faults,
@@ -27,7 +29,6 @@ from stack_checks import (
     stack_faults,
     twice_faults,
 )
-from wheels import read_lock as read_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 STACKS = sorted(path.parent for path in ROOT.glob("stacks/*/stack.toml"))

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from trainer.config.data import check_url
-from trainer.config.models import HF, described_models, models_reading
+from trainer.config.models import HF, MODELS, described_models
+from trainer.config.optimizers import read_by
 from trainer.config.section import Section
 
 Allocator = Literal["native", "expandable", "async"]
@@ -66,13 +67,13 @@ class ModelConfig(Section):
         "timm's as timm/NAME; hf/FOLDER or hf/OWNER/REPO@REVISION: a language model that transformers knows, "
         "with its weights; auto: the task's own",
     )
-    width: int = Field(32, ge=1, description=f"channels of the first stage ({models_reading('width')})")
+    width: int = Field(32, ge=1, description=f"channels of the first stage ({read_by('width', MODELS)})")
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
-        (1, 1), min_length=1, description=f"residual blocks in each stage ({models_reading('blocks')})"
+        (1, 1), min_length=1, description=f"residual blocks in each stage ({read_by('blocks', MODELS)})"
     )
-    norm: Literal["batch", "group"] = Field("batch", description=f"normalization ({models_reading('norm')})")
+    norm: Literal["batch", "group"] = Field("batch", description=f"normalization ({read_by('norm', MODELS)})")
     dropout: float = Field(
-        0.0, ge=0, lt=1, description=f"dropout before the last layer ({models_reading('dropout')})"
+        0.0, ge=0, lt=1, description=f"dropout before the last layer ({read_by('dropout', MODELS)})"
     )
     channels_last: bool = Field(False, description="NHWC memory format for convolutions")
     pretrained: Annotated[Path | str | None, BeforeValidator(_as_source)] = Field(

@@ -60,8 +60,3 @@ def described_models() -> str:
         for name, one in MODELS.items()
     )
     return ", ".join(words)
-
-
-def models_reading(key: str) -> str:
-    """Returns the names of the models that read a key, for the configuration page."""
-    return ", ".join(name for name, one in MODELS.items() if key in one.reads)

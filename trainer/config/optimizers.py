@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules: two tables, from which schema, code and documentation derive."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class Optimizer(NamedTuple):
@@ -70,6 +71,6 @@ def described(table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-def read_by(key: str, table: dict[str, Optimizer] | dict[str, Schedule]) -> str:
-    """Returns the names of the rows that read a key, for the configuration page."""
+def read_by(key: str, table: Mapping[str, Any]) -> str:
+    """Returns the names of the rows whose `reads` has a key, for the configuration page."""
     return ", ".join(name for name, one in table.items() if key in one.reads)

@@ -13,10 +13,8 @@ from trainer.config.section import describe, validated
 from trainer.config.suggest import nearest
 from trainer.config.task_file import custom_task_recipe, with_defaults
 from trainer.config.tasks import TASKS
-from trainer.config.yaml_text import parse_yaml
+from trainer.config.yaml_text import parse_yaml, read_text
 from trainer.errors import BadInputError
-
-_FILE_BYTES = 1 << 20
 
 
 def recipe_names() -> list[str]:
@@ -52,19 +50,9 @@ def read_recipe(name: str) -> dict[str, Any]:
             f"no recipe '{name}'{nearest(name, known)} (there are: {', '.join(known)}, a .yaml "
             "file, or a .py file with a task)"
         )
-    try:
-        with path.open("rb") as file:  # a pipe and a device have a size of 0
-            data = file.read(_FILE_BYTES + 1)
-        if len(data) > _FILE_BYTES:
-            raise BadInputError(f"{path}: larger than 1 MiB, so not a recipe")
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"{path}: not a text file in UTF-8") from error
-    except OSError as error:
-        raise BadInputError(
-            f"{path}: can't be read ({error.strerror}); give the path of a recipe in YAML"
-        ) from error
-    return parse_recipe(text, str(path))
+    return parse_recipe(
+        read_text(path, str(path), "a recipe", "give the path of a recipe in YAML"), str(path)
+    )
 
 
 def parse_recipe(text: str, source: str) -> dict[str, Any]:

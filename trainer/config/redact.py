@@ -119,22 +119,8 @@ _PATTERNS = [
 _USER = re.compile(r"(?:-u|--user|--proxy-user) [^:/]+:(?!\d+$).+", re.DOTALL)
 # Each of them needs one of these: most values of a configuration, and most lines, have none.
 _SIGNS = (
-    *(
-        "token",
-        "key",
-        "secret",
-        "pass",
-        "auth",
-        "sig",
-        "@",
-        "pwd",
-        "credential",
-        "cookie",
-        "bearer",
-        "session",
-        "otp",
-    ),
-    *("-u", "user", "login", "mysql", "hooks.slack", "discord"),
+    *("token", "key", "secret", "pass", "auth", "sig", "@", "pwd", "credential", "cookie", "bearer"),
+    *("session", "otp", "-u", "user", "login", "mysql", "hooks.slack", "discord"),
 )
 _SHORTEST = 12  # of a token
 

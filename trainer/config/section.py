@@ -14,7 +14,6 @@ from trainer.config.suggest import MEANT, nearest, slip_of
 from trainer.config.yaml_text import in_yaml
 from trainer.errors import BadInputError
 
-_SHOWN_BY = "--help-config shows every key"
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -32,14 +31,13 @@ class Section(BaseModel):
         return value
 
 
-def validated(model: type[Config], values: dict[str, Any], source: str, shown_by: str = _SHOWN_BY) -> Config:
+def validated(model: type[Config], values: dict[str, Any], source: str) -> Config:
     """Turns values into a typed configuration.
 
     Args:
         model: Class of the configuration.
         values: Plain values, as read from YAML.
         source: Origin of the values, such as a file's name, for messages.
-        shown_by: Hint for an unknown key that resembles no known one.
 
     Raises:
         BadInputError: If a key is unknown (the nearest known one is suggested), missing or has a wrong value.
@@ -47,10 +45,16 @@ def validated(model: type[Config], values: dict[str, Any], source: str, shown_by
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise BadInputError(f"{source}: {_first_problem(model, error, shown_by)}") from error
+        raise BadInputError(f"{source}: {_problem_of(model, error)}") from error
 
 
-def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str) -> str:
+def first_problem(error: ValidationError) -> str:
+    """Returns place and message of an error's first problem."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc'])) or 'all of it'}: {problem['msg']}"
+
+
+def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     # An unknown key first: it is usually why another one is missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
@@ -60,9 +64,7 @@ def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str
     dotted = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         inside = problem["input"]
-        return (
-            f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict), shown_by)}{more}"
-        )
+        return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
     dotted = _key_of(problem["loc"], known)
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")
@@ -113,7 +115,7 @@ def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
     return next((key for key in ends if key in known), ".".join(parts))
 
 
-def _nearest_key(dotted: str, known: list[str], is_section: bool = False, shown_by: str = _SHOWN_BY) -> str:
+def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str:
     """Returns "; did you mean 'KEY'?" for an unknown key or section; if none is near, the hint, or ""."""
     head, _, tail = dotted.rpartition(".")
     if is_section:
@@ -126,7 +128,7 @@ def _nearest_key(dotted: str, known: list[str], is_section: bool = False, shown_
     for names in (beside, everywhere):
         if found := slip_of(tail, names):
             return f"; did you mean '{names[found]}'?"
-    return f"; {shown_by}"
+    return "; --help-config shows every key"
 
 
 class Key(NamedTuple):

@@ -8,7 +8,7 @@ from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 
 _COMPILED = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
 _LARGEST = 64 << 20
@@ -152,14 +152,12 @@ def read_source(path: Path) -> str:
     Raises:
         BadInputError: If it can't be read.
     """
+    with reading(path, f"begin one by `trainer new {path}`"):
+        content = source_bytes(path)
     try:
-        return source_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not a text file in UTF-8") from error
-    except OSError as error:
-        raise BadInputError(
-            f"{path}: can't be read ({error.strerror}); begin one by `trainer new {path}`"
-        ) from error
 
 
 def source_bytes(path: Path) -> bytes:

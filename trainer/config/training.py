@@ -4,14 +4,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainer.config import sinks
 from trainer.config.data import EvaluationSetConfig
 from trainer.config.optimizers import OPTIMIZERS, SCHEDULES, described, read_by
 from trainer.config.redact import is_secret
-from trainer.config.section import Section
+from trainer.config.section import Section, validated
 from trainer.config.suggest import nearest
+from trainer.errors import BadInputError
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -131,7 +132,7 @@ class EvaluationConfig(Section):
     def _sets_have_names_and_known_keys(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("give sets by name, such as {far: {path: /data/far}}")
-        known, sets = list(EvaluationSetConfig.model_fields), {}
+        sets = {}
         for name, keys in value.items():
             if not isinstance(name, str) or not _SET_NAME.fullmatch(name) or is_secret(name):
                 raise ValueError(f"'{name}' is no name for a set: use letters, digits, - and _")
@@ -140,14 +141,9 @@ class EvaluationConfig(Section):
             if not isinstance(keys, dict | EvaluationSetConfig):
                 raise ValueError(f"{name}: give its keys, such as {name}={{path: /data/{name}}}")
             try:
-                sets[name] = EvaluationSetConfig.model_validate(keys)
-            except ValidationError as error:
-                problem = error.errors()[0]
-                key = str(problem["loc"][0])
-                if problem["type"] == "extra_forbidden":
-                    there = f" (there are: {', '.join(known)})"
-                    raise ValueError(f"{name}: unknown key '{key}'{nearest(key, known)}{there}") from None
-                raise ValueError(f"{name}.{key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}") from None
+                sets[name] = validated(EvaluationSetConfig, keys, name)
+            except BadInputError as error:
+                raise ValueError(str(error)) from None
         return sets
 
     @model_validator(mode="after")

@@ -3,13 +3,15 @@
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 
 _NODES = 10_000
+_FILE_BYTES = 1 << 20
 
 
 class _Bounded(yaml.SafeLoader):
@@ -59,6 +61,28 @@ for _tag, _pattern, _first in (
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
+
+def read_text(path: Path, shown: str, kind: str, remedy: str) -> str:
+    """Returns the text of a YAML file of the user, which may be a pipe.
+
+    Args:
+        path: The file.
+        shown: Its name in messages.
+        kind: What a file larger than 1 MiB isn't.
+        remedy: What to do if it can't be read.
+
+    Raises:
+        BadInputError: If it can't be read, is larger than 1 MiB, or isn't UTF-8.
+    """
+    with reading(shown, remedy), path.open("rb") as file:  # a pipe and a device have a size of 0
+        data = file.read(_FILE_BYTES + 1)
+    if len(data) > _FILE_BYTES:
+        raise BadInputError(f"{shown}: larger than 1 MiB, so not {kind}")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{shown}: not a text file in UTF-8") from error
 
 
 def parse_yaml(text: str, source: str) -> Any:

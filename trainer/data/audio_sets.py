@@ -16,7 +16,7 @@ from trainer.data.formats.names import hint
 from trainer.data.formats.records import LABEL
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.sources import class_notes, common_classes, data_path
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.rng import Purpose, key
 
 # Lists of Speech Commands (Warden, 2018): paths of recordings that aren't for training.
@@ -127,12 +127,8 @@ def split_by_lists(root: Path, part: str) -> tuple[Files, Files]:
 
 
 def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
-    try:
+    with reading(file, "both lists are needed, or neither"):
         text = file.read_bytes()
-    except OSError as error:
-        raise BadInputError(
-            f"{file}: can't be read ({error.strerror}); both lists are needed, or neither"
-        ) from error
     if b"\0" in text:
         raise BadInputError(f"{file}: {what_it_is(text[:_HEAD]) or 'holds zero bytes'}; save it as UTF-8")
     samples = []

@@ -55,11 +55,9 @@ class Dataset(Protocol):
 
     def __len__(self) -> int:
         """Number of samples."""
-        ...
 
     def fingerprint(self) -> str:
         """Sample count and content hash; independent of host and path."""
-        ...
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad] | None:
         """Reads samples into a batch.
@@ -73,7 +71,6 @@ class Dataset(Protocol):
         Returns:
             Corrupt samples that were replaced by others (see `corrupt.fill_rows`); None or empty if none.
         """
-        ...
 
 
 class ArrayDataset:

@@ -151,7 +151,7 @@ class ItemDataset:
 
     def _batch(self, samples: list[int], keys: list[int]) -> dict[str, npt.NDArray[Any]]:
         """Returns the arrays (n, …) of items, each read with the random generators seeded by its key."""
-        with _state_kept():
+        with state_kept():
             items, method, at = [], "", samples
             try:
                 for sample, each in zip(samples, keys, strict=True):
@@ -294,7 +294,7 @@ def _seed(each: int) -> None:
 
 
 @contextmanager
-def _state_kept() -> Iterator[None]:
+def state_kept() -> Iterator[None]:
     """Context manager that restores the global random generators, which training uses in the same process."""
     ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:

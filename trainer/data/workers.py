@@ -118,12 +118,6 @@ def memory_budget(limits: Limits, ranks: int) -> float:
     return limits.memory_bytes * _MEMORY_FRACTION / ranks if limits.memory_bytes else math.inf
 
 
-def fits(setting: Loading, sizes: Sizes, limits: Limits, ranks: int) -> bool:
-    """True if a setting is within the rank's memory budget, its CPUs and the limit of pids."""
-    room = bytes_needed(setting, sizes) <= memory_budget(limits, ranks)
-    return room and setting.workers <= workers_per_rank(limits, ranks, quarters=4)
-
-
 def by_rule(workers: Given, prefetch: Given, sizes: Sizes, limits: Limits, ranks: int) -> Loading:
     """Replaces `auto` by rules, without measuring; given numbers are kept.
 

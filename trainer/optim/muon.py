@@ -152,28 +152,24 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Set by GradScaler.step during this call; without a scale if it has unscaled already.
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        skipped: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             params: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
             if not group["orthogonal"]:
-                self._step_adamw(group, params, scale, skipped)
+                self._step_adamw(group, params)
                 continue
             by_shape: dict[torch.Size, list[torch.Tensor]] = {}
             for p in params:
                 by_shape.setdefault(p.shape, []).append(p)
             for alike in by_shape.values():
-                self._step_matrices(group, alike, scale, skipped)
+                self._step_matrices(group, alike)
         return loss
 
-    def _step_matrices(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        scale: torch.Tensor | None,
-        skipped: torch.Tensor | None,
-    ) -> None:
+    def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns scale and skip flag, which GradScaler.step sets; no scale if it has unscaled already."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _step_matrices(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        scale, skipped = self._scaling()
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         gradient = torch.stack(_gradients(params))
         momentum = torch.stack(buffers)
@@ -195,13 +191,8 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
         torch._foreach_sub_(weights, update.view(momentum.shape).unbind())
 
-    def _step_adamw(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        scale: torch.Tensor | None,
-        skipped: torch.Tensor | None,
-    ) -> None:
+    def _step_adamw(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        scale, skipped = self._scaling()
         states = [self.state[p] for p in params]
         adamw(
             params,

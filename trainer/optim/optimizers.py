@@ -32,7 +32,6 @@ class PreallocatedOptimizer(Protocol):
     @staticmethod
     def moments(parameter: torch.Tensor, group: Mapping[str, Any]) -> float:
         """Returns the state elements per element of a parameter; the group has the settings, too."""
-        ...
 
 
 class LRScheduler:

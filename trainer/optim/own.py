@@ -18,15 +18,12 @@ class Scheduler(Protocol):
 
     def step(self) -> object:
         """Sets the rates for the next update."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the scheduler's state."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Restores the scheduler's state."""
-        ...
 
 
 class ConstantSchedule:

@@ -36,15 +36,12 @@ class Task(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Returns facts on the data that users of the weights need, such as the classes, for JSON."""
-        ...
 
     def model(self) -> nn.Module:
         """Returns a new model, on the CPU or on the meta device."""
-        ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the loss of a micro-batch, float (): a weighted sum over its items, never a mean."""
-        ...
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Computes the metrics of a micro-batch of n samples.
@@ -53,7 +50,6 @@ class Task(Protocol):
             Weighted sums over the samples by name, each (), which are divided by the items of the whole
             set; or a row for each sample, (n, ...), which `summarize` gets for the whole set.
         """
-        ...
 
 
 class MultiLossTask(Task, Protocol):
@@ -69,7 +65,6 @@ class MultiLossTask(Task, Protocol):
 
     def loss_parts(self, model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
         """Returns each loss of a micro-batch, in the order of `losses`, as a sum over the items."""
-        ...
 
 
 def loss_rows(task: object) -> tuple[str, ...]:
@@ -85,7 +80,6 @@ class Summarizing(Task, Protocol):
 
     def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """Returns metrics of the evaluation set from all its rows, in the samples' order, on the CPU."""
-        ...
 
 
 @runtime_checkable
@@ -94,7 +88,6 @@ class Deriving(Protocol):
 
     def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Returns the figures for a row of all sets' metrics; a run's proof holds the metrics alone."""
-        ...
 
 
 @runtime_checkable
@@ -103,7 +96,6 @@ class Checked(Protocol):
 
     def check(self) -> None:
         """Raises BadInputError for bad input that opening the data doesn't find."""
-        ...
 
 
 @runtime_checkable
@@ -120,4 +112,3 @@ class Extensible(Protocol):
         Raises:
             BadInputError: If it is missing, or has other classes, tokens or fields than the task's own.
         """
-        ...

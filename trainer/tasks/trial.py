@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -135,15 +135,11 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
         owner: The task, whose attributes are compared, too.
     """
     kept = {name: value.detach().clone() for name, value in _tensors(model).items()}
-    begin_training(model)
-    mend_pointwise(model)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        (results, state, attributes), again = (_trained(model, kept, loss, owner) for _ in range(2))
-        followed, further = _followed(model, kept, loss, owner)
+        with _repeatable(model):
+            (results, state, attributes), again = (_trained(model, kept, loss, owner) for _ in range(2))
+            followed, further = _followed(model, kept, loss, owner)
     finally:
-        torch.set_num_threads(threads)
         _put_back(model, kept)
         model.zero_grad(set_to_none=True)
     differing = [name for name, digest in results.items() if again[0].get(name) != digest]
@@ -172,11 +168,7 @@ def resumes_alike(
     Raises:
         ValueError: If their state has a type that no checkpoint can hold.
     """
-    begin_training(model)
-    mend_pointwise(model)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _repeatable(model):
         rates = make()
         torch.default_generator.manual_seed(0)
         update(rates)
@@ -195,6 +187,17 @@ def resumes_alike(
         torch.default_generator.manual_seed(1)
         update(again)
         return _after(model, again) == wanted
+
+
+@contextmanager
+def _repeatable(model: nn.Module) -> Iterator[None]:
+    """A context that trains a model on one thread, so that the bits repeat."""
+    begin_training(model)
+    mend_pointwise(model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 

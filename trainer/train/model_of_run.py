@@ -23,7 +23,7 @@ from trainer.config.task_file import source_hash
 from trainer.config.training import MAIN_SET
 from trainer.data.dataset import Dataset, spread
 from trainer.data.loader import Batch
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.console import warn
@@ -143,13 +143,8 @@ def stored_weights(
     recipe = _recipe_of(run, settings, trust)
     name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
     if (digest := run.manifest.weights.get(name)) is not None:
-        if (problem := odd_weights(folder / name)) is not None:
-            raise BadInputError(f"{folder / name}: can't be read ({problem}); bring it back")
+        _check_final(folder / name, digest)
         try:
-            if file_hash(folder / name) != digest:
-                raise BadInputError(
-                    f"{folder / name}: isn't what the run wrote (another hash); bring it back"
-                )
             return run, name, {**stored_in(folder.resolve(), name)}
         except (OSError, Damaged, Unreadable) as error:
             raise BadInputError(f"{folder / name}: can't be read ({error}); bring it back") from error
@@ -250,15 +245,20 @@ def _lora_scale(run: RunFolder) -> float:
     return float(lora.get("alpha", 0)) / (lora.get("rank") or 1)
 
 
-def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
+def _check_final(file: Path, digest: str) -> None:
+    """Checks that a file of final weights is what the run wrote."""
     if (problem := odd_weights(file)) is not None:
         raise BadInputError(f"{file}: can't be read ({problem}); bring it back")
-    try:
+    with reading(file, "bring it back"):
         if file_hash(file) != digest:
-            raise BadInputError(f"{file}: isn't what the run wrote (another hash); bring that back")
-        return read_weights(file)
-    except OSError as error:
-        raise BadInputError(f"{file}: can't be read ({error.strerror}); bring it back") from error
+            raise BadInputError(f"{file}: isn't what the run wrote (another hash); bring it back")
+
+
+def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
+    _check_final(file, digest)
+    try:
+        with reading(file, "bring it back"):
+            return read_weights(file)
     except (Damaged, Unreadable) as error:
         raise BadInputError(f"{file}: can't be read ({error}); bring it back") from error
 

@@ -136,7 +136,6 @@ class Reduction(Protocol):
         Args:
             last: True for the last micro-batch of a step.
         """
-        ...
 
     def add(self, loss: torch.Tensor, statistics: list[torch.Tensor]) -> None:
         """Takes a micro-batch's loss and BatchNorm's statistics, after its backward pass.
@@ -145,7 +144,6 @@ class Reduction(Protocol):
             loss: float (); or (1 + n,), the trained sum of several losses and each of them.
             statistics: Batch statistics of this micro-batch.
         """
-        ...
 
     def finish(self) -> torch.Tensor:
         """Puts the step's gradients into the parameters; collective.
@@ -153,15 +151,12 @@ class Reduction(Protocol):
         Returns:
             The step's loss, shaped as in `add`: this rank's, or the sum over all (see `loss_group`).
         """
-        ...
 
     def gather_losses(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns losses for a checkpoint, float64 (ranks, …), or (1, …) if summed already; collective."""
-        ...
 
     def own_loss(self, losses: Sequence[float]) -> float:
         """Returns this rank's loss of those in a checkpoint, which may be of another number of ranks."""
-        ...
 
 
 class AllReduce:

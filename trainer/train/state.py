@@ -16,6 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from trainer.config.recipe import Recipe
+from trainer.config.section import first_problem
 from trainer.data.corrupt import Quarantine
 from trainer.data.joined import EvaluationLoader
 from trainer.data.loader import Loader
@@ -359,9 +360,7 @@ def _read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:
     try:
         known = _Numbers.model_validate(dict(numbers))
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"state.json: {where}: {problem['msg']}") from error
+        raise ValueError(f"state.json: {first_problem(error)}") from error
     if known.row > step or (known.best and not 0 <= known.best[1] <= step):
         raise ValueError(f"state.json: it is of step {step} and speaks of later ones")
     return known

@@ -1,4 +1,4 @@
-"""`trainer tune RECIPE`: finds micro-batch, workers and prefetch for this machine (`train.start.tune`)."""
+"""`trainer tune RECIPE`: finds the micro-batch for this machine (`train.start.tune`)."""
 
 import argparse
 from pathlib import Path
@@ -11,8 +11,8 @@ def add_parser(commands: Any) -> None:
     """Adds `tune` to the commands."""
     tune = commands.add_parser(
         "tune",
-        help="find the largest micro-batch that fits, keeping the global batch, and the fastest loading; "
-        "exit code 1 (--check): the recipe's own micro-batch doesn't fit",
+        help="find the largest micro-batch that fits, keeping the global batch; exit code 1 (--check): the "
+        "recipe's own micro-batch doesn't fit",
         allow_abbrev=False,
     )
     tune.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")

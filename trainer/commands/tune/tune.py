@@ -1,8 +1,7 @@
-"""`trainer tune RECIPE`: writes the largest micro-batch that fits and the fastest loading to tuned.yaml."""
+"""`trainer tune RECIPE`: writes the largest micro-batch that fits to tuned.yaml."""
 
 import argparse
 import shlex
-import statistics
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.config.recipe_file import load_recipe, provisional
+from trainer.config.recipe_file import provisional
 from trainer.config.sizes import GIB, MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.host.files import check_replaceable
@@ -19,12 +18,11 @@ from trainer.host.memory_room import HEADROOM
 from trainer.launch.signals import SignalReceiver
 from trainer.observe.conditions import conditions
 from trainer.observe.console import warn
-from trainer.train.components.loading import settings_to_try
 from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.start.local_ranks import plan_local_ranks
 from trainer.train.start.tune.auto import KEY, because, choice_line, find, used
-from trainer.train.start.tune.job import Interrupted, Job, run_probe, time_loading
-from trainer.train.start.tune.search import Probe, ProbeFailed, fastest, micro_batch_sizes
+from trainer.train.start.tune.job import Interrupted, Job, run_probe
+from trainer.train.start.tune.search import Probe, ProbeFailed, micro_batch_sizes
 from trainer.train.start.tune.tuned import (
     TunedData,
     check_tuned,
@@ -93,7 +91,7 @@ def _check(job: Job) -> int:
 
 
 def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
-    sizes, began = micro_batch_sizes(job.recipe, job.ranks), time.monotonic()
+    sizes = micro_batch_sizes(job.recipe, job.ranks)
     with writing(f"--out {out}"):
         check_replaceable(out)
     kind, console = device_kind(job.recipe), Console()
@@ -111,11 +109,6 @@ def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
     with console.status("probing"):
         chosen, found = find(job, show)
     print(choice_line(chosen, found, job))
-    recipe = load_recipe(name, [*settings, f"{KEY}={chosen.micro_batch_size}"])
-    with console.status("timing the loader"):
-        left = job.budget_seconds - (time.monotonic() - began)
-        loading, lines = _choose_loading(Job(recipe, job.local, job.budget_seconds, job.room), left)
-    print("\n".join(f"  {line}" for line in lines), end="\n" if lines else "")
     limits = read_limits()
     evidence = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -126,33 +119,12 @@ def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
         "headroom": HEADROOM,
         "probes": [{key: _rounded(value) for key, value in asdict(one).items()} for one in found.probes],
         "untried": found.untried,
-        "loader": lines,
     }
-    choice = TunedData(micro_batch_size=chosen.micro_batch_size, **loading)
+    choice = TunedData(micro_batch_size=chosen.micro_batch_size)
     write_tuned(out, make_tuned(job.recipe, name, job.ranks, kind, choice, evidence))
-    chosen_keys = {f"data.{key}" for key in (KEY.removeprefix("data."), *loading)}
-    rest = [setting for setting in settings if setting.partition("=")[0] not in chosen_keys]
+    rest = [setting for setting in settings if setting.partition("=")[0] != KEY]
     print(f"  written to {out}: {shlex.join(['trainer', 'train', name, *rest, '--tuned', str(out)])}")
     return EXIT_DONE
-
-
-def _choose_loading(job: Job, seconds: float) -> tuple[dict[str, int], list[str]]:
-    """Returns workers and prefetch where there is a choice, and a line for each measured setting."""
-    settings = settings_to_try(job.recipe, make_task(job.recipe), read_limits(), job.ranks)
-    if not settings:
-        return {}, []
-    try:
-        speeds = time_loading(job, settings, seconds)
-    except ProbeFailed as failed:
-        raise BadInputError(f"data.workers: the probe failed: {failed}") from failed
-    best = fastest(speeds)
-    lines = [
-        f"{setting}: {statistics.median(series):.3g} steps/s ({min(series):.3g} to {max(series):.3g})"
-        for setting, series in zip(settings, speeds, strict=True)
-        if series
-    ] or ["no setting could be timed: memory or the time ran out"]
-    by = "the rule's, none was more than 5 % faster" if best == 0 else f"the rule's is {settings[0]}"
-    return settings[best]._asdict(), [*lines, f"taken: {settings[best]} ({by})"]
 
 
 def _row(one: Probe) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.formats.text import Text, join_documents
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.rng import Purpose, key
 
 END = 0  # Python source holds no byte 0
@@ -45,12 +45,8 @@ def read_modules(folder: Path | None = None) -> dict[str, bytes]:
     for file in root.rglob("*.py"):
         name = file.relative_to(root)
         if _LEFT_OUT.isdisjoint(name.parts) and not file.name.startswith("_sysconfigdata"):
-            try:
+            with reading(f"data.name=stdlib: {file}", "repair this Python"):
                 text = file.read_bytes()
-            except OSError as error:
-                raise BadInputError(
-                    f"data.name=stdlib: {file} can't be read ({error.strerror}); repair this Python"
-                ) from error
             if text and END not in text:
                 modules[name.as_posix()] = text
     if not any(map(is_held_out, modules)) or all(map(is_held_out, modules)):

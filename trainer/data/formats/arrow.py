@@ -31,7 +31,7 @@ from trainer.data.formats.signatures import what_it_is
 from trainer.data.formats.text import Text
 from trainer.data.left_out import one, tally
 from trainer.data.shared import Columns
-from trainer.errors import BadInputError, first_line
+from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
 from trainer.host.files import open_regular_file
 
@@ -41,11 +41,8 @@ _CONTENTS = 32  # rows whose content is in the fingerprint
 _END = 0  # ends a document: text holds no byte 0
 _COUNTED = re.compile(r"data-\d+-of-(\d+)\.arrow")
 _BLOCK = 1 << 16
-_ROWS, _NAMED, _LONGEST_TYPE = (
-    4096,
-    20,
-    200,
-)  # that are read at once; columns and letters of a type, in a message
+_ROWS = 4096  # that are read at once
+_NAMED, _LONGEST_TYPE = 20, 200  # columns, and letters of a type, in a message
 
 
 def splits(path: Path, held: str | None) -> tuple[Path, Path]:
@@ -296,15 +293,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _json(file: Path) -> Mapping[str, Any]:
+    remedy = "data.path is a folder that DatasetDict.save_to_disk wrote"
+    with reading(file, remedy), os.fdopen(open_regular_file(file), "rb") as opened:
+        data = opened.read(strict_json.LARGEST + 1)
     try:
-        with os.fdopen(open_regular_file(file), "rb") as opened:
-            data = opened.read(strict_json.LARGEST + 1)
         values = strict_json.parse_quickly(data)
-    except OSError as error:
-        raise BadInputError(
-            f"{file}: can't be read ({error.strerror}); data.path is a folder that "
-            "DatasetDict.save_to_disk wrote"
-        ) from error
     except ValueError as error:
         what = what_it_is(data[:_BLOCK])
         raise BadInputError(

@@ -61,19 +61,15 @@ class Pictures(Protocol):
 
     def __len__(self) -> int:
         """Number of images."""
-        ...
 
     def fingerprint(self) -> str:
         """See `Dataset.fingerprint`."""
-        ...
 
     def name(self, sample: int) -> str:
         """Returns the path of an image, for people."""
-        ...
 
     def read(self, sample: int) -> Picture:
         """Reads an image; raises Corrupt if it can't be decoded."""
-        ...
 
 
 class SomePictures:

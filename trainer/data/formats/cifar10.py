@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.dataset import ArrayDataset
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 
 _TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _TEST = ("test_batch.bin",)
@@ -58,12 +58,8 @@ def odd_sizes(folder: Path) -> tuple[str, ...]:
 def _read(files: list[Path]) -> ArrayDataset:
     parts = []
     for file in files:
-        try:
+        with reading(file, "give the folder of CIFAR-10's binary version"):
             data = np.fromfile(file, np.uint8)
-        except OSError as error:
-            raise BadInputError(
-                f"{file}: can't be read ({error.strerror}); give the folder of CIFAR-10's binary version"
-            ) from error
         records, rest = divmod(len(data), _RECORD)
         if rest or not records:
             raise BadInputError(f"{file}: {len(data)} bytes are no whole number of images; get it again")

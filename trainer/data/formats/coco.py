@@ -26,7 +26,7 @@ from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
 from trainer.data.formats.records import Reading
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, one, tally
-from trainer.errors import BadInputError, first_line
+from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
 from trainer.rng import Ints
 
@@ -211,12 +211,11 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
 
 
 def _load(file: Path) -> Mapping[str, Any]:
+    with reading(file):
+        data = file.read_bytes()
     try:
         # Outlines ("segmentation") are most of such a file and aren't used.
-        data = file.read_bytes()
         instances = strict_json.parse_quickly(data, _LARGEST, object_pairs_hook=_without_outlines)
-    except OSError as error:
-        raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         what = what_it_is(data[:_HEAD]) or ("text in UTF-16 or UTF-32" if b"\0" in data[:_HEAD] else "")
         reason = first_line(error) if not what or what.startswith("text that begins") else what

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.errors import BadInputError, first_line
+from trainer.errors import BadInputError, first_line, reading
 from trainer.host.files import read_bounded
 
 if TYPE_CHECKING:
@@ -71,11 +71,10 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
         raise BadInputError(
             "--tokenizer bpe: the library tokenizers isn't installed; run make venv"
         ) from error
-    try:
+    with reading(name, "give a tokenizer.json"):
         content = read_bounded(Path(name), _LARGEST_TOKENIZER)
+    try:
         read: Tokenizer = Tokenizer.from_str(content.decode())
-    except OSError as error:
-        raise BadInputError(f"{name}: can't be read ({error.strerror}); give a tokenizer.json") from error
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception, and BaseException if it panics

@@ -224,9 +224,8 @@ def _classes(root: Path, leave_out: Sequence[str], left_out: list[LeftOut]) -> l
     for entry in sorted(root.iterdir()):
         if entry.name in leave_out:
             continue
-        if (
-            entry.is_symlink() and not entry.exists()
-        ):  # may be a class, which would be missing without an error
+        # It may be a class, which would be missing without an error.
+        if entry.is_symlink() and not entry.exists():
             raise BadInputError(f"{entry}: a link that leads nowhere; mend or remove it")
         if not entry.is_dir():
             hidden = entry.name.startswith(".")

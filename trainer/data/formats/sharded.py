@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.data import DataConfig
+from trainer.config.section import first_problem
 from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_sample_file, readable
@@ -71,7 +72,6 @@ class ShardStore(Protocol):
             OSError: If it can't be opened.
             BadInputError: If it can't be opened, with a reason of the store.
         """
-        ...
 
 
 class ShardFolder:
@@ -242,9 +242,7 @@ def read_index(folder: Path) -> tuple[About, Columns]:
     except OSError as error:
         raise BadInputError(f"{folder}: the index can't be read ({error.strerror})") from error
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise BadInputError(f"{file}: {where}: {problem['msg']}; make the index again") from error
+        raise BadInputError(f"{file}: {first_problem(error)}; make the index again") from error
     except ValueError as error:
         raise BadInputError(f"{folder}: the index is damaged: {error}; make it again") from error
     if digest != about.columns_sha256:

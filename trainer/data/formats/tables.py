@@ -5,7 +5,6 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from trainer.data.formats.files import Files, Listed
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.parquet_pages import inflated_size
 from trainer.data.formats.signatures import what_it_is
-from trainer.errors import BadInputError, first_line
+from trainer.errors import BadInputError, first_line, reading
 from trainer.host.files import read_at
 
 _WANTED = ("path", "label")
@@ -58,13 +57,11 @@ def in_table(file: Path) -> Files:
     """
     lines, paths, labels = array("q"), list[bytes](), list[str]()
     unit, rows = ("row", _parquet(file)) if file.suffix == ".parquet" else ("line", _csv(file))
-    try:
+    with reading(file):
         for line, path, label in rows:
             lines.append(line)
             paths.append(path)
             labels.append(sys.intern(label))  # one string per class instead of one per row
-    except OSError as error:
-        raise BadInputError(f"{file}: can't be read ({error.strerror or first_line(error)})") from error
     if not paths:
         raise BadInputError(f"{file}: holds no rows")
     try:
@@ -121,22 +118,14 @@ def _parquet(file: Path) -> Iterator[_Row]:
 
 def _batches(file: Path, parquet: Any) -> Iterator[Any]:
     """Yields batches of the two columns; others may be large, or of a type that pyarrow can't read."""
-    columns, folder = list(_WANTED), file.is_dir()
-    files = [Path(name) for name in parquet.ParquetDataset(file).files] if folder else [file]
-    rows = min((_rows_at_once(each, parquet) for each in files), default=_ROWS)
-    if folder:
-        from pyarrow import dataset
-
-        read = dataset.dataset(file, format="parquet", partitioning="hive")
-        _columns_of(file, read.schema.names)
-        batches = read.to_batches(columns=columns, batch_size=rows, use_threads=False)
-        yield from map(partial(_short, file), batches)
-        return
+    if file.is_dir():
+        raise BadInputError(f"{file}: is a folder, and a table one file; write its parts into one")
+    rows = _rows_at_once(file, parquet)
     with parquet.ParquetFile(file) as table:
         _columns_of(file, table.schema_arrow.names)
         _check_end(file, table.metadata)
         done = 0
-        for batch in table.iter_batches(rows, columns=columns, use_threads=False):
+        for batch in table.iter_batches(rows, columns=list(_WANTED), use_threads=False):
             done += batch.num_rows
             yield _short(file, batch)
         if done != table.metadata.num_rows:

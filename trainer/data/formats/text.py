@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.formats.tokens import TokenFile, read_about, unknown_token
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.host.files import read_at
 from trainer.rng import Ints, Purpose, key
 
@@ -65,9 +65,8 @@ def character_text(path: Path, known: str | None = None) -> tuple[Text, Text]:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadInputError(f"{path}: isn't a regular file; give a text file")  # opening a pipe would block
     try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be read ({error.strerror}); give a text file") from error
+        with reading(path, "give a text file"):
+            text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not UTF-8 (byte {error.start}); convert it (iconv -t UTF-8)") from error
     if (zero := text.find("\0")) >= 0:
@@ -96,10 +95,8 @@ def file_text(path: Path, about: TokenFile) -> Text:
     Raises:
         BadInputError: If it can't be read.
     """
-    try:
+    with reading(path, "give a token file"):
         tokens: Tokens = np.fromfile(path, about.dtype)
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be read ({error.strerror}); give a token file") from error
     if len(tokens) != about.tokens:
         raise BadInputError(f"{path}: {len(tokens)} tokens, but {about.tokens} are said; tokenize again")
     return Text(tokens, about.vocabulary, about.end_of_document, about.tokenizer)
@@ -138,18 +135,15 @@ def check_tokens(path: Path, length: int, dtype: str, vocabulary: int) -> None:
     """
     size = np.dtype(dtype).itemsize
     at = 0
-    try:
-        with path.open("rb") as file:
-            while part := read_at(file.fileno(), at * size, _CHUNK):
-                tokens = np.frombuffer(part[: len(part) // size * size], dtype)
-                if len(tokens) == 0:
-                    return
-                if int(tokens.max()) >= vocabulary:
-                    first = int(np.argmax(tokens >= vocabulary))
-                    raise unknown_token(path, (at + first) // length, int(tokens[first]), vocabulary)
-                at += len(tokens)
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be read ({error.strerror}); check the disk") from error
+    with reading(path, "check the disk"), path.open("rb") as file:
+        while part := read_at(file.fileno(), at * size, _CHUNK):
+            tokens = np.frombuffer(part[: len(part) // size * size], dtype)
+            if len(tokens) == 0:
+                return
+            if int(tokens.max()) >= vocabulary:
+                first = int(np.argmax(tokens >= vocabulary))
+                raise unknown_token(path, (at + first) // length, int(tokens[first]), vocabulary)
+            at += len(tokens)
 
 
 def encode_text(text: str, tokenizer: str, characters: str = "") -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 from trainer.data.formats.encoders import encoded, read_tokenizer
 from trainer.data.formats.tokens import TokenFile, about_path
 from trainer.data.left_out import LeftOut, one, tally
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.host import strict_json
 from trainer.host.files import rename, sync_folder
 from trainer.observe.console import progress_bar
@@ -122,7 +122,7 @@ def _is_hidden(file: Path, source: Path) -> bool:
 def _chunks(file: Path, source: Path, read: Any, advance: _Advance) -> Iterator[bytes]:
     """Yields the content of a file in chunks; at its end, adds its name and hash to the digest `read`."""
     content = hashlib.sha256()
-    try:
+    with reading(file, "leave it out with --files"):
         # O_NONBLOCK: opening a FIFO without a writer would block.
         number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(number, "rb", buffering=0) as opened:
@@ -130,8 +130,6 @@ def _chunks(file: Path, source: Path, read: Any, advance: _Advance) -> Iterator[
                 content.update(chunk)
                 advance(len(chunk))
                 yield chunk
-    except OSError as error:
-        raise BadInputError(f"{file}: can't be read ({error.strerror}); leave it out with --files") from error
     name = os.fsencode(file.relative_to(source))
     read.update(b"%d %s" % (len(name), name) + content.digest())
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
 
+from trainer.config.section import first_problem
 from trainer.data.dataset import NUM_ITEMS, Arrays, Field, spread
 from trainer.data.formats.files import fill_exactly, open_sample_file
 from trainer.data.formats.token_header import check_tokens_alone
@@ -250,8 +251,7 @@ def read_about(path: Path) -> TokenFile | None:
     try:
         return TokenFile.model_validate(strict_json.parse(data))
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+        reason = first_problem(error)
     except ValueError as error:
         reason = str(error)
     raise BadInputError(f"{file}: {reason}; tokenize again, or remove it and give the dtype")

@@ -6,13 +6,11 @@ from typing import NamedTuple
 from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.loader import is_resident
-from trainer.data.workers import Loading, Sizes, by_rule, bytes_needed, estimate, fits, sizes_of, workers_of
+from trainer.data.workers import Loading, Sizes, by_rule, bytes_needed, estimate, sizes_of, workers_of
 from trainer.errors import BadInputError
-from trainer.host.limits import Limits, workers_per_rank
+from trainer.host.limits import Limits
 from trainer.tasks import Task
 from trainer.train.components.task import more_sets
-
-_PREFETCHES = (1, 2, 4)
 
 
 class Choice(NamedTuple):
@@ -56,26 +54,6 @@ def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Ch
     source = "by rule" if "auto" in (config.workers, config.prefetch) else "as configured"
     line = f"loader: {estimate(setting, size, limits, ranks)} ({source})"
     return Choice(setting, bytes_needed(setting, size), line)
-
-
-def settings_to_try(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> list[Loading]:
-    """Returns settings to time: the rule's first, then others that fit into memory.
-
-    Empty if nothing is to be chosen: the data is in memory, or loader workers and prefetch are given.
-    """
-    config = recipe.data
-    if not _loads(config, task) or "auto" not in (config.workers, config.prefetch):
-        return []
-    size = _sizes(recipe, task)
-    rule = by_rule(config.workers, config.prefetch, size, limits, ranks)
-    settings = [rule]
-    if config.workers == "auto":
-        most = workers_per_rank(limits, ranks, quarters=4)
-        settings += [rule._replace(workers=count) for count in (0, 1, most // 2, most)]
-    if config.prefetch == "auto" and rule.workers:  # without loader workers there is no prefetch
-        settings += [rule._replace(prefetch=count) for count in _PREFETCHES]
-    unique = dict.fromkeys(settings)
-    return [rule, *(one for one in unique if one != rule and fits(one, size, limits, ranks))]
 
 
 def _loads(config: LoaderConfig, task: Task) -> bool:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from trainer.data.items import state_kept
 from trainer.data.loader import Batch
 from trainer.host.limits import read_limits
 from trainer.host.processes import resident_bytes
@@ -171,14 +171,10 @@ def _has_room_for_another(model: nn.Module) -> bool:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Keeps the state of all random generators, on the CPU and on GPUs that are already in use."""
-    ours, numpys = random.getstate(), np.random.get_state()
-    try:
-        # CUDA must not be initialized here: its allocator may not have been chosen yet.
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-            yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(numpys)
+    # CUDA must not be initialized here: its allocator may not have been chosen yet.
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with state_kept(), torch.random.fork_rng(gpus):
+        yield
 
 
 class _Onto(TorchFunctionMode):

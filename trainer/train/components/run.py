@@ -77,9 +77,8 @@ def build(
     prepared = prepare_model(recipe, task, world, fresh)
     model, in_tree = prepared.model, recipe.parallel.reduction == "tree"
     found = find_changing(recipe, task, model, plan, world)
-    generators = [
-        torch.default_generator
-    ]  # the CPU's always: a model on a GPU may draw there (stochastic depth)
+    # The CPU's always: a model on a GPU may draw there (stochastic depth).
+    generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
     losses = loss_rows(task)

@@ -1,1 +1,1 @@
-"""Choice of micro-batch, loader workers and prefetch for this machine, by measurement."""
+"""Choice of the micro-batch for this machine, by measurement."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import MIB
-from trainer.data.workers import Loading
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
 from trainer.host.memory_room import MemoryGuard, Room, read_room
 from trainer.launch.launcher import LocalRanks, launch
@@ -34,7 +33,6 @@ _MODULE = "trainer.train.start.tune.probe"
 _GRACE_SECONDS = 5.0
 _LEAST_SECONDS = 120.0  # for each probe, which imports torch and may compile
 _PATIENCE = 4.0  # times the longest so far
-_MOST_STEPS = 1_000_000  # for settings of the loader that take turns
 BUDGET_SECONDS = 600.0
 
 
@@ -110,7 +108,7 @@ def run_probe(
         Interrupted: After a signal.
     """
     room = job.room()
-    ended = _run(job, probe_recipe(job.recipe, micro_batch_size, job.ranks), [], room, receiver, seconds)
+    ended = _run(job, probe_recipe(job.recipe, micro_batch_size, job.ranks), room, receiver, seconds)
     speed = min((one.get("samples_per_s", 0.0) for one in ended.results), default=0.0)
     looked = [
         replace(one, samples_per_s=speed, seconds=ended.seconds)
@@ -118,25 +116,6 @@ def run_probe(
     ]
     tightest = max(looked, key=lambda one: (one.peak_bytes + one.others_bytes) / max(one.limit_bytes, 1))
     return replace(tightest, fits=False, note=ended.why) if ended.why else tightest
-
-
-def time_loading(job: Job, settings: Sequence[Loading], seconds: float) -> list[list[float]]:
-    """Measures steps per second of each setting of the loader, in one job that trains with them in turn.
-
-    Returns:
-        Speeds of each setting, turn by turn; equally many for each, fewer if memory or time ran out.
-
-    Raises:
-        BadInputError: If the recipe can't be trained here.
-        ProbeFailed: If it failed for another reason than memory.
-        Interrupted: After a signal.
-    """
-    recipe = probe_recipe(job.recipe, job.recipe.data.micro_batch_size, job.ranks)
-    recipe["max_steps"] = _MOST_STEPS
-    with SignalReceiver() as receiver:
-        ended = _run(job, recipe, settings, job.room(), receiver, max(seconds, _LEAST_SECONDS))
-    found: list[list[float]] = ended.results[0].get("speeds") or [[] for _ in settings]
-    return found
 
 
 class _Ended(NamedTuple):
@@ -158,7 +137,6 @@ class _Ended(NamedTuple):
 def _run(
     job: Job,
     recipe: dict[str, Any],
-    settings: Sequence[Loading],
     room: Room,
     receiver: SignalReceiver,
     seconds: float,
@@ -170,7 +148,6 @@ def _run(
         folder = Path(temporary)
         request = {
             "recipe": recipe,
-            "settings": settings,
             "folder": temporary,
             "threads": job.local.threads,
             "temporary": tempfile.gettempdir(),

@@ -1,10 +1,6 @@
-"""Choice by measurements: the largest micro-batch that fits, and the fastest setting of the loader.
-
-The measurements are passed in as functions and numbers.
-"""
+"""Search for the largest micro-batch that fits, by probes that are passed in as a function."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +11,6 @@ from trainer.host.memory_room import HEADROOM
 
 MOST_PROBES = 10
 _FIRST_JUMP = 8  # factor from the first size to the second; after that the growth of memory is known
-_AS_FAST = 0.95  # of the highest speed: smaller differences may be noise
 
 
 @dataclass(frozen=True)
@@ -165,16 +160,3 @@ def _guess(sizes: Sequence[int], low: int, high: int, probes: Sequence[Probe], m
     either = 2 ** (most - len(probes) - 1) - 1
     first, last_one = high - 1 - either, low + 1 + either
     return min(max(index, first), last_one) if first <= last_one else (low + high) // 2
-
-
-def fastest(speeds: Sequence[Sequence[float]]) -> int:
-    """Returns the index of the setting with the highest median speed; 0, the rule's, if it is about as fast.
-
-    Args:
-        speeds: Speeds of each setting, turn by turn, the rule's first; equally many for each.
-    """
-    if len(speeds[0]) < 2:  # one turn has no spread
-        return 0
-    medians = [statistics.median(series) for series in speeds]
-    best = max(range(len(medians)), key=medians.__getitem__)
-    return 0 if medians[0] >= _AS_FAST * medians[best] else best

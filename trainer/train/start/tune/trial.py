@@ -4,11 +4,10 @@ It has the real model, data and loader, optimizer state, average, compiled code,
 written from, and batches of an evaluation.
 """
 
-import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ import torch
 import trainer.train.start.rank  # noqa: F401  (a run has these modules in memory, too)
 from trainer.checkpoint.background import make_room, stage
 from trainer.config.recipe import Recipe
-from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import evaluation_share
-from trainer.data.workers import Loading
 from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
 from trainer.host.affinity import limits_within, unpin_main_thread
@@ -42,8 +39,6 @@ Tell = Callable[[dict[str, Any]], None]
 _EVALUATED = 2  # batches on each rank
 _TIMED = 10  # most steps that are timed
 _TIMED_SECONDS = 0.5  # most seconds for them
-_TURNS = 3  # of each setting of the loader
-_TURN_SECONDS = 1.0  # about so long is a turn
 
 
 def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str, Any]:
@@ -70,9 +65,8 @@ def train_some(request: dict[str, Any], report: Tell) -> int:
     """Trains a rank of a probe; returns its exit code.
 
     Args:
-        request: `recipe`; `threads`; `room`, the bytes that the job may use, or 0; and `settings` of the
-            loader to be timed in turn, in place of the usual steps.
-        report: Called with results: `held` by name, `samples_per_s` of the job, and the peaks; or `speeds`.
+        request: `recipe`; `threads`; and `room`, the bytes that the job may use, or 0.
+        report: Called with results: `held` by name, `samples_per_s` of the job, and the peaks.
     """
     recipe = Recipe.model_validate(request["recipe"])
     kind = device_kind(recipe)
@@ -88,15 +82,11 @@ def train_some(request: dict[str, Any], report: Tell) -> int:
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(kind, recipe.parallel.timeout_s))
         limits, local = limits_within(read_limits(), cpu_shares()), int(os.environ["LOCAL_WORLD_SIZE"])
-        settings = [Loading(*setting) for setting in request["settings"]]
-        # When settings take turns, each starts its own loader workers.
-        setting = Loading(0, 1) if settings else choose_loading(recipe, task, limits, local).setting
+        setting = choose_loading(recipe, task, limits, local).setting
         run = build(recipe, task, world, setting.workers, prefetch=setting.prefetch)
         stack.callback(run.close)
         report({"held": _holders(run)})
         with memory_explained(run, None):
-            if settings:
-                return EXIT_DONE if _turns(settings, run, world, report) else EXIT_REQUEUE
             if not _steps(recipe, run, world, report):
                 return EXIT_REQUEUE
             _evaluate(recipe, run, world)
@@ -132,47 +122,6 @@ def _steps(recipe: Recipe, run: Run, world: World, report: Tell) -> bool:
     seconds = (_now(world.device) - began) / (end - timed)
     report({"samples_per_s": run.plan.global_batch_size / seconds})
     del staged
-    return True
-
-
-def _turns(settings: Sequence[Loading], run: Run, world: World, report: Tell) -> bool:
-    """Times steps with each setting in turn, so that other load on the machine affects all alike.
-
-    The first turn of each setting only finds the length of the others.
-
-    Returns:
-        False if a signal ended the turns.
-    """
-    task, config = run.task, run.recipe.data
-    source = Source(task.train_data, run.share, task.train_data.uniforms + task.uniforms)
-    speeds: list[list[float]] = [[] for _ in settings]
-    steps, done = [0] * len(settings), run.recipe.compile.warm_up + 2
-    batches = run.loader(run.share.batches())
-    for step in range(done):
-        train_step(run, batches, step)
-    for turn in range(_TURNS + 1):
-        for offset in range(len(settings)):
-            which = (turn + offset) % len(settings)
-            workers, prefetch = settings[which]
-            # Batches come in bursts, one from each loader worker; turns are timed after the ring is full.
-            filled = 1 + math.ceil(workers * prefetch / run.share.gradient_accumulation_steps)
-            burst = max(2, math.ceil(workers / run.share.gradient_accumulation_steps))
-            timed = steps[which] or burst
-            loading = config.model_copy(update={"prefetch": prefetch})
-            with closing(RingLoader(source, world.device, workers, loading)) as loader:
-                batches, began = loader(run.share.batches(done)), 0.0
-                for step in range(filled + timed):
-                    if requested():
-                        return False
-                    if step == filled:
-                        began = _now(world.device)
-                    train_step(run, batches, done)
-                    done += 1
-                mean = _mean((_now(world.device) - began) / timed, world)
-            steps[which] = burst * max(1, round(_TURN_SECONDS / mean / burst))
-            if turn:
-                speeds[which].append(1 / mean)
-        report({"speeds": speeds})  # whole rounds only
     return True
 
 

@@ -12,12 +12,11 @@ from pydantic import Field
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.config.section import Section, validated
-from trainer.config.yaml_text import parse_yaml
+from trainer.config.yaml_text import parse_yaml, read_text
 from trainer.errors import BadInputError, writing
 from trainer.host.files import written_whole
 from trainer.runs.differences import FREE, flat
 
-_BYTES = 1 << 20
 _SHOWN = 3
 # Keys that change neither memory nor speed of a step, together with those that may differ on resume.
 _FREE = (
@@ -114,19 +113,12 @@ def read_tuned(path: Path) -> Tuned:
     Raises:
         BadInputError: If the file can't be read, or isn't from `trainer tune`.
     """
-    try:
-        if path.stat().st_size > _BYTES:
-            raise BadInputError(f"--tuned {path}: larger than 1 MiB, so not from `trainer tune`")
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"--tuned {path}: not a text file in UTF-8") from error
-    except OSError as error:
-        remedy = "`trainer tune RECIPE` writes one"
-        raise BadInputError(f"--tuned {path}: can't be read ({error.strerror}); {remedy}") from error
-    values = parse_yaml(text, f"--tuned {path}")
+    shown = f"--tuned {path}"
+    text = read_text(path, shown, "from `trainer tune`", "`trainer tune RECIPE` writes one")
+    values = parse_yaml(text, shown)
     if not isinstance(values, dict):
-        raise BadInputError(f"--tuned {path}: isn't from `trainer tune`, which writes a mapping")
-    return validated(Tuned, values, f"--tuned {path}")
+        raise BadInputError(f"{shown}: isn't from `trainer tune`, which writes a mapping")
+    return validated(Tuned, values, shown)
 
 
 def with_tuned(path: Path | None, settings: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Checks of a stack's files against each other; each returns errors, one line each.
 
-For tests/image/test_stacks.py; needs py-rattler, no network.
+Needs py-rattler, no network.
 """
 
 import re
