@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ import torch
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.manifests import least_manifest
 from tests.helpers.privileges import permissions_count
-from trainer.cli import _mendable, main
+from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, mendable, paths_explained
 from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
 from trainer.runs.manifest import FORMAT
 from trainer.train.start import local_ranks, resolve as start
@@ -293,7 +294,16 @@ def test_a_path_that_may_not_be_used_is_one_line(
     ],
 )
 def test_an_error_of_the_file_system_is_one_line(error: OSError, line: str) -> None:
-    assert _mendable(error).startswith(line) and bool(_mendable(error)) == bool(line)
+    assert mendable(error).startswith(line) and bool(mendable(error)) == bool(line)
+    with pytest.raises(BadInputError if line else OSError), paths_explained():
+        raise error
+
+
+def test_a_rank_that_torchrun_started_says_it_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = PermissionError(13, "Permission denied", "data/train")
+    monkeypatch.setattr(start, "_of_rank", mock.Mock(side_effect=error))
+    with pytest.raises(BadInputError, match="^data/train: permission denied"):
+        start.train_without_launcher(mock.Mock())
 
 
 QUICK = """
