@@ -1,7 +1,6 @@
 """The command line."""
 
 import argparse
-import errno
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 from trainer.config.redact import redact_text
 from trainer.config.registry import named
 from trainer.config.suggest import MEANT, nearest
-from trainer.errors import EXIT_BAD_INPUT, BadInputError
+from trainer.errors import EXIT_BAD_INPUT, BadInputError, paths_explained
 from trainer.host.files import read_bounded
 from trainer.host.startup import print_anything
 from trainer.observe.console import tell
@@ -56,42 +55,15 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     """Does what the words ask for; what they can't ask for is one line, and code 2."""
     options = parser.parse_args(arguments)
     try:
-        code: int = options.run(options)
+        with paths_explained():
+            code: int = options.run(options)
         return code
     except BadInputError as error:
         tell(f"trainer: error: {' '.join(str(error).split())}", "error")
         return EXIT_BAD_INPUT
-    except OSError as error:
-        if line := _mendable(error):
-            tell(f"trainer: error: {' '.join(line.split())}", "error")
-            return EXIT_BAD_INPUT
-        if not isinstance(error, BrokenPipeError):
-            raise
-        # `trainer recipes | head`
+    except BrokenPipeError:  # `trainer recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-_FULL = {errno.ENOSPC: "no room is left", errno.EDQUOT: "the quota is used up", errno.EFBIG: "file too large"}
-_OF_A_PATH = {
-    errno.ENAMETOOLONG: "the name of a file is too long",
-    errno.EACCES: "permission denied: give another, or run this as a user who may",
-    errno.EPERM: "not permitted",
-    errno.EROFS: "is on a read-only file system",
-    errno.ENOTDIR: "isn't a folder",
-    errno.EISDIR: "is a folder",
-    errno.ELOOP: "is a link that leads to itself",
-}
-
-
-def _mendable(error: OSError) -> str:
-    """Returns a line for an error that only the user can mend, wherever a path is first used; "" else."""
-    if error.filename is None:
-        return f"can't be written: {_FULL[error.errno]}" if error.errno in _FULL else ""
-    reason = {**_FULL, **_OF_A_PATH}.get(error.errno or 0, "")
-    path = str(error.filename) if isinstance(error.filename, int) else os.fsdecode(error.filename)
-    path = f"{path:.60}…" if error.errno == errno.ENAMETOOLONG else path
-    return f"{path}: {reason}" if reason else ""
 
 
 # What other tools, or this one formerly, call a flag that is like none of ours.

@@ -1,5 +1,7 @@
 """Errors that the user can mend, and the exit codes that say how a run ended."""
 
+import errno
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +62,47 @@ def writing(what: str, remedy: str = "give another") -> Iterator[None]:
         yield
     except OSError as error:
         raise BadInputError(f"{what}: can't be written ({error.strerror or error}); {remedy}") from error
+
+
+_FULL = {errno.ENOSPC: "no room is left", errno.EDQUOT: "the quota is used up", errno.EFBIG: "file too large"}
+_OF_A_PATH = {
+    errno.ENAMETOOLONG: "the name of a file is too long",
+    errno.EACCES: "permission denied: give another, or run this as a user who may",
+    errno.EPERM: "not permitted",
+    errno.EROFS: "is on a read-only file system",
+    errno.ENOTDIR: "isn't a folder",
+    errno.EISDIR: "is a folder",
+    errno.ELOOP: "is a link that leads to itself",
+}
+
+
+def mendable(error: OSError) -> str:
+    """Returns a line for an error that only the user can mend, wherever a path is first used; "" else."""
+    if error.filename is None:
+        return (
+            f"a file or standard output can't be written: {_FULL[error.errno]}"
+            if error.errno in _FULL
+            else ""
+        )
+    reason = {**_FULL, **_OF_A_PATH}.get(error.errno or 0, "")
+    path = str(error.filename) if isinstance(error.filename, int) else os.fsdecode(error.filename)
+    path = f"{path:.60}…" if error.errno == errno.ENAMETOOLONG else path
+    return f"{path}: {reason}" if reason else ""
+
+
+@contextmanager
+def paths_explained() -> Iterator[None]:
+    """Context manager in which an error of the file system that only the user can mend is one line.
+
+    Raises:
+        BadInputError: In place of such an error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if line := mendable(error):
+            raise BadInputError(line) from error
+        raise
 
 
 def first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -237,17 +238,15 @@ def test_a_host_whose_name_is_a_loopback_address_is_reached_where_its_store_was(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MASTER_ADDR may be another job's; the place has the master that this rank found."""
-    called: list[tuple[str, int]] = []
     monkeypatch.setenv("MASTER_ADDR", "another-job")
-    monkeypatch.setattr(
-        preflight_module, "call_peer", lambda where, *_: (called.append(where), Link(1e-4, GIGABIT))[1]
-    )
+    peer = mock.Mock(return_value=Link(1e-4, GIGABIT))
+    monkeypatch.setattr(preflight_module, "call_peer", peer)
     store = HashStore()
     here = Host(1, platform.node(), "127.0.0.1", 8)
     store.set("present", json.dumps([Host(0, "elsewhere", address, 7), here]))
     store.set("link-0-0", json.dumps(Link(1e-4, GIGABIT)))
     told = _tried(store, RankPlace(1, 2, "10.79.0.1", 1, False), 5.0, 5.0)
-    assert called == [("10.79.0.1", 7)]
+    assert [call.args[0] for call in peer.call_args_list] == [("10.79.0.1", 7)]
     assert told["hosts"][0].address == address
 
 

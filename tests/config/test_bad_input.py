@@ -6,16 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.privileges import permissions_count
-from trainer.cli import _mendable, main
+from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, mendable, paths_explained
 from trainer.train.start import local_ranks, resolve as start
 from trainer.version import __version__
 
@@ -269,14 +270,26 @@ def test_a_path_that_may_not_be_used_is_one_line(
     ("error", "line"),
     [
         (PermissionError(13, "Permission denied", "a\nb"), "a\nb: permission denied: give another"),
-        (OSError(28, "No space left on device"), "can't be written: no room is left"),
+        (
+            OSError(28, "No space left on device"),
+            "a file or standard output can't be written: no room is left",
+        ),
         (OSError(30, "Read-only file system", b"/x\xff"), "/x\udcff: is on a read-only file system"),
         (IsADirectoryError(21, "Is a directory", Path("d")), "d: is a folder"),
         (PermissionError(13, "Permission denied"), ""),  # of a port, say: it has a traceback
     ],
 )
 def test_an_error_of_the_file_system_is_one_line(error: OSError, line: str) -> None:
-    assert _mendable(error).startswith(line) and bool(_mendable(error)) == bool(line)
+    assert mendable(error).startswith(line) and bool(mendable(error)) == bool(line)
+    with pytest.raises(BadInputError if line else OSError), paths_explained():
+        raise error
+
+
+def test_a_rank_that_torchrun_started_says_it_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = PermissionError(13, "Permission denied", "data/train")
+    monkeypatch.setattr(start, "_of_rank", mock.Mock(side_effect=error))
+    with pytest.raises(BadInputError, match="data/train: permission denied"):
+        start.train_without_launcher(mock.Mock())
 
 
 QUICK = """

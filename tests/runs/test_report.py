@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -501,6 +502,14 @@ def test_the_end_of_a_training_does_not_fail_for_its_report(
     leave_report(folder)
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "hunter2" not in told
+
+
+def test_a_report_that_can_never_be_written_is_refused_before_records_are_read(
+    run: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr("trainer.runs.report.write.read_recorded_run", mock.Mock(side_effect=AssertionError))
+    assert main(["report", str(run), "--out", "no/such/x.html"]) == 2
+    assert "no/such/x.html: can't be written (No such file" in capsys.readouterr().err
 
 
 def test_a_report_is_replaced_in_one_move(tmp_path: Path, monkeypatch: Any) -> None:

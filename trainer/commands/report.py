@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import EXIT_DONE, BadInputError, writing
+from trainer.host.files import check_replaceable
 from trainer.host.latest import run_path
 from trainer.observe.console import warn
 from trainer.observe.text import plain
@@ -45,11 +46,14 @@ def report_of(folders: Sequence[Path], out: Path | None) -> int:
     folders = [folder for folder in dict.fromkeys(folders) if folder in once.values()]
     if out is None and len(folders) > 1 and Path(NAME).exists():
         raise BadInputError(f"{NAME}: is there already, of other runs perhaps; give --out FILE")
-    out = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    given, out = out, out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
     if out.is_dir():
         raise BadInputError(f"--out {out}: is a folder; give a file")
     if out.exists() and not _is_report(out):
         raise BadInputError(f"{out}: is there already, and isn't a report; give another --out")
+    if given is not None:
+        with writing(str(out), "give another --out"):  # before long records are read
+            check_replaceable(out)
     started = time.monotonic()
     write_report(folders, out)
     for folder in folders:

@@ -60,7 +60,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         nudged: Whether to round differently: the first weights are moved by one unit in the last place, and
             each gradient is that of a third of the loss, times three.
     """
-    torch.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
+    torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model: nn.Module = task.model()
     if (start := find_weights(recipe.model)) is not None:
         load_initial(model, start.file, recipe.model.reinit)
@@ -96,7 +96,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             put(model, before)
             if not len(next(iter(batch.fields.values()))):  # padding alone
                 continue
-            torch.manual_seed(first + step * len(batches) + number)
+            torch.default_generator.manual_seed(first + step * len(batches) + number)
             with torch.autocast("cpu", mixed) if mixed else nullcontext():
                 parts = losses(task, model, batch)
             scaler.scale(parts["loss"] / (items * thirds)).backward()
@@ -113,7 +113,7 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
                 group["lr"] = float(rate * np.float32(group["factor"]))
         total["lr"] = torch.tensor(rate if own_rate else optimizer.param_groups[0]["lr"], dtype=torch.float64)
         if hasattr(task, "optimizer"):  # which may draw random numbers
-            torch.manual_seed(key(recipe.seed, Purpose.UPDATE, updates) >> 2)
+            torch.default_generator.manual_seed(key(recipe.seed, Purpose.UPDATE, updates) >> 2)
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()

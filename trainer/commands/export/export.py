@@ -95,7 +95,7 @@ def export(options: argparse.Namespace) -> int:
     _check_request(options)
     target = _target(options)
     with writing(str(target), _REMEDY):  # before the model is built and compared
-        check_writable(next(folder for folder in target.parents if folder.exists()))
+        check_writable(next(folder for folder in target.parents if os.path.lexists(folder)))
     if options.streamed:
         return _export_streamed(target, options)
     run = open_run(options.folder, options.set, trust=options.trust)

@@ -12,7 +12,7 @@ import torch
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, provisional
 from trainer.config.section import config_hash
-from trainer.errors import EXIT_FAILED, BadInputError
+from trainer.errors import EXIT_FAILED, BadInputError, paths_explained
 from trainer.host.files import write_whole
 from trainer.host.here import folder_kept, from_here
 from trainer.launch.forked import Footprint, can_fork, footprint, handed
@@ -168,6 +168,14 @@ def train_without_launcher(options: TrainOptions) -> int:
     Raises:
         BadInputError: If a check fails.
     """
+    with paths_explained():
+        request, task = _of_rank(options)
+    with failure_reported(request.folder) if os.environ["RANK"] == "0" else nullcontext():
+        return train_rank(request, task)
+
+
+def _of_rank(options: TrainOptions) -> tuple[Request, Task]:
+    """Returns the request and the task of a rank that torchrun or Slurm started, all checked."""
     _check_options(options, None)
     recipe, auto = provisional(options.recipe, options.set, options.values)
     if auto:
@@ -198,8 +206,7 @@ def train_without_launcher(options: TrainOptions) -> int:
         begun_from=begun_from,
         pretrained=pretrained,
     )
-    with failure_reported(folder) if os.environ["RANK"] == "0" else nullcontext():
-        return train_rank(request, task)
+    return request, task
 
 
 def _decided(
