@@ -141,7 +141,7 @@ class EvaluationConfig(Section):
             if not isinstance(keys, dict | EvaluationSetConfig):
                 raise ValueError(f"{name}: give its keys, such as {name}={{path: /data/{name}}}")
             try:
-                sets[name] = validated(EvaluationSetConfig, keys, name)
+                sets[name] = validated(EvaluationSetConfig, dict(keys), name)
             except BadInputError as error:
                 raise ValueError(str(error)) from None
         return sets
