@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.data import at_home
 from trainer.config.models import HF
+from trainer.data.formats.chat import TEMPLATE_FILES
 from trainer.errors import BadInputError
 from trainer.host.files import hash_inside, read_inside, real_inside
 from trainer.host.here import from_here
@@ -24,7 +25,7 @@ INDEX = f"{FILE}.index.json"
 # What belongs to the text and not to the weights; a folder need not have each.
 TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model"),
+    *(*TEMPLATE_FILES.values(), GENERATION, "vocab.json", "merges.txt", "tokenizer.model"),
 )
 _REPOSITORY = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w-][\w./-]*)", re.ASCII)
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)  # no way out of the folder
@@ -90,9 +91,9 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def end_tokens(name: str, eos: int | None) -> set[int]:
-    """Tokens that end an answer: a tokenizer's, and those of a model's generation_config.json."""
-    ends = {eos}
+def end_tokens(name: str, *of_text: int | None) -> set[int]:
+    """Tokens that end an answer: those of its text, and those of a model's generation_config.json."""
+    ends = set(of_text)
     if name.startswith(HF) and (file := model_folder(name) / GENERATION).exists():
         more = _json(f"model.name={name}", file).get("eos_token_id")
         ends |= set(more if isinstance(more, list) else [more])

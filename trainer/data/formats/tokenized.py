@@ -24,7 +24,7 @@ from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 2  # of the cache: raised where the same rows become other tokens
+_LAYOUT = 3  # of the cache: raised where the same rows become other tokens
 _BATCH = 512  # rows that are tokenized together
 _NEVER = re.compile(r"(?!)")
 
@@ -97,7 +97,7 @@ def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized
     Raises:
         BadInputError: If a row can't be meant, or none is left; names file and row.
     """
-    made_from = [_LAYOUT, split.sha256(), chat.sha256, learn, length]
+    made_from = [_LAYOUT, split.sha256(), chat.sha256, chat.bos, learn, length]
     file = _cache() / f"{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()}.safetensors"
     if (kept := _kept(file)) is not None:
         tokens, begins, counts, left_out, notes = kept
