@@ -73,6 +73,7 @@ END = "<|im_end|>"
         ),
         ({"messages": [ASK, ASK, ANSWER, ANSWER]}, f"the cat{END}the cat{END}"),
         ({**TALK, "prompt": "what is it", "prompt_id": 3}, f"the cat{END}"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": None, "name": None, "weight": None}]}, f"the cat{END}"),
     ],
 )
 def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path) -> None:

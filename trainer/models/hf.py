@@ -28,6 +28,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "gpt2", "gpt_neox"),
     *("phi", "phi3", "olmo2", "olmo3", "granite", "cohere", "cohere2", "starcoder2"),
 )
+_NEOX_HEAD = "embed_out."  # the head of gpt_neox in files; the library's module is lm_head from version 5 on
 _ATTENTION = "trainer"  # under which the library knows our function
 _OLDEST_TORCH = (2, 6)  # the library takes older ones for absent
 # Angles that depend on the longest text of the batch: a document beside others wouldn't be what it is alone.
@@ -128,6 +129,11 @@ class HfLanguage(nn.Module):
             weight = weight + head.lora_scale * (head.lora_b @ head.lora_a)
         return weight, head.bias
 
+    def in_files(self) -> dict[str, torch.Tensor]:
+        """Returns the state_dict by the names that the library's files have."""
+        own, theirs = f"{self._head}.", _NEOX_HEAD if self._body == "gpt_neox" else f"{self._head}."
+        return {name.replace(own, theirs): tensor for name, tensor in self.state_dict().items()}
+
     def named_in_files(
         self, names: Sequence[str], read: Callable[[str], torch.Tensor], what: Path
     ) -> tuple[dict[str, str], str]:
@@ -147,8 +153,7 @@ class HfLanguage(nn.Module):
         bare = not any(name.startswith(prefix) for name in names)
         given, head = dict[str, str](), ""
         for name in names:
-            # gpt_neox's head had another name before version 5 of the library.
-            own = f"{self._head}.{name[10:]}" if name.startswith("embed_out.") else name
+            own = f"{self._head}.{name[10:]}" if name.startswith(_NEOX_HEAD) else name
             if bare and not own.startswith(f"{self._head}."):
                 own = prefix + own
             legacy = own.endswith("rotary_emb.inv_freq") or any(one.search(own) for one in self._legacy)
