@@ -251,7 +251,12 @@ def test_what_a_template_refuses_or_drops(family: str, messages: Any, says: str,
             "before message 2 otherwise",
         ),
         (
-            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            "marks by {% generation %} what others",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}.{% endgeneration %}"
+            "{% endif %}{% endfor %}",
             "marks 1 turns",
         ),
     ],
@@ -313,7 +318,8 @@ def test_a_template_for_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
 def test_a_turn_that_a_template_marks_in_several_blocks(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     template = TEMPLATES["marked"].replace(
-        "{{ message.content }}", "{{ message.content }}{% endgeneration %}{% generation %}"
+        "{% generation %}{{ message.content }}",
+        "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}",
     )
     chat = open_tokenizer(chat_folder(tmp_path, "marked", template))
     made = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(

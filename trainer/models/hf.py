@@ -79,11 +79,14 @@ class HfLanguage(nn.Module):
     ) -> torch.Tensor:
         """Predicts the token after each; see `GPT.forward`."""
         hidden = self._hidden(tokens, segment)
+        if targets is None:
+            return self._logits(hidden)
         weight, bias = self._of_head()
-        if targets is not None:
-            return head_loss(hidden, weight, targets, bias, self._scaling)
+        return head_loss(hidden, weight, targets, bias, self._scaling)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = getattr(self, self._head)
-        return self._scaling.of(head(hidden, weight) if self._tied else head(hidden))
+        return self._scaling.of(head(hidden, self._of_head()[0]) if self._tied else head(hidden))
 
     def cache(self) -> Any:
         """Returns an empty cache of keys and values, for `following`."""
@@ -98,9 +101,7 @@ class HfLanguage(nn.Module):
             tokens: int64 (1, length); of length 1 unless the cache is empty.
             cache: From `cache`; what these tokens add is put into it.
         """
-        hidden = self._hidden(tokens, None, cache)[0, -1]
-        head = getattr(self, self._head)
-        return self._scaling.of(head(hidden, self._of_head()[0]) if self._tied else head(hidden))
+        return self._logits(self._hidden(tokens, None, cache)[0, -1])
 
     def _hidden(self, tokens: torch.Tensor, segment: torch.Tensor | None, cache: Any = None) -> torch.Tensor:
         before = 0 if cache is None else cache.get_seq_length()

@@ -162,16 +162,14 @@ def _arguments(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 
 def _with_text(value: Any) -> Any:
     """Writes arguments as JSON in a message, a call or a function; see `_forms`."""
+    if isinstance(value, list):
+        return [_with_text(one) for one in value]
     if not isinstance(value, Mapping):
         return value
-    changed = dict(value)
-    if isinstance(calls := value.get("tool_calls"), list):
-        changed["tool_calls"] = [_with_text(one) for one in calls]
-    if "function" in value:
-        changed["function"] = _with_text(value["function"])
+    changed = {key: _with_text(value[key]) for key in ("tool_calls", "function") if key in value}
     if isinstance(arguments := value.get("arguments"), Mapping):
         changed["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return changed
+    return {**value, **changed}
 
 
 def open_tokenizer(folder: Path) -> Chat:
@@ -201,16 +199,14 @@ def open_tokenizer(folder: Path) -> Chat:
     _check_added(folder, config, {text: number for text, (number, _) in added.items()})
     sources = _templates(folder, config.get("chat_template"))
     digest = hashlib.sha256(content + json.dumps([special, sources], sort_keys=True).encode())
-    bos, eos = (known.get(special.get(name, "")) for name in ("bos_token", "eos_token"))
-    # As transformers: what tokenizer_config.json says goes before what tokenizer.json does.
-    begun = config.get("add_bos_token", bos == first and "add_eos_token" not in config)
+    eos = known.get(special.get("eos_token", ""))
     longest = sorted((text for text in added if text.strip()), key=len, reverse=True)
     templates, marks = compiled(folder, sources)
     chat = Chat(
         folder,
         digest.hexdigest(),
         max(known.values()) + 1,
-        bos if begun else None,
+        first,
         eos,
         None,
         special,
@@ -245,7 +241,8 @@ def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:
         ) from error
     try:
         read: Tokenizer = Tokenizer.from_str(content.decode())
-        first = next(iter(read.encode("").ids), None)
+        alone, begun = (read.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+        first = begun[0] if begun[:1] != alone[:1] else None
         read.no_truncation()
         read.no_padding()
         # Also the processor of GPT-2 and Llama 3, which moves offsets over blanks.

@@ -97,7 +97,7 @@ def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized
     Raises:
         BadInputError: If a row can't be meant, or none is left; names file and row.
     """
-    made_from = [_LAYOUT, split.sha256(), chat.sha256, chat.bos, learn, length]
+    made_from = [_LAYOUT, split.sha256(), chat.sha256, learn, length]
     file = _cache() / f"{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()}.safetensors"
     if (kept := _kept(file)) is not None:
         tokens, begins, counts, left_out, notes = kept

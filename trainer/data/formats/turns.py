@@ -52,6 +52,7 @@ def turns(
     text, marked = chat.render_marked(messages, tools)
     _check_kept(chat, messages, tools, text)
     if chat.marks:
+        _check_marks(chat, messages, tools)
         assistants = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
         if len(marked) > len(assistants) and len(counting) == len(assistants):
             return text, marked  # a turn in several blocks
@@ -62,6 +63,22 @@ def turns(
             )
         return text, [marked[assistants.index(number)] for number in counting]
     return text, [_turn(chat, messages, number, tools, text) for number in counting]
+
+
+def _check_marks(chat: Chat, messages: Sequence[Message], tools: Any) -> None:
+    """Refuses a template that marks by {% generation %} what others say."""
+    others = [
+        one if one["role"] == "assistant" else {**one, "content": one["content"] + _PROBE} for one in messages
+    ]
+    try:
+        text, marked = chat.render_marked(others, tools)
+    except ChatError:
+        return
+    if any(_PROBE in text[begin:end] for begin, end in marked):
+        raise ChatError(
+            "the chat template marks by {% generation %} what others than the assistant say; mend "
+            "chat_template.jinja"
+        )
 
 
 def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
