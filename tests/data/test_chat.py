@@ -111,6 +111,17 @@ def test_added_tokens_that_are_words_end_no_turn(
     assert chat.turn_end == (chat.ends[end] if ends else None)
 
 
+def test_a_turn_that_ends_only_where_another_follows(tmp_path: Path) -> None:
+    """As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end, which is told."""
+    follows = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+    template = CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + follows)
+    assert template != CHATML
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}<|im_end|>|{TALK[3]['content']}"
+    text, spans = turns(chat, TALK, [1, 3])
+    assert counted(chat, text, next(chat.encode([text])), spans).unended == 1
+
+
 def test_the_longest_of_two_ends_is_the_one(tmp_path: Path) -> None:
     """As the library finds tokens; in a turn whose end is found by a probe."""
     template = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")

@@ -15,14 +15,8 @@ from trainer.host import strict_json
 from trainer.host.files import hash_inside, lines_inside
 
 _TRAIN = "train"
-READ = (
-    "text",
-    "prompt",
-    "completion",
-    "messages",
-    "conversations",
-    "tools",
-)  # keys of a row; others are counted
+# Keys of a row; others are counted.
+READ = ("text", "prompt", "completion", "messages", "conversations", "tools")
 _HELD = ("validation", "val", "valid", "test", "eval")
 _LINES = (".jsonl", ".json", ".ndjson")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)

@@ -182,11 +182,9 @@ def _plain(where: str, sample: Continuation, chat: Chat) -> _Prepared:
 
 
 def _talk(where: str, sample: Talk, chat: Chat, learn: str) -> _Prepared:
-    if learn == "all":
-        text = turns(chat, sample.messages, (), sample.tools)[0]
-        return _Prepared(where, text, [(0, len(text))], plain=False, whole=False)
-    text, spans = turns(chat, sample.messages, sample.counting, sample.tools)
-    return _Prepared(where, text, spans, plain=False, whole=False)
+    every = learn == "all"
+    text, spans = turns(chat, sample.messages, () if every else sample.counting, sample.tools)
+    return _Prepared(where, text, [(0, len(text))] if every else spans, plain=False, whole=False)
 
 
 def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, totals: _Tally) -> Iterator[Counted]:

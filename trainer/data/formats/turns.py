@@ -51,7 +51,7 @@ def turns(
     """
     text, marked = chat.render_marked(messages, tools)
     _check_kept(chat, messages, tools, text)
-    if chat.marks:
+    if chat.marks and counting:
         _check_marks(chat, messages, tools)
         assistants = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
         if len(marked) > len(assistants) and len(counting) == len(assistants):
@@ -110,6 +110,9 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
             "is taken out); use language.learn=last, or mark what the assistant writes by {% generation %} "
             "in chat_template.jinja"
         )
+    # Some templates end a turn only where another follows.
+    if chat.ends.get(mark := chat.end_in(text[end:])) in (chat.eos, chat.turn_end) and mark:
+        end = text.index(mark, end) + len(mark)
     return len(before), end
 
 
@@ -148,18 +151,9 @@ def _rendered(chat: Chat, messages: Sequence[Message], tools: Any) -> str | None
 
 
 def _probed(chat: Chat, messages: Sequence[Message], number: int, content: str, tools: Any, text: str) -> int:
-    """Returns the place of the probe in `content` in the text, in characters.
+    """Returns the place in the text of the probe in a message's `content`.
 
-    Args:
-        chat: The tokenizer and its chat template.
-        messages: The conversation.
-        number: Index of the message whose content is replaced.
-        content: Its content with the probe.
-        tools: Tools that the assistant may call.
-        text: The conversation as rendered without the probe.
-
-    Returns:
-        -1 if the template drops the probe, or renders anything else differently because of it.
+    It is -1 if the template drops the probe, or renders anything else differently because of it.
     """
     found = _rendered(chat, _with(messages, number, content=content), tools) or ""
     return found.find(_PROBE) if found.replace(_PROBE, "", 1) == text else -1
