@@ -90,7 +90,6 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
         ('{"text": "\\ud83d"}', "half of a surrogate pair"),
         ('{"text": "\\ufdd0"}', "a character that Unicode reserves"),
         ({"text": 3}, "text is 3, and should be text"),
-        ({"text": None}, "text is nothing"),
         ({"instruction": "a", "output": "b"}, "has 'instruction', 'output'; a row has text, or prompt"),
         ({"prompt": "a"}, "has 'prompt'; a row has"),
         ({"text": "a", **TALK}, "has text and messages: name one by data.input_column"),
@@ -128,7 +127,7 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
         TALK,
         "\n",
         {"text": " "},
-        {"prompt": "a", "completion": ""},
+        {"prompt": "a", "completion": "", "text": None},
         {"messages": [ASK]},
         {"messages": []},
     ]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from trainer.errors import BadInputError, first_line
 from trainer.models.gpt import TiedHead, place_in_segment
 from trainer.models.head_loss import Scaling, head_loss
-from trainer.models.hf_files import CONFIG, model_folder, read_config
+from trainer.models.hf_files import CONFIG, find_model, read_config
 from trainer.models.modes import Uninitialized
 from trainer.models.packed import pairs_mask
 
@@ -186,7 +186,7 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
     Raises:
         BadInputError: If it isn't there, or is no model that can be trained here.
     """
-    folder = model_folder(name)
+    folder = find_model(name).folder
     raw = read_config(name, folder)
     _check_config(name, raw)
     library = _library(name)

@@ -46,17 +46,12 @@ class HfModel(NamedTuple):
     revision: str | None
 
 
-def model_folder(name: str) -> Path:
-    """Returns the folder of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; fetches the hub's files once.
+def find_model(name: str) -> HfModel:
+    """Finds the files of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; fetches the hub's once.
 
     Raises:
         BadInputError: If there is no such model, or it can't be had.
     """
-    return find_model(name).folder
-
-
-def find_model(name: str) -> HfModel:
-    """Finds all files of a model; see `model_folder`."""
     asked, what = name.removeprefix(HF), f"model.name={name}"
     if (named := _REPOSITORY.fullmatch(asked)) is not None:
         return _of_hub(what, named["repository"], named["revision"])
@@ -94,7 +89,7 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
 def end_tokens(name: str, *of_text: int | None) -> set[int]:
     """Tokens that end an answer: those of its text, and those of a model's generation_config.json."""
     ends = set(of_text)
-    if name.startswith(HF) and (file := model_folder(name) / GENERATION).exists():
+    if name.startswith(HF) and (file := find_model(name).folder / GENERATION).exists():
         more = _json(f"model.name={name}", file).get("eos_token_id")
         ends |= set(more if isinstance(more, list) else [more])
     return {one for one in ends if isinstance(one, int)}
@@ -109,7 +104,7 @@ def hf_vocabulary(name: str, of_text: int) -> int:
     Raises:
         BadInputError: If the model knows fewer.
     """
-    known = read_config(name, model_folder(name)).get("vocab_size")
+    known = read_config(name, find_model(name).folder).get("vocab_size")
     if not isinstance(known, int) or isinstance(known, bool):
         raise BadInputError(f"model.name={name}: {CONFIG} says no vocab_size; bring back the model's own")
     if of_text > known:

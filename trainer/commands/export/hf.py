@@ -2,6 +2,7 @@
 
 import json
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,7 @@ def _library_tokens(folder: Path, text: str) -> list[int] | None:
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that an export is checked with."""
-    found = {}
-    for library in LIBRARIES:
-        try:
-            found[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {library: metadata.version(library) for library in LIBRARIES if find_spec(library)}
 
 
 def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torch.dtype, to: Path) -> Path:

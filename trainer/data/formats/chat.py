@@ -57,8 +57,8 @@ class Chat(NamedTuple):
         eos: The token that ends a text; None if none is named.
         turn_end: The token that the template writes after an answer; None if it writes none.
         special: Special tokens by name, such as bos_token, as the template is given them.
-        ends: Texts of tokens that may end a turn, such as <|im_end|>, longest first, and their numbers.
-        controls: Texts of special tokens, longest first: text of people holds none.
+        ends: Texts of tokens that may end a turn, such as <|im_end|>, longest first, and their numbers: all
+            special ones, and those before; text of people holds none.
         templates: By name; "default" unless there is none.
         marks: Whether the default template says by {% generation %} what an assistant writes.
         asks_date: Whether it asks for today's date.
@@ -73,7 +73,6 @@ class Chat(NamedTuple):
     turn_end: int | None
     special: Mapping[str, str]
     ends: Mapping[str, int]
-    controls: tuple[str, ...]
     templates: Mapping[str, "Template"]
     marks: bool
     asks_date: bool
@@ -211,7 +210,6 @@ def open_tokenizer(folder: Path) -> Chat:
         None,
         special,
         {text: added[text][0] for text in longest},
-        tuple(text for text in longest if added[text][1].special),
         templates,
         marks,
         "strftime_now" in sources.get("default", ""),
