@@ -68,7 +68,12 @@ END = "<|im_end|>"
         ({"text": "Hello there"}, f"Hello there{END}"),
         ({"text": "  a\r\nb\n"}, f"  a\r\nb\n{END}"),
         (
-            {"messages": [ASK, {"role": "assistant", "content": [{"type": "text", "text": "a🐈"}]}]},
+            {
+                "messages": [
+                    ASK,
+                    {"role": "assistant", "content": [{"type": "text", "text": "a🐈", "image": None}]},
+                ]
+            },
             f"a🐈{END}",
         ),
         ({"messages": [ASK, ASK, ANSWER, ANSWER]}, f"the cat{END}the cat{END}"),

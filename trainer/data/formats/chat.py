@@ -212,7 +212,7 @@ def open_tokenizer(folder: Path) -> Chat:
         {text: added[text][0] for text in longest},
         templates,
         marks,
-        "strftime_now" in sources.get("default", ""),
+        any("strftime_now" in source for source in sources.values()),
         tokenizer,
     )
     turn_end = chat.ends.get(_written_after_answers(chat))

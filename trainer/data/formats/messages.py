@@ -189,8 +189,10 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and set(part) == {"type", "text"}:
-        return _string(part["text"], f"{where}: text")
+    if isinstance(part, dict):
+        part = {key: one for key, one in part.items() if one is not None}
+        if part.get("type") == "text" and set(part) == {"type", "text"}:
+            return _string(part["text"], f"{where}: text")
     kind = part.get("type") if isinstance(part, dict) else part
     raise RowError(f"{where}: content holds {_shown(kind)}, and only parts of type text are read")
 
