@@ -172,7 +172,8 @@ def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
     )
     calls = [{"function": {"name": name, "arguments": {}}} for name in "ab"]
     for many in (1, 2):
-        talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls[:many]}, *TALK[2:]]
+        asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls[:many]}
+        talk = [TALK[0], asked, *TALK[2:]]
         text, _ = turns(chat, talk, [1])
         if many == 1:
             assert not list(unread_keys(chat, talk, None, text))

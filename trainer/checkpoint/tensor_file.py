@@ -65,7 +65,8 @@ def safetensors_bytes(
     """
     # Largest dtypes first, as the library does, so that each tensor is aligned to its item size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    entries, end = ({"__metadata__": dict(about)} if about else dict[str, Any]()), 0
+    entries: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    end = 0
     for name in order:
         tensor = tensors[name]
         if not is_storable(tensor) or name == "__metadata__":

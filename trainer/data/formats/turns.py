@@ -103,7 +103,7 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
         )
     end = len(upto) if text.startswith(upto) and upto.startswith(before) else 0
     if not end and number + 1 < len(messages):
-        end = _end(chat, messages, number, tools, text)
+        end = _end(chat, messages, number, tools, text, len(before))
     if end <= len(before):
         raise ChatError(
             f"the chat template changes message {number + 1} by what follows it (as where earlier thinking "
@@ -116,7 +116,7 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
     return len(before), end
 
 
-def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> int:
+def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str, begin: int) -> int:
     """Finds the end of a turn that the template renders differently as the last one; 0 if it isn't found.
 
     A probe after its content shows where the content ends in the text; the token that ends the turn follows.
@@ -136,7 +136,6 @@ def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text:
         return 0
     upto, following = _rendered(chat, messages[: number + 1], tools) or "", messages[number + 1]["content"]
     mark = next((one for one in chat.ends if upto.rstrip().endswith(one)), "")
-    begin = len(chat.render(messages[:number], tools, generation_prompt=True))
     end = text.find(mark, begin) + len(mark)
     before = _probed(chat, messages, number + 1, _PROBE + following, tools, text)
     return end if mark and mark not in content and begin < end <= before else 0
