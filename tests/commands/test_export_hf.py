@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from tests.helpers.chat_folders import CHATML, chat_folder
 from tests.helpers.forked import attempt
@@ -15,7 +16,9 @@ from tests.helpers.hf_models import NEEDS, folder_of
 from tests.helpers.toys import make_recipe
 from tests.train.test_hf import WORDS, recipe_of
 from trainer.cli import main
-from trainer.commands.export import check, reload
+from trainer.commands.export import check, hf, reload
+from trainer.data.formats.chat import open_tokenizer
+from trainer.models.hf import hf_model
 
 pytestmark = NEEDS
 
@@ -77,7 +80,9 @@ def test_the_tokenizer_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     base = folder_of("llama", tmp_path / "base", vocab_size=500)
     (base / "chat_template.jinja").write_text("the base's")
     (base / "generation_config.json").write_text("{}")
-    chat = chat_folder(tmp_path / "chat", template=CHATML)
+    chat = chat_folder(tmp_path / "chat", template=CHATML, eos_token="<|endoftext|>")
+    (chat / "additional_chat_templates").mkdir()
+    (chat / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 12)
     recipe = make_recipe(
@@ -93,11 +98,45 @@ def test_the_tokenizer_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     done = attempt(tmp_path / "run", recipe)
     assert done.code == 0, done.said
-    assert main(["export", str(tmp_path / "run"), "--to", "transformers"]) == 0
+    for options in ([], ["--force"]):
+        assert main(["export", str(tmp_path / "run"), "--to", "transformers", *options]) == 0
     made = tmp_path / "run" / "export" / "transformers-fp32"
-    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+    tools = "additional_chat_templates/tool_use.jinja"
+    for name in ("chat_template.jinja", tools, "tokenizer.json", "tokenizer_config.json"):
         assert (made / name).read_bytes() == (chat / name).read_bytes()
-    assert (made / "generation_config.json").exists()
+    # A base model's end of a text isn't where the template's turns end, and generation is to stop there.
+    opened = open_tokenizer(chat)
+    ends = json.loads((made / "generation_config.json").read_text())["eos_token_id"]
+    assert set(ends) == {opened.eos, opened.ends["<|im_end|>"]} and len(ends) == 2
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gemma", "GemmaTokenizer"), ("mistral", "LlamaTokenizerFast")])
+def test_the_library_makes_the_tokens_that_were_learned(family: str, kind: str, tmp_path: Path) -> None:
+    """Its classes for some models build a tokenizer of their own beside tokenizer.json."""
+    import transformers
+
+    folder = chat_folder(tmp_path, family, tokenizer_class=kind)
+    model_type = {"mistral": "llama"}.get(family, family)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    chat = open_tokenizer(folder)
+    text = chat.render([{"role": "user", "content": "the cat\n\n sat"}], generation_prompt=True)
+    wanted = next(chat.encode([text])).ids.tolist()
+
+    def theirs() -> Any:
+        opened: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        return opened(text, add_special_tokens=False)["input_ids"]
+
+    assert theirs() != wanted
+    hf._keep_tokens(chat, folder)
+    assert theirs() == wanted
+
+
+def test_names_in_files_are_those_of_the_library(tmp_path: Path) -> None:
+    """Of gpt_neox's head vLLM, llama.cpp and version 4 know the older name alone."""
+    folder = folder_of("gpt_neox", tmp_path)
+    model = hf_model(f"hf/{folder}", 48)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert model.in_files().keys() == set(file.keys())
 
 
 def test_what_has_no_adapter_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

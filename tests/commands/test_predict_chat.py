@@ -16,13 +16,13 @@ from trainer.errors import BadInputError
 
 pytestmark = NEEDS
 
-END, TURN = 250, 251
+END, TURN, TEMPLATE = 250, 251, 252
 
 
 class Chat:
     """Bytes as tokens; a template of one line."""
 
-    eos = END
+    eos, turn_end = END, TEMPLATE
     asked = ""
 
     def render(self, messages: Sequence[dict[str, str]], generation_prompt: bool) -> str:
@@ -70,7 +70,7 @@ def answered(model: Says, chat: Chat, folder: Path | None = None, **options: Any
     return show_text(run, argparse.Namespace(**{**given, "prompt": "why?", **options}))
 
 
-@pytest.mark.parametrize("end", [END, TURN])
+@pytest.mark.parametrize("end", [END, TURN, TEMPLATE])
 def test_it_answers_up_to_the_end_of_its_turn(
     end: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

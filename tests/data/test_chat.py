@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from tests.helpers.chat_folders import CHATML, TEMPLATES, chat_folder
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
 from trainer.data.formats.messages import Talk, sample_of
-from trainer.data.formats.turns import counted, turns
+from trainer.data.formats.turns import counted, turns, unread_keys
 from trainer.errors import BadInputError
 
 TALK = [
@@ -18,6 +19,14 @@ TALK = [
     {"role": "user", "content": " what is\r\nit"},
     {"role": "assistant", "content": "naïve 🐈‍⬛ four!"},
 ]
+
+
+def add(folder: Path, special: bool, **tokens: dict[str, bool]) -> None:
+    """Adds tokens to a folder's tokenizer, or changes how they take blanks."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = [AddedToken(text, special=special, normalized=False, **keys) for text, keys in tokens.items()]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def counting(chat: Chat, messages: list[Any], numbers: list[int], tools: Any = None) -> str:
@@ -67,6 +76,110 @@ def test_what_the_assistant_wrote_counts_with_its_end(family: str, tmp_path: Pat
     last = f"{thought}{TALK[3]['content']}{end}" + "\n<|endoftext|>" * (family == "phi3")
     assert counting(chat, TALK, [1, 3]) == f"{first}{end}|{last}"
     assert counting(chat, TALK, [3]) == last
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "said", "template"),
+    [
+        ("gemma", ["\n", "\n\n", "<b>", "</table>"], "a\n\n<b></table>", None),
+        ("smollm2", ["<|im_end|>>", "</tool_call>"], "a </tool_call>", None),
+        (
+            "smollm2",
+            ["</table>", "\n"],
+            "a</table>",
+            "{% for m in messages %}{{ m.role + ' ' + m.content + '\n' }}",
+        ),
+    ],
+)
+def test_added_tokens_that_are_words_end_no_turn(
+    family: str, tokens: list[str], said: str, template: str | None, tmp_path: Path
+) -> None:
+    """Gemma's blanks and tags are tokens of their own; what is counted ends where generation does."""
+    ends = template is None
+    folder = chat_folder(tmp_path, family, template and template + "{% endfor %}" * (not ends))
+    add(folder, special=False, **{text: {} for text in tokens})
+    chat = open_tokenizer(folder)
+    assert not set(tokens) & set(chat.ends)
+    talk = [TALK[0], {"role": "assistant", "content": said}, *TALK[2:]]
+    if not ends:  # the generation prompt is what the template writes before each answer
+        talk = talk[:2]
+    text, spans = turns(chat, talk, [1])
+    found = counted(chat, text, next(chat.encode([text])), spans)
+    assert found.unended == (not ends)
+    end = {"gemma": "<end_of_turn>"}.get(family, "<|im_end|>")
+    assert counting(chat, talk, [1]).removeprefix("assistant ") == said + (end if ends else "\n")
+    assert chat.turn_end == (chat.ends[end] if ends else None)
+
+
+def test_a_turn_that_ends_only_where_another_follows(tmp_path: Path) -> None:
+    """As in the first ChatML templates of Qwen 1.5: the text of the last turn holds no end, which is told."""
+    follows = "{% if (loop.last and add_generation_prompt) or not loop.last %}<|im_end|>\n{{ '' }}{% endif %}"
+    template = CHATML.replace(" + '<|im_end|>' + '\n'}}", "}}" + follows)
+    assert template != CHATML
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}<|im_end|>|{TALK[3]['content']}"
+    text, spans = turns(chat, TALK, [1, 3])
+    assert counted(chat, text, next(chat.encode([text])), spans).unended == 1
+
+
+def test_the_longest_of_two_ends_is_the_one(tmp_path: Path) -> None:
+    """As the library finds tokens; in a turn whose end is found by a probe."""
+    template = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")
+    folder = chat_folder(tmp_path, "qwen3", template)
+    add(folder, special=True, **{"<|im_end|>>": {}})
+    assert counting(open_tokenizer(folder), TALK, [1]) == f"{TALK[1]['content']}<|im_end|>>"
+
+
+@pytest.mark.parametrize("keys", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}])
+def test_an_end_that_takes_the_blanks_beside_it_counts(keys: dict[str, bool], tmp_path: Path) -> None:
+    for family in ("marked", "qwen3"):
+        folder = chat_folder(tmp_path / family, family)
+        add(folder, special=True, **{"<|im_end|>": keys})
+        chat = open_tokenizer(folder)
+        said = [
+            one.removeprefix("<think>\n\n</think>\n\n") for one in counting(chat, TALK, [1, 3]).split("|<|")
+        ]
+        assert "".join(said).count("<|im_end|>") == 2
+        text, spans = turns(chat, TALK, [1, 3])
+        assert counted(chat, text, next(chat.encode([text])), spans).unended == 0
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "messages[-1].role == 'assistant' and messages|length < 4",  # a conversation that stops in between
+        "not tools",
+        "messages[1].name is not defined",
+        "messages[2].content|length > 12",  # where a mark is put to find it
+    ],
+)
+def test_a_template_that_refuses_what_is_only_tried(refusal: str, tmp_path: Path) -> None:
+    template = "{% if " + refusal + " %}{{ raise_exception('no') }}{% endif %}" + TEMPLATES["qwen3"]
+    chat = open_tokenizer(chat_folder(tmp_path, "qwen3", template))
+    talk = [TALK[0], {**TALK[1], "name": "a"}, *TALK[2:]]
+    tools = [{"name": "add"}]
+    last = f"<think>\n\n</think>\n\n{TALK[3]['content']}<|im_end|>"
+    assert counting(chat, talk, [3], tools) == last
+    text, _ = turns(chat, talk, [3], tools)
+    assert list(unread_keys(chat, talk, tools, text)) == ["'name' in messages"] * ("name" not in refusal)
+
+
+def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
+    """A template that writes the first of several calls teaches to make one."""
+    call = "{{ (message.tool_calls or [{}])[0] | tojson }}"
+    chat = open_tokenizer(
+        chat_folder(tmp_path, template=CHATML.replace("+ '<|im_end|>'", "}}" + call + "{{'<|im_end|>'"))
+    )
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "ab"]
+    for many in (1, 2):
+        asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls[:many]}
+        talk = [TALK[0], asked, *TALK[2:]]
+        text, _ = turns(chat, talk, [1])
+        if many == 1:
+            assert not list(unread_keys(chat, talk, None, text))
+            continue
+        with pytest.raises(ChatError, match=r"leaves tool_calls out .call 2 of message 2.; use"):
+            list(unread_keys(chat, talk, None, text))
 
 
 def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_path: Path) -> None:
@@ -150,7 +263,12 @@ def test_what_a_template_refuses_or_drops(family: str, messages: Any, says: str,
             "before message 2 otherwise",
         ),
         (
-            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            "marks by {% generation %} what others",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}.{% endgeneration %}"
+            "{% endif %}{% endfor %}",
             "marks 1 turns",
         ),
     ],
@@ -182,9 +300,50 @@ def test_a_token_that_is_partly_prompt_does_not_count(tmp_path: Path) -> None:
     assert chat.tokenizer.decode(found.ids[found.counts].tolist()) == " cat"
 
 
+@pytest.mark.parametrize("family", ["gemma", "smollm2"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}, {"bos_token": None}],
+)
+def test_a_text_begins_as_transformers_begins_it(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    chat = open_tokenizer(chat_folder(tmp_path, family, **config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("the cat")["input_ids"]
+    ours = next(chat.encode(["the cat"])).ids.tolist()
+    if theirs[-1] == chat.eos:
+        theirs = theirs[:-1]
+    assert theirs == ([] if chat.bos is None else [chat.bos]) + ours
+
+
+def test_a_template_for_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """As save_pretrained writes a tokenizer that has one for tools."""
+    transformers = pytest.importorskip("transformers")
+    both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}" + CHATML}]
+    folder = chat_folder(tmp_path / "old", template="", chat_template=both)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "new")
+    assert (tmp_path / "new" / "additional_chat_templates").is_dir()
+    chat, tools = open_tokenizer(tmp_path / "new"), [{"name": "f"}]
+    assert chat.render(TALK, tools).startswith("[{'name': 'f'}]<|im_start|>")
+    assert chat.render(TALK) == open_tokenizer(folder).render(TALK)
+
+
+def test_a_turn_that_a_template_marks_in_several_blocks(tmp_path: Path) -> None:
+    template = TEMPLATES["marked"].replace(
+        "{% generation %}{{ message.content }}",
+        "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}",
+    )
+    chat = open_tokenizer(chat_folder(tmp_path, "marked", template))
+    said = [f"{TALK[number]['content']}<|im_end|>" for number in (1, 3)]
+    assert counting(chat, TALK, [1, 3]) == "|".join(said)
+    assert turns(chat, TALK, [])[1] == []
+    with pytest.raises(ChatError, match="marks 4 turns"):
+        turns(chat, TALK, [3])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
+        ("tokenizer_config.json", '{"split_special_tokens": true}', "would be text; take it out"),
         ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", "{}", "not a tokenizer.json"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),

@@ -68,11 +68,17 @@ END = "<|im_end|>"
         ({"text": "Hello there"}, f"Hello there{END}"),
         ({"text": "  a\r\nb\n"}, f"  a\r\nb\n{END}"),
         (
-            {"messages": [ASK, {"role": "assistant", "content": [{"type": "text", "text": "a🐈"}]}]},
+            {
+                "messages": [
+                    ASK,
+                    {"role": "assistant", "content": [{"type": "text", "text": "a🐈", "image": None}]},
+                ]
+            },
             f"a🐈{END}",
         ),
         ({"messages": [ASK, ASK, ANSWER, ANSWER]}, f"the cat{END}the cat{END}"),
         ({**TALK, "prompt": "what is it", "prompt_id": 3}, f"the cat{END}"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": None, "name": None, "weight": None}]}, f"the cat{END}"),
     ],
 )
 def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path) -> None:
@@ -89,7 +95,6 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
         ('{"text": "\\ud83d"}', "half of a surrogate pair"),
         ('{"text": "\\ufdd0"}', "a character that Unicode reserves"),
         ({"text": 3}, "text is 3, and should be text"),
-        ({"text": None}, "text is nothing"),
         ({"instruction": "a", "output": "b"}, "has 'instruction', 'output'; a row has text, or prompt"),
         ({"prompt": "a"}, "has 'prompt'; a row has"),
         ({"text": "a", **TALK}, "has text and messages: name one by data.input_column"),
@@ -127,7 +132,7 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
         TALK,
         "\n",
         {"text": " "},
-        {"prompt": "a", "completion": ""},
+        {"prompt": "a", "completion": "", "text": None},
         {"messages": [ASK]},
         {"messages": []},
     ]

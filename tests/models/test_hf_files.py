@@ -47,6 +47,12 @@ def link_outward(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
 
 
+def doubled(folder: Path) -> None:
+    state = stored(folder)
+    to_shards(folder)
+    safetensors.torch.save_file(state, folder / "b.safetensors")
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -74,6 +80,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "none": (lambda f: (f / "model.safetensors").unlink(), r"holds no model\.safetensors"),
     "shard_outward": (lambda f: to_shards(f, ("../a.safetensors", "b.safetensors")), r"names '\.\./a\.saf"),
+    "twice": (doubled, "two of its files hold .*; fetch the model again"),
     "missing": (
         lambda f: safetensors.torch.save_file(
             {key: one for key, one in stored(f).items() if "norm" not in key}, f / "model.safetensors"

@@ -74,7 +74,7 @@ class Hub:
     def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
         self.asked[f"{request.command} {request.path}"] += 1
         repository, _, rest = request.path.strip("/").partition("/resolve/")
-        revision, _, name = rest.rpartition("/")
+        revision, _, name = rest.partition("/")
         commit = self.commits.get(revision, revision)
         content = self.files.get((repository, commit)) if name == "model.safetensors" else None
         content = self.others.get(name, content)

@@ -50,19 +50,23 @@ def is_storable(tensor: torch.Tensor) -> bool:
     return tensor.dtype in _NAMES and tensor.layout is torch.strided
 
 
-def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def safetensors_bytes(
+    tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file: the header, then each tensor made contiguous.
 
     Args:
         tensors: Tensors by name. Tied ones are written once for each name. Lazy ones, which are read when
             they are sliced, are freed before the next one is read.
+        about: The file's metadata.
 
     Raises:
         ValueError: At the call, for a dtype or a name that the format doesn't support.
     """
     # Largest dtypes first, as the library does, so that each tensor is aligned to its item size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    entries, end = {}, 0
+    entries: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    end = 0
     for name in order:
         tensor = tensors[name]
         if not is_storable(tensor) or name == "__metadata__":

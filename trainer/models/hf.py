@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from trainer.errors import BadInputError, first_line
 from trainer.models.gpt import TiedHead, place_in_segment
 from trainer.models.head_loss import Scaling, head_loss
-from trainer.models.hf_files import CONFIG, model_folder, read_config
+from trainer.models.hf_files import CONFIG, find_model, read_config
 from trainer.models.modes import Uninitialized
 from trainer.models.packed import pairs_mask
 
@@ -28,6 +28,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "gpt2", "gpt_neox"),
     *("phi", "phi3", "olmo2", "olmo3", "granite", "cohere", "cohere2", "starcoder2"),
 )
+_NEOX_HEAD = "embed_out."  # the head of gpt_neox in files; the library's module is lm_head from version 5 on
 _ATTENTION = "trainer"  # under which the library knows our function
 _OLDEST_TORCH = (2, 6)  # the library takes older ones for absent
 # Angles that depend on the longest text of the batch: a document beside others wouldn't be what it is alone.
@@ -78,11 +79,14 @@ class HfLanguage(nn.Module):
     ) -> torch.Tensor:
         """Predicts the token after each; see `GPT.forward`."""
         hidden = self._hidden(tokens, segment)
+        if targets is None:
+            return self._logits(hidden)
         weight, bias = self._of_head()
-        if targets is not None:
-            return head_loss(hidden, weight, targets, bias, self._scaling)
+        return head_loss(hidden, weight, targets, bias, self._scaling)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = getattr(self, self._head)
-        return self._scaling.of(head(hidden, weight) if self._tied else head(hidden))
+        return self._scaling.of(head(hidden, self._of_head()[0]) if self._tied else head(hidden))
 
     def cache(self) -> Any:
         """Returns an empty cache of keys and values, for `following`."""
@@ -97,9 +101,7 @@ class HfLanguage(nn.Module):
             tokens: int64 (1, length); of length 1 unless the cache is empty.
             cache: From `cache`; what these tokens add is put into it.
         """
-        hidden = self._hidden(tokens, None, cache)[0, -1]
-        head = getattr(self, self._head)
-        return self._scaling.of(head(hidden, self._of_head()[0]) if self._tied else head(hidden))
+        return self._logits(self._hidden(tokens, None, cache)[0, -1])
 
     def _hidden(self, tokens: torch.Tensor, segment: torch.Tensor | None, cache: Any = None) -> torch.Tensor:
         before = 0 if cache is None else cache.get_seq_length()
@@ -128,6 +130,11 @@ class HfLanguage(nn.Module):
             weight = weight + head.lora_scale * (head.lora_b @ head.lora_a)
         return weight, head.bias
 
+    def in_files(self) -> dict[str, torch.Tensor]:
+        """Returns the state_dict by the names that the library's files have."""
+        own, theirs = f"{self._head}.", _NEOX_HEAD if self._body == "gpt_neox" else f"{self._head}."
+        return {name.replace(own, theirs): tensor for name, tensor in self.state_dict().items()}
+
     def named_in_files(
         self, names: Sequence[str], read: Callable[[str], torch.Tensor], what: Path
     ) -> tuple[dict[str, str], str]:
@@ -147,8 +154,7 @@ class HfLanguage(nn.Module):
         bare = not any(name.startswith(prefix) for name in names)
         given, head = dict[str, str](), ""
         for name in names:
-            # gpt_neox's head had another name before version 5 of the library.
-            own = f"{self._head}.{name[10:]}" if name.startswith("embed_out.") else name
+            own = f"{self._head}.{name[10:]}" if name.startswith(_NEOX_HEAD) else name
             if bare and not own.startswith(f"{self._head}."):
                 own = prefix + own
             legacy = own.endswith("rotary_emb.inv_freq") or any(one.search(own) for one in self._legacy)
@@ -180,7 +186,7 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
     Raises:
         BadInputError: If it isn't there, or is no model that can be trained here.
     """
-    folder = model_folder(name)
+    folder = find_model(name).folder
     raw = read_config(name, folder)
     _check_config(name, raw)
     library = _library(name)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.data import at_home
 from trainer.config.models import HF
+from trainer.data.formats.chat import TEMPLATE_FILES
 from trainer.errors import BadInputError
 from trainer.host.files import hash_inside, read_inside, real_inside
 from trainer.host.here import from_here
@@ -24,7 +25,7 @@ INDEX = f"{FILE}.index.json"
 # What belongs to the text and not to the weights; a folder need not have each.
 TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model"),
+    *(*TEMPLATE_FILES.values(), GENERATION, "vocab.json", "merges.txt", "tokenizer.model"),
 )
 _REPOSITORY = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w-][\w./-]*)", re.ASCII)
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)  # no way out of the folder
@@ -45,17 +46,12 @@ class HfModel(NamedTuple):
     revision: str | None
 
 
-def model_folder(name: str) -> Path:
-    """Returns the folder of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; fetches the hub's files once.
+def find_model(name: str) -> HfModel:
+    """Finds the files of `hf/FOLDER` or `hf/OWNER/REPO@REVISION`; fetches the hub's once.
 
     Raises:
         BadInputError: If there is no such model, or it can't be had.
     """
-    return find_model(name).folder
-
-
-def find_model(name: str) -> HfModel:
-    """Finds all files of a model; see `model_folder`."""
     asked, what = name.removeprefix(HF), f"model.name={name}"
     if (named := _REPOSITORY.fullmatch(asked)) is not None:
         return _of_hub(what, named["repository"], named["revision"])
@@ -90,10 +86,10 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def end_tokens(name: str, eos: int | None) -> set[int]:
-    """Tokens that end an answer: a tokenizer's, and those of a model's generation_config.json."""
-    ends = {eos}
-    if name.startswith(HF) and (file := model_folder(name) / GENERATION).exists():
+def end_tokens(name: str, *of_text: int | None) -> set[int]:
+    """Tokens that end an answer: those of its text, and those of a model's generation_config.json."""
+    ends = set(of_text)
+    if name.startswith(HF) and (file := find_model(name).folder / GENERATION).exists():
         more = _json(f"model.name={name}", file).get("eos_token_id")
         ends |= set(more if isinstance(more, list) else [more])
     return {one for one in ends if isinstance(one, int)}
@@ -108,7 +104,7 @@ def hf_vocabulary(name: str, of_text: int) -> int:
     Raises:
         BadInputError: If the model knows fewer.
     """
-    known = read_config(name, model_folder(name)).get("vocab_size")
+    known = read_config(name, find_model(name).folder).get("vocab_size")
     if not isinstance(known, int) or isinstance(known, bool):
         raise BadInputError(f"model.name={name}: {CONFIG} says no vocab_size; bring back the model's own")
     if of_text > known:

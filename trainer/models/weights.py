@@ -50,7 +50,12 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
     try:
         with ExitStack() as stack:
             each = [stack.enter_context(safe_open(one, framework="pt")) for one in files]
-            at = {name: opened for opened in each for name in opened.keys()}  # noqa: SIM118  (no mapping)
+            held = [(name, one) for one in each for name in one.keys()]  # noqa: SIM118  (no mapping)
+            at = dict(held)
+            if twice := [name for name, count in Counter(name for name, _ in held).items() if count > 1]:
+                raise BadInputError(
+                    f"model.pretrained: {file}: two of its files hold {_shown(twice)}; fetch the model again"
+                )
             own = getattr(model, "named_in_files", None)
             if own is None:
                 given, note = _unwrapped(list(at), state, file)

@@ -78,6 +78,6 @@ def _chat_folder(model: ModelConfig, config: LanguageConfig) -> Path:
             "data.name=conversations needs a tokenizer: --set language.tokenizer=FOLDER, with the "
             "tokenizer.json and chat template of a model"
         )
-    from trainer.models.hf_files import model_folder
+    from trainer.models.hf_files import find_model
 
-    return model_folder(model.name)
+    return find_model(model.name).folder

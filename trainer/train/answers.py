@@ -30,7 +30,7 @@ def answers(run: Run) -> Row | None:
     chat, sharded = getattr(run.task, "chat", None), state.rows is not None
     if chat is None or not config.prompts or (run.world.rank and not sharded):
         return None
-    began, ends = time.perf_counter(), end_tokens(run.recipe.model.name, chat.eos)
+    began, ends = time.perf_counter(), end_tokens(run.recipe.model.name, chat.eos, chat.turn_end)
     found = dict[str, str]()
     with (
         nullcontext() if state.average is None else state.average.in_place(),

@@ -196,8 +196,8 @@ def _others(target: Path) -> list[str]:
     """Lists files in a folder that don't belong to an export."""
     try:
         stored = strict_json.parse(read_inside(target / _ABOUT, strict_json.LARGEST))
-        ours = {_ABOUT, *stored["sha256"]}
-    except (OSError, ValueError, TypeError, KeyError):
+        ours = {_ABOUT, *(name.partition("/")[0] for name in stored["sha256"])}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return [_ABOUT]
     return sorted({path.name for path in target.iterdir()} - ours)
 
@@ -279,7 +279,7 @@ def export_facts(
 ) -> dict[str, Any]:
     """Returns the description of the file for its users, as JSON."""
     inputs, outputs = subject.inputs[-1], subject.wanted[-1]
-    files = [path for path in sorted(file.parent.iterdir()) if path.name != _ABOUT]
+    files = sorted(path for path in file.parent.rglob("*") if path.is_file() and path.name != _ABOUT)
     return {
         "format": options.to,
         "file": file.name,
@@ -297,7 +297,7 @@ def export_facts(
         "folded": list(subject.fold.names),
         "versions": {"torch": torch.__version__, **(hf.versions() if options.to in hf.LIBRARIES else {})},
         **({"base": run.manifest.pretrained.model_dump()} if run.manifest.pretrained else {}),
-        "sha256": {path.name: file_hash(path) for path in files},
+        "sha256": {path.relative_to(file.parent).as_posix(): file_hash(path) for path in files},
         "checked": {
             "samples": sum(BATCHES),
             "batches": list(BATCHES),

@@ -2,6 +2,7 @@
 
 import json
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,22 @@ from torch import nn
 from trainer.checkpoint.store import newest_good
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.models import HF
+from trainer.data.formats.chat import Chat, ChatError
 from trainer.errors import BadInputError
+from trainer.host import strict_json
 from trainer.host.files import read_inside, write_file
-from trainer.models.hf_files import CONFIG, GENERATION, TEXT_FILES, find_model, read_config
+from trainer.models.hf import HfLanguage
+from trainer.models.hf_files import CONFIG, GENERATION, TEXT_FILES, end_tokens, find_model, read_config
 from trainer.models.hub import FILE
+from trainer.observe.console import warn
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.train.model_of_run import OpenedRun
 
 LIBRARIES = ("transformers", "peft")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _LARGEST = 256 << 20  # of a tokenizer's files
+_NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TRIED = " Two  words\n\nand 34.5 <b>é🐈</b>: don't "  # what tokenizers tell apart
 
 
 def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -> Path:
@@ -45,29 +52,67 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
     if to == "peft":
         file = _write_adapter(run, base.folder, base.revision, dtype, folder)
     else:
-        write_file(folder / FILE, safetensors_bytes(model.state_dict()))
+        assert isinstance(model, HfLanguage)
+        write_file(folder / FILE, safetensors_bytes(model.in_files(), {"format": "pt"}))
         config = read_config(name, base.folder)
         config.pop("torch_dtype", None)
         _write_json(folder / CONFIG, {**config, "dtype": str(dtype).removeprefix("torch.")})
         file = folder / FILE
-    chat = getattr(run.task, "chat", None)
+    chat: Chat | None = getattr(run.task, "chat", None)
     for one in TEXT_FILES:
         # What the run's text was made with, which language.tokenizer may have named.
         source = base.folder if chat is None or one == GENERATION else chat.folder
         if (source / one).exists():
+            (folder / one).parent.mkdir(exist_ok=True)
             write_file(folder / one, [read_inside(source / one, _LARGEST)])
+    if chat is not None and to != "peft":
+        _write_ends(name, chat, folder)
+        _keep_tokens(chat, folder)
     return file
+
+
+def _write_ends(name: str, chat: Chat, folder: Path) -> None:
+    """Adds the token that ends a turn of the template to those at which the library stops."""
+    file, config = folder / GENERATION, strict_json.parse((folder / CONFIG).read_bytes())
+    given = {key: config[key] for key in _NUMBERS if key in config}
+    if file.exists():
+        given = strict_json.parse(file.read_bytes())
+    ends, said = end_tokens(name, chat.eos, chat.turn_end), given.get("eos_token_id")
+    if ends != set(said if isinstance(said, list) else [said]):
+        _write_json(file, {**given, "eos_token_id": sorted(ends)})
+
+
+def _keep_tokens(chat: Chat, folder: Path) -> None:
+    """Names the class of tokenizer that reads tokenizer.json as the run did; some build one of their own."""
+    try:
+        text = chat.render([{"role": "user", "content": _TRIED}], generation_prompt=True)
+    except ChatError:
+        return
+    wanted, file = next(chat.encode([text])).ids.tolist(), folder / "tokenizer_config.json"
+    if _library_tokens(folder, text) == wanted:
+        return
+    config = strict_json.parse(file.read_bytes()) if file.exists() else {}
+    _write_json(file, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    if _library_tokens(folder, text) != wanted:
+        warn(
+            "export: transformers makes other tokens of a conversation than the run was trained on; give the "
+            "served model tokens that tokenizer.json made"
+        )
+
+
+def _library_tokens(folder: Path, text: str) -> list[int] | None:
+    from transformers import AutoTokenizer
+
+    try:
+        opened: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return list(opened(text, add_special_tokens=False)["input_ids"])
+    except Exception:  # the library's, of whatever the files say
+        return None
 
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that an export is checked with."""
-    found = {}
-    for library in LIBRARIES:
-        try:
-            found[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {library: metadata.version(library) for library in LIBRARIES if find_spec(library)}
 
 
 def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torch.dtype, to: Path) -> Path:
@@ -109,4 +154,5 @@ def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torc
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.unlink(missing_ok=True)
     write_file(file, [(json.dumps(value, indent=2) + "\n").encode()])

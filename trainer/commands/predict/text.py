@@ -50,7 +50,8 @@ def _chat(
     if options.tokenizer is not None:
         raise BadInputError("--tokenizer: a run on conversations has its own; leave it out")
     begun = torch.from_numpy(prompt_tokens(chat, options.prompt, "--prompt")).to(device)
-    ends, added, shown = end_tokens(run.recipe.model.name, chat.eos), list[int](), ""
+    ends = end_tokens(run.recipe.model.name, chat.eos, chat.turn_end)
+    added, shown = list[int](), ""
     for token in generated(run.model.to(device), begun, options.tokens, options.temperature, random):
         if token in ends:
             break

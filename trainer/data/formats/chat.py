@@ -28,7 +28,9 @@ Message = Mapping[str, Any]
 
 _LARGEST = 1 << 30  # tokenizer.json
 _LARGEST_TEMPLATE = 1 << 20
+TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 _BATCH = 512  # texts that are encoded side by side
+_ANSWER = "\ufdd2"  # a Unicode noncharacter, so in no text that is read
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,9 +55,10 @@ class Chat(NamedTuple):
         vocabulary: Every token is below it.
         bos: The token that the tokenizer puts before a text; None if it puts none.
         eos: The token that ends a text; None if none is named.
+        turn_end: The token that the template writes after an answer; None if it writes none.
         special: Special tokens by name, such as bos_token, as the template is given them.
-        added: Texts that are always one token, such as <|im_end|>, and their numbers.
-        controls: Those of them that are special: text of people holds none.
+        ends: Texts of tokens that may end a turn, such as <|im_end|>, longest first, and their numbers: all
+            special ones, and those before; text of people holds none.
         templates: By name; "default" unless there is none.
         marks: Whether the default template says by {% generation %} what an assistant writes.
         asks_date: Whether it asks for today's date.
@@ -67,9 +70,9 @@ class Chat(NamedTuple):
     vocabulary: int
     bos: int | None
     eos: int | None
+    turn_end: int | None
     special: Mapping[str, str]
-    added: Mapping[str, int]
-    controls: tuple[str, ...]
+    ends: Mapping[str, int]
     templates: Mapping[str, "Template"]
     marks: bool
     asks_date: bool
@@ -120,6 +123,11 @@ class Chat(NamedTuple):
         )
         raise ChatError(f"the chat template refuses it ({reason})") from refusal
 
+    def end_in(self, text: str) -> str:
+        """Text of the token of `ends` that a text begins with, behind blanks; "" if it begins with none."""
+        shown = text.lstrip()
+        return next((end for end in self.ends if shown.startswith(end)), "")
+
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
         """Encodes texts; special tokens in them are special tokens.
 
@@ -153,16 +161,14 @@ def _arguments(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 
 def _with_text(value: Any) -> Any:
     """Writes arguments as JSON in a message, a call or a function; see `_forms`."""
+    if isinstance(value, list):
+        return [_with_text(one) for one in value]
     if not isinstance(value, Mapping):
         return value
-    changed = dict(value)
-    if isinstance(calls := value.get("tool_calls"), list):
-        changed["tool_calls"] = [_with_text(one) for one in calls]
-    if "function" in value:
-        changed["function"] = _with_text(value["function"])
+    changed = {key: _with_text(value[key]) for key in ("tool_calls", "function") if key in value}
     if isinstance(arguments := value.get("arguments"), Mapping):
         changed["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return changed
+    return {**value, **changed}
 
 
 def open_tokenizer(folder: Path) -> Chat:
@@ -188,28 +194,38 @@ def open_tokenizer(folder: Path) -> Chat:
                 f"{folder}: tokenizer_config.json says {name} {special[name]!r}, which tokenizer.json "
                 "doesn't know; the two don't belong together"
             )
-    tokens = tokenizer.get_added_tokens_decoder()
-    added = {one.content: number for number, one in tokens.items()}
-    _check_added(folder, config.get("added_tokens_decoder"), added)
+    added = {one.content: (number, one) for number, one in tokenizer.get_added_tokens_decoder().items()}
+    _check_added(folder, config, {text: number for text, (number, _) in added.items()})
     sources = _templates(folder, config.get("chat_template"))
     digest = hashlib.sha256(content + json.dumps([special, sources], sort_keys=True).encode())
-    bos = known.get(special.get("bos_token", ""))
-    default = sources.get("default", "")
+    eos = known.get(special.get("eos_token", ""))
+    longest = sorted((text for text in added if text.strip()), key=len, reverse=True)
     templates, marks = compiled(folder, sources)
-    return Chat(
+    chat = Chat(
         folder,
         digest.hexdigest(),
         max(known.values()) + 1,
-        bos if bos == first else None,
-        known.get(special.get("eos_token", "")),
+        first,
+        eos,
+        None,
         special,
-        added,
-        tuple(one.content for one in tokens.values() if one.special),
+        {text: added[text][0] for text in longest},
         templates,
         marks,
-        "strftime_now" in default,
+        any("strftime_now" in source for source in sources.values()),
         tokenizer,
     )
+    turn_end = chat.ends.get(_written_after_answers(chat))
+    kept = {text: n for text, n in chat.ends.items() if added[text][1].special or n in (eos, turn_end)}
+    return chat._replace(turn_end=turn_end, ends=kept)
+
+
+def _written_after_answers(chat: Chat) -> str:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        return chat.end_in(chat.render(talk).partition(_ANSWER)[2])
+    except ChatError:
+        return ""
 
 
 def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:
@@ -223,7 +239,8 @@ def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:
         ) from error
     try:
         read: Tokenizer = Tokenizer.from_str(content.decode())
-        first = next(iter(read.encode("").ids), None)
+        alone, begun = (read.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+        first = begun[0] if begun[:1] != alone[:1] else None
         read.no_truncation()
         read.no_padding()
         # Also the processor of GPT-2 and Llama 3, which moves offsets over blanks.
@@ -235,8 +252,14 @@ def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:
     return read, first
 
 
-def _check_added(folder: Path, said: Any, added: Mapping[str, int]) -> None:
-    """Refuses tokens that stand in tokenizer_config.json alone: `transformers` would add them."""
+def _check_added(folder: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> None:
+    """Refuses what stands in tokenizer_config.json alone, and makes other tokens in `transformers`."""
+    if config.get("split_special_tokens"):
+        raise BadInputError(
+            f"{folder}: tokenizer_config.json says split_special_tokens, so that <|im_end|> and the like "
+            "would be text; take it out"
+        )
+    said = config.get("added_tokens_decoder")
     for number, token in said.items() if isinstance(said, Mapping) else ():
         if (text := _text(token)) and str(added.get(text)) != str(number):
             raise BadInputError(
@@ -246,14 +269,16 @@ def _check_added(folder: Path, said: Any, added: Mapping[str, int]) -> None:
 
 
 def _templates(folder: Path, said: Any) -> dict[str, str]:
-    """The templates' source by name: of chat_template.jinja, else of tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    content = _read(file, _LARGEST_TEMPLATE)
-    if content is not None:
+    """The templates' source by name: of files for themselves, else of tokenizer_config.json."""
+    found = dict[str, str]()
+    for name, file in TEMPLATE_FILES.items():
+        content = _read(folder / file, _LARGEST_TEMPLATE)
         try:
-            return {"default": content.decode()}
+            found |= {} if content is None else {name: content.decode()}
         except UnicodeDecodeError as error:
-            raise BadInputError(f"{file}: not UTF-8 (byte {error.start})") from error
+            raise BadInputError(f"{folder / file}: not UTF-8 (byte {error.start})") from error
+    if found:
+        return found
     if isinstance(said, str):
         return {"default": said}
     if isinstance(said, list) and all(isinstance(one, Mapping) for one in said):

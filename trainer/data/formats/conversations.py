@@ -15,14 +15,8 @@ from trainer.host import strict_json
 from trainer.host.files import hash_inside, lines_inside
 
 _TRAIN = "train"
-READ = (
-    "text",
-    "prompt",
-    "completion",
-    "messages",
-    "conversations",
-    "tools",
-)  # keys of a row; others are counted
+# Keys of a row; others are counted.
+READ = ("text", "prompt", "completion", "messages", "conversations", "tools")
 _HELD = ("validation", "val", "valid", "test", "eval")
 _LINES = (".jsonl", ".json", ".ndjson")
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})", re.ASCII)
@@ -179,7 +173,7 @@ def _lines(file: Path) -> Iterator[_Row]:
                 raise BadInputError(f"{where}: {reason}; each line is a JSON object of its own") from error
             if not isinstance(row, dict):
                 raise BadInputError(f'{where}: isn\'t a JSON object, such as {{"messages": …}}')
-            yield where, row
+            yield where, {name: value for name, value in row.items() if value is not None}
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror}); give JSON lines") from error
 
@@ -213,7 +207,7 @@ def _parquet(file: Path, read: Collection[str | None]) -> Iterator[_Row]:
             for batch in table.iter_batches(_ROWS, columns=columns, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}: row {number}", {**_there(row), **unread}
+                    yield f"{file}: row {number}", {**_dense(row), **unread}
             if number != facts.num_rows:
                 raise BadInputError(
                     f"{file}: holds {number:,} rows, and says {facts.num_rows:,}; write it again"
@@ -231,15 +225,11 @@ def _arrow(folder: Path, read: Collection[str | None]) -> Iterator[_Row]:
     columns = [table.column(name, "data.input_column") for name in names]
     for number in range(len(columns[0]) if columns else 0):
         row = {name: column[number].as_py() for name, column in zip(names, columns, strict=True)}
-        yield f"{folder}: row {number + 1}", {**_there(row), **unread}
-
-
-def _there(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of columns without what it doesn't have; structs of Arrow have all keys, some with no value."""
-    return {name: _dense(value) for name, value in row.items() if value is not None}
+        yield f"{folder}: row {number + 1}", {**_dense(row), **unread}
 
 
 def _dense(value: Any) -> Any:
+    """What stands in columns without what isn't there; structs of Arrow have all keys, some with no value."""
     if isinstance(value, dict):
         return {key: _dense(one) for key, one in value.items() if one is not None}
     return [_dense(one) for one in value] if isinstance(value, list) else value

@@ -126,6 +126,7 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RowError(f"{where} is {_shown(value)}, and should have role and content")
+    value = {key: one for key, one in value.items() if one is not None}  # as columns have it
     if "from" in value and "role" not in value:
         role = _ROLES.get(str(value["from"]))
         if role is None or set(value) - {"from", "value", "weight"}:
@@ -133,7 +134,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
                 f"{where} has {_names(value)}, from {_shown(value['from'])}: human, gpt and system are read; "
                 "give others as role and content"
             )
-        value = {"role": role, "content": value.get("value"), **_weight_of(value)}
+        value = {"role": role, "content": value.get("value"), "weight": value.get("weight", 1)}
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"{where}: role is {_shown(role)}, and should be user, assistant or system")
@@ -147,7 +148,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(_part(one, where) for one in content)
     # As transformers gives templates what a model thought, by whichever of its names they read.
-    thought = next((value[name] for name in THOUGHT if value.get(name) is not None), None)
+    thought = next((value[name] for name in THOUGHT if name in value), None)
     named = (
         {} if thought is None else {"thinking": value.get("thinking", thought), "reasoning_content": thought}
     )
@@ -187,13 +188,11 @@ def _parsed(value: Any, where: str) -> Any:
         raise RowError(f"{where} is {_shown(value)}: {error}") from error
 
 
-def _weight_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {"weight": value["weight"]} if "weight" in value else {}
-
-
 def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and set(part) == {"type", "text"}:
-        return _string(part["text"], f"{where}: text")
+    if isinstance(part, dict):
+        part = {key: one for key, one in part.items() if one is not None}
+        if part.get("type") == "text" and set(part) == {"type", "text"}:
+            return _string(part["text"], f"{where}: text")
     kind = part.get("type") if isinstance(part, dict) else part
     raise RowError(f"{where}: content holds {_shown(kind)}, and only parts of type text are read")
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,9 +23,8 @@ from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 2  # of the cache: raised where the same rows become other tokens
+_LAYOUT = 3  # of the cache: raised where the same rows become other tokens
 _BATCH = 512  # rows that are tokenized together
-_NEVER = re.compile(r"(?!)")
 
 
 class Tokenized(NamedTuple):
@@ -137,7 +135,6 @@ def _made(split: RowSplit, chat: Chat, learn: str, length: int) -> _Parts:
 
 
 def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterator[_Prepared]:
-    control = re.compile("|".join(map(re.escape, chat.controls))) if chat.controls else _NEVER
     for where, row in split.rows():
         try:
             sample = sample_of(row, learn, split.column)
@@ -158,7 +155,7 @@ def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterat
             continue
         except (RowError, ChatError) as error:
             raise BadInputError(f"{where}: {error}") from error
-        if found := next(filter(None, (control.search(each["content"]) for each in sample.messages)), None):
+        if found := [end for end in chat.ends if any(end in one["content"] for one in sample.messages)]:
             totals.controls += 1
             totals.first_control = totals.first_control or f"{_name(where)}: {found[0]}"
 
@@ -182,11 +179,9 @@ def _plain(where: str, sample: Continuation, chat: Chat) -> _Prepared:
 
 
 def _talk(where: str, sample: Talk, chat: Chat, learn: str) -> _Prepared:
-    if learn == "all":
-        text = turns(chat, sample.messages, (), sample.tools)[0]
-        return _Prepared(where, text, [(0, len(text))], plain=False, whole=False)
-    text, spans = turns(chat, sample.messages, sample.counting, sample.tools)
-    return _Prepared(where, text, spans, plain=False, whole=False)
+    every = learn == "all"
+    text, spans = turns(chat, sample.messages, () if every else sample.counting, sample.tools)
+    return _Prepared(where, text, [(0, len(text))] if every else spans, plain=False, whole=False)
 
 
 def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, totals: _Tally) -> Iterator[Counted]:

@@ -1,6 +1,5 @@
 """Loss mask of a conversation: spans of the rendered text that the assistant writes, and their tokens."""
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +51,11 @@ def turns(
     """
     text, marked = chat.render_marked(messages, tools)
     _check_kept(chat, messages, tools, text)
-    if chat.marks:
+    if chat.marks and counting:
+        _check_marks(chat, messages, tools)
         assistants = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+        if len(marked) > len(assistants) and len(counting) == len(assistants):
+            return text, marked  # a turn in several blocks
         if len(marked) != len(assistants):
             raise ChatError(
                 f"the chat template marks {len(marked)} turns by {{% generation %}}, but the assistant has "
@@ -61,6 +63,22 @@ def turns(
             )
         return text, [marked[assistants.index(number)] for number in counting]
     return text, [_turn(chat, messages, number, tools, text) for number in counting]
+
+
+def _check_marks(chat: Chat, messages: Sequence[Message], tools: Any) -> None:
+    """Refuses a template that marks by {% generation %} what others say."""
+    others = [
+        one if one["role"] == "assistant" else {**one, "content": one["content"] + _PROBE} for one in messages
+    ]
+    try:
+        text, marked = chat.render_marked(others, tools)
+    except ChatError:
+        return
+    if any(_PROBE in text[begin:end] for begin, end in marked):
+        raise ChatError(
+            "the chat template marks by {% generation %} what others than the assistant say; mend "
+            "chat_template.jinja"
+        )
 
 
 def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> tuple[int, int]:
@@ -76,7 +94,7 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
             f"{error}, where message {number + 1} is to be written; it has nothing to answer, so use "
             "language.learn=last, or take it out"
         ) from error
-    upto = chat.render(messages[: number + 1], tools)
+    upto = _rendered(chat, messages[: number + 1], tools) or ""
     if not text.startswith(before):
         raise ChatError(
             f"the chat template renders what comes before message {number + 1} otherwise than in the whole "
@@ -84,18 +102,21 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
             "language.learn=all"
         )
     end = len(upto) if text.startswith(upto) and upto.startswith(before) else 0
-    if not end and number + 1 < len(messages) and chat.added:
-        end = _end(chat, messages, number, tools, text)
+    if not end and number + 1 < len(messages):
+        end = _end(chat, messages, number, tools, text, len(before))
     if end <= len(before):
         raise ChatError(
             f"the chat template changes message {number + 1} by what follows it (as where earlier thinking "
             "is taken out); use language.learn=last, or mark what the assistant writes by {% generation %} "
             "in chat_template.jinja"
         )
+    # Some templates end a turn only where another follows.
+    if chat.ends.get(mark := chat.end_in(text[end:])) in (chat.eos, chat.turn_end) and mark:
+        end = text.index(mark, end) + len(mark)
     return len(before), end
 
 
-def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str) -> int:
+def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str, begin: int) -> int:
     """Finds the end of a turn that the template renders differently as the last one; 0 if it isn't found.
 
     A probe after its content shows where the content ends in the text; the token that ends the turn follows.
@@ -106,40 +127,39 @@ def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text:
     if not messages[number].get("tool_calls"):
         for kept in (content, content.rstrip()):
             place = _probed(chat, messages, number, kept + _PROBE, tools, text)
-            ends = re.compile(r"\s*(?:" + "|".join(map(re.escape, chat.added)) + ")")
             if (
                 place > 0
                 and text[:place].rstrip().endswith(kept.strip())
-                and (after := ends.match(text, place))
+                and (mark := chat.end_in(text[place:]))
             ):
-                return after.end()
+                return text.index(mark, place) + len(mark)
         return 0
-    upto, following = chat.render(messages[: number + 1], tools).rstrip(), messages[number + 1]["content"]
-    mark = max((one for one in chat.added if upto.endswith(one)), key=len, default="")
-    begin = len(chat.render(messages[:number], tools, generation_prompt=True))
+    upto, following = _rendered(chat, messages[: number + 1], tools) or "", messages[number + 1]["content"]
+    mark = next((one for one in chat.ends if upto.rstrip().endswith(one)), "")
     end = text.find(mark, begin) + len(mark)
     before = _probed(chat, messages, number + 1, _PROBE + following, tools, text)
     return end if mark and mark not in content and begin < end <= before else 0
 
 
+def _rendered(chat: Chat, messages: Sequence[Message], tools: Any) -> str | None:
+    """Renders messages that were changed or cut to try the template; None if it refuses them."""
+    try:
+        return chat.render(messages, tools)
+    except ChatError:
+        return None
+
+
 def _probed(chat: Chat, messages: Sequence[Message], number: int, content: str, tools: Any, text: str) -> int:
-    """Returns the place of the probe in `content` in the text, in characters.
+    """Returns the place in the text of the probe in a message's `content`.
 
-    Args:
-        chat: The tokenizer and its chat template.
-        messages: The conversation.
-        number: Index of the message whose content is replaced.
-        content: Its content with the probe.
-        tools: Tools that the assistant may call.
-        text: The conversation as rendered without the probe.
-
-    Returns:
-        -1 if the template drops the probe, or renders anything else differently because of it.
+    It is -1 if the template drops the probe, or renders anything else differently because of it.
     """
-    found = chat.render(
-        [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]], tools
-    )
+    found = _rendered(chat, _with(messages, number, content=content), tools) or ""
     return found.find(_PROBE) if found.replace(_PROBE, "", 1) == text else -1
+
+
+def _with(messages: Sequence[Message], number: int, **changed: Any) -> list[Message]:
+    return [*messages[:number], {**messages[number], **changed}, *messages[number + 1 :]]
 
 
 def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) -> None:
@@ -152,12 +172,11 @@ def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
         {**one, "content": f"{one['content']}{_PROBE}{number}{_PROBE}"} if one["content"].strip() else one
         for number, one in enumerate(messages)
     ]
-    rendered = chat.render(probed, tools)
+    rendered = _rendered(chat, probed, tools) or ""
     for number, message in enumerate(messages):
         if not message["content"].strip() or f"{_PROBE}{number}{_PROBE}" in rendered:
             continue
-        alone = [*messages[:number], probed[number], *messages[number + 1 :]]
-        if chat.render(alone, tools) == text:
+        if _rendered(chat, _with(messages, number, **probed[number]), tools) == text:
             raise ChatError(
                 f"the chat template leaves message {number + 1} (role {message['role']!r}) out; take it out, "
                 "or put it into another message"
@@ -170,22 +189,22 @@ def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
     Raises:
         ChatError: If tool calls are among them: the assistant would learn to write nothing in their place.
     """
-    given = {key for one in messages for key, value in one.items() if value not in (None, "", [], {})}
-    keys = sorted(given - {"role", "content", "weight"})
+    for number, one in enumerate(messages):
+        calls = one.get("tool_calls") or []
+        for nth in range(len(calls)):
+            fewer = _with(messages, number, tool_calls=[*calls[:nth], *calls[nth + 1 :]])
+            if _rendered(chat, fewer, tools) == text:
+                raise ChatError(
+                    f"the chat template leaves tool_calls out (call {nth + 1} of message {number + 1}); use "
+                    "the template of a model that calls tools, or put the calls into content"
+                )
+    given = {key for one in messages for key, value in one.items() if value not in ("", [], {})}
+    keys = sorted(given - {"role", "content", "weight", "tool_calls"})
     for group in dict.fromkeys(THOUGHT if key in THOUGHT else (key,) for key in keys):
         without = [{key: one[key] for key in one if key not in group} for one in messages]
-        try:
-            unread = chat.render(without, tools) == text
-        except ChatError:
-            continue
-        if unread and "tool_calls" in group and any(one.get("tool_calls") for one in messages):
-            raise ChatError(
-                "the chat template leaves tool_calls out; use the template of a model that calls tools, or "
-                "put the calls into content"
-            )
-        if unread:
+        if _rendered(chat, without, tools) == text:
             yield f"{group[0]!r} in messages"
-    if tools and chat.render(messages) == text:
+    if tools and _rendered(chat, messages, None) == text:
         yield "'tools'"
 
 
@@ -196,10 +215,13 @@ def counted(chat: Chat, text: str, encoded: Encoded, spans: Spans) -> Counted:
     before it.
     """
     ids, starts, ends = encoded
-    ended, counts = set(chat.added.values()), starts < 0
+    ended, counts = set(chat.ends.values()), starts < 0
     straddling = unended = 0
     for begin, end in spans:
         inside = (starts >= begin) & (ends <= end) & (starts < end)
+        for place in ((starts >= begin) & (starts < end) & (ends > end)).nonzero()[0].tolist():
+            # A token may be written to take the blanks behind it.
+            inside[place] = int(ids[place]) in ended and text[end : int(ends[place])].isspace()
         straddling += int(((starts < end) & (ends > begin) & ~inside).sum())
         places = inside.nonzero()[0].tolist()
         last = next((place for place in reversed(places) if int(ids[place]) in ended), None)
