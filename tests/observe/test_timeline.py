@@ -19,7 +19,14 @@ from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
 from trainer.observe.log import Sources
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
-from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, DeviceTimes, reading, split_between, straggler
+from trainer.observe.timeline import (
+    OF_DEVICE,
+    DeviceTimeline,
+    DeviceTimes,
+    clock_reading,
+    split_between,
+    straggler,
+)
 from trainer.train import loop
 from trainer.train.components.operations import count_operations
 from trainer.train.loop import train
@@ -201,7 +208,7 @@ def test_the_first_steps_explain_themselves_alone(log_every: int) -> None:
     clock, start = Box(), 0.0
     marks, rows = DeviceTimeline(clock.event), list[dict[str, float]]()
     PHASE_TIMER.reset()
-    host = reading(0)
+    host = clock_reading(0)
     for step in range(1, 101):
         PHASE_TIMER.step = step
         for phase in ("data", "forward", "backward", "update", "logging"):
@@ -228,7 +235,7 @@ def test_the_first_steps_explain_themselves_alone(log_every: int) -> None:
 
 def test_what_a_device_says_replaces_what_the_host_says() -> None:
     PHASE_TIMER.reset()
-    start = reading(0)._replace(wall=0.0)
+    start = clock_reading(0)._replace(wall=0.0)
     host = {**start.host, "backward": start.host["backward"] + 0.5, "evaluation": 2.0}
     end = start._replace(wall=10.0, host=host, step=8)
     seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)

@@ -17,7 +17,7 @@ from trainer.observe.checksums import Checksums
 from trainer.observe.flops import Count
 from trainer.observe.memory import used_memory
 from trainer.observe.phases import PHASE_TIMER, PHASES
-from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
+from trainer.observe.timeline import DeviceTimeline, clock_reading, split_between, straggler
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
@@ -154,7 +154,7 @@ class MetricLogger:
         self._sources, self._left_out = sources or Sources(), left_out
         self._timeline = DeviceTimeline() if device.type == "cuda" else None
         PHASE_TIMER.on_device = self._timeline
-        self._reading = reading(self.logged.step)
+        self._reading = clock_reading(self.logged.step)
         self.start_clock(self.logged.step)
 
     def start_clock(self, step: int) -> None:
@@ -192,7 +192,7 @@ class MetricLogger:
         # All ranks must decide alike here: collectives must not depend on a clock.
         if gather is None and time.perf_counter() - self._reading.wall < self._sources.pause_s:
             return {}, None, {}
-        earlier, self._reading = self._reading, reading(step)
+        earlier, self._reading = self._reading, clock_reading(step)
         split = split_between(earlier, self._reading, self._timeline.read() if self._timeline else None)
         table = None
         if gather is not None:
@@ -277,7 +277,7 @@ class MetricLogger:
 
     def rest(self) -> dict[str, float]:
         """Returns `time/*` of the host since the last record: the last evaluation, mostly."""
-        return split_between(self._reading, reading(self.logged.step))
+        return split_between(self._reading, clock_reading(self.logged.step))
 
     def _speed(self, samples_per_s: float) -> dict[str, float]:
         speed = {"samples_per_s": samples_per_s}

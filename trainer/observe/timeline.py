@@ -116,7 +116,7 @@ class ClockReading(NamedTuple):
     step: int
 
 
-def reading(step: int) -> ClockReading:
+def clock_reading(step: int) -> ClockReading:
     """Now, after so many steps."""
     host = {phase: spent / 1e9 for phase, spent in PHASE_TIMER.read().items()}
     return ClockReading(time.perf_counter(), host, step)
