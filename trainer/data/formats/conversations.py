@@ -229,7 +229,7 @@ def _arrow(folder: Path, read: Collection[str | None]) -> Iterator[_Row]:
 
 
 def _dense(value: Any) -> Any:
-    """What stands in columns without what isn't there; structs of Arrow have all keys, some with no value."""
+    """A row of columns without the keys that it lacks: structs of Arrow have all keys, some with no value."""
     if isinstance(value, dict):
         return {key: _dense(one) for key, one in value.items() if one is not None}
     return [_dense(one) for one in value] if isinstance(value, list) else value
