@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from trainer.config.yaml_text import parse_yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 
 def read_mutants(file: Path) -> list[Mutant]:
     """The faults of a room."""
-    return [Mutant(**entry) for entry in yaml.load(file.read_text(), yaml.CSafeLoader)]
+    return [Mutant(**entry) for entry in parse_yaml(file.read_text(), file.name)]
 
 
 def _seen(mutant: Mutant, copy: Path) -> str:
