@@ -108,5 +108,19 @@ def test_what_does_not_come_through_a_fork(monkeypatch: pytest.MonkeyPatch, tmp_
         until(lambda: len(forked.footprint().threads) > len(before.threads))
         ended = before._replace(threads=before.threads | {"1", "2"})
         assert not forked.can_fork(ended, files=False)
+    until(lambda: forked.footprint().threads <= before.threads)
+    last = threading.Lock()  # kept by a thread that Python has joined, and that has instructions to go
+    last.acquire()
+    _thread.start_new_thread(last.acquire, ())
+    until(lambda: len(forked.footprint().threads) > len(before.threads))
+
+    def end(_: str) -> str:
+        if forked.footprint().threads - before.threads:
+            last.release()
+            until(lambda: forked.footprint().threads <= before.threads)
+        return "7 (python) R 1"
+
+    monkeypatch.setattr(forked, "text_of", end)
+    assert forked.can_fork(before, files=False)
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     assert not forked.can_fork(before, files=False)

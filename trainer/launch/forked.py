@@ -6,11 +6,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from runpy import run_module
 from typing import Any, NamedTuple
+
+from trainer.host.reading import text_of
+
+_ENDING_S = 1.0  # for threads that are about to end
 
 # What a launcher hands to a rank that is a fork of it: a user's task, so that its file is run once.
 handed: list[Any] = []
@@ -51,10 +56,18 @@ def can_fork(before: Footprint, *, files: bool) -> bool:
         files: True to require, too, that no file was opened and left open since: LMDB's environments and
             sockets belong to the process that opened them.
     """
-    now = footprint()
+    now, late = footprint(), time.monotonic() + _ENDING_S
+    while any(map(_is_running, now.threads - before.threads)) and time.monotonic() < late:
+        time.sleep(0.001)
+        now = footprint()
     # By id: OpenBLAS's threads end where a process is forked, and as many of another library may follow.
     alone = threading.active_count() == 1 and now.threads and now.threads <= before.threads
     return sys.platform == "linux" and bool(alone) and not (files and now.files - before.files)
+
+
+def _is_running(thread: str) -> bool:
+    """True unless a thread sleeps, as a library's does: one that Python has joined is seen until it has ended."""
+    return text_of(f"/proc/self/task/{thread}/stat").rpartition(") ")[2][:1] != "S"
 
 
 class ForkedRank:
