@@ -129,11 +129,6 @@ class Chat(NamedTuple):
         )
         raise ChatError(f"the chat template refuses it ({reason})") from refusal
 
-    def end_in(self, text: str) -> str:
-        """Text of the token of `ends` that a text begins with, behind blanks; "" if it begins with none."""
-        shown = text.lstrip()
-        return next((end for end in self.ends if shown.startswith(end)), "")
-
     def closed(self, text: str) -> int:
         """Length of what ends an answer's turn at the front of a text, with blanks before it; 0: nothing."""
         shown = text.lstrip()
@@ -231,23 +226,23 @@ def open_tokenizer(folder: Path) -> Chat:
     closing, last = _written_after_answers(chat)
     turn_end = chat.ends.get(last)
     kept = {text: n for text, n in chat.ends.items() if added[text][1].special or n in (eos, turn_end)}
-    closings = {closing, *(text for text, n in kept.items() if n == eos)} - {""}
-    longest_first = tuple(sorted(closings, key=len, reverse=True))
-    return chat._replace(turn_end=turn_end, ends=kept, closings=longest_first)
+    closings = sorted(
+        {closing, *(text for text, n in kept.items() if n == eos)} - {""}, key=len, reverse=True
+    )
+    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings))
 
 
 def _written_after_answers(chat: Chat) -> tuple[str, str]:
     """Returns what the template writes after an answer, to its last added token; and that token."""
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
-    after = []
-    for messages in (talk, [*talk, talk[0]]):
-        with suppress(ChatError):
-            after.append(chat.render(messages).partition(_ANSWER)[2])
+    talk, after = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}], ["", ""]
+    with suppress(ChatError):
+        after = [chat.render(talk).partition(_ANSWER)[2]] * 2
+        after[1] = chat.render([*talk, talk[0]]).partition(_ANSWER)[2]
     # What both have is the turn's own: the end of a conversation, or the next role, may follow it.
-    alike = takewhile(lambda letters: len({*letters}) == 1, zip(*after, strict=False))
-    for text in ("".join(letters[0] for letters in alike), *after[:1]):
+    alike = takewhile(lambda letters: letters[0] == letters[1], zip(*after, strict=False))
+    for text in ("".join(letter for letter, _ in alike), after[0]):
         rest, last = text, ""
-        while mark := chat.end_in(rest):
+        while mark := next((end for end in chat.ends if rest.lstrip().startswith(end)), ""):
             rest, last = rest.lstrip().removeprefix(mark), mark
         if last:
             return text.removesuffix(rest).lstrip(), last
