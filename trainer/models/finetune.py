@@ -157,7 +157,9 @@ class _Linear(nn.Linear, _Lora):
 class _Projection(NonDynamicallyQuantizableLinear, _Lora):
     """Output projection of nn.MultiheadAttention, which reads the layer's weight and never calls it."""
 
-    weight = _Linear.weight
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return _sum(self, "weight")
 
 
 class _Attention(nn.MultiheadAttention, _Lora):
