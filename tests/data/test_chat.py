@@ -122,6 +122,32 @@ def test_a_turn_that_ends_only_where_another_follows(tmp_path: Path) -> None:
     assert counted(chat, text, next(chat.encode([text])), spans).unended == 1
 
 
+MARKED_BY_ROLES = (  # as GLM's: no end of a turn, the next role's token follows; the last one is thought over
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + '<think>' * (loop.last and m.role == 'assistant') + "
+    "m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+ENDED_TWICE = (  # as Cohere's
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + '<think>' * (loop.last and m.role == 'assistant') + "
+    "m.content + '<|answered|> <|turn|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(MARKED_BY_ROLES, ""), (ENDED_TWICE, "<|answered|> <|turn|>")],
+    ids=["roles", "twice"],
+)
+def test_the_end_of_a_turn_is_its_own_and_whole(template: str, end: str, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path, template=template)
+    add(folder, special=True, **{f"<|{one}|>": {} for one in ("user", "assistant", "answered", "turn")})
+    chat = open_tokenizer(folder)
+    assert chat.turn_end == chat.ends.get("<|turn|>" * bool(end))
+    assert counting(chat, TALK, [1, 3]) == f"{TALK[1]['content']}{end}|<think>{TALK[3]['content']}{end}"
+    text, spans = turns(chat, TALK, [1, 3])
+    assert counted(chat, text, next(chat.encode([text])), spans).unended == 2 * (not end)
+
+
 def test_the_longest_of_two_ends_is_the_one(tmp_path: Path) -> None:
     """As the library finds tokens; in a turn whose end is found by a probe."""
     template = TEMPLATES["qwen3"].replace("<|im_end|>", "<|im_end|>>")

@@ -223,6 +223,18 @@ def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype
     assert torch.allclose(fresh(inputs), unmerged, rtol=within, atol=within)
 
 
+def test_without_gradients_it_computes_alike() -> None:
+    """torch's kernel for a whole layer, as in evaluation, reads the weights of linear layers."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model, inputs = nn.TransformerEncoder(layer, 2), torch.randn(3, 5, 8)
+    assert "on 8 layers" in fine_tune(model, LORA)
+    learned(model)
+    expected = model(inputs)
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(inputs), expected, atol=1e-5)
+
+
 def test_timms_vit_has_its_layers_found() -> None:
     require("timm")
     with torch.device("meta"):

@@ -242,6 +242,9 @@ def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> 
     for step in range(1000, 1007):
         host.update(step, None, torch.zeros(1), last=step == 1006)
     assert host.tensors["weight"].item() == pytest.approx(2 - 0.9**7)
+    host.go_on(1007)  # where the run is extended, these seven don't count again
+    host.update(1007, None, torch.zeros(1))
+    assert host.tensors["weight"].item() == pytest.approx(2 - 0.9**8)
     updates = torch.tensor([1000])
     for step in range(1000, 1007):
         skipped = torch.tensor(float(step in (1001, 1003)))  # the second of them is the fourth step

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tests.helpers.chat_folders import chat_folder
 from tests.helpers.small_gpt import SMALL
 from tests.helpers.toys import build_alone, make_recipe
+from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import LENGTH, NUM_ITEMS
 from trainer.data.formats.chat import open_tokenizer
@@ -171,3 +172,22 @@ def test_an_evaluation_set_of_its_own_and_what_is_left_out(rows: list[Any], tmp_
 def test_what_does_not_go_together(language: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=says):
         make_task(recipe_of(tmp_path, **language))
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_token_of_the_template_that_cannot_be_learned_is_told(trained: bool, tmp_path: Path) -> None:
+    """As where a base model, whose tokenizer was given the template's tokens, is trained with LoRA."""
+    number = open_tokenizer(tmp_path / "chat").ends["<|im_start|>"]
+
+    class Base(Language):
+        def model(self) -> torch.nn.Module:
+            model = super().model()
+            model.get_parameter("embedding.weight").data[[0, number]] = 0  # the first is in no conversation
+            return model
+
+    recipe = recipe_of(tmp_path)
+    recipe.model = ModelConfig.model_validate({} if trained else {"lora": {"rank": 2}})
+    task = Base(recipe.data, recipe.model, recipe.language, recipe.seed)
+    told = [note for note in build_alone(recipe, task).notes if "can't tell them apart" in note]
+    assert [note.partition("(")[2].partition(")")[0] for note in told] == ["<|im_start|>"] * (not trained)

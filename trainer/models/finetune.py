@@ -137,11 +137,21 @@ class _Lora(nn.Module):
 
 
 class _Linear(nn.Linear, _Lora):
-    """Linear layer that computes W x + B (A x), without the sum of the matrices."""
+    """Linear layer that computes W x + B (A x), without the sum of the matrices.
+
+    What reads its weight in place of calling it gets the sum, as torch's kernel for a whole
+    TransformerEncoderLayer does in evaluation.
+    """
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return _sum(self, "weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = F.linear(F.linear(x, self.lora_a), self.lora_b)
-        return F.linear(x, self.weight, self.bias) + self.lora_scale * low
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return F.linear(x, weight, self.bias) + self.lora_scale * low
 
 
 class _Projection(NonDynamicallyQuantizableLinear, _Lora):

@@ -121,14 +121,11 @@ class HfLanguage(nn.Module):
         return hidden
 
     def _of_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the head's weight, LoRA's product added to it, and its bias."""
+        """Returns the head's weight (with LoRA's product, see `finetune`), and its bias."""
         if self._tied:
             return getattr(self, self._body).get_input_embeddings().weight, None
         head = getattr(self, self._head)
-        weight = head.weight
-        if hasattr(head, "lora_a"):
-            weight = weight + head.lora_scale * (head.lora_b @ head.lora_a)
-        return weight, head.bias
+        return head.weight, head.bias
 
     def in_files(self) -> dict[str, torch.Tensor]:
         """Returns the state_dict by the names that the library's files have."""

@@ -22,8 +22,8 @@ class WeightAverage:
 
     Attributes:
         tensors: Averages by the parameters' names, on the weights' device.
-        moved_at: Number of updates at the last update of the average, int64 (1,), on the device; 0 if no
-            update may be skipped.
+        moved_at: Number of updates at the last update of the average, int64 (1,), on the device; if no update
+            may be skipped, only set after the run's last step.
         before: Number of updates in earlier runs, whose average this run started from.
     """
 
@@ -61,6 +61,8 @@ class WeightAverage:
         if skipped is None:
             self._move(max(1 - decay ** (done - self._moved), 9 / (10 + self.before + step)))
             self._moved = done
+            if last:
+                self.moved_at.fill_(done)
         else:
             # The number of updates is known on the device alone.
             made = updates + (1 - skipped).to(torch.int64)
@@ -71,7 +73,8 @@ class WeightAverage:
 
     def go_on(self, step: int) -> None:
         """Continues after `step` steps; the average and `moved_at` have been restored."""
-        self._moved = step - step % self._config.every
+        # After the last step of a run, which may be extended, the average was updated in any case.
+        self._moved = max(step - step % self._config.every, int(self.moved_at))
 
     def _move(self, fraction: float | torch.Tensor) -> None:
         before = torch.is_grad_enabled()

@@ -7,7 +7,9 @@ tokenizers do: the template writes what begins and ends a conversation, so the t
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,10 +57,13 @@ class Chat(NamedTuple):
         vocabulary: Every token is below it.
         bos: The token that the tokenizer puts before a text; None if it puts none.
         eos: The token that ends a text; None if none is named.
-        turn_end: The token that the template writes after an answer; None if it writes none.
+        turn_end: The token that ends an answer's turn in the template, the last of what it writes after any
+            answer; None if it writes none.
         special: Special tokens by name, such as bos_token, as the template is given them.
         ends: Texts of tokens that may end a turn, such as <|im_end|>, longest first, and their numbers: all
             special ones, and those before; text of people holds none.
+        closings: What ends an answer's turn in a text, longest first: what the template writes up to
+            `turn_end`, such as <|END_RESPONSE|><|END_OF_TURN_TOKEN|>, and the text of `eos`.
         templates: By name; "default" unless there is none.
         marks: Whether the default template says by {% generation %} what an assistant writes.
         asks_date: Whether it asks for today's date.
@@ -73,6 +78,7 @@ class Chat(NamedTuple):
     turn_end: int | None
     special: Mapping[str, str]
     ends: Mapping[str, int]
+    closings: tuple[str, ...]
     templates: Mapping[str, "Template"]
     marks: bool
     asks_date: bool
@@ -123,10 +129,11 @@ class Chat(NamedTuple):
         )
         raise ChatError(f"the chat template refuses it ({reason})") from refusal
 
-    def end_in(self, text: str) -> str:
-        """Text of the token of `ends` that a text begins with, behind blanks; "" if it begins with none."""
+    def closed(self, text: str) -> int:
+        """Length of what ends an answer's turn at the front of a text, with blanks before it; 0: nothing."""
         shown = text.lstrip()
-        return next((end for end in self.ends if shown.startswith(end)), "")
+        found = next((one for one in self.closings if shown.startswith(one)), "")
+        return len(text) - len(shown) + len(found) if found else 0
 
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
         """Encodes texts; special tokens in them are special tokens.
@@ -210,22 +217,36 @@ def open_tokenizer(folder: Path) -> Chat:
         None,
         special,
         {text: added[text][0] for text in longest},
+        (),
         templates,
         marks,
         any("strftime_now" in source for source in sources.values()),
         tokenizer,
     )
-    turn_end = chat.ends.get(_written_after_answers(chat))
+    closing, last = _written_after_answers(chat)
+    turn_end = chat.ends.get(last)
     kept = {text: n for text, n in chat.ends.items() if added[text][1].special or n in (eos, turn_end)}
-    return chat._replace(turn_end=turn_end, ends=kept)
+    closings = sorted(
+        {closing, *(text for text, n in kept.items() if n == eos)} - {""}, key=len, reverse=True
+    )
+    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings))
 
 
-def _written_after_answers(chat: Chat) -> str:
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        return chat.end_in(chat.render(talk).partition(_ANSWER)[2])
-    except ChatError:
-        return ""
+def _written_after_answers(chat: Chat) -> tuple[str, str]:
+    """Returns what the template writes after an answer, to its last added token; and that token."""
+    talk, after = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}], ["", ""]
+    with suppress(ChatError):
+        after = [chat.render(talk).partition(_ANSWER)[2]] * 2
+        after[1] = chat.render([*talk, talk[0]]).partition(_ANSWER)[2]
+    # What both have is the turn's own: the end of a conversation, or the next role, may follow it.
+    alike = takewhile(lambda letters: letters[0] == letters[1], zip(*after, strict=False))
+    for text in ("".join(letter for letter, _ in alike), after[0]):
+        rest, last = text, ""
+        while mark := next((end for end in chat.ends if rest.lstrip().startswith(end)), ""):
+            rest, last = rest.lstrip().removeprefix(mark), mark
+        if last:
+            return text.removesuffix(rest).lstrip(), last
+    return "", ""
 
 
 def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:

@@ -23,7 +23,7 @@ from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 3  # of the cache: raised where the same rows become other tokens
+_LAYOUT = 4  # of the cache: raised where the same rows become other tokens
 _BATCH = 512  # rows that are tokenized together
 
 

@@ -111,15 +111,14 @@ def _turn(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text
             "in chat_template.jinja"
         )
     # Some templates end a turn only where another follows.
-    if chat.ends.get(mark := chat.end_in(text[end:])) in (chat.eos, chat.turn_end) and mark:
-        end = text.index(mark, end) + len(mark)
-    return len(before), end
+    return len(before), end + chat.closed(text[end:])
 
 
 def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str, begin: int) -> int:
     """Finds the end of a turn that the template renders differently as the last one; 0 if it isn't found.
 
-    A probe after its content shows where the content ends in the text; the token that ends the turn follows.
+    A probe after its content shows where the content ends in the text; the token that ends the turn follows,
+    if the template writes one. The next role's, as <|user|>, isn't one.
     A turn with tool calls ends with the token that it would end with as the last one, found before the
     content of the next message.
     """
@@ -127,12 +126,8 @@ def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text:
     if not messages[number].get("tool_calls"):
         for kept in (content, content.rstrip()):
             place = _probed(chat, messages, number, kept + _PROBE, tools, text)
-            if (
-                place > 0
-                and text[:place].rstrip().endswith(kept.strip())
-                and (mark := chat.end_in(text[place:]))
-            ):
-                return text.index(mark, place) + len(mark)
+            if place > 0 and text[:place].rstrip().endswith(kept.strip()):
+                return place + chat.closed(text[place:])
         return 0
     upto, following = _rendered(chat, messages[: number + 1], tools) or "", messages[number + 1]["content"]
     mark = next((one for one in chat.ends if upto.rstrip().endswith(one)), "")

@@ -94,6 +94,11 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         check_agreement(f"initial weights {weights!r}", world)
     if line := fine_tune(model, recipe.model):
         notes.append(line)
+    if fresh and (unlearned := _unlearned(model, task)):
+        notes.append(
+            f"the embedding isn't trained, and is zero for tokens of the template ({', '.join(unlearned)}): "
+            "the model can't tell them apart; begin with a model that knows the template, or train it whole"
+        )
     together = sharing(dict(model.named_parameters()))
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = model.to(device=home, memory_format=layout)  # type: ignore[call-overload]
@@ -128,6 +133,16 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         notes += ddp_notes(world.size)
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, compiled, nonfinite, graphs, notes)
+
+
+def _unlearned(model: nn.Module, task: Task) -> list[str]:
+    """Returns the special tokens of conversations whose embeddings are zero, and not trained."""
+    chat, arrays = getattr(task, "chat", None), task.train_data.arrays
+    table = next((one.weight for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    if chat is None or arrays is None or table is None or table.requires_grad:
+        return []
+    used = {text: n for text, n in chat.ends.items() if (arrays["tokens"] == n).any()}
+    return [text for text, number in used.items() if not table[number].any()]
 
 
 def _few(names: list[str]) -> str:
