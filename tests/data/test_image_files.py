@@ -4,6 +4,7 @@ isn't there, is named before the start; classes are numbered alike in every form
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest
     assert "3 of 60 training samples are corrupt" in capfd.readouterr().err
 
 
-def labeled(classes: str, labels: list[int]) -> Files:
+def labeled(classes: Sequence[str], labels: list[int]) -> Files:
     return Files(Path("x"), [b"%d" % number for number in range(len(labels))], labels, classes)
 
 
@@ -192,6 +193,7 @@ def labeled(classes: str, labels: list[int]) -> Files:
         (("abcd", [0, 1, 2, 3]), ("ab", [0, 1]), r"class 'c' \(and 1 more\) is in train only"),
         (("012", [0, 2]), ("0123", [0, 3]), "class '3' has no samples in train, and 1 in val"),
         (("012", [0, 2]), ("012", [0, 1]), "class '1' has no samples in train, and 1 in val"),
+        ((("a", "a "), [0, 1]), (("a", "a "), [0, 1]), "class 'a' can hardly be told from class 'a '; make"),
     ],
 )
 def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: str) -> None:

@@ -19,7 +19,14 @@ from trainer import cli
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.errors import BadInputError
-from trainer.host.files import copy_folder, open_own, open_regular_file, own_folder, written_whole
+from trainer.host.files import (
+    check_replaceable,
+    copy_folder,
+    open_own,
+    open_regular_file,
+    own_folder,
+    written_whole,
+)
 from trainer.launch.nodes import EXIT_CODE, FOLDER, LOGS
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.runs.folder import check_inside, claim_folder, lock
@@ -316,13 +323,22 @@ def test_the_name_while_writing_cannot_be_foreseen(tmp_path: Path) -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices, and could replace them")
-def test_a_device_is_never_replaced(tmp_path: Path) -> None:
-    null = tmp_path / "null"
-    os.mknod(null, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
-    with pytest.raises(OSError, match="it is a device"), written_whole(null) as beside:
+def device(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root makes devices, and could replace them")
+    os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+
+
+@pytest.mark.parametrize("make", [device, os.mkfifo])
+def test_a_device_or_pipe_is_never_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    make(path)
+    before = path.lstat()
+    with pytest.raises(OSError, match="it is a device"), written_whole(path) as beside:
         beside.write_text("a report")
-    assert null.is_char_device() and [path.name for path in tmp_path.iterdir()] == ["null"]
+    with pytest.raises(OSError, match="it is a device"):
+        check_replaceable(path)
+    assert path.lstat() == before and [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
 def test_a_copy_of_a_folder_follows_nothing(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class Language:
             text = split_text(splits(path, data.eval_split)[1], data.input_column or "text")
         else:
             text = _texts(data, path, config, self._seed)[1]
-        for what in ("tokenizer", "vocabulary", "end", "characters"):
+        for what in ("tokenizer", "tokenizer_sha256", "vocabulary", "end", "characters"):
             here, there = getattr(text, what), getattr(about, what)
             if here != there:
                 shown = "" if what == "characters" else f" ({what} {here}, and the model's {there})"
@@ -146,6 +146,7 @@ class Language:
             "vocabulary": self._vocabulary,
             "sequence_length": self._config.sequence_length,
             "tokenizer": about.tokenizer,
+            "tokenizer_sha256": about.tokenizer_sha256,
             "characters": about.characters,
             "end_of_document": about.end,
             "text": self._config.text,
@@ -391,7 +392,8 @@ def _without_tokens(about: TokenFile | None, vocabulary: int) -> Text:
     nothing = np.empty(0, np.uint16)
     if about is None:
         return Text(nothing, vocabulary, None, "unknown")
-    return Text(nothing, about.vocabulary, about.end_of_document, about.tokenizer)
+    text = Text(nothing, about.vocabulary, about.end_of_document, about.tokenizer)
+    return text._replace(tokenizer_sha256=about.tokenizer_sha256)
 
 
 def _same_tokenizer(files: list[Path], abouts: list[Any]) -> None:

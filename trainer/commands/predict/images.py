@@ -18,6 +18,7 @@ from trainer.commands.predict.classes import (
 )
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
+from trainer.data.formats.files import LARGEST_FILE
 from trainer.data.formats.records import LABEL, Reading, reading_of
 from trainer.data.sources import IMAGE, in_files
 from trainer.errors import EXIT_DONE
@@ -50,9 +51,13 @@ def content(path: Path) -> bytearray:
         Corrupt: If it can't be read.
     """
     try:
-        return bytearray(path.read_bytes())
+        with path.open("rb") as file:  # a pipe has no size, and /dev/zero no end
+            data = bytearray(file.read(LARGEST_FILE + 1))
     except OSError as error:
         raise Corrupt(f"can't be read ({error.strerror})") from error
+    if len(data) > LARGEST_FILE:
+        raise Corrupt(f"has more than {LARGEST_FILE:,} bytes, so is no image")
+    return data
 
 
 def reading_of_run(run: OpenedRun) -> Reading:

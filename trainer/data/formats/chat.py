@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.data.formats.chat_template import Spans, compiled, unmarked
-from trainer.data.formats.encoders import one_line
+from trainer.data.formats.encoders import one_line, parse_tokenizer
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 from trainer.host.files import read_inside
@@ -230,26 +230,14 @@ def _written_after_answers(chat: Chat) -> str:
 
 def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:
     """Reads a tokenizer that adds nothing, and what it added before to the front of a text."""
-    try:
-        from tokenizers import Tokenizer
-        from tokenizers.processors import TemplateProcessing
-    except ImportError as error:
-        raise BadInputError(
-            f"{file}: the library tokenizers isn't installed: pip install tokenizers"
-        ) from error
-    try:
-        read: Tokenizer = Tokenizer.from_str(content.decode())
+    read = parse_tokenizer(content, file)
+    from tokenizers.processors import TemplateProcessing
+
+    with one_line(str(file)):
         alone, begun = (read.encode("a", add_special_tokens=adds).ids for adds in (False, True))
-        first = begun[0] if begun[:1] != alone[:1] else None
-        read.no_truncation()
-        read.no_padding()
-        # Also the processor of GPT-2 and Llama 3, which moves offsets over blanks.
-        read.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises nothing narrower, and where it panics this
-        raise BadInputError(f"{file}: not a tokenizer.json ({first_line(error)})") from error
-    return read, first
+    # Also the processor of GPT-2 and Llama 3, which moves offsets over blanks.
+    read.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return read, begun[0] if begun[:1] != alone[:1] else None
 
 
 def _check_added(folder: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> None:

@@ -43,6 +43,7 @@ class Encoder(NamedTuple):
         vocabulary: Largest token + 1.
         end: Token that ends a document.
         tokenizer: Tokenizer of the library; None for bytes.
+        lossy: True if it leaves out characters that it has no token for.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Encoder(NamedTuple):
     vocabulary: int
     end: int
     tokenizer: "Tokenizer | None"
+    lossy: bool = False
 
 
 def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
@@ -65,31 +67,43 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
     kind, _, name = tokenizer.partition(":")
     if kind != "bpe" or not name:
         raise BadInputError(f"--tokenizer {tokenizer}: use bytes, or bpe:FILE with a tokenizer.json")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise BadInputError(
-            "--tokenizer bpe: the library tokenizers isn't installed; run make venv"
-        ) from error
     with reading(name, "give a tokenizer.json"):
         content = read_bounded(Path(name), _LARGEST_TOKENIZER)
-    try:
-        read: Tokenizer = Tokenizer.from_str(content.decode())
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and BaseException if it panics
-        raise BadInputError(f"{name}: not a tokenizer.json ({error})") from error
-    # Truncation and padding are for single sentences; special tokens in a text are encoded as text.
-    read.no_truncation()
-    read.no_padding()
-    read.encode_special_tokens = True
+    read = parse_tokenizer(content, name)
+    read.encode_special_tokens = True  # those in a text are encoded as text
     known = read.get_vocab(with_added_tokens=True)
     ends = [token for token in _ENDS if token in known] if end is None else [end]
     if len(ends) != 1 or ends[0] not in known:
         what = f"knows no {end}" if end is not None else f"knows {' and '.join(ends) or 'no usual end token'}"
         raise BadInputError(f"{name}: {what}; name the token that ends a document with --end")
     sha256 = hashlib.sha256(content).hexdigest()
-    return Encoder(f"bpe:{Path(name).name}", sha256, max(known.values()) + 1, known[ends[0]], read)
+    vocabulary = max(known.values()) + 1
+    return Encoder(f"bpe:{Path(name).name}", sha256, vocabulary, known[ends[0]], read, _is_lossy(read))
+
+
+def parse_tokenizer(content: bytes, file: object) -> "Tokenizer":
+    """Parses a tokenizer.json, without truncation and padding, which are for single sentences.
+
+    Raises:
+        BadInputError: If the library isn't installed, the file is invalid, or it draws tokens at random.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise BadInputError(f"{file}: the library tokenizers isn't installed; run make venv") from error
+    try:
+        read: Tokenizer = Tokenizer.from_str(content.decode())
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and BaseException if it panics
+        raise BadInputError(f"{file}: not a tokenizer.json ({first_line(error)})") from error
+    if dropout := getattr(read.model, "dropout", None):
+        raise BadInputError(
+            f"{file}: says dropout {dropout:.2g}, so a text has other tokens each time; write null there"
+        )
+    read.no_truncation()
+    read.no_padding()
+    return read
 
 
 def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iterator[bytes]:
@@ -104,7 +118,8 @@ def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iter
         Bytes of the token file.
 
     Raises:
-        BadInputError: If a document isn't UTF-8 (except for "bytes"), or is too long and can't be cut.
+        BadInputError: If a document isn't UTF-8 (except for "bytes"), is too long and can't be cut, or has a
+            character that the tokenizer leaves out or takes for the end of a document.
     """
     kind = np.dtype(dtype)
     end = np.array([encoder.end], kind).tobytes()
@@ -120,21 +135,57 @@ def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iter
             batch.append((piece, last))
             characters += len(piece)
             if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
-                yield from _encode(batch, encoder.tokenizer, kind, end)
+                yield from _encode(batch, encoder, kind)
                 batch, characters = [], 0
-    yield from _encode(batch, encoder.tokenizer, kind, end)
+    yield from _encode(batch, encoder, kind)
 
 
-def _encode(
-    batch: list[tuple[str, bool]], tokenizer: "Tokenizer", dtype: np.dtype[np.generic], end: bytes
-) -> Iterator[bytes]:
-    texts = [text for text, _ in batch]
+def _encode(batch: list[tuple[str, bool]], encoder: Encoder, dtype: np.dtype[np.generic]) -> Iterator[bytes]:
+    texts, tokenizer = [text for text, _ in batch], encoder.tokenizer
+    assert tokenizer is not None
     with one_line("--tokenizer"):
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        left_out = _left_out(texts, tokenizer) if encoder.lossy else ""
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    ends = unknown is not None and tokenizer.token_to_id(unknown) == encoder.end
+    if left_out:
+        raise BadInputError(
+            f"--tokenizer {encoder.name}: has no token for {left_out!r} and leaves it out; add it, or give "
+            "the model in that file an unk_token"
+        )
     for encoding, (_, last) in zip(encodings, batch, strict=True):
-        yield np.array(encoding.ids, dtype).tobytes()
-        if last:
-            yield end
+        ids = np.array(encoding.ids, dtype)
+        if ends and (ids == encoder.end).any():
+            raise BadInputError(
+                f"--tokenizer {encoder.name}: a text has what the vocabulary lacks, and {unknown} stands for "
+                "that and for a document's end; name another by --end"
+            )
+        yield np.append(ids, np.array([encoder.end] * last, dtype)).tobytes()
+
+
+def _is_lossy(tokenizer: "Tokenizer") -> bool:
+    """True if a tokenizer leaves out what it has no token for: BPE with neither unk_token nor all bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model, each = tokenizer.model, {*ByteLevel.alphabet()}
+    if getattr(model, "unk_token", "") is not None or getattr(model, "byte_fallback", True):
+        return False
+    return not (_symbols("é\u2603", tokenizer) <= each <= tokenizer.get_vocab().keys())
+
+
+def _symbols(text: str, tokenizer: "Tokenizer") -> set[str]:
+    """Returns the characters that reach the model."""
+    normalizer, cutter = tokenizer.normalizer, tokenizer.pre_tokenizer
+    text = text if normalizer is None else normalizer.normalize_str(text)
+    pieces = [text] if cutter is None else [piece for piece, _ in cutter.pre_tokenize_str(text)]
+    return set[str]().union(*pieces)
+
+
+def _left_out(texts: list[str], tokenizer: "Tokenizer") -> str:
+    """Returns a character that leads to one without a token; "" if there is none."""
+    known = tokenizer.get_vocab().keys()
+    signs = sorted(set[str]().union(*texts) - known)
+    return next((one for one in signs if one.isprintable() and not _symbols(one, tokenizer) <= known), "")
 
 
 @contextlib.contextmanager
