@@ -23,7 +23,15 @@ from trainer.data.formats.arrow import arrow_text, split_text, splits
 from trainer.data.formats.chat import Chat
 from trainer.data.formats.conversations import RowSplit, splits_of
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
-from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
+from trainer.data.formats.text import (
+    Text,
+    about_or,
+    character_text,
+    check_tokens,
+    described,
+    file_text,
+    random_text,
+)
 from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets, read_about
 from trainer.data.loader import Batch
@@ -392,8 +400,7 @@ def _without_tokens(about: TokenFile | None, vocabulary: int) -> Text:
     nothing = np.empty(0, np.uint16)
     if about is None:
         return Text(nothing, vocabulary, None, "unknown")
-    text = Text(nothing, about.vocabulary, about.end_of_document, about.tokenizer)
-    return text._replace(tokenizer_sha256=about.tokenizer_sha256)
+    return described(nothing, about)
 
 
 def _same_tokenizer(files: list[Path], abouts: list[Any]) -> None:

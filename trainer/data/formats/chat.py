@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.data.formats.chat_template import Spans, compiled, unmarked
-from trainer.data.formats.encoders import one_line, parse_tokenizer
+from trainer.data.formats.encoders import check_known, is_lossy, one_line, parse_tokenizer
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 from trainer.host.files import read_inside
@@ -63,6 +63,7 @@ class Chat(NamedTuple):
         marks: Whether the default template says by {% generation %} what an assistant writes.
         asks_date: Whether it asks for today's date.
         tokenizer: Adds nothing to a text.
+        lossy: True if it leaves out characters that it has no token for.
     """
 
     folder: Path
@@ -77,6 +78,7 @@ class Chat(NamedTuple):
     marks: bool
     asks_date: bool
     tokenizer: "Tokenizer"
+    lossy: bool = False
 
     def render(self, messages: Sequence[Message], tools: Any = None, generation_prompt: bool = False) -> str:
         """Renders messages as text.
@@ -132,8 +134,10 @@ class Chat(NamedTuple):
         """Encodes texts; special tokens in them are special tokens.
 
         Raises:
-            BadInputError: If the tokenizer's rules fail on one.
+            BadInputError: If the tokenizer's rules fail on one, or it leaves a character out.
         """
+        if self.lossy:
+            check_known(texts, self.tokenizer, str(self.folder / "tokenizer.json"))
         for first in range(0, len(texts), _BATCH):
             with one_line(str(self.folder / "tokenizer.json")):
                 batch = self.tokenizer.encode_batch(list(texts[first : first + _BATCH]))
@@ -217,7 +221,7 @@ def open_tokenizer(folder: Path) -> Chat:
     )
     turn_end = chat.ends.get(_written_after_answers(chat))
     kept = {text: n for text, n in chat.ends.items() if added[text][1].special or n in (eos, turn_end)}
-    return chat._replace(turn_end=turn_end, ends=kept)
+    return chat._replace(turn_end=turn_end, ends=kept, lossy=is_lossy(tokenizer))
 
 
 def _written_after_answers(chat: Chat) -> str:

@@ -8,7 +8,7 @@ import codecs
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +31,15 @@ _CUT = re.compile(r"(?<=\w)(?=[\r\n])")  # between a word and the end of its lin
 _CUTS = 64  # cuts that are tried
 _AROUND = 512  # characters on each side of a cut that are encoded to try it
 _LARGEST_TOKENIZER = 1 << 30
+# Characters with all bytes of UTF-8: ASCII and later ones, and the first ones of two, three and four.
+_FIRST = (
+    *range(0x100, 0x800, 64),
+    0x800,
+    *range(0x1000, 1 << 16, 1 << 12),
+    1 << 16,
+    *range(1 << 18, 5 << 18, 1 << 18),
+)
+_ALL_BYTES = "".join(map(chr, (*range(0xC1), *_FIRST)))
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
@@ -78,7 +87,7 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
         raise BadInputError(f"{name}: {what}; name the token that ends a document with --end")
     sha256 = hashlib.sha256(content).hexdigest()
     vocabulary = max(known.values()) + 1
-    return Encoder(f"bpe:{Path(name).name}", sha256, vocabulary, known[ends[0]], read, _is_lossy(read))
+    return Encoder(f"bpe:{Path(name).name}", sha256, vocabulary, known[ends[0]], read, is_lossy(read))
 
 
 def parse_tokenizer(content: bytes, file: object) -> "Tokenizer":
@@ -143,16 +152,12 @@ def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iter
 def _encode(batch: list[tuple[str, bool]], encoder: Encoder, dtype: np.dtype[np.generic]) -> Iterator[bytes]:
     texts, tokenizer = [text for text, _ in batch], encoder.tokenizer
     assert tokenizer is not None
+    if encoder.lossy:
+        check_known(texts, tokenizer, f"--tokenizer {encoder.name}")
     with one_line("--tokenizer"):
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        left_out = _left_out(texts, tokenizer) if encoder.lossy else ""
     unknown = getattr(tokenizer.model, "unk_token", None)
     ends = unknown is not None and tokenizer.token_to_id(unknown) == encoder.end
-    if left_out:
-        raise BadInputError(
-            f"--tokenizer {encoder.name}: has no token for {left_out!r} and leaves it out; add it, or give "
-            "the model in that file an unk_token"
-        )
     for encoding, (_, last) in zip(encodings, batch, strict=True):
         ids = np.array(encoding.ids, dtype)
         if ends and (ids == encoder.end).any():
@@ -163,14 +168,12 @@ def _encode(batch: list[tuple[str, bool]], encoder: Encoder, dtype: np.dtype[np.
         yield np.append(ids, np.array([encoder.end] * last, dtype)).tobytes()
 
 
-def _is_lossy(tokenizer: "Tokenizer") -> bool:
-    """True if a tokenizer leaves out what it has no token for: BPE with neither unk_token nor all bytes."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    model, each = tokenizer.model, {*ByteLevel.alphabet()}
+def is_lossy(tokenizer: "Tokenizer") -> bool:
+    """True if a tokenizer leaves out what it has no token for: a BPE without unk_token and all bytes."""
+    model = tokenizer.model
     if getattr(model, "unk_token", "") is not None or getattr(model, "byte_fallback", True):
         return False
-    return not (_symbols("é\u2603", tokenizer) <= each <= tokenizer.get_vocab().keys())
+    return not _symbols(_ALL_BYTES, tokenizer) <= tokenizer.get_vocab().keys()
 
 
 def _symbols(text: str, tokenizer: "Tokenizer") -> set[str]:
@@ -181,11 +184,19 @@ def _symbols(text: str, tokenizer: "Tokenizer") -> set[str]:
     return set[str]().union(*pieces)
 
 
-def _left_out(texts: list[str], tokenizer: "Tokenizer") -> str:
-    """Returns a character that leads to one without a token; "" if there is none."""
+def check_known(texts: Sequence[str], tokenizer: "Tokenizer", what: str) -> None:
+    """Checks texts of a lossy tokenizer.
+
+    Raises:
+        BadInputError: If a character leads to one without a token.
+    """
     known = tokenizer.get_vocab().keys()
-    signs = sorted(set[str]().union(*texts) - known)
-    return next((one for one in signs if one.isprintable() and not _symbols(one, tokenizer) <= known), "")
+    for sign in sorted(set[str]().union(*texts) - known):
+        if sign.isprintable() and not _symbols(sign, tokenizer) <= known:
+            raise BadInputError(
+                f"{what}: has no token for {sign!r} and leaves it out; add it, or give the model in that "
+                "file an unk_token"
+            )
 
 
 @contextlib.contextmanager
