@@ -218,7 +218,7 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
         lasting: Whether it is on the disk then.
 
     Raises:
-        OSError: If it can't be written; a folder, pipe, socket or device is never replaced.
+        OSError: If it can't be written; a folder or a device is never replaced.
     """
     _check_no_device(path)
     beside = _beside(path)
@@ -242,14 +242,12 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
 
 
 def _check_no_device(path: Path) -> None:
-    """Refuses pipes, sockets, `/dev/null`, `/dev/stdout` and the like, which root would replace for all."""
+    """Refuses `/dev/null`, `/dev/stdout` and the like, which root would replace for all."""
     in_dev = Path(os.path.realpath(path.parent)).is_relative_to("/dev")
     with contextlib.suppress(FileNotFoundError):
         kind = stat.S_IFMT(os.lstat(path).st_mode)
-        if kind in (stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK) or (
-            in_dev and kind != stat.S_IFREG
-        ):
-            raise OSError(errno.EEXIST, "it is a device, a pipe or a socket", str(path))
+        if kind in (stat.S_IFCHR, stat.S_IFBLK) or (in_dev and kind != stat.S_IFREG):
+            raise OSError(errno.EEXIST, "it is a device", str(path))
 
 
 def _beside(path: Path) -> Path:
@@ -274,9 +272,11 @@ def check_replaceable(path: Path) -> None:
     """Checks that `written_whole` can write a file: to be called before long work whose result goes there.
 
     Raises:
-        OSError: If it can't.
+        OSError: If it can't, or it would replace a pipe or a socket.
     """
     _check_no_device(path)
+    if path.is_fifo() or path.is_socket():
+        raise OSError(errno.EEXIST, "it is a pipe or a socket", str(path))
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     probe = _beside(path)
