@@ -28,12 +28,12 @@ from trainer.data.formats.text import (
     about_or,
     character_text,
     check_tokens,
-    described,
     file_text,
     random_text,
+    text_about,
 )
 from trainer.data.formats.tokenized import tokenized
-from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets, read_about
+from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets
 from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
@@ -74,9 +74,6 @@ class Language:
         self.chat = open_chat(data, model, config)
         path = _path(data)
         self._files: list[tuple[Path, str]] = []
-        self._beside: tuple[Path, TokenFile] | None = None  # a token file, and what its JSON file says
-        if data.name == "tokens" and (found := read_about(path / "train.bin")) is not None:
-            self._beside = path / "train.bin", found
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
         elif self.chat is not None:
@@ -122,8 +119,6 @@ class Language:
         if data.name == "tokens":
             file = path / f"{split or 'val'}.bin"
             beside = about_or(file, config.dtype, config.vocabulary)
-            if beside is not None and self._beside is not None:
-                _same_tokenizer([self._beside[0], file], [self._beside[1], beside])
             if config.text == "stream":
                 text = _without_tokens(beside, self._vocabulary)
             elif beside is None:
@@ -400,7 +395,7 @@ def _without_tokens(about: TokenFile | None, vocabulary: int) -> Text:
     nothing = np.empty(0, np.uint16)
     if about is None:
         return Text(nothing, vocabulary, None, "unknown")
-    return described(nothing, about)
+    return text_about(nothing, about)
 
 
 def _same_tokenizer(files: list[Path], abouts: list[Any]) -> None:

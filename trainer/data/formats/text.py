@@ -101,10 +101,10 @@ def file_text(path: Path, about: TokenFile) -> Text:
         tokens: Tokens = np.fromfile(path, about.dtype)
     if len(tokens) != about.tokens:
         raise BadInputError(f"{path}: {len(tokens)} tokens, but {about.tokens} are said; tokenize again")
-    return described(tokens, about)
+    return text_about(tokens, about)
 
 
-def described(tokens: Tokens, about: TokenFile) -> Text:
+def text_about(tokens: Tokens, about: TokenFile) -> Text:
     """Returns tokens with what the JSON file of their token file says."""
     text = Text(tokens, about.vocabulary, about.end_of_document, about.tokenizer)
     return text._replace(tokenizer_sha256=about.tokenizer_sha256)
