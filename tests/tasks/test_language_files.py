@@ -217,7 +217,7 @@ def test_another_tokenizer_of_the_same_name_and_size_is_refused(tmp_path: Path, 
     recipe, task = run_of(tmp_path / "one", text=way)
     assert task.more_data(recipe.data, None).fingerprint() == task.evaluation_data.fingerprint()
     with pytest.raises(BadInputError, match=r"tokenizers? .*tokenizer_sha256"):
-        task.more_data(recipe.data.model_copy(update={"path": str(tmp_path / "two")}), None)
+        task.more_data(recipe.data.model_copy(update={"path": tmp_path / "two"}), None)
     facts = task.describe()
     assert encoder_of(f"bpe:{tmp_path / 'one' / 'tokenizer.json'}", facts)
     with pytest.raises(BadInputError, match="isn't the file that the run's tokens are of"):
