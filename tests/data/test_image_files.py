@@ -201,6 +201,17 @@ def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: st
         common_classes("data", labeled(*train), labeled(*val), gaps=True)
 
 
+def test_class_folders_that_others_number_otherwise_are_noted(tmp_path: Path) -> None:
+    for number in range(11):
+        for part in ("train", "val"):
+            (tmp_path / part / str(number)).mkdir(parents=True)
+            (tmp_path / part / str(number) / "a.jpg").touch()
+    data = load_images(DataConfig(name="folder", path=tmp_path), 0)
+    assert data.classes == tuple(map(str, range(11)))
+    (note,) = data.notes
+    assert "output 2 is '2', and '10' in a model that was trained with torchvision's ImageFolder" in note
+
+
 def test_a_number_that_is_nobodys_label_is_no_class_of_a_table(tmp_path: Path) -> None:
     parts = labeled("0123", [0, 2, 3]), labeled("012", [0, 2])
     assert common_classes("data", *parts, gaps=True) == tuple("0123")
