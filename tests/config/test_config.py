@@ -99,6 +99,14 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
 
 def test_aliases_work_within_bounds() -> None:
     assert parse_recipe("a: &x {lr: 0.1}\nb: *x", "x") == {"a": {"lr": 0.1}, "b": {"lr": 0.1}}
+    # A key is its text: 010 and 10 may be two classes.
+    assert parse_recipe("{010: 1, 10: 2, 1e3: 3, null: 4, &y 5: *y}", "x") == {
+        "010": 1,
+        "10": 2,
+        "1e3": 3,
+        "null": 4,
+        "5": 5,
+    }
 
 
 def test_the_hash_tells_configurations_apart_and_survives_the_run_folder() -> None:

@@ -372,6 +372,11 @@ def test_a_turn_that_a_template_marks_in_several_blocks(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"split_special_tokens": true}', "would be text; take it out"),
         ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", "{}", "not a tokenizer.json"),
+        (
+            "tokenizer.json",
+            '{"model": {"type": "BPE", "dropout": 0.1, "vocab": {}, "merges": []}}',
+            "says dropout 0.1, so a text has other tokens each time",
+        ),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
         ("tokenizer_config.json", "[]", "isn't a JSON object"),
         (

@@ -338,6 +338,7 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
         ("annotations.1.id", 1, "id 1 is there twice in 'annotations'"),
         ("images.1.id", 7, "id 7 is there twice in 'images'"),
         ("images.1.file_name", "../x.png", "image 5: file_name .* leads out"),
+        ("images.1.file_name", "./7.png", "images 7 and 5 are both './7.png', so each lacks"),
         ("images.1.height", None, "image 5 .* no height"),
         ("images.0", 3, "'images' has no id"),
         ("categories.0.name", None, "category 90 has no name"),

@@ -4,6 +4,7 @@ isn't there, is named before the start; classes are numbered alike in every form
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest
     assert "3 of 60 training samples are corrupt" in capfd.readouterr().err
 
 
-def labeled(classes: str, labels: list[int]) -> Files:
+def labeled(classes: Sequence[str], labels: list[int]) -> Files:
     return Files(Path("x"), [b"%d" % number for number in range(len(labels))], labels, classes)
 
 
@@ -192,11 +193,23 @@ def labeled(classes: str, labels: list[int]) -> Files:
         (("abcd", [0, 1, 2, 3]), ("ab", [0, 1]), r"class 'c' \(and 1 more\) is in train only"),
         (("012", [0, 2]), ("0123", [0, 3]), "class '3' has no samples in train, and 1 in val"),
         (("012", [0, 2]), ("012", [0, 1]), "class '1' has no samples in train, and 1 in val"),
+        ((("a", "a "), [0, 1]), (("a", "a "), [0, 1]), "class 'a' can hardly be told from class 'a '; make"),
     ],
 )
 def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         common_classes("data", labeled(*train), labeled(*val), gaps=True)
+
+
+def test_class_folders_that_others_number_otherwise_are_noted(tmp_path: Path) -> None:
+    for number in range(11):
+        for part in ("train", "val"):
+            (tmp_path / part / str(number)).mkdir(parents=True)
+            (tmp_path / part / str(number) / "a.jpg").touch()
+    data = load_images(DataConfig(name="folder", path=tmp_path), 0)
+    assert data.classes == tuple(map(str, range(11)))
+    (note,) = data.notes
+    assert "output 2 is '2', and '10' in a model that was trained with torchvision's ImageFolder" in note
 
 
 def test_a_number_that_is_nobodys_label_is_no_class_of_a_table(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ REFUSED: list[tuple[Any, str]] = [
     ("1.5", "1.5 isn't a whole number"),
     ("1.5e-03", "isn't a whole number"),
     ("a\0b", "zero byte"),
+    ("cat\r\nb.jpg,dog", "holds a line break"),  # a table whose quote isn't closed in its row
     ([0, 1], "is a list"),
     ({"a": 1}, "is a dict"),
     (b"x", "is a bytes"),

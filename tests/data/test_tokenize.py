@@ -351,3 +351,34 @@ def test_files_are_sorted_by_the_bytes_of_their_names(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {"b": b"", "B": b"", "a-": b"", "a/x": b"", "é": b"", "10": b"", "9": b""})
     names = [str(file.relative_to(folder)) for file in list_files(folder, "**/*")]
     assert names == ["10", "9", "B", "a-", "a/x", "b", "é"]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "said"),
+    [
+        ({}, "abé", "has no token for 'é' and leaves it out"),
+        ({"unk_token": "</s>"}, "abé", "a text has what the vocabulary lacks, and </s> stands for that"),
+        ({"dropout": 0.1}, "ab", "says dropout 0.1, so a text has other tokens each time"),
+        ({"unk_token": "<unk>"}, "abé", [0, 1, 3, 2]),
+        ({"unk_token": "</s>"}, "ab", [0, 1, 2]),
+        ({}, "ab\u0301\n", [0, 1, 2]),
+    ],
+)
+def test_no_letter_is_lost_without_a_word(
+    model: dict[str, Any], text: str, said: str | list[int], tmp_path: Path
+) -> None:
+    vocabulary = {"a": 0, "b": 1, "</s>": 2, "<unk>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], **model))
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()] if "\u0301" in text else []
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text(text)
+    call = tmp_path / "text", tmp_path / "t.bin", f"bpe:{tmp_path / 'tokenizer.json'}"
+    if isinstance(said, str):
+        with pytest.raises(BadInputError, match=said):
+            tokenize(*call)
+        assert not (tmp_path / "t.bin").exists()
+    else:
+        tokenize(*call)
+        assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist() == said

@@ -1,6 +1,7 @@
 """Promise: training starts from somebody's weights exactly, or says what doesn't fit."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,14 @@ def test_weights_of_a_run_that_diverged_and_nothing_at_all_are_refused(tmp_path:
     with pytest.raises(BadInputError, match="nothing is left to take"):
         load_initial(build_model(ModelConfig(width=8), 1, 10), file, ["*"])
     tensors = safetensors.torch.load_file(file)
-    tensors["stem.weight"][0] = torch.nan
-    safetensors.torch.save_file(tensors, file)
-    with pytest.raises(BadInputError, match=r"stem\.weight isn't finite"):
-        load_initial(build_model(ModelConfig(width=8), 1, 10), file, ())
+    for value, dtype in (
+        (torch.nan, torch.float32),
+        (1e39, torch.float64),
+    ):  # the latter is too large for float32
+        tensors["stem.weight"] = torch.full_like(tensors["stem.weight"], value, dtype=dtype)
+        safetensors.torch.save_file(tensors, file)
+        with pytest.raises(BadInputError, match=r"stem\.weight isn't finite in torch\.float32"):
+            load_initial(build_model(ModelConfig(width=8), 1, 10), file, ())
 
 
 def test_only_what_differs_is_to_start_anew(tmp_path: Path) -> None:
@@ -270,13 +275,21 @@ def test_the_remedy_works_for_what_people_have(
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
 
 
-def test_a_model_that_is_there_twice_is_not_guessed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prefixes", "told"),
+    [
+        (("student.", "teacher."), r"behind 'student\.' and behind 'teacher\.'; save one of the two"),
+        (("", "_orig_mod."), "with and without '_orig_mod.'; save one of the two"),
+        (("model.", "model._orig_mod."), "with and without '_orig_mod.'; save one of the two"),
+    ],
+)
+def test_a_model_that_is_there_twice_is_not_guessed(
+    tmp_path: Path, prefixes: Sequence[str], told: str
+) -> None:
     state = safetensors.torch.load_file(saved(tmp_path))
-    both = {f"{prefix}{n}": t.clone() for prefix in ("student.", "teacher.") for n, t in state.items()}
+    both = {f"{prefix}{n}": t.clone() for prefix in prefixes for n, t in state.items()}
     safetensors.torch.save_file(both, tmp_path / "both.safetensors")
-    with pytest.raises(
-        BadInputError, match=r"behind 'student\.' and behind 'teacher\.'; save one of the two"
-    ):
+    with pytest.raises(BadInputError, match=told):
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "both.safetensors", ())
 
 

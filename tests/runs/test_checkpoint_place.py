@@ -14,8 +14,8 @@ from trainer.commands.verify.contradictions import contradictions
 from trainer.commands.verify.recorded import read_recorded
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.runs.checkpoint_place import OWNER, checkpoints_of, has_checkpoint, place_checkpoints
-from trainer.runs.folder import claim_folder
+from trainer.runs.checkpoint_place import checkpoints_of, has_checkpoint, place_checkpoints
+from trainer.runs.folder import OWNER, claim_folder, remove_unused
 from trainer.runs.trust import check_run
 
 
@@ -236,3 +236,12 @@ def test_a_run_that_was_sent_names_no_folder_to_write_to(
         check_run(placed / "a", recipe, [], trusted=False)
     check_run(placed / "a", recipe, [], trusted=True)
     check_run(placed / "a", recipe, ["checkpoint.folder=/scratch/mine"], trusted=False)
+
+
+def test_a_run_that_did_not_begin_leaves_no_mark(tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "scratch"
+    assert claim_folder(run)
+    place_checkpoints(run, place)
+    assert (place / OWNER).is_file()
+    remove_unused(run)
+    assert not run.exists() and list(place.iterdir()) == []

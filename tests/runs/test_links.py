@@ -19,7 +19,14 @@ from trainer import cli
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.errors import BadInputError
-from trainer.host.files import copy_folder, open_own, open_regular_file, own_folder, written_whole
+from trainer.host.files import (
+    check_replaceable,
+    copy_folder,
+    open_own,
+    open_regular_file,
+    own_folder,
+    written_whole,
+)
 from trainer.launch.nodes import EXIT_CODE, FOLDER, LOGS
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.runs.folder import check_inside, claim_folder, lock
@@ -323,6 +330,13 @@ def test_a_device_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is a device"), written_whole(null) as beside:
         beside.write_text("a report")
     assert null.is_char_device() and [path.name for path in tmp_path.iterdir()] == ["null"]
+
+
+def test_a_pipe_that_a_user_names_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is a pipe or a socket"):
+        check_replaceable(tmp_path / "pipe")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_copy_of_a_folder_follows_nothing(tmp_path: Path) -> None:

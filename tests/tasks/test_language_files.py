@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
+from trainer.commands.predict.text import encoder_of
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import LanguageConfig
@@ -194,3 +196,29 @@ def test_a_step_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> No
     run = build_alone(recipe, task)
     train_step(run, run.loader(run.share.batches()), 0)
     assert abs(float(run.state.loss) - math.log(256)) < 0.5
+
+
+@pytest.mark.parametrize("way", ["stream", "packed"])
+def test_another_tokenizer_of_the_same_name_and_size_is_refused(tmp_path: Path, way: str) -> None:
+    for name, words in (("one", ("a", "b")), ("two", ("b", "a"))):
+        made = tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({word: number for number, word in enumerate((*words, "</s>"))}, "a")
+        )
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        (tmp_path / name).mkdir()
+        made.save(str(tmp_path / name / "tokenizer.json"))
+        (tmp_path / name / "text.txt").write_text("a b " * 30)
+        for split in ("train", "val"):
+            tokenize(
+                tmp_path / name / "text.txt",
+                tmp_path / name / f"{split}.bin",
+                f"bpe:{tmp_path / name / 'tokenizer.json'}",
+            )
+    recipe, task = run_of(tmp_path / "one", text=way)
+    assert task.more_data(recipe.data, None).fingerprint() == task.evaluation_data.fingerprint()
+    with pytest.raises(BadInputError, match=r"tokenizers? .*tokenizer_sha256"):
+        task.more_data(recipe.data.model_copy(update={"path": tmp_path / "two"}), None)
+    facts = task.describe()
+    assert encoder_of(f"bpe:{tmp_path / 'one' / 'tokenizer.json'}", facts)
+    with pytest.raises(BadInputError, match="isn't the file that the run's tokens are of"):
+        encoder_of(f"bpe:{tmp_path / 'two' / 'tokenizer.json'}", facts)

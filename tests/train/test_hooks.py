@@ -327,7 +327,7 @@ def test_an_error_in_one_ends_both_ranks_and_tells_no_secret(own: Path, tmp_path
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("none.py:Watch", "hooks.use: none.py can't be loaded (FileNotFoundError"),
+        ("none.py:Watch", "hooks.use: none.py: can't be read (No such file"),
         ("trainer.no_such:Watch", "hooks.use: trainer.no_such can't be loaded (ModuleNotFoundError"),
         ("own.py:Wacth", "hooks.use: own.py has no Wacth; did you mean 'Watch'?"),
         ("own.py:Nothing", "hook own.py:Nothing has none of the methods after_step, after_evaluation"),
@@ -370,7 +370,7 @@ def test_modules_of_the_working_folder_are_found(own: Path, monkeypatch: pytest.
         ("own.py:sned", "log.to: own.py has no sned; did you mean 'send'?"),
         ("own.py:number", "log.to: own.py:number is a int; name a function of a row"),
         ("own.py:Watch", "log.to: own.py:Watch is a type; name a function of a row"),
-        ("none.py:send", "log.to: none.py can't be loaded (FileNotFoundError"),
+        ("none.py:send", "log.to: none.py: can't be read (No such file"),
     ],
 )
 def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch, place: str, line: str) -> None:

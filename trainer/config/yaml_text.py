@@ -43,7 +43,8 @@ class _Loader(_Bounded):
             if key_node.value in seen:
                 raise BadInputError(f"{where}: key '{key_node.value}' is given twice; remove one")
             seen.add(key_node.value)
-        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+        self.flatten_mapping(node)
+        return {key.value: self.construct_object(value, deep) for key, value in node.value}
 
 
 _Bounded.yaml_implicit_resolvers = {

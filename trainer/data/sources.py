@@ -74,7 +74,11 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         channels=3,
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        notes=(*class_notes(classes, train, evaluation), *_empty_classes(classes, train)),
+        notes=(
+            *class_notes(classes, train, evaluation),
+            *_empty_classes(classes, train),
+            *_another_order(config, classes),
+        ),
     )
 
 
@@ -223,6 +227,12 @@ def common_classes(
         BadInputError: If the classes differ, or one has no training samples.
     """
     longer, shorter = sorted((tuple(train.classes), tuple(evaluation.classes)), key=len, reverse=True)
+    for part in (longer, shorter):
+        if pair := alike(part):
+            raise BadInputError(
+                f"{path}: class {quoted(pair[0])} can hardly be told from class {quoted(pair[1])}; make them "
+                "one"
+            )
     numbers = longer[0] == "0"
     if longer != shorter and not (numbers and longer[: len(shorter)] == shorter):
         alone = [
@@ -270,6 +280,18 @@ def class_notes(classes: Sequence[str], train: Records, evaluation: Records) -> 
         more = f" (and {empty.size - 1:,} more)" if empty.size > 1 else ""
         notes.append(f"class '{classes[empty[0]]}'{more} has no samples in val, and isn't measured")
     return tuple(notes)
+
+
+def _another_order(config: DataConfig, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a note on class folders that others number otherwise, and so weights of theirs, too."""
+    as_text = sorted(classes) if config.name == "folder" else classes
+    for number, (ours, theirs) in enumerate(zip(classes, as_text, strict=True)):
+        if ours != theirs:
+            return (
+                f"classes are ordered as numbers: output {number} is '{ours}', and '{theirs}' in a model "
+                "that was trained with torchvision's ImageFolder",
+            )
+    return ()
 
 
 def _empty_classes(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:

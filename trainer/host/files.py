@@ -272,9 +272,11 @@ def check_replaceable(path: Path) -> None:
     """Checks that `written_whole` can write a file: to be called before long work whose result goes there.
 
     Raises:
-        OSError: If it can't.
+        OSError: If it can't, or it would replace a pipe or a socket.
     """
     _check_no_device(path)
+    if path.is_fifo() or path.is_socket():
+        raise OSError(errno.EEXIST, "it is a pipe or a socket", str(path))
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     probe = _beside(path)

@@ -71,8 +71,9 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str] | None) -> 
             for name in names:
                 _check_format(name, state[name], slices[name].get_dtype(), file)
             for name in names if next(model.parameters()).device.type != "meta" else ():
+                tensor = at[given[name]].get_tensor(given[name])
                 with torch.no_grad():
-                    state[name].copy_(_finite(at[given[name]].get_tensor(given[name]), name, file))
+                    state[name].copy_(_finite(tensor.to(state[name].dtype), name, file))
             for group in sharing({name: state[name] for name in names}):
                 _check_agreement(
                     file, group, [at[given[name]].get_tensor(given[name]) for name in group], state
@@ -92,25 +93,28 @@ def _unwrapped(names: Sequence[str], wanted: Collection[str], file: Path) -> tup
     Tensors without the prefix, such as those of losses and metrics, are left out.
 
     Raises:
-        BadInputError: If the file holds the model with two prefixes.
+        BadInputError: If the file holds the model, or a tensor, with two prefixes.
     """
-    plain = {name: name for name in names}
+    given = {name.replace(_COMPILED, ""): name for name in names}
+    if len(given) < len(names):
+        raise BadInputError(
+            f"model.pretrained: {file} holds tensors with and without {_COMPILED!r}; save one of the two "
+            "alone"
+        )
     found = Counter[str]()
-    for name in names:
-        parts = name.replace(_COMPILED, "").split(".")
+    for name in given:
+        parts = name.split(".")
         for depth in range(len(parts)):
             if ".".join(parts[depth:]) in wanted:
                 found["".join(f"{part}." for part in parts[:depth])] += 1
     (prefix, most), *others = found.most_common() or [("", 0)]
     if found[""] == most or 2 * most < len(wanted):
-        compiled = {name.replace(_COMPILED, ""): name for name in names}
-        return (compiled, f", without {_COMPILED}") if compiled.keys() != plain.keys() else (plain, "")
+        return given, f", without {_COMPILED}" if given.keys() != {*names} else ""
     if rivals := [other for other, count in others if count == most]:
         raise BadInputError(
             f"model.pretrained: {file} holds the model behind {prefix!r} and behind {rivals[0]!r}; save one "
             "of the two alone"
         )
-    given = {name.replace(_COMPILED, ""): name for name in names}
     given = {name.removeprefix(prefix): stored for name, stored in given.items() if name.startswith(prefix)}
     rest = len(names) - len(given)
     return given, f" behind {prefix!r}" + (f"; {rest} others of the file are left out" if rest else "")
@@ -198,7 +202,8 @@ def _check_format(name: str, target: torch.Tensor, given: str, file: Path) -> No
 def _finite(tensor: torch.Tensor, name: str, file: Path) -> torch.Tensor:
     if not bool(tensor.isfinite().all()):
         raise BadInputError(
-            f"model.pretrained: {file}: {name} isn't finite; take weights that didn't diverge"
+            f"model.pretrained: {file}: {name} isn't finite in {tensor.dtype}; take weights that didn't "
+            "diverge"
         )
     return tensor
 

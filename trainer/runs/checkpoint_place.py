@@ -15,9 +15,8 @@ from trainer.checkpoint import CHECKPOINTS
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import check_writable, names, oddity, read_inside, write_whole
-from trainer.runs.folder import MANIFEST, RUNS, newest_run, read_json
+from trainer.runs.folder import MANIFEST, OWNER, RUNS, newest_run, read_json
 
-OWNER = "run.json"  # in the folder that the link leads to
 _ELSEWHERE = "a run has its checkpoints elsewhere by checkpoint.folder=DIR, given when it begins"
 
 

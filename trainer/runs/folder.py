@@ -25,10 +25,12 @@ from trainer.host.files import (
     check_writable,
     is_unfinished,
     lines_inside,
+    names,
     oddity,
     open_inside,
     open_own,
     read_inside,
+    remove,
     written_whole,
 )
 from trainer.launch.nodes import EXIT_CODE, FOLDER as NODES, LOGS
@@ -37,6 +39,7 @@ from trainer.observe.rows import FILES, PICTURES
 
 _LOCK = ".lock"
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
+OWNER = "run.json"  # in a folder of checkpoints elsewhere: the run that owns it
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 # Files of a start that was killed before there was a manifest.
 _LEFTOVERS = {_LOCK, NODES, LOGS, EXIT_CODE, KEPT}
@@ -222,12 +225,17 @@ def check_inside(folder: Path) -> None:
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes a run folder in which no run has begun and which no other process has locked."""
+    """Removes a run folder in which no run has begun and which no other process has locked.
+
+    A folder of checkpoints elsewhere, which may be the user's, stays, without this run's mark.
+    """
     with contextlib.suppress(OSError, BadInputError):
         if all(_is_left(path) for path in folder.iterdir()):
-            file = lock(folder)
+            file, place = lock(folder), Path(os.path.realpath(folder / CHECKPOINTS))
             shutil.rmtree(folder)
             os.close(file)
+            if names(place) == [OWNER]:
+                remove(place / OWNER)
 
 
 def lock(folder: Path) -> int:

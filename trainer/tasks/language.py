@@ -23,9 +23,17 @@ from trainer.data.formats.arrow import arrow_text, split_text, splits
 from trainer.data.formats.chat import Chat
 from trainer.data.formats.conversations import RowSplit, splits_of
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
-from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
+from trainer.data.formats.text import (
+    Text,
+    about_or,
+    character_text,
+    check_tokens,
+    file_text,
+    random_text,
+    text_about,
+)
 from trainer.data.formats.tokenized import tokenized
-from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets, read_about
+from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets
 from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
@@ -66,9 +74,6 @@ class Language:
         self.chat = open_chat(data, model, config)
         path = _path(data)
         self._files: list[tuple[Path, str]] = []
-        self._beside: tuple[Path, TokenFile] | None = None  # a token file, and what its JSON file says
-        if data.name == "tokens" and (found := read_about(path / "train.bin")) is not None:
-            self._beside = path / "train.bin", found
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
         elif self.chat is not None:
@@ -114,8 +119,6 @@ class Language:
         if data.name == "tokens":
             file = path / f"{split or 'val'}.bin"
             beside = about_or(file, config.dtype, config.vocabulary)
-            if beside is not None and self._beside is not None:
-                _same_tokenizer([self._beside[0], file], [self._beside[1], beside])
             if config.text == "stream":
                 text = _without_tokens(beside, self._vocabulary)
             elif beside is None:
@@ -130,7 +133,7 @@ class Language:
             text = split_text(splits(path, data.eval_split)[1], data.input_column or "text")
         else:
             text = _texts(data, path, config, self._seed)[1]
-        for what in ("tokenizer", "vocabulary", "end", "characters"):
+        for what in ("tokenizer", "tokenizer_sha256", "vocabulary", "end", "characters"):
             here, there = getattr(text, what), getattr(about, what)
             if here != there:
                 shown = "" if what == "characters" else f" ({what} {here}, and the model's {there})"
@@ -146,6 +149,7 @@ class Language:
             "vocabulary": self._vocabulary,
             "sequence_length": self._config.sequence_length,
             "tokenizer": about.tokenizer,
+            "tokenizer_sha256": about.tokenizer_sha256,
             "characters": about.characters,
             "end_of_document": about.end,
             "text": self._config.text,
@@ -391,7 +395,7 @@ def _without_tokens(about: TokenFile | None, vocabulary: int) -> Text:
     nothing = np.empty(0, np.uint16)
     if about is None:
         return Text(nothing, vocabulary, None, "unknown")
-    return Text(nothing, about.vocabulary, about.end_of_document, about.tokenizer)
+    return text_about(nothing, about)
 
 
 def _same_tokenizer(files: list[Path], abouts: list[Any]) -> None:

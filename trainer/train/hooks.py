@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from trainer.config.beside import Beside, open_folder, run_file
 from trainer.config.sinks import FILE_SINKS
 from trainer.config.suggest import nearest
-from trainer.config.task_file import source_hash
+from trainer.config.task_file import source_bytes, source_hash
 from trainer.config.training import HooksConfig, LogConfig, is_place
-from trainer.errors import BadInputError, StopRun
+from trainer.errors import BadInputError, StopRun, reading
 from trainer.host.here import folder_kept, from_here
 from trainer.observe.console import warn
 from trainer.observe.log import Row, Sink
@@ -211,6 +211,9 @@ def _load(place: str, key: str) -> Any:
     here = str(from_here(Path()).absolute())
     if path is None and here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: modules in the current folder can be imported
+    if path:
+        with reading(f"{key}: {where}", "give another file"):
+            source_bytes(path)
     try:
         with folder_kept():
             module = _module(path) if path else importlib.import_module(where)
@@ -229,7 +232,6 @@ _files: dict[Path, tuple[str, Beside, ModuleType]] = {}
 
 def _module(path: Path) -> ModuleType:
     """Runs a file as a module, once in a process; again if the file, or one that it imports, was changed."""
-    path.read_bytes()  # its OSError says more
     text = source_hash(path)
     if path not in _files or _files[path][0] != text:
         _files[path] = (text, *run_file(path, str(path)))

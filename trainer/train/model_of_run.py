@@ -46,7 +46,7 @@ _ELSEWHERE = [
     "task",
 ]
 # Keys of `Task.describe` that give a model's inputs and outputs their meaning.
-_MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
+_MEANINGS = ("classes", "characters", "tokenizer", "tokenizer_sha256", "vocabulary")
 # Settings that switch off what only training needs: dropped branches would be exported, and the weights come
 # from the run.
 NOT_NOW = (

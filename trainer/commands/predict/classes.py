@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,6 +22,7 @@ from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 
 Item = TypeVar("Item")
+Reader = Callable[[Path, OpenedRun], Any]  # returns an array or a tensor
 
 _TOGETHER = 64
 _LOOKED_AT = 1000  # samples of the evaluation data, of which some are shown
@@ -90,6 +91,28 @@ def guesses(
         Guess(name, [classes[number] for number in numbers], shares, known)
         for name, numbers, shares, known in zip(names, order.tolist(), values.tolist(), right, strict=True)
     ]
+
+
+def show_files(run: OpenedRun, options: argparse.Namespace, field: str, read: Reader) -> int:
+    """Prints predictions for files, or for evaluation data without any; returns the exit code.
+
+    Args:
+        run: The run.
+        options: Options of the command line.
+        field: Field of the data set that holds the samples.
+        read: Reads a file as evaluation would; raises Corrupt or BadInputError.
+    """
+    if not options.files:
+        of_evaluation(run, options)
+        return EXIT_DONE
+    items = read_each(options.files, lambda path: read(path, run))
+    if items:
+        names, samples = zip(*items, strict=True)
+        label = torch.zeros(len(samples), dtype=torch.int64)
+        fields = {field: torch.stack([torch.as_tensor(one) for one in samples]), LABEL: label}
+        classes = run.task.describe()["classes"]
+        show_table("file", guesses(names, probabilities(run, fields), classes, options.top))
+    return code_for(items, options.files)
 
 
 def of_evaluation(run: OpenedRun, options: argparse.Namespace) -> None:

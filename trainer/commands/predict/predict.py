@@ -21,8 +21,8 @@ def predict(options: argparse.Namespace) -> int:
     Raises:
         BadInputError: If the run can't be opened, an option is wrong, or its task has nothing to show.
     """
-    if options.samples < 1 or options.top < 1:
-        raise BadInputError("--samples and --top: give a number from 1 on")
+    if options.samples < 1 or options.top < 1 or not 0 <= options.score <= 1:
+        raise BadInputError("--samples and --top: give a number from 1 on; --score: from 0 to 1")
     run = open_run(options.folder, options.set, trust=options.trust)
     if options.prompt is not None and run.recipe.task != "language":
         raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")

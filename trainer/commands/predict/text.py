@@ -31,7 +31,7 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     random = torch.Generator(device).manual_seed(options.seed)
     if (chat := getattr(run.task, "chat", None)) is not None:
         return _chat(run, chat, options, device, random)
-    encoder = _encoder(options.tokenizer, facts["tokenizer"])
+    encoder = encoder_of(options.tokenizer, facts)
     prompt = _tokens(options.prompt or "", facts, encoder)
     begun = torch.tensor(prompt or [_first(facts)], device=device)
     added = generate(run.model.to(device), begun, options.tokens, options.temperature, random).tolist()
@@ -64,12 +64,22 @@ def _chat(
     return EXIT_DONE
 
 
-def _encoder(given: str | None, trained: str) -> Encoder | None:
+def encoder_of(given: str | None, facts: Mapping[str, Any]) -> Encoder | None:
+    """Returns the tokenizer of --tokenizer; None without one.
+
+    Raises:
+        BadInputError: If it isn't the one that the run's tokens are of.
+    """
     if given is None:
         return None
     encoder = read_tokenizer(given)
-    if encoder.name != trained:
-        raise BadInputError(f"--tokenizer {given}: the run's tokens are of {trained}")
+    if encoder.name != facts["tokenizer"]:
+        raise BadInputError(f"--tokenizer {given}: the run's tokens are of {facts['tokenizer']}")
+    if facts["tokenizer_sha256"] not in (None, encoder.sha256):
+        raise BadInputError(
+            f"--tokenizer {given}: isn't the file that the run's tokens are of, which has the SHA-256 "
+            f"{facts['tokenizer_sha256']}"
+        )
     return encoder
 
 

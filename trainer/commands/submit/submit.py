@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.commands.submit import docker
 from trainer.commands.submit.places import JOB_PLACES
 from trainer.commands.submit.spec import JobPlace, JobSpec, Site
-from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.host.gpus import host_gpus
 
 
@@ -68,10 +68,8 @@ def submit(place: JobPlace, spec: JobSpec, site: Site, text: str) -> int:
 def job_folder(spec: JobSpec) -> Path:
     """Returns the folder of jobs' files: beside the run folders, which must be empty at first."""
     runs = Path("runs" if spec.runs.startswith("pvc:") else spec.runs)
-    try:
+    with writing(f"--runs {runs}"):
         (runs / ".jobs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError(f"--runs {runs}: can't be written ({error.strerror}); give another") from error
     return runs / ".jobs"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.commands.submit.spec import JobSpec, pinned
 from trainer.commands.submit.submit import job_folder
 from trainer.config.yaml_text import parse_yaml
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, writing
 from trainer.host.files import read_bounded, write_whole
 
 _MOST = 1000
@@ -89,8 +89,6 @@ def write_list(common: JobSpec, runs: list[JobSpec]) -> Path:
     path = job_folder(common) / f"{common.name}-sweep.json"
     listed = [{"name": run.name, "folder": folder(run), "settings": run.settings} for run in runs]
     values = {"recipe": common.recipe, "image": common.image, "runs": listed}
-    try:
+    with writing(str(path), "give another --runs"):
         write_whole(path, json.dumps(values, indent=2) + "\n")
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be written ({error.strerror}); give another --runs") from error
     return path

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.data.formats.chat_template import Spans, compiled, unmarked
-from trainer.data.formats.encoders import one_line
+from trainer.data.formats.encoders import check_known, is_lossy, one_line, parse_tokenizer
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 from trainer.host.files import read_inside
@@ -68,6 +68,7 @@ class Chat(NamedTuple):
         marks: Whether the default template says by {% generation %} what an assistant writes.
         asks_date: Whether it asks for today's date.
         tokenizer: Adds nothing to a text.
+        lossy: True if it leaves out characters that it has no token for.
     """
 
     folder: Path
@@ -83,6 +84,7 @@ class Chat(NamedTuple):
     marks: bool
     asks_date: bool
     tokenizer: "Tokenizer"
+    lossy: bool = False
 
     def render(self, messages: Sequence[Message], tools: Any = None, generation_prompt: bool = False) -> str:
         """Renders messages as text.
@@ -139,8 +141,10 @@ class Chat(NamedTuple):
         """Encodes texts; special tokens in them are special tokens.
 
         Raises:
-            BadInputError: If the tokenizer's rules fail on one.
+            BadInputError: If the tokenizer's rules fail on one, or it leaves a character out.
         """
+        if self.lossy:
+            check_known(texts, self.tokenizer, str(self.folder / "tokenizer.json"))
         for first in range(0, len(texts), _BATCH):
             with one_line(str(self.folder / "tokenizer.json")):
                 batch = self.tokenizer.encode_batch(list(texts[first : first + _BATCH]))
@@ -229,7 +233,8 @@ def open_tokenizer(folder: Path) -> Chat:
     closings = sorted(
         {closing, *(text for text, n in kept.items() if n == eos)} - {""}, key=len, reverse=True
     )
-    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings))
+    lossy = is_lossy(tokenizer)
+    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings), lossy=lossy)
 
 
 def _written_after_answers(chat: Chat) -> tuple[str, str]:
@@ -251,26 +256,14 @@ def _written_after_answers(chat: Chat) -> tuple[str, str]:
 
 def _tokenizer(file: Path, content: bytes) -> tuple["Tokenizer", int | None]:
     """Reads a tokenizer that adds nothing, and what it added before to the front of a text."""
-    try:
-        from tokenizers import Tokenizer
-        from tokenizers.processors import TemplateProcessing
-    except ImportError as error:
-        raise BadInputError(
-            f"{file}: the library tokenizers isn't installed: pip install tokenizers"
-        ) from error
-    try:
-        read: Tokenizer = Tokenizer.from_str(content.decode())
+    read = parse_tokenizer(content, file)
+    from tokenizers.processors import TemplateProcessing
+
+    with one_line(str(file)):
         alone, begun = (read.encode("a", add_special_tokens=adds).ids for adds in (False, True))
-        first = begun[0] if begun[:1] != alone[:1] else None
-        read.no_truncation()
-        read.no_padding()
-        # Also the processor of GPT-2 and Llama 3, which moves offsets over blanks.
-        read.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises nothing narrower, and where it panics this
-        raise BadInputError(f"{file}: not a tokenizer.json ({first_line(error)})") from error
-    return read, first
+    # Also the processor of GPT-2 and Llama 3, which moves offsets over blanks.
+    read.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return read, begun[0] if begun[:1] != alone[:1] else None
 
 
 def _check_added(folder: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> None:

@@ -297,7 +297,7 @@ def _categories(file: Path, instances: Mapping[str, Any], left_out: list[LeftOut
 
 def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int, tuple[str, int, int]]:
     """Returns file name, height and width by image id."""
-    images = {}
+    images, by_name = {}, dict[str, int]()
     for entry in instances["images"]:
         number, name = entry["id"], entry.get("file_name")
         height, width = (_as_id(entry.get(side)) for side in ("height", "width"))
@@ -308,6 +308,11 @@ def _images(file: Path, folder: Path, instances: Mapping[str, Any]) -> dict[int,
             raise BadInputError(f"{file}: image {number}: file_name {name!r} leads out of {folder}{more}")
         if not height or not width or height < 0 or width < 0:
             raise BadInputError(f"{file}: image {number} ({name!r}) has no height and width")
+        if (other := by_name.setdefault(os.path.normpath(name), number)) != number:
+            raise BadInputError(
+                f"{file}: images {other} and {number} are both {name!r}, so each lacks the other's boxes; "
+                "make them one"
+            )
         images[number] = (name, height, width)
     return images
 

@@ -8,7 +8,7 @@ import codecs
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +31,15 @@ _CUT = re.compile(r"(?<=\w)(?=[\r\n])")  # between a word and the end of its lin
 _CUTS = 64  # cuts that are tried
 _AROUND = 512  # characters on each side of a cut that are encoded to try it
 _LARGEST_TOKENIZER = 1 << 30
+# Characters with all bytes of UTF-8: ASCII and later ones, and the first ones of two, three and four.
+_FIRST = (
+    *range(0x100, 0x800, 64),
+    0x800,
+    *range(0x1000, 1 << 16, 1 << 12),
+    1 << 16,
+    *range(1 << 18, 5 << 18, 1 << 18),
+)
+_ALL_BYTES = "".join(map(chr, (*range(0xC1), *_FIRST)))
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
@@ -43,6 +52,7 @@ class Encoder(NamedTuple):
         vocabulary: Largest token + 1.
         end: Token that ends a document.
         tokenizer: Tokenizer of the library; None for bytes.
+        lossy: True if it leaves out characters that it has no token for.
     """
 
     name: str
@@ -50,6 +60,7 @@ class Encoder(NamedTuple):
     vocabulary: int
     end: int
     tokenizer: "Tokenizer | None"
+    lossy: bool = False
 
 
 def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
@@ -65,31 +76,43 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
     kind, _, name = tokenizer.partition(":")
     if kind != "bpe" or not name:
         raise BadInputError(f"--tokenizer {tokenizer}: use bytes, or bpe:FILE with a tokenizer.json")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise BadInputError(
-            "--tokenizer bpe: the library tokenizers isn't installed; run make venv"
-        ) from error
     with reading(name, "give a tokenizer.json"):
         content = read_bounded(Path(name), _LARGEST_TOKENIZER)
-    try:
-        read: Tokenizer = Tokenizer.from_str(content.decode())
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and BaseException if it panics
-        raise BadInputError(f"{name}: not a tokenizer.json ({error})") from error
-    # Truncation and padding are for single sentences; special tokens in a text are encoded as text.
-    read.no_truncation()
-    read.no_padding()
-    read.encode_special_tokens = True
+    read = parse_tokenizer(content, name)
+    read.encode_special_tokens = True  # those in a text are encoded as text
     known = read.get_vocab(with_added_tokens=True)
     ends = [token for token in _ENDS if token in known] if end is None else [end]
     if len(ends) != 1 or ends[0] not in known:
         what = f"knows no {end}" if end is not None else f"knows {' and '.join(ends) or 'no usual end token'}"
         raise BadInputError(f"{name}: {what}; name the token that ends a document with --end")
     sha256 = hashlib.sha256(content).hexdigest()
-    return Encoder(f"bpe:{Path(name).name}", sha256, max(known.values()) + 1, known[ends[0]], read)
+    vocabulary = max(known.values()) + 1
+    return Encoder(f"bpe:{Path(name).name}", sha256, vocabulary, known[ends[0]], read, is_lossy(read))
+
+
+def parse_tokenizer(content: bytes, file: object) -> "Tokenizer":
+    """Parses a tokenizer.json, without truncation and padding, which are for single sentences.
+
+    Raises:
+        BadInputError: If the library isn't installed, the file is invalid, or it draws tokens at random.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise BadInputError(f"{file}: the library tokenizers isn't installed; run make venv") from error
+    try:
+        read: Tokenizer = Tokenizer.from_str(content.decode())
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and BaseException if it panics
+        raise BadInputError(f"{file}: not a tokenizer.json ({first_line(error)})") from error
+    if dropout := getattr(read.model, "dropout", None):
+        raise BadInputError(
+            f"{file}: says dropout {dropout:.2g}, so a text has other tokens each time; write null there"
+        )
+    read.no_truncation()
+    read.no_padding()
+    return read
 
 
 def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iterator[bytes]:
@@ -104,7 +127,8 @@ def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iter
         Bytes of the token file.
 
     Raises:
-        BadInputError: If a document isn't UTF-8 (except for "bytes"), or is too long and can't be cut.
+        BadInputError: If a document isn't UTF-8 (except for "bytes"), is too long and can't be cut, or has a
+            character that the tokenizer leaves out or takes for the end of a document.
     """
     kind = np.dtype(dtype)
     end = np.array([encoder.end], kind).tobytes()
@@ -120,21 +144,59 @@ def encoded(documents: Iterable[Document], encoder: Encoder, dtype: str) -> Iter
             batch.append((piece, last))
             characters += len(piece)
             if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
-                yield from _encode(batch, encoder.tokenizer, kind, end)
+                yield from _encode(batch, encoder, kind)
                 batch, characters = [], 0
-    yield from _encode(batch, encoder.tokenizer, kind, end)
+    yield from _encode(batch, encoder, kind)
 
 
-def _encode(
-    batch: list[tuple[str, bool]], tokenizer: "Tokenizer", dtype: np.dtype[np.generic], end: bytes
-) -> Iterator[bytes]:
-    texts = [text for text, _ in batch]
+def _encode(batch: list[tuple[str, bool]], encoder: Encoder, dtype: np.dtype[np.generic]) -> Iterator[bytes]:
+    texts, tokenizer = [text for text, _ in batch], encoder.tokenizer
+    assert tokenizer is not None
+    if encoder.lossy:
+        check_known(texts, tokenizer, f"--tokenizer {encoder.name}")
     with one_line("--tokenizer"):
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    ends = unknown is not None and tokenizer.token_to_id(unknown) == encoder.end
     for encoding, (_, last) in zip(encodings, batch, strict=True):
-        yield np.array(encoding.ids, dtype).tobytes()
-        if last:
-            yield end
+        ids = np.array(encoding.ids, dtype)
+        if ends and (ids == encoder.end).any():
+            raise BadInputError(
+                f"--tokenizer {encoder.name}: a text has what the vocabulary lacks, and {unknown} stands for "
+                "that and for a document's end; name another by --end"
+            )
+        yield np.append(ids, np.array([encoder.end] * last, dtype)).tobytes()
+
+
+def is_lossy(tokenizer: "Tokenizer") -> bool:
+    """True if a tokenizer leaves out what it has no token for: a BPE without unk_token and all bytes."""
+    model = tokenizer.model
+    if getattr(model, "unk_token", "") is not None or getattr(model, "byte_fallback", True):
+        return False
+    return not _symbols(_ALL_BYTES, tokenizer) <= tokenizer.get_vocab().keys()
+
+
+def _symbols(text: str, tokenizer: "Tokenizer") -> set[str]:
+    """Returns the characters that reach the model."""
+    normalizer, cutter = tokenizer.normalizer, tokenizer.pre_tokenizer
+    text = text if normalizer is None else normalizer.normalize_str(text)
+    pieces = [text] if cutter is None else [piece for piece, _ in cutter.pre_tokenize_str(text)]
+    return set[str]().union(*pieces)
+
+
+def check_known(texts: Sequence[str], tokenizer: "Tokenizer", what: str) -> None:
+    """Checks texts of a lossy tokenizer.
+
+    Raises:
+        BadInputError: If a character leads to one without a token.
+    """
+    known = tokenizer.get_vocab().keys()
+    for sign in sorted(set[str]().union(*texts) - known):
+        if sign.isprintable() and not _symbols(sign, tokenizer) <= known:
+            raise BadInputError(
+                f"{what}: has no token for {sign!r} and leaves it out; add it, or give the model in that "
+                "file an unk_token"
+            )
 
 
 @contextlib.contextmanager

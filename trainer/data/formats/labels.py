@@ -177,6 +177,8 @@ def _checked(text: str) -> str:
     bare = text.strip().strip("\ufeff").strip()
     if not bare:
         raise LabelError("label is empty")
+    if "\n" in bare or "\r" in bare:
+        raise LabelError(f"label {quoted(bare)} holds a line break, as if a quote weren't closed")
     if "\0" in text:
         raise LabelError(f"label {quoted(text)} holds a zero byte, as UTF-16 has")
     if bare in _MISSING:

@@ -30,6 +30,7 @@ class Text(NamedTuple):
         begins: int64 (documents,), start of each document, if end tokens don't mark them; the first token of
             a document is then an input only.
         counts: bool (n,), True for tokens that count in the loss; None: all.
+        tokenizer_sha256: Of the tokenizer's file, as many have one name; None without a file.
     """
 
     tokens: Tokens
@@ -39,6 +40,7 @@ class Text(NamedTuple):
     characters: str = ""
     begins: Ints | None = None
     counts: npt.NDArray[np.bool_] | None = None
+    tokenizer_sha256: str | None = None
 
 
 def join_documents(documents: Sequence[Tokens], end: int) -> Tokens:
@@ -99,7 +101,13 @@ def file_text(path: Path, about: TokenFile) -> Text:
         tokens: Tokens = np.fromfile(path, about.dtype)
     if len(tokens) != about.tokens:
         raise BadInputError(f"{path}: {len(tokens)} tokens, but {about.tokens} are said; tokenize again")
-    return Text(tokens, about.vocabulary, about.end_of_document, about.tokenizer)
+    return text_about(tokens, about)
+
+
+def text_about(tokens: Tokens, about: TokenFile) -> Text:
+    """Returns tokens with what the JSON file of their token file says."""
+    text = Text(tokens, about.vocabulary, about.end_of_document, about.tokenizer)
+    return text._replace(tokenizer_sha256=about.tokenizer_sha256)
 
 
 def random_text(vocabulary: int, tokens: int, seed: int, longest: int = 0) -> Text:

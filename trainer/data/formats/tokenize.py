@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from trainer.data.formats.encoders import encoded, read_tokenizer
+from trainer.data.formats.files import size_of
 from trainer.data.formats.tokens import TokenFile, about_path
 from trainer.data.left_out import LeftOut, one, tally
 from trainer.errors import BadInputError, reading
@@ -61,7 +62,7 @@ def tokenize(
         # The JSON file is removed first and written last: a token file without it is refused, with a wrong
         # one it would be misread.
         with _replacing(about) as beside, _replacing(target, about) as file:
-            with progress_bar(f"tokenizing {source}", sum(map(_size, files))) as advance:
+            with progress_bar(f"tokenizing {source}", sum(map(size_of, files))) as advance:
                 documents = ((path, _chunks(path, source, read, advance)) for path in files)
                 for part in encoded(documents, encoder, dtype):
                     written.update(part)
@@ -132,13 +133,6 @@ def _chunks(file: Path, source: Path, read: Any, advance: _Advance) -> Iterator[
                 yield chunk
     name = os.fsencode(file.relative_to(source))
     read.update(b"%d %s" % (len(name), name) + content.digest())
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:  # reading it raises the error
-        return 0
 
 
 @contextlib.contextmanager
