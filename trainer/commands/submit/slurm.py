@@ -50,6 +50,10 @@ _NOT_FROM_OUTSIDE = (
         "PET_NODE_RANK",
     ),
     *("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT"),
+    # srun takes options from these, and sbatch passes on those of the job in whose shell it runs.
+    *("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_MEM_BIND", "SLURM_CPU_BIND"),
+    *("SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE"),
 )
 _VERBS = "/dev/infiniband"
 _MORE_PORTS = 999  # the highest that job numbers add to the port
@@ -96,7 +100,7 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
         "set -u",
     ]
     lines += [
-        "# What the submitter's shell happened to say of nodes isn't said of this job.",
+        "# What the submitter's shell happened to say of another job isn't said of this one.",
         f"unset {' '.join(_NOT_FROM_OUTSIDE)}",
     ]
     if spec.min_nnodes is not None:

@@ -261,8 +261,8 @@ def _not_one_of_several(environ: Mapping[str, str], sizes: tuple[str, ...]) -> N
         if (size := _number(environ, name)) > 1:
             raise BadInputError(
                 f"{name}={size}: this is one of {size} processes, of which each would train by itself; start "
-                f"it by srun, by torchrun (which sets {', '.join(_RANK)}), or once on each node with --nnodes, "
-                "--node-rank and --master-addr; if the variable is left over, give --nnodes 1"
+                f"it by srun, by torchrun (which sets {', '.join(_RANK)}), or once on each node with "
+                "--nnodes, --node-rank and --master-addr; if the variable is left over, give --nnodes 1"
             )
 
 
