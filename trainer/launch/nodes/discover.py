@@ -73,7 +73,7 @@ def find_nodes(
     Raises:
         BadInputError: If a value is missing or impossible.
     """
-    values = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _plain(environ)
+    values = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _named(environ)
     if nnodes is not None:
         values |= {"nodes": nnodes, "source": "--nnodes"}
     if "nodes" not in values:
@@ -209,26 +209,19 @@ def _expand_one(part: str) -> list[str]:
     return [before + middle + end for middle in middles for end in _expand_one(after)]
 
 
-def _plain(environ: Mapping[str, str]) -> dict[str, str]:
+def _named(environ: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Reads NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, which our own jobs and many scripts set."""
     names = {"nodes": "NNODES", "number": "NODE_RANK", "master": "MASTER_ADDR", "port": "MASTER_PORT"}
-    values = {key: environ[name] for key, name in names.items() if environ.get(name)}
-    return values | ({"source": "NNODES"} if "nodes" in values else {})
+    values = {key: text for key, name in names.items() if (text := environ.get(prefix + name))}
+    return values | ({"source": f"{prefix}NNODES"} if "nodes" in values else {})
 
 
 def _kubeflow(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {
-        "nodes": "PET_NNODES",
-        "number": "PET_NODE_RANK",
-        "master": "PET_MASTER_ADDR",
-        "port": "PET_MASTER_PORT",
-    }
-    values = {key: environ[name] for key, name in names.items() if environ.get(name)}
-    if "master" not in values and environ.get("PET_RDZV_ENDPOINT"):
-        found = re.fullmatch(r"(\[.*\]|[^:]*):?(.*)", environ["PET_RDZV_ENDPOINT"])
-        values["master"], port = found.groups() if found else ("", "")
-        values |= {"port": port} if port else {}
-    return values | ({"source": "PET_NNODES"} if "nodes" in values else {})
+    values = _named(environ, "PET_")
+    found = re.fullmatch(r"(\[.*\]|[^:]+):?(.*)", environ.get("PET_RDZV_ENDPOINT", ""))
+    if "master" not in values and found:
+        values |= {"master": found[1]} | ({"port": found[2]} if found[2] else {})
+    return values
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
