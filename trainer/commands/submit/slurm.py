@@ -39,7 +39,6 @@ _OURS = {
 }
 _AFTER_THE_FIRST_SECONDS = 60
 # srun takes options from the latter, and sbatch passes on those of the job in whose shell it runs.
-# srun takes options from the latter, and sbatch passes on those of the job in whose shell it runs.
 _NOT_FROM_OUTSIDE = (
     "NNODES NODE_RANK MASTER_ADDR RANK WORLD_SIZE LOCAL_RANK "
     "PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_RDZV_ENDPOINT "
