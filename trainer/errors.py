@@ -92,7 +92,7 @@ def mendable(error: OSError) -> str:
 
 @contextmanager
 def paths_explained() -> Iterator[None]:
-    """Context manager in which an error of the file system that only the user can mend is one line.
+    """Context manager in which an error of the file system or loader that only the user can mend is one line.
 
     Raises:
         BadInputError: In place of such an error.
@@ -103,6 +103,11 @@ def paths_explained() -> Iterator[None]:
         if line := mendable(error):
             raise BadInputError(line) from error
         raise
+    except ImportError as error:
+        if "failed to map segment" not in str(error):
+            raise
+        why = "raise the limit of address space (ulimit -v), or mount its disk without noexec"
+        raise BadInputError(f"{error}; {why}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -246,6 +246,8 @@ def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_any_variable_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, environ={"NCCL_SOCKET_IFNAME": "eno1\nrm -rf /"})
     assert not any(line.startswith("rm") for line in lines)
+    print_findings(judge_facts(healthy(environ={"NCCL_SOCKET_IFNAME": "e\x1b]0;x\x07\u202e"})), "host", 1.0)
+    assert not set("\x1b\x07\u202e") & set(capsys.readouterr().out)
 
 
 def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Promise: a site's options reach its jobs, from a file or typed, and no secret is written down."""
 
 import itertools
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -325,3 +326,18 @@ def test_paths_and_further_options_add_none_either(where: str) -> None:
         spec = spec.model_copy(update={"runs": f"/x\x0b/{where}"})
     with pytest.raises(BadInputError, match=r"^--(runs|sbatch-arg) "):
         slurm.render(spec, site)
+
+
+def test_a_step_takes_nothing_from_the_job_in_whose_shell_it_was_submitted(tmp_path: Path) -> None:
+    """sbatch passes the shell's variables on: a step would be bound to one CPU, and see one GPU of eight."""
+    left = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_GPUS_PER_TASK": "1", "SLURM_MEM_PER_CPU": "100"}
+    left |= {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "SLURM_TRES_PER_TASK": "cpu:1"}
+    script = tmp_path / "job"
+    spec = job("slurm", runs=str(tmp_path / "runs"))
+    script.write_text(slurm.render(spec, Site.model_validate({"container": "venv", "venv": "v"})))
+    (tmp_path / "srun").write_text("#!/bin/sh\nenv")
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **left}
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
+    assert "SLURM_JOB_ID=7" in done.stdout
+    assert [name for name in left if f"{name}=" in done.stdout] == []

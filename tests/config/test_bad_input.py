@@ -283,6 +283,10 @@ def test_an_error_of_the_file_system_is_one_line(error: OSError, line: str) -> N
     assert mendable(error).startswith(line) and bool(mendable(error)) == bool(line)
     with pytest.raises(BadInputError if line else OSError), paths_explained():
         raise error
+    # A library under a site's limit of address space, as on many login nodes; and one that isn't there.
+    for text, kind in (("x.so: failed to map segment", BadInputError), ("no such module", ImportError)):
+        with pytest.raises(kind, match=text), paths_explained():
+            raise ImportError(text)
 
 
 def test_a_rank_that_torchrun_started_says_it_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:

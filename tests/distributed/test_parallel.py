@@ -15,6 +15,7 @@ from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
+from trainer.distributed import parallel
 from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
 from trainer.models.batchnorm import StepStatistics
@@ -277,10 +278,25 @@ for attempt in range(100):
 """
 
 
+@pytest.mark.parametrize("port", ["", "x", "29500000"])
+def test_ranks_that_have_no_place_to_meet_are_one_line(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": port}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(
+            BadInputError, match=rf"rank 0 of 2: MASTER_ADDR='a', MASTER_PORT='{port}' isn't where"
+        ),
+        parallel.joined_world("cpu", 60),
+    ):
+        pass
+
+
 def test_leaving_the_others_never_hangs() -> None:
     """torch 2.5 did after a few dozen times, with Python's lock held: once would show nothing."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2", **there}
     ranks = [
         preloaded.Popen([sys.executable, "-c", LEAVING, rank, str(store.port)], env=environment)
         for rank in ("0", "1")

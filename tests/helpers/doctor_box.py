@@ -195,6 +195,7 @@ ABSENT: list[tuple[str, dict[str, Any]]] = [
     ("gpu.nvml", {"gpus": Gpus("NVML Shared Library Not Found", 12)}),
     *((f"gpu.{name}", {"gpus": Gpus("Not Found", 12)}) for name in ("visible", "lost", "driver", "compat")),
     *((f"gpu.{name}", {"gpus": Gpus("Not Found", 12)}) for name in ("architecture", "memory")),
+    ("gpu.memory", {"gpus__cards": (replace(card(), total=0),)}),  # GB10, Jetson
     ("gpu.driver", {"software": Software(torch="1.0", cuda="9.2")}),
     ("gpu.architecture", {"software": Software(torch="2.0", cuda="12.1")}),
     ("software.cuda", {"software": Software()}),

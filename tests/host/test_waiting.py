@@ -27,6 +27,13 @@ def test_ticks_of_each_cpu_are_read() -> None:
 
 
 @pytest.mark.parametrize(
+    "line", ["cpu2", "cpu2 1 2 3", "cpu2 1 2 3 -4 5", "cpu2 1 2 3 a b", "cpu² 1 2 3 4 5", "cpu"]
+)
+def test_a_line_that_no_kernel_should_write_is_left_out(line: str) -> None:
+    assert idle_ticks(f"{STAT}{line}\n") == {0: (90, 100), 1: (90, 100)}
+
+
+@pytest.mark.parametrize(
     ("after", "own", "free"),
     [
         ({0: (190, 200), 1: (90, 200)}, 100.0, 2.0),  # this process alone kept a CPU busy

@@ -12,7 +12,7 @@ from runtime import Facts, decide, outside
 
 from tests.helpers.engine_box import LISTED, Machine
 from trainer.errors import BadInputError
-from trainer.host.gpus import Gpu, parse_gpus, visible_gpus
+from trainer.host.gpus import Gpu, gpu_of_rank, parse_gpus, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [Gpu(str(n), "NVIDIA H100", f"GPU-{n}{n}-a") for n in range(4)]
@@ -365,3 +365,11 @@ def test_ports() -> None:
     for wrong in ("0", "65536", "x", ""):
         with pytest.raises(BadInputError, match="give a port"):
             check_ports({"SSH_PORT": wrong})
+
+
+def test_a_rank_uses_the_gpu_that_it_sees() -> None:
+    own = {"SLURM_LOCALID": "3"}  # srun --gpus-per-task=1: each task sees its own as number 0
+    assert [gpu_of_rank(3, 8, {}), gpu_of_rank(3, 4, own), gpu_of_rank(3, 1, own)] == [3, 3, 0]
+    for local, visible, environ in ((3, 2, own), (3, 1, {}), (3, 1, {"SLURM_LOCALID": "0"}), (0, 0, own)):
+        with pytest.raises(BadInputError, match=f"LOCAL_RANK={local}: this rank sees {visible} GPUs"):
+            gpu_of_rank(local, visible, environ)

@@ -66,6 +66,9 @@ def test_variables_say_it(environ: dict[str, str]) -> None:
 def test_kubeflow_may_give_an_endpoint() -> None:
     elastic = {"PET_NNODES": "1:2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "job-worker-0:29400"}
     assert _found(elastic) == (1, 2, 1, "job-worker-0", 29400)
+    assert _found({**elastic, "PET_RDZV_ENDPOINT": "[fd00::1]:29400"}) == (1, 2, 1, "fd00::1", 29400)
+    assert _found({**elastic, "PET_RDZV_ENDPOINT": "[fd00::1]"}) == (1, 2, 1, "fd00::1", 29500)
+    assert _found({**elastic, "PET_RDZV_ENDPOINT": "job-worker-0"}) == (1, 2, 1, "job-worker-0", 29500)
 
 
 def test_a_step_of_slurm_says_it() -> None:
@@ -88,6 +91,8 @@ def test_the_script_of_a_slurm_job_of_two_nodes_must_use_srun() -> None:
     with pytest.raises(BadInputError, match=r"start it by `srun --ntasks-per-node=1 trainer train"):
         find_nodes(script, None, None, None, None)
     assert find_nodes(script, "1", None, None, None) is None
+    with pytest.raises(BadInputError, match="this is its script or shell"):  # salloc's, a step of its own
+        find_nodes({**script, "SLURM_STEP_ID": "4294967290"}, None, None, None, None)
 
 
 def test_a_task_for_each_rank_needs_no_launcher() -> None:
@@ -102,7 +107,50 @@ def test_a_task_for_each_rank_needs_no_launcher() -> None:
         "MASTER_PORT": "29734",
     }
     assert is_rank({**step, **told})
-    assert rank_variables({**step, "RANK": "0"}) == {}  # torchrun's own ranks below srun
+    # A script that sets some of them for all tasks, or below another job, doesn't make each task train alone.
+    assert rank_variables({**step, "RANK": "0", "WORLD_SIZE": "9"}) == told
+    assert rank_variables({**step, "RANK": "0", "TORCHELASTIC_RUN_ID": "1"}) == {}  # a rank of torchrun's
+    assert rank_variables({**step, **told, **mark_of_rank({**step, **told})}) == {}  # started by that rank
+    # The node with most tasks has three of five.
+    assert rank_variables({**step, "SLURM_STEP_NUM_TASKS": "5"})["LOCAL_WORLD_SIZE"] == "3"
+    unknown = {name: value for name, value in step.items() if name != "SLURM_PROCID"}
+    with pytest.raises(BadInputError, match="RANK='', WORLD_SIZE='4'"):
+        is_rank({**unknown, **rank_variables(unknown)})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {
+            "WORLD_SIZE": "2",
+            "RANK": "1",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "1234",
+        },  # Vertex AI, Kubeflow 1.5
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        {"PMI_SIZE": "2", "PMI_RANK": "1"},
+        {"NNODES": "1", "PMI_SIZE": "2", "PMI_RANK": "1"},
+        {**STEP, "NNODES": "1"},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "4", "TORCHELASTIC_RUN_ID": "1"},  # left over from another job
+    ],
+)
+def test_one_of_several_processes_does_not_train_by_itself(sizes: dict[str, str]) -> None:
+    with pytest.raises(BadInputError, match=r"_?(SIZE|TASKS)=[24]: this is one of [24] processes"):
+        find_nodes(sizes, None, None, None, None)
+    assert find_nodes(sizes, "1", None, None, None) is None
+    assert find_nodes({**sizes, **mark_of_rank(sizes)}, None, None, None, None) is None
+    alone = {name: "1" if "SIZE" in name or "NUM" in name else value for name, value in sizes.items()}
+    assert find_nodes(alone, None, None, None, None) is None
+
+
+@pytest.mark.parametrize(
+    "values", ["abc 2 0", "2 2 0", "0 0 0", "-1 2 0", "0 2 1", "1 2 ٣", "1  0", f"{'9' * 5000} 2 0"]
+)
+def test_numbers_that_no_rank_has_are_one_line(values: str) -> None:
+    rank, size, local = values.split(" ")
+    with pytest.raises(BadInputError, match=r"^RANK='.*no rank of a launch has these numbers") as raised:
+        is_rank({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local})
+    assert len(str(raised.value)) < 300
 
 
 def test_a_hook_that_calls_a_nodes_only_task_a_rank_is_not_believed() -> None:
@@ -136,6 +184,12 @@ def test_who_has_a_ranks_variables_from_that_rank_is_none() -> None:
         ({}, ("2", 0, "a", 65536), "port '65536' isn't where the ranks meet"),
         ({**PLAIN, "MASTER_PORT": "b"}, (None,) * 4, "port 'b' isn't where the ranks meet"),
         ({**PLAIN, "NODE_RANK": "x"}, (None,) * 4, "NNODES says 4 nodes, and 'x' which one"),
+        (
+            {**PLAIN, "NODE_RANK": "9" * 5000},
+            (None,) * 4,
+            "NNODES says 4 nodes, and '99999999999999999999' wh",
+        ),
+        ({**PLAIN, "NODE_RANK": "٢"}, (None,) * 4, "NNODES says 4 nodes, and '٢' which one"),
     ],
 )
 def test_what_is_missing_or_impossible_is_one_line(

@@ -178,6 +178,17 @@ def answered(port: int, request: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
+def test_the_page_is_served_on_ipv6() -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    config = LogConfig(metrics_port=free_port(), metrics_host="::1")
+    with served(config, lambda: "page\n"):
+        with urllib.request.urlopen(f"http://[::1]:{config.metrics_port}/metrics", timeout=60) as answer:
+            assert answer.read() == b"page\n"
+        with pytest.raises(BadInputError, match="nothing can listen on ::1 there"):
+            check_metrics_port(config)
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -199,10 +199,8 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     from trainer.train.start.tune.tuned import with_tuned
 
     resume = None if options.resume in _MODES else options.resume
-    several = is_rank({**os.environ, **rank_variables(os.environ)}) and "torchrun"
-    check_alone(
-        out=options.out, name=options.name, resume=resume, nnodes=options.nnodes, several_nodes=several
-    )
+    several = is_rank({**os.environ, **rank_variables(os.environ)})
+    check_alone(several, out=options.out, name=options.name, resume=resume, nnodes=options.nnodes)
     find_recipe(options, None)
     check_code(options)
     recipe, _ = provisional(options.recipe, with_tuned(options.tuned, options.set), options.values)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.training import ParallelConfig
 from trainer.errors import BadInputError
+from trainer.host.gpus import gpu_of_rank
 from trainer.host.names import from_files_alone
 from trainer.launch.worker import hold
 from trainer.observe.phases import communicating, enter_phase
@@ -59,12 +60,17 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if kind == "cuda":
-        device = torch.device("cuda", local)
+        device = torch.device("cuda", gpu_of_rank(local, torch.cuda.device_count(), os.environ))
         torch.cuda.set_device(device)
     if size == 1:
         yield World(rank, size, local, device, None, local_size=here)
         return
-    address = os.environ.get("MASTER_ADDR", "")
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not re.fullmatch("[0-9]{1,5}", port):
+        raise BadInputError(
+            f"rank {rank} of {size}: MASTER_ADDR='{address}', MASTER_PORT='{port}' isn't where the ranks "
+            "meet; start them by torchrun, which sets both"
+        )
     with from_files_alone(address), nullcontext() if kind == "cuda" else silenced(sys.stdout):
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import BadInputError
@@ -86,3 +86,27 @@ def chosen_gpus(request: str, visible: Sequence[str]) -> list[str]:
         numbered = ", numbered from 0" if visible else ""
         raise BadInputError(f"--gpus {request}: there are {len(visible)} GPUs here{numbered}")
     return [visible[index] for index in indices]
+
+
+def gpu_of_rank(local_rank: int, visible: int, environ: Mapping[str, str]) -> int:
+    """Returns the index of a rank's GPU among those that its process sees.
+
+    That is its local rank, but a task of srun with --gpus-per-task or --gpu-bind=single sees its own alone.
+
+    Args:
+        local_rank: The rank's number on this host.
+        visible: Number of GPUs that its process sees.
+        environ: The process's environment.
+
+    Raises:
+        BadInputError: If it sees too few.
+    """
+    if local_rank < visible:
+        return local_rank
+    if visible == 1 and environ.get("SLURM_LOCALID") == str(local_rank):
+        return 0
+    raise BadInputError(
+        f"LOCAL_RANK={local_rank}: this rank sees {visible} GPUs, numbered from 0; start as many ranks on "
+        "each node as there are GPUs, and let each see all of them or its own alone (CUDA_VISIBLE_DEVICES, "
+        "or srun's --gpus-per-node, --gpu-bind)"
+    )

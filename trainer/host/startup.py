@@ -3,14 +3,15 @@
 import io
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from trainer.host.limits import allowed_cpus, read_limits
+from trainer.host.reading import text_of
 
 
 def print_anything() -> None:
@@ -56,18 +57,14 @@ def idle_ticks(stat: str) -> dict[int, tuple[int, int]]:
     found = dict[int, tuple[int, int]]()
     for line in stat.splitlines():
         name, *rest = line.split() or [""]
-        if name.startswith("cpu") and name[3:].isdecimal():
-            ticks = [int(word) for word in rest[:8]]  # the guests' are part of them
+        ticks = [int(word) for word in rest[:8] if word.isdecimal()]  # the guests' are part of them
+        if re.fullmatch("cpu[0-9]{1,9}", name) and len(ticks) == len(rest[:8]) > 4:
             found[int(name[3:])] = ticks[3] + ticks[4], sum(ticks)
     return found
 
 
 def _now() -> tuple[dict[int, tuple[int, int]], float]:
-    try:
-        text = Path("/proc/stat").read_text()
-    except OSError:
-        text = ""
-    return idle_ticks(text), time.process_time()
+    return idle_ticks(text_of("/proc/stat")), time.process_time()
 
 
 _AT_IMPORT = _now()

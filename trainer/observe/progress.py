@@ -158,6 +158,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def __init__(self, *given: Any) -> None:
         self._under_way = list[socket.socket]()
+        self.address_family = socket.AF_INET6 if ":" in given[0][0] else socket.AF_INET
         super().__init__(*given)
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -17,6 +17,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.suggest import nearest
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.observe.text import without_controls
 from trainer.runs.trust import check_recipe
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
@@ -71,7 +72,7 @@ def run_check(options: argparse.Namespace) -> int:
     check_recipe(options.recipe, recipe, words)
     shown = sys.stderr.isatty() and not options.json
     report = _check(options.recipe, recipe, None, options.only, _Progress() if shown else str)
-    print(report_json(report) if options.json else report)
+    print(report_json(report) if options.json else without_controls(str(report)))
     return EXIT_DONE if report.ok else EXIT_FAILED
 
 

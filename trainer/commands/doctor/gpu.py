@@ -261,8 +261,8 @@ def compat(box: MachineFacts) -> CheckResult:
 def memory(box: MachineFacts) -> CheckResult:
     """Checks whether other processes fill the GPUs."""
     cards = [card for card in box.gpus.cards if card.total]
-    if not cards:
-        return unavailable("no GPU")
+    if not cards:  # a GB10 or Jetson has no memory of its own to tell
+        return unavailable("NVML says nothing of the GPU's memory" if box.gpus.cards else "no GPU")
     if full := [card for card in cards if card.used > max(0.1 * card.total, 2 * GIB)]:
         taken = (
             f"GPU {one.index}: {rough_size(one.used)} of {rough_size(one.total)} are taken" for one in full

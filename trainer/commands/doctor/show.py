@@ -11,6 +11,7 @@ from rich.text import Text
 from trainer.commands.doctor.facts import CheckResult, Environment
 from trainer.config.redact import redact_text
 from trainer.host.reading import kind_of
+from trainer.observe.text import without_controls
 
 _COLORS = {"bad": "red", "warn": "yellow"}
 
@@ -21,7 +22,7 @@ def print_findings(found: Mapping[str, CheckResult], place: Environment, seconds
     for name, one in sorted(found.items(), key=lambda item: item[1].status != "bad"):
         if one.status in _COLORS:
             lines = (f"{one.status:<5} {name}: {one.finding}", f"cause: {one.cause}", one.remedy(place))
-            first, *more = (redact_text(line).replace("\n", " ") for line in lines)
+            first, *more = (without_controls(redact_text(line).replace("\n", " ")) for line in lines)
             # A remedy is one line, however long: it is copied.
             console.print(Text(first, _COLORS[one.status]), soft_wrap=True)
             for line in more:

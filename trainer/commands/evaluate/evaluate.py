@@ -16,6 +16,7 @@ from trainer.errors import EXIT_DONE, BadInputError, writing
 from trainer.host.files import check_replaceable, write_whole
 from trainer.host.latest import MANIFEST
 from trainer.launch.launcher import launch
+from trainer.observe.text import without_controls
 from trainer.train.components.task import device_kind
 from trainer.train.start.local_ranks import plan_local_ranks
 
@@ -91,7 +92,8 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
-    print(evaluation_json(result) if options.json else "\n".join(evaluation_lines(result)))
+    lines = "\n".join(evaluation_lines(result))
+    print(evaluation_json(result) if options.json else without_controls(lines))
     if options.plot is not None:
         with writing(f"--plot {options.plot}"):
             write_whole(options.plot, chart(result["confusion"], result["classes"]))

@@ -38,18 +38,13 @@ _OURS = {
     **{"no-kill": "give --nnodes MIN:MAX", "open-mode": "the log is appended to", "wrap": "it is a script"},
 }
 _AFTER_THE_FIRST_SECONDS = 60
+# srun takes options from the latter, and sbatch passes on those of the job in whose shell it runs.
 _NOT_FROM_OUTSIDE = (
-    *(
-        "NNODES",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "PET_NNODES",
-        "PET_NODE_RANK",
-    ),
-    *("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT"),
+    "NNODES NODE_RANK MASTER_ADDR RANK WORLD_SIZE LOCAL_RANK "
+    "PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_RDZV_ENDPOINT "
+    "SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_GPUS "
+    "SLURM_GPUS_PER_TASK SLURM_GPU_BIND SLURM_MEM_BIND SLURM_CPU_BIND SLURM_CPU_BIND_LIST "
+    "SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE"
 )
 _VERBS = "/dev/infiniband"
 _MORE_PORTS = 999  # the highest that job numbers add to the port
@@ -96,8 +91,8 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
         "set -u",
     ]
     lines += [
-        "# What the submitter's shell happened to say of nodes isn't said of this job.",
-        f"unset {' '.join(_NOT_FROM_OUTSIDE)}",
+        "# What the submitter's shell happened to say of another job isn't said of this one.",
+        f"unset {_NOT_FROM_OUTSIDE}",
     ]
     if spec.min_nnodes is not None:
         lines.append(f"export NNODES={spec.nnodes_text}")

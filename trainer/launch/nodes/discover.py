@@ -5,6 +5,7 @@ which Kubeflow's operators set (torch.distributed.argparse_util); the output env
 sbatch(1); enroot's hook 50-slurm-pytorch.sh, which sets RANK and its like for every task.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,6 +18,9 @@ PORT = 29500
 _SLURM_PORTS = 1000
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
+_SHELL = "4294967290"  # SLURM_STEP_ID in the shell of salloc, with LaunchParameters=use_interactive_step
+# The number of processes of a launch: PyTorch's, Open MPI's, MPICH's and Intel MPI's, Slurm's.
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 class Nodes(NamedTuple):
@@ -69,22 +73,26 @@ def find_nodes(
     Raises:
         BadInputError: If a value is missing or impossible.
     """
-    values = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _plain(environ)
+    values = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _named(environ)
     if nnodes is not None:
         values |= {"nodes": nnodes, "source": "--nnodes"}
     if "nodes" not in values:
-        _not_by_srun(environ)
+        if not started_by_rank(environ):
+            _not_by_srun(environ)
+            _not_one_of_several(environ, _SIZES)
         given = {"--node-rank": node_rank, "--master-addr": master_addr, "--master-port": master_port}
         if flags := [flag for flag, value in given.items() if value is not None]:
             raise BadInputError(f"{flags[0]} is for several nodes: say how many by --nnodes, or leave it out")
         return None
     source = values["source"]
-    least, most = _count(values["nodes"], source)
+    least, most = _count(values["nodes"].strip(), source)
     if most == 1:
+        if nnodes is None:  # Kubeflow's WORLD_SIZE counts the ranks of one node, too
+            _not_one_of_several(environ, _SIZES[1:])
         return None
     number = str(node_rank) if node_rank is not None else values.get("number")
-    if number is None or not number.isdecimal() or int(number) >= most:
-        stated = "nothing" if number is None else f"'{number}'"
+    if number is None or not 0 <= _whole(number) < most:
+        stated = "nothing" if number is None else f"'{number[:20]}'"
         raise BadInputError(
             f"{source} says {most} nodes, and {stated} which one this is: give --node-rank (or NODE_RANK), "
             f"from 0 to {most - 1}, another on each"
@@ -101,23 +109,38 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     With one task on each node, the task is a launcher.
     """
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
-    if tasks <= max(1, nodes) or any(name in environ for name in _RANK):
+    # A script may have set RANK or WORLD_SIZE for all tasks, so Slurm's numbers count; not below torchrun.
+    if tasks <= max(1, nodes) or "TORCHELASTIC_RUN_ID" in environ or started_by_rank(environ):
         return {}
     values = _slurm_place(environ)
     return {
-        "RANK": environ["SLURM_PROCID"],
+        "RANK": environ.get("SLURM_PROCID", ""),
         "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(tasks // nodes),
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", ""),
+        "LOCAL_WORLD_SIZE": str(math.ceil(tasks / max(1, nodes))),
         "MASTER_ADDR": environ.get("MASTER_ADDR", values["master"]),
         "MASTER_PORT": environ.get("MASTER_PORT", values["port"]),
     }
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Returns True if this process is a rank of torchrun or Slurm. (Ranks of our launcher don't ask.)"""
+    """Returns True if this process is a rank of torchrun or Slurm. (Ranks of our launcher don't ask.)
+
+    Raises:
+        BadInputError: If it is one, with a number that no rank can have.
+    """
     ranked = all(name in environ for name in _RANK) and not started_by_rank(environ)
-    return ranked and not is_launcher_task(environ)
+    if not ranked or is_launcher_task(environ):
+        return False
+    values = [environ[name] for name in _RANK]
+    rank, size, local = map(_whole, values)
+    if not 0 <= local <= rank < size:
+        stated = ", ".join(f"{name}='{value[:20]}'" for name, value in zip(_RANK, values, strict=True))
+        raise BadInputError(
+            f"{stated}: no rank of a launch has these numbers (0 to WORLD_SIZE - 1); start it by torchrun or "
+            "srun, or unset these variables if they are left over from another job"
+        )
+    return True
 
 
 def mark_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
@@ -186,25 +209,19 @@ def _expand_one(part: str) -> list[str]:
     return [before + middle + end for middle in middles for end in _expand_one(after)]
 
 
-def _plain(environ: Mapping[str, str]) -> dict[str, str]:
+def _named(environ: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Reads NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, which our own jobs and many scripts set."""
     names = {"nodes": "NNODES", "number": "NODE_RANK", "master": "MASTER_ADDR", "port": "MASTER_PORT"}
-    values = {key: environ[name] for key, name in names.items() if environ.get(name)}
-    return values | ({"source": "NNODES"} if "nodes" in values else {})
+    values = {key: text for key, name in names.items() if (text := environ.get(prefix + name))}
+    return values | ({"source": f"{prefix}NNODES"} if "nodes" in values else {})
 
 
 def _kubeflow(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {
-        "nodes": "PET_NNODES",
-        "number": "PET_NODE_RANK",
-        "master": "PET_MASTER_ADDR",
-        "port": "PET_MASTER_PORT",
-    }
-    values = {key: environ[name] for key, name in names.items() if environ.get(name)}
-    if "master" not in values and environ.get("PET_RDZV_ENDPOINT"):
-        values["master"], _, port = environ["PET_RDZV_ENDPOINT"].partition(":")
-        values |= {"port": port} if port else {}
-    return values | ({"source": "PET_NNODES"} if "nodes" in values else {})
+    values = _named(environ, "PET_")
+    found = re.fullmatch(r"(\[.*\]|[^:]+):?(.*)", environ.get("PET_RDZV_ENDPOINT", ""))
+    if "master" not in values and found:
+        values |= {"master": found[1]} | ({"port": found[2]} if found[2] else {})
+    return values
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
@@ -224,11 +241,22 @@ def _slurm_place(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _not_by_srun(environ: Mapping[str, str]) -> None:
     nodes = _number(environ, "SLURM_JOB_NUM_NODES")
-    if nodes > 1 and "SLURM_STEP_ID" not in environ:
+    if nodes > 1 and environ.get("SLURM_STEP_ID", _SHELL) == _SHELL:
         raise BadInputError(
-            f"this Slurm job has {nodes} nodes, and this is its script on the first of them: start it by "
+            f"this Slurm job has {nodes} nodes, and this is its script or shell on one of them: start it by "
             "`srun --ntasks-per-node=1 trainer train …`, or give --nnodes 1 to use this node alone"
         )
+
+
+def _not_one_of_several(environ: Mapping[str, str], sizes: tuple[str, ...]) -> None:
+    """Refuses to train alone in each process of a launcher whose variables don't say which rank this is."""
+    for name in sizes:
+        if (size := _number(environ, name)) > 1:
+            raise BadInputError(
+                f"{name}={size}: this is one of {size} processes, of which each would train by itself; start "
+                f"it by srun, by torchrun (which sets {', '.join(_RANK)}), or once on each node with "
+                "--nnodes, --node-rank and --master-addr; if the variable is left over, give --nnodes 1"
+            )
 
 
 def _count(text: str, source: str) -> tuple[int, int]:
@@ -244,7 +272,7 @@ def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
     bracketed = re.fullmatch(r"\[(.+)\]", address)  # as an IPv6 address can be written
     host = bracketed[1] if bracketed else address
     # One colon is a host with a port, more are an IPv6 address.
-    if not host or host.count(":") == 1 or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or host.count(":") == 1 or not 0 < _whole(port) < 1 << 16:
         raise BadInputError(
             f"{source} says several nodes, and host '{address}', port '{port}' isn't where the ranks meet: "
             "give --master-addr HOST and --master-port PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
@@ -253,5 +281,9 @@ def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    return int(text) if text.isdecimal() else 0
+    return max(0, _whole(environ.get(name, "")))
+
+
+def _whole(text: str) -> int:
+    """Returns a whole number from 0 on; -1 for any other text."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else -1

@@ -18,15 +18,18 @@ def fast_settings(recipe: Recipe) -> list[str]:
     return ["max_steps=1", limit, "evaluation.every=end", "log.to=[]"]
 
 
-def check_alone(**given: object) -> None:
+def check_alone(several: bool, **given: object) -> None:
     """Refuses flags that need a run folder that stays, or several machines.
 
     Args:
+        several: Whether this process is a rank of torchrun or Slurm.
         given: Values of these flags, by name.
 
     Raises:
         BadInputError: If one of them is given; names the first.
     """
+    if several:
+        raise BadInputError(f"{FLAG} is of one machine: start it without torchrun or srun")
     for name, value in given.items():
         if value:
             raise BadInputError(
