@@ -17,8 +17,7 @@ from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
 from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
-from trainer.models.batchnorm import StepStatistics
-from trainer.models.sync_batchnorm import synchronize_batchnorm
+from trainer.models.batchnorm import StepStatistics, synchronize_batchnorm
 from trainer.train.components.task import check_request, make_task
 
 pytestmark = pytest.mark.compat
