@@ -12,7 +12,7 @@ from torch import distributed as dist, nn
 
 from trainer.config.model import PrecisionConfig
 from trainer.config.training import MAIN_SET, EvaluationConfig
-from trainer.data.joined import EvaluationLoader
+from trainer.data.loader import Loader
 from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks, words_of_ranks
 from trainer.distributed.sharding import evaluating
@@ -69,7 +69,7 @@ def in_set(name: str, metric: str) -> str:
 def evaluate(
     task: Task,
     model: nn.Module,
-    loader: EvaluationLoader,
+    loader: Loader,
     share: Share,
     world: World,
     precision: PrecisionConfig,
