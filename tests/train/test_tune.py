@@ -36,8 +36,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
-from trainer.train.start.tune.auto import choice_line
-from trainer.train.start.tune.job import Interrupted, Job, choose, run_probe
+from trainer.train.start.tune.job import Interrupted, Job, choice_line, choose, run_probe
 from trainer.train.start.tune.search import (
     MOST_PROBES,
     Probe,

@@ -44,13 +44,12 @@ from trainer.train.components.task import check_request, data_of, device_kind, d
 from trainer.train.loop import train
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
-from trainer.train.replaced import gather_replaced
 from trainer.train.request import Request
 from trainer.train.saving import Checkpoints
 from trainer.train.start.decision import Finished, From, New, Resume, decide
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
-from trainer.train.summary import finish, gather_weights
+from trainer.train.summary import finish, gather_replaced, gather_weights
 
 
 def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] = ()) -> int:
