@@ -1,4 +1,4 @@
-"""Options of `trainer train` in addition to the keys of the recipe, and `--fast-dev-run`. Imports no torch."""
+"""Options of `trainer train` in addition to the keys of the recipe; `--fast-dev-run`. Imports no torch."""
 
 import tempfile
 from collections.abc import Iterator
