@@ -25,8 +25,7 @@ from trainer.commands.export import check, export as export_module, reload
 from trainer.commands.export.export import WRITERS
 from trainer.data.sources import IMAGE
 from trainer.errors import BadInputError
-from trainer.models.export import fold as fold_module
-from trainer.models.export.error import relative_error
+from trainer.models.export_formats import relative_error
 from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 from trainer.train.provenance import file_hash
 
@@ -89,8 +88,6 @@ def test_a_fresh_process_computes_the_same(name: str, run: Path, tmp_path: Path)
     assert about["checked"]["relative_error"] < 1e-5
     assert about["checked"]["samples"] == 32
     assert {1, 2, 7} < set(about["checked"]["batches"])
-    folded = [] if name == "safetensors" else ["blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm2"]
-    assert about["folded"] == folded
 
 
 @pytest.mark.usefixtures("here")
@@ -223,25 +220,6 @@ def test_a_full_disk_is_one_line(name: str, run: Path, tmp_path: Path) -> None:
     done = preloaded.run([sys.executable, "-c", limited, *words], env=alone)
     assert (done.returncode, list(tmp_path.iterdir())) == (2, []), done.stderr
     assert "out: can't be written (File too large); give another --out" in done.stderr.splitlines()[-1]
-
-
-def _forget_the_mean(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
-    assert norm.running_mean is not None
-    norm.running_mean.zero_()
-    return _FOLDED(layer, norm)
-
-
-_FOLDED = fold_module._folded
-
-
-@pytest.mark.usefixtures("here")
-def test_a_wrong_fold_is_found_and_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fold_module, "_folded", _forget_the_mean)
-    export(run, "--to", "torchscript", "--out", str(tmp_path / "out"), code=1)
-    assert "differ from the trained model's" in one_line(capsys)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("here")

@@ -25,7 +25,7 @@ from trainer.config.recipe_file import load_recipe
 from trainer.launch import worker
 from trainer.train.request import Request
 from trainer.train.start import resolve as start
-from trainer.train.start.tune import auto
+from trainer.train.start.tune import job
 from trainer.train.start.tune.job import Interrupted, Job
 from trainer.train.start.tune.search import Probe, ProbeFailed, SizeSearchResult
 
@@ -68,7 +68,7 @@ class Starts:
 def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
     fake = Starts()
     monkeypatch.setattr(start, "launch", fake.launch)
-    monkeypatch.setattr(auto, "choose", fake.choose)
+    monkeypatch.setattr(job, "choose", fake.choose)
     monkeypatch.setattr(command, "run_probe", fake.run_probe)
     monkeypatch.chdir(tmp_path)
     return fake

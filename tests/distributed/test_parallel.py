@@ -12,15 +12,11 @@ from torch import distributed as dist, nn
 
 from tests.helpers import preloaded
 from tests.helpers.digits_steps import DIGITS, train_digits
-from tests.helpers.toys import make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
 from trainer.distributed import parallel
 from trainer.distributed.parallel import World, replicate
-from trainer.errors import BadInputError
-from trainer.models.batchnorm import StepStatistics
-from trainer.models.sync_batchnorm import synchronize_batchnorm
-from trainer.train.components.task import check_request, make_task
+from trainer.models.batchnorm import StepStatistics, synchronize_batchnorm
 
 pytestmark = pytest.mark.compat
 
@@ -70,32 +66,16 @@ def test_training_is_the_same(ranks: Ranks, parallel: dict[str, Any], rtol: floa
         assert torch.equal(tensor, other[0][2][name]), f"{name} differs between ranks"
 
 
-def test_a_static_graph_trains_the_same_without_accumulation(ranks: Ranks) -> None:
-    values = DIGITS | {"data": DIGITS["data"] | {"micro_batch_size": 32}}
-    plain = ranks.run(2, train_digits, values, 0)
-    static = ranks.run(2, train_digits, values | {"parallel": {"threads": 1, "static_graph": True}}, 0)
-    assert static[0][0] == pytest.approx(plain[0][0], rel=1e-5)
-
-
-def test_a_static_graph_with_accumulation_is_refused() -> None:
-    recipe = make_recipe(**DIGITS, parallel={"threads": 1, "static_graph": True})
-    with pytest.raises(BadInputError, match=r"accumulation \(here 2 micro-batches a step\)"):
-        check_request(recipe, make_task(recipe), 2)
-    check_request(recipe, make_task(recipe), 4)
-
-
-def told(world: World) -> tuple[bool, bool, bool]:
-    config = ParallelConfig(static_graph=True)
+def told(world: World) -> tuple[bool, bool]:
+    config = ParallelConfig(find_unused_parameters=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a newer torch, about an argument's name
         replica: Any = replicate(nn.Linear(2, 2), world.group, config)
-    return replica.static_graph, replica.find_unused_parameters, replica.broadcast_buffers
+    return replica.find_unused_parameters, replica.broadcast_buffers
 
 
 def test_ddp_is_told(ranks: Ranks) -> None:
-    assert ranks.run(2, told) == [(True, False, False)] * 2
-    with pytest.raises(ValueError, match="set one"):
-        ParallelConfig(static_graph=True, find_unused_parameters=True)
+    assert ranks.run(2, told) == [(True, False)] * 2
 
 
 class Forked(nn.Module):

@@ -355,7 +355,6 @@ def test_as_many_bytes_as_a_ring_needs(ranks: Ranks) -> None:
     ("parallel", "names"),
     [
         ({"compress": "bf16"}, "parallel.compress"),
-        ({"static_graph": True}, "parallel.static_graph"),
         ({"sync_batchnorm": True}, "parallel.sync_batchnorm"),
         ({"find_unused_parameters": True}, "parallel.find_unused_parameters"),
     ],

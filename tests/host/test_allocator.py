@@ -94,7 +94,6 @@ def recipe(settings: Mapping[str, str]) -> Recipe:
     ("settings", "message"),
     [
         ({"memory.allocator": "asinc"}, "did you mean 'async'"),
-        ({"memory.allocator": "async", "memory.history": "true"}, "memory.history is PyTorch's own"),
         ({"memory.allocator": "async", "compile.mode": "reduce-overhead"}, "can't serve CUDA graphs"),
     ],
 )

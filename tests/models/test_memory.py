@@ -21,10 +21,10 @@ from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.observe.flops import Count
 from trainer.train.components.memory import (
+    could_be_sharded,
     describe_model,
     memory_to_come,
     room_of_gpu,
-    saved_by_sharding,
     too_much,
     top_parts,
 )
@@ -189,16 +189,6 @@ def test_too_little_memory_is_told_with_what_takes_it() -> None:
     assert too_much(Room(0, 0, "unknown"), 2, needs) == ""
 
 
-def test_what_sharding_would_save_is_told_where_it_is_enough() -> None:
-    gigabyte = 10**9
-    room = Room(2 * gigabyte, gigabyte, "/sys/fs/cgroup/memory.max")
-    needs = {"activations": gigabyte // 10, "gradients and optimizer state": 6 * gigabyte // 10}
-    line = too_much(room, 2, needs, saved=3 * gigabyte // 10, shared_by=2)
-    assert "among the 2 ranks by parallel.strategy=fsdp, which takes 0.30 GB less on each" in line
-    assert "fsdp" not in too_much(room, 2, needs), "it is sharded already"
-    assert "fsdp" not in too_much(room, 2, needs, saved=gigabyte // 10, shared_by=2), "which isn't enough"
-
-
 def test_a_gpu_that_ddp_fills_and_shards_would_not_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     gigabyte = 10**9
     figures = {"reserved": 9 * gigabyte, "allocated": 6 * gigabyte}
@@ -208,33 +198,28 @@ def test_a_gpu_that_ddp_fills_and_shards_would_not_is_warned_of(monkeypatch: pyt
     room = room_of_gpu(torch.device("cuda", 1))
     assert room == Room(80 * gigabyte, 7 * gigabyte, "GPU 1")
     needs = {"activations": 0, "gradients and optimizer state": 90 * gigabyte}
-    line = too_much(room, 1, needs, saved=60 * gigabyte, shared_by=8, gpu=True)
+    line = too_much(room, 1, needs, could_share=True, gpu=True)
     assert line.startswith(
         "memory may not be enough: of 80.00 GB (GPU 1) 7.00 GB are in use, and come up to 90.00 GB of "
         "gradients and optimizer state, and activations on top; when it is full, the step ends with an error"
     )
-    assert "among the 8 ranks by parallel.strategy=fsdp" in line and "kernel" not in line
+    assert line.endswith("share the model among the ranks by parallel.strategy=fsdp") and "kernel" not in line
+    assert "fsdp" not in too_much(room, 1, needs, gpu=True), "it is sharded already"
     assert too_much(room, 1, {"gradients": 60 * gigabyte}, gpu=True) == ""
 
 
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9), reason="models are sharded from torch 2.9 on"
 )
-def test_what_sharding_would_save_is_that_of_the_tensors() -> None:
-    sizes = {"global_batch_size": 32, "micro_batch_size": 8}
-    recipe = make_recipe(data=sizes, optim={"name": "adamw"}, ema={"decay": 0.9})
-    task, four = TokenTask(16, dtype=torch.float32, blocks=6), World(0, 4, 0, torch.device("cpu"), None)
-    model = task.model()
-    whole = sum(p.nbytes for p in model.parameters())
-    block = sum(p.nbytes for p in model[2][0].parameters())  # type: ignore[index]
-    gathered = 2 * (whole - 4 * block)  # what isn't in blocks and two of them, with gradients
-    # Weights, average, gradients twice and two moments; a quarter of all but the second gradients.
-    assert saved_by_sharding(recipe, task, model, four) == 6 * whole - 5 * whole // 4 - gathered
+def test_what_could_be_sharded_is_ddp_of_several_ranks_with_an_optimizer_that_can() -> None:
+    recipe = make_recipe(optim={"name": "adamw"})
+    task = TokenTask(16, dtype=torch.float32, blocks=6)
+    assert could_be_sharded(recipe, task, 4)
+    assert not could_be_sharded(recipe, task, 1)
     muon = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": "muon"})})
-    assert saved_by_sharding(muon, task, model, four) == 0, "which needs whole matrices"
-    assert saved_by_sharding(recipe, task, model, replace(four, size=1)) == 0
+    assert not could_be_sharded(muon, task, 4), "which needs whole matrices"
     sharded = recipe.parallel.model_copy(update={"strategy": "fsdp"})
-    assert saved_by_sharding(recipe.model_copy(update={"parallel": sharded}), task, model, four) == 0
+    assert not could_be_sharded(recipe.model_copy(update={"parallel": sharded}), task, 4)
 
 
 def test_the_table_says_what_shards_would_hold() -> None:

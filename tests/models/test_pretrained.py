@@ -361,13 +361,12 @@ def pickled(content: Any) -> tuple[bytes, str]:
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, name: str) -> Web:
     """torchvision's weights are this file, at this server."""
     web = Web({f"models/{name}": content})
-    monkeypatch.setattr(pretrained, "_torchvision_url", lambda _: (f"https://nowhere.invalid/{name}", []))
+    monkeypatch.setattr(pretrained, "_torchvision_url", lambda _: (f"{web.url}/models/{name}", []))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return web
 
 
-def of_torchvision(web: Web) -> ModelConfig:
-    return ModelConfig(pretrained="torchvision:Tiny_Weights.V1", mirror=f"{web.url}/models")
+TINY = ModelConfig(pretrained="torchvision:Tiny_Weights.V1")
 
 
 def test_a_pickle_of_torchvision_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +376,7 @@ def test_a_pickle_of_torchvision_is_converted_once(tmp_path: Path, monkeypatch: 
     }
     content, name = pickled(state)
     web = serve(monkeypatch, tmp_path, content, name)
-    found = [find_weights(of_torchvision(web)) for _ in range(2)]
+    found = [find_weights(TINY) for _ in range(2)]
     assert found[0] == found[1] and found[0] is not None
     assert (found[0].revision, found[0].exact) == (name, "torchvision:Tiny_Weights.V1")
     assert sum(web.app.asked.values()) == 1
@@ -386,7 +385,7 @@ def test_a_pickle_of_torchvision_is_converted_once(tmp_path: Path, monkeypatch: 
     assert torch.equal(read["f.denselayer1.norm2.weight"], state["f.denselayer1.norm.2.weight"])
     assert not list((tmp_path / "cache").rglob("*.pth"))
     web.close()
-    assert find_weights(of_torchvision(web)) == found[0]  # without a network
+    assert find_weights(TINY) == found[0]  # without a network
 
 
 def test_two_processes_that_want_it_at_once_fetch_it_once(
@@ -404,7 +403,7 @@ def test_two_processes_that_want_it_at_once_fetch_it_once(
 
     monkeypatch.setattr(fcntl, "flock", told)
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as both:
-        found = [both.submit(find_weights, of_torchvision(web)) for _ in range(2)]
+        found = [both.submit(find_weights, TINY) for _ in range(2)]
         try:
             # One has asked the server, the other one waits for it, or is about to.
             until(lambda: web.app.asked.total() and max(web.app.asked.total(), len([*wants.iterdir()])) == 2)
@@ -428,7 +427,7 @@ def test_nothing_of_a_longer_try_is_left(tmp_path: Path, monkeypatch: pytest.Mon
         sink.write(content)
 
     monkeypatch.setattr(pretrained, "fetch", fetched)
-    found = find_weights(of_torchvision(web))
+    found = find_weights(TINY)
     assert found is not None and torch.equal(safetensors.torch.load_file(found.file)["a"], torch.arange(4))
     web.close()
 
@@ -438,7 +437,7 @@ def test_what_was_converted_is_checked_when_it_is_read(
 ) -> None:
     content, name = pickled({"a": torch.arange(4)})
     web = serve(monkeypatch, tmp_path, content, name)
-    recipe = Recipe(task="classification", epochs=1, model=of_torchvision(web))
+    recipe = Recipe(task="classification", epochs=1, model=TINY)
     found = find_weights(recipe.model)
     assert found is not None
     whole = found.file.read_bytes()
@@ -460,7 +459,7 @@ def test_another_file_than_was_published_is_refused(tmp_path: Path, monkeypatch:
     content, name = pickled({"a": torch.zeros(2)})
     web = serve(monkeypatch, tmp_path, content[:-1] + b"?", name)
     with pytest.raises(BadInputError, match=r"isn't what torchvision published: its SHA-256 begins with"):
-        find_weights(of_torchvision(web))
+        find_weights(TINY)
     assert not list((tmp_path / "cache").rglob("*.[ps]*t*"))
     web.close()
 
@@ -477,24 +476,24 @@ def test_code_in_a_pickle_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for content, message in (({"a": Code()}, "holds more than tensors"), ([1], "is no state_dict")):
         web = serve(monkeypatch, tmp_path, *pickled(content))
         with pytest.raises(BadInputError, match=message):
-            find_weights(of_torchvision(web))
+            find_weights(TINY)
         web.close()
     assert not Path("ran").exists()
 
 
-def test_a_mirror_that_lacks_it_and_one_that_is_not_there(
+def test_a_server_that_lacks_it_and_one_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web = serve(monkeypatch, tmp_path, *pickled({"a": torch.zeros(2)}))
     web.files = {}
-    with pytest.raises(BadInputError, match=r"isn't there; mend model\.mirror"):
-        find_weights(of_torchvision(web))
+    with pytest.raises(BadInputError, match=r"isn't there; give a safetensors file"):
+        find_weights(TINY)
     web.close()
     with pytest.raises(
         BadInputError,
         match=r"isn't in .*trainer/weights yet, and can't be fetched: http.*reached \(Client",
     ) as raised:
-        find_weights(of_torchvision(web))
+        find_weights(TINY)
     assert " tries" not in str(raised.value)
 
 
@@ -507,12 +506,6 @@ def test_the_names_and_files_are_torchvisions_own() -> None:
     )
 
 
-def test_a_mirror_may_hold_no_secret() -> None:
-    with pytest.raises(ValueError, match="user or password") as caught:
-        ModelConfig(mirror="https://me:hush@host/models")
-    assert "hush" not in str(caught.value).partition("[type=")[0]
-
-
 @pytest.mark.parametrize("version", ["2.5.1", "2.5.1+cu124", "2.4.0a0+git1", "1.13.1"])
 def test_a_torch_whose_weights_only_runs_code_reads_no_pickle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
@@ -521,32 +514,10 @@ def test_a_torch_whose_weights_only_runs_code_reads_no_pickle(
     with monkeypatch.context() as old:
         old.setattr(torch, "__version__", version)
         with pytest.raises(BadInputError, match=r"CVE-2025-32434.*model\.pretrained=FILE\.safetensors"):
-            find_weights(of_torchvision(web))
+            find_weights(TINY)
         assert web.app.asked.total() == 0
-    assert find_weights(of_torchvision(web)) is not None
+    assert find_weights(TINY) is not None
     with monkeypatch.context() as old:  # what a newer torch converted is no pickle any more
         old.setattr(torch, "__version__", version)
-        assert find_weights(of_torchvision(web)) is not None
+        assert find_weights(TINY) is not None
     web.close()
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://host/models",
-        "HTTP://host/models",
-        "http://10.0.0.1/x",
-        "http://127.0.0.1.evil.example/x",
-        "http://localhost/x",
-        "http://0.0.0.0/x",
-        "http://[::ffff:10.0.0.1]/x",
-    ],
-)
-def test_a_mirror_that_others_can_change_on_the_way_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"model\.mirror: files from http"):
-        ModelConfig(mirror=url)
-
-
-def test_a_mirror_by_https_or_of_this_host_is_taken() -> None:
-    for url in ("https://host/models", "s3://bucket/models", "http://127.0.0.1:8080/x", "http://[::1]:80/x"):
-        assert ModelConfig(mirror=url).mirror == url

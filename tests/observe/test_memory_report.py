@@ -4,7 +4,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +12,14 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers import preloaded
-from tests.helpers.toys import make_recipe
 from trainer.config.model import MemoryConfig
 from trainer.config.sizes import GIB, MIB
-from trainer.distributed.parallel import World
-from trainer.errors import BadInputError, OutOfMemory
+from trainer.errors import OutOfMemory
 from trainer.host.processes import resident_bytes
 from trainer.launch.exit_record import record_of
 from trainer.observe.leak import Trends, leak, leak_text
 from trainer.observe.memory import after_evaluation, memory_metrics, memory_row, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
-from trainer.train.components.task import make_task
-from trainer.train.start import rank as trainer
 
 GPU = torch.device("cuda", 0)
 
@@ -149,27 +144,6 @@ def test_each_rank_leaves_files_of_its_own(tmp_path: Path) -> None:
         *("memory_summary.txt", "memory_snapshot.pickle"),
         *("memory_summary.rank-5.txt", "memory_snapshot.rank-5.pickle"),
     }
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_history_of_memory_begins_before_the_weights(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every rank: any of them may be the one that runs out."""
-    order: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: order.append("history"))
-    monkeypatch.setattr(trainer, "newest_checkpoint", lambda *_: (None, []))
-    monkeypatch.setattr(trainer, "least_over_ranks", lambda number, _: number)
-
-    def built(*_: Any) -> Any:
-        order.append("weights")
-        raise BadInputError("as far as it goes")
-
-    monkeypatch.setattr(trainer, "_build", built)
-    recipe, world = make_recipe(memory={"history": True}), World(rank, 1, rank, GPU, None)
-    request: Any = SimpleNamespace(recipe=recipe, folder=Path("nowhere"), resume="auto", begun_from=None)
-    task: Any = make_task(recipe)
-    with pytest.raises(BadInputError, match="as far as it goes"):
-        trainer._attempt(request, task, [], {}, world, None, None)  # type: ignore[arg-type]
-    assert order == ["history", "weights"]
 
 
 @pytest.mark.usefixtures("allocator")

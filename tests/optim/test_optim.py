@@ -21,8 +21,8 @@ from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
 from trainer.models.gpt import GPT
 from trainer.models.images import build_model
-from trainer.optim.adamw import AdamW
 from trainer.optim.average import WeightAverage
+from trainer.optim.fused import AdamW
 from trainer.optim.optimizers import (
     LRScheduler,
     bytes_of_moments,
@@ -505,7 +505,7 @@ def test_what_is_out_of_the_ordinary_is_left_to_torchs_adamw(
         optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
     if odd == "skipped":
         optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    monkeypatch.setattr("trainer.optim.adamw._fused_adamw", lambda *_: seen.append("at once"))
+    monkeypatch.setattr("trainer.optim.fused._fused_adamw", lambda *_: seen.append("at once"))
     assert optimizer.step((lambda: 3.0) if odd == "closure" else None) == (3.0 if odd == "closure" else None)
     assert seen == (["hook"] if odd == "hook" else [])
     unchanged = [torch.equal(old, new) for old, new in zip(before, parameters, strict=True)]

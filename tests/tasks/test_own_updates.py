@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from tests.helpers import forked
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
-from trainer.checkpoint.state_dict import put_together, take_apart
+from trainer.checkpoint.tensor_file import put_together, take_apart
 from trainer.cli import main
 from trainer.config import recipe_file
 from trainer.config.recipe_file import read_recipe

@@ -1,7 +1,6 @@
 """Promise: more sets to measure on have rows of their own, one may decide, and training keeps its bits."""
 
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, strategies as st
 from PIL import Image
 
 from tests.helpers import preloaded
@@ -24,16 +22,12 @@ from trainer.commands.evaluate.show import evaluation_lines
 from trainer.config.data import DataConfig
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
-from trainer.data.corrupt import Bad, Quarantine
-from trainer.data.dataset import ArrayDataset, Arrays
-from trainer.data.joined import make_loaders
-from trainer.data.loader import RingLoader, Source, make_loader
-from trainer.data.sampling.plan import evaluation_share
+from trainer.data.workers import SPARE_SLOTS, Loading, Sizes, bytes_needed
 from trainer.errors import BadInputError
 from trainer.launch.launcher import LocalRanks
 from trainer.observe.rows import tag
-from trainer.rng import Float32, Ints
 from trainer.train import evaluate as evaluating
+from trainer.train.components.loading import for_more_sets
 from trainer.train.components.task import make_task, more_sets
 
 CPU = torch.device("cpu")
@@ -311,107 +305,15 @@ def test_missing_files_of_a_set_are_looked_up(data: Path, tmp_path: Path) -> Non
         check_files(values, task)
 
 
-class Stored(ArrayDataset):
-    """Arrays that are read by workers, as files are."""
-
-    def __init__(self, count: int, seed: int, bad: int = -1) -> None:
-        random = np.random.default_rng(seed)
-        super().__init__({"x": random.integers(0, 9, (count, 3)), "y": random.integers(0, 9, count)})
-        self.arrays, self.in_process, self._bad = None, False, bad
-
-    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:  # type: ignore[override]
-        super().read(samples, random, out)
-        return [Bad(self._bad, "it", "torn")] if self._bad in samples else []
+@pytest.mark.parametrize(("given", "wanted"), [("auto", "auto"), (0, 0), (1, 1), (8, 2)])
+def test_further_sets_have_at_most_two_loader_workers(given: Any, wanted: Any) -> None:
+    assert for_more_sets(DataConfig(workers=given)).workers == wanted
 
 
-def sources(counts: list[int], size: int, rank: int, world: int) -> list[Source]:
-    return [
-        Source(Stored(count, seed), evaluation_share(count, min(size, count), rank, world))
-        for seed, count in enumerate(counts)
-    ]
-
-
-def quarantines(counts: list[int]) -> list[Quarantine]:
-    return [Quarantine(f"set {number}", 1) for number in range(len(counts))]
-
-
-@given(
-    counts=st.lists(st.integers(1, 13), min_size=1, max_size=4),
-    size=st.integers(1, 6),
-    world=st.integers(1, 3),
-    order=st.permutations(range(4)),
-)
-def test_joined_sets_give_the_batches_of_each_alone(
-    counts: list[int], size: int, world: int, order: list[int]
-) -> None:
-    """With workers replaced by the process itself, whose ring is the same."""
-    for rank in range(world):
-        parts = sources(counts, size, rank, world)
-        with pytest.MonkeyPatch.context() as patch:
-            for module in ("joined", "loader"):  # of a set that is alone
-                patch.setattr(f"trainer.data.{module}.RingLoader", in_process)
-            loaders = make_loaders(parts, CPU, DataConfig(), 2, quarantines(counts))
-        for number in [one for one in order if one < len(counts)] * 2:
-            part = parts[number]
-            alone = make_loader(part, CPU, DataConfig(workers=0), 0)
-            batches = part.share.batches()
-            for ours, theirs in zip(loaders[number](batches), alone(batches), strict=True):
-                assert ours.num_items == theirs.num_items
-                assert ours.weight is not None
-                assert theirs.weight is not None
-                assert torch.equal(ours.weight, theirs.weight)
-                assert ours.fields.keys() == theirs.fields.keys()
-                assert all(torch.equal(ours.fields[n], theirs.fields[n]) for n in theirs.fields)
-
-
-def in_process(
-    source: Source, device: torch.device, _: int, config: DataConfig, quarantine: Quarantine
-) -> Any:
-    return RingLoader(source, device, 0, config, quarantine)
-
-
-@pytest.mark.xdist_group("forkserver")
-def test_several_sets_have_the_workers_of_one() -> None:
-    counts = [9, 4, 7]
-    before = {*multiprocessing.active_children()}
-    loaders = make_loaders(sources(counts, 4, 0, 1), CPU, DataConfig(), 2, quarantines(counts))
-    try:
-        assert len({*multiprocessing.active_children()} - before) == 2
-        for loader, count in zip(loaders, counts, strict=True):
-            batches = list(loader(range(-(-count // 4))))
-            assert sum(batch.num_items for batch in batches) == count
-    finally:
-        for loader in loaders:
-            loader.close()
-
-
-@pytest.mark.xdist_group("forkserver")
-def test_what_cannot_lie_beside_the_main_set_is_read_by_the_rank() -> None:
-    odd = ArrayDataset({"x": np.zeros((5, 2))})
-    odd.arrays, odd.in_process = None, False
-    parts = [*sources([9, 4], 4, 0, 1), Source(odd, evaluation_share(5, 4, 0, 1))]
-    loaders = make_loaders(parts, CPU, DataConfig(), 1, quarantines([9, 4, 5]))
-    try:
-        for loader, part in zip(loaders, parts, strict=True):
-            found = [batch.num_items for batch in loader(part.share.batches())]
-            assert sum(found) == len(part.dataset)
-    finally:
-        for loader in loaders:
-            loader.close()
-
-
-def test_corrupt_samples_count_against_their_own_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.joined.RingLoader", in_process)
-    parts = [
-        Source(Stored(6, seed, bad), evaluation_share(6, 3, 0, 1)) for seed, bad in enumerate((2, -1, 4))
-    ]
-    counted = [Quarantine(f"set {number}", budget) for number, budget in enumerate((1, 0, 0))]
-    loaders = make_loaders(parts, CPU, DataConfig(), 1, counted)
-    for loader in loaders[:2]:
-        list(loader(range(2)))
-    with pytest.raises(BadInputError, match=r"^1 set 2 samples are corrupt"):
-        list(loaders[2](range(2)))
-    assert [one.samples for one in counted] == [{2}, set(), {4}]
+def test_each_set_counts_in_the_memory_of_the_loaders() -> None:
+    one, three = (bytes_needed(Loading(4, 1), Sizes(1, 10, 100, 1000, sets)) for sets in (1, 3))
+    assert one == (4 + SPARE_SLOTS) * 10 + 4 * 1000 + (2 + SPARE_SLOTS) * 100 + 2 * 1000
+    assert three - one == 2 * ((2 + SPARE_SLOTS) * 100 + 2 * 1000)
 
 
 def test_language_has_sets_of_its_own_tokens(tmp_path: Path) -> None:

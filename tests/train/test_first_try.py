@@ -14,9 +14,9 @@ from trainer.cli import main
 from trainer.config.recipe_file import load_recipe, recipe_names
 from trainer.errors import BadInputError
 from trainer.observe import console
+from trainer.train.options import fast_settings
 from trainer.train.start import checks as start_checks
 from trainer.train.start.checks import Start
-from trainer.train.start.fast_try import fast_settings
 
 
 @pytest.mark.parametrize("name", recipe_names())

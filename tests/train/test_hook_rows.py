@@ -18,8 +18,7 @@ from trainer.observe.rows import pictures_of
 from trainer.runs.report.page import page
 from trainer.runs.report.read import read_recorded_run
 from trainer.runs.tracking.to_mlflow import ToMlflow
-from trainer.train.hook_rows import HookRows
-from trainer.train.hooks import checkpoint_hook, hook_sink
+from trainer.train.hooks import HookRows, checkpoint_hook, hook_sink
 
 OWN = dedent("""
     import math

@@ -13,7 +13,7 @@ from trainer.config.data import DataConfig
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.left_out import one
 from trainer.distributed.parallel import World
-from trainer.train.replaced import count_replaced, replaced_line
+from trainer.train.summary import count_replaced, replaced_line
 
 SETTINGS = {
     "data.name": "folder",

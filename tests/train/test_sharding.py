@@ -410,7 +410,6 @@ def test_all_ranks_begin_with_the_first_ones_weights(ranks: Ranks) -> None:
         ({"parallel": {"strategy": "fsdp", "shard": 2}}, "parallel.shard is of parallel.strategy=hsdp"),
         ({"parallel": {**FSDP, "reduction": "tree"}}, "parallel.reduction=tree adds whole gradients"),
         ({"parallel": {**FSDP, "compress": "bf16"}}, "parallel.compress is DDP's"),
-        ({"parallel": {**FSDP, "static_graph": True}}, "parallel.static_graph is DDP's"),
         ({"parallel": {**FSDP, "find_unused_parameters": True}}, "all trained parameters must have a part"),
         ({"parallel": {**FSDP, "bucket_mb": 50}}, "parallel.bucket_mb is DDP's"),
         ({"parallel": FSDP, "optim": {"name": "muon"}}, "optim.name=muon needs whole matrices"),

@@ -36,8 +36,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
-from trainer.train.start.tune.auto import choice_line
-from trainer.train.start.tune.job import Interrupted, Job, choose, run_probe
+from trainer.train.start.tune.job import Interrupted, Job, choice_line, choose, run_probe
 from trainer.train.start.tune.search import (
     MOST_PROBES,
     Probe,
@@ -164,7 +163,6 @@ def test_sizes_keep_the_global_batch() -> None:
     assert sizes(data={"global_batch_size": 60}) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
     assert sizes(3, data={"global_batch_size": 60}) == [1, 2, 4, 5, 10, 20]
     assert sizes(data={"global_batch_size": 60}, regularization={"mixup": 0.2})[0] == 2
-    assert sizes(data={"global_batch_size": 60}, parallel={"static_graph": True}) == [60]
     assert sizes(2, data={"global_batch_size": 48}, parallel={"reduction": "tree"}) == [3, 6, 12, 24]
     with pytest.raises(BadInputError, match="can't be shared by 7 ranks"):
         sizes(7, data={"global_batch_size": 60})

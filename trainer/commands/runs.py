@@ -12,8 +12,7 @@ from trainer.config.redact import redact
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.latest import MANIFEST, RUNS
 from trainer.observe.console import warn
-from trainer.observe.table import table
-from trainer.observe.text import age, number, rough_size
+from trainer.observe.text import age, number, rough_size, table
 
 _TAIL = 1 << 16  # bytes of a file of rows in which its last one is
 

@@ -195,7 +195,7 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     """Applies --fast: its settings, and a temporary folder."""
     from trainer.config.recipe_file import provisional
     from trainer.launch.nodes.discover import is_rank, rank_variables
-    from trainer.train.start.fast_try import check_alone, fast_settings, folder_for_a_try
+    from trainer.train.options import check_alone, fast_settings, folder_for_a_try
     from trainer.train.start.tune.tuned import with_tuned
 
     resume = None if options.resume in _MODES else options.resume

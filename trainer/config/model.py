@@ -3,11 +3,9 @@
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from trainer.config.data import check_url
 from trainer.config.models import HF, MODELS, described_models
 from trainer.config.optimizers import read_by
 from trainer.config.section import Section
@@ -28,16 +26,6 @@ def _as_source(value: Any) -> Any:
     if not isinstance(value, str) or value.startswith(("hub:", "torchvision:")):
         return value
     return Path(value)
-
-
-def _check_private(url: str) -> None:
-    """Refuses http:// to another host: the eight digits of a file's hash don't protect against changes."""
-    parts = urlsplit(url)
-    if parts.scheme == "http" and not re.fullmatch(r"127(\.\d{1,3}){3}|::1", parts.hostname or ""):
-        raise ValueError(
-            "files from http:// may be changed in transit, and are unpickled here; give an https:// "
-            "or s3:// address (http:// only of this host, as http://127.0.0.1:PORT)"
-        )
 
 
 class LoraConfig(Section):
@@ -82,9 +70,6 @@ class ModelConfig(Section):
         "or torchvision:WEIGHTS, such as torchvision:ResNet18_Weights.IMAGENET1K_V1",
         json_schema_extra={"words": "Path | hub:… | torchvision:… | null"},
     )
-    mirror: str | None = Field(
-        None, description="URL of a folder with torchvision's weight files, in place of torchvision's own"
-    )
     reinit: tuple[str, ...] = Field(
         (),
         description='parameters that are initialized instead of taken from pretrained, by name: ["head.*"]',
@@ -113,17 +98,6 @@ class ModelConfig(Section):
                 else "give torchvision:WEIGHTS, such as torchvision:ResNet18_Weights.IMAGENET1K_V1"
             )
         return value
-
-    @model_validator(mode="after")
-    def _a_mirror_is_a_url(self) -> "ModelConfig":
-        # Not in a validator of the field, whose error would repeat the URL with its secret.
-        if self.mirror is not None:
-            try:
-                check_url(self.mirror)
-                _check_private(self.mirror)
-            except ValueError as error:
-                raise ValueError(f"model.mirror: {error}") from None
-        return self
 
     @model_validator(mode="after")
     def _hf_brings_its_weights(self) -> "ModelConfig":
@@ -184,16 +158,11 @@ class MemoryConfig(Section):
         description="after_eval: release a GPU's cached memory after each evaluation, whose batches have "
         "other sizes; the log says how much was freed and how long it took",
     )
-    history: bool = Field(
-        False, description="record allocations of GPU memory, for memory_snapshot.pickle when it runs out"
-    )
 
     @model_validator(mode="after")
     def _what_the_choice_needs(self) -> "MemoryConfig":
         if (self.checkpointing == "names") != bool(self.names):
             raise ValueError("memory.checkpointing=names and memory.names=[…] belong together")
-        if self.history and self.allocator == "async":
-            raise ValueError("memory.history is PyTorch's own allocator's: not with memory.allocator=async")
         if self.every > 1 and self.checkpointing != "blocks":
             raise ValueError("memory.every needs memory.checkpointing=blocks")
         return self

@@ -23,8 +23,8 @@ class Optimizer(NamedTuple):
 
 
 OPTIMIZERS = {
-    "sgd": Optimizer("trainer.optim.sgd:SGD", reads=("momentum", "nesterov"), elementwise=True),
-    "adamw": Optimizer("trainer.optim.adamw:AdamW", reads=("betas", "eps"), elementwise=True),
+    "sgd": Optimizer("trainer.optim.fused:SGD", reads=("momentum", "nesterov"), elementwise=True),
+    "adamw": Optimizer("trainer.optim.fused:AdamW", reads=("betas", "eps"), elementwise=True),
     "muon": Optimizer(
         "trainer.optim.muon:Muon",
         "hidden matrices; adamw for the rest; momentum usually 0.95",

@@ -18,7 +18,6 @@ class SinkKind(NamedTuple):
         folder: Folder below the run folder that it writes to, and that a new run empties.
         module: Module that it needs, of `package`, a dependency in the group of its name.
         package: Package to install for it.
-        variable: Environment variable that switches it on, instead of `log.to`.
     """
 
     opens: str
@@ -27,7 +26,6 @@ class SinkKind(NamedTuple):
     folder: str = ""
     module: str = ""
     package: str = ""
-    variable: str = ""
 
 
 SINKS = {
@@ -44,12 +42,9 @@ SINKS = {
     "mlflow": SinkKind(
         "trainer.runs.tracking.to_mlflow:ToMlflow", tracker=True, module="mlflow", package="mlflow-skinny"
     ),
-    "kubeflow": SinkKind(
-        "trainer.runs.tracking.to_kubeflow:ToKubeflow", tracker=True, variable="KUBEFLOW_TRAINER_SERVER_URL"
-    ),
 }
 FILE_SINKS = tuple(name for name, one in SINKS.items() if not one.tracker)
-TRACKERS = tuple(name for name, one in SINKS.items() if one.tracker and not one.variable)
+TRACKERS = tuple(name for name, one in SINKS.items() if one.tracker)
 
 
 def plugged_sinks() -> dict[str, EntryPoint]:

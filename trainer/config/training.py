@@ -229,9 +229,6 @@ class ParallelConfig(Section):
         False,
         description="BatchNorm over a micro-batch of all ranks; results then depend on their number",
     )
-    static_graph: bool = Field(
-        False, description="tell DDP that every step uses the same parameters; not with accumulation"
-    )
     find_unused_parameters: bool = Field(
         False,
         description="let DDP look for parameters that a step doesn't use; costs time each step",
@@ -242,7 +239,6 @@ class ParallelConfig(Section):
         if self.reduction == "tree":
             reasons = {
                 "compress": self.compress != "none" and "rounds what crosses the network",
-                "static_graph": self.static_graph and "is DDP's, which a tree doesn't use",
                 "find_unused_parameters": self.find_unused_parameters
                 and "is DDP's; a tree takes unused parameters as they are",
                 "sync_batchnorm": self.sync_batchnorm and "makes statistics depend on the number of ranks",
@@ -269,7 +265,6 @@ class ParallelConfig(Section):
             "reduction": self.reduction == "tree" and "=tree adds whole gradients on each rank",
             "compress": self.compress != "none"
             and " is DDP's: with shards precision.mode=bf16 gathers in bfloat16",
-            "static_graph": self.static_graph and " is DDP's",
             "find_unused_parameters": self.find_unused_parameters
             and " is DDP's: with shards all trained parameters must have a part in each step",
             "bucket_mb": self.bucket_mb != type(self).model_fields["bucket_mb"].default
@@ -280,15 +275,6 @@ class ParallelConfig(Section):
                 raise ValueError(
                     f"parallel.{key}{reason}; leave it out with parallel.strategy={self.strategy}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _a_static_graph_is_known(self) -> "ParallelConfig":
-        if self.static_graph and self.find_unused_parameters:
-            raise ValueError(
-                "parallel.static_graph says that all parameters are used, find_unused_parameters looks: "
-                "set one"
-            )
         return self
 
 

@@ -39,7 +39,7 @@ _FORKED_BYTES = 48 << 20
 _STARTED_BYTES = 384 << 20
 # The batch in use and the one that is being copied, in addition to those that workers prepare.
 SPARE_SLOTS = 2
-_EVALUATION_WORKERS = 2
+EVALUATION_WORKERS = 2
 
 
 class Loading(NamedTuple):
@@ -56,21 +56,30 @@ class Loading(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of a sample, a micro-batch and an evaluation batch in the ring, and of a loader process."""
+    """Bytes of a sample, a micro-batch and an evaluation batch in the ring, and of a loader process.
+
+    Attributes:
+        evaluation_sets: Number of evaluation sets, each with a ring and loader workers of its own.
+    """
 
     sample: int
     batch: int
     eval_batch_size: int = 0
     process: int = _FORKED_BYTES
+    evaluation_sets: int = 1
 
 
 def sizes_of(
-    dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0, method: str = "fork"
+    dataset: Dataset,
+    micro_batch_size: int,
+    eval_batch_size: int = 0,
+    method: str = "fork",
+    evaluation_sets: int = 1,
 ) -> Sizes:
     """Returns the sizes of a data set's batches in the ring, and of a loader worker by start method."""
     sample = sum(math.prod(field.shape) * field.dtype.itemsize for field in dataset.fields.values())
     process = _FORKED_BYTES if start_method(method) == "fork" else _STARTED_BYTES
-    return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size, process)
+    return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size, process, evaluation_sets)
 
 
 def prefetch_by_size(sizes: Sizes) -> int:
@@ -104,13 +113,13 @@ def workers_of(config: LoaderConfig, dataset: Dataset, cpu_workers: int) -> int:
 
 
 def bytes_needed(setting: Loading, sizes: Sizes) -> int:
-    """Returns the memory of a rank's loaders: both rings with their spare slots, and the processes."""
-    measuring = min(setting.workers, _EVALUATION_WORKERS)
-    rings = sum(
-        (workers * setting.prefetch + SPARE_SLOTS) * size
-        for workers, size in ((setting.workers, sizes.batch), (measuring, sizes.eval_batch_size))
+    """Returns the memory of a rank's loaders: all rings with their spare slots, and the processes."""
+    measuring = min(setting.workers, EVALUATION_WORKERS)
+    loaders = [(setting.workers, sizes.batch)] + sizes.evaluation_sets * [(measuring, sizes.eval_batch_size)]
+    return sum(
+        (workers * setting.prefetch + SPARE_SLOTS) * size + workers * sizes.process
+        for workers, size in loaders
     )
-    return rings + (setting.workers + measuring) * sizes.process
 
 
 def memory_budget(limits: Limits, ranks: int) -> float:

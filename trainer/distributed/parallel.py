@@ -189,14 +189,13 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None, config: Paralle
         process_group=group,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
-        static_graph=config.static_graph,
         find_unused_parameters=config.find_unused_parameters,
         **_WITHOUT_BUFFERS,
     )
     # Compiled code gives 1 x 1 kernels the strides of channels_last, which are the same layout.
     warnings.filterwarnings("ignore", r"Grad strides do not match(.|\n)*sizes\(\) = \[\d+, \d+, 1, 1\]")
     replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
-    if not (config.static_graph or config.find_unused_parameters):
+    if not config.find_unused_parameters:
         _lay_out_buckets(replica)
     return replica
 
@@ -227,7 +226,7 @@ def check_reduced(model: nn.Module, rank: int) -> None:
     Raises:
         BadInputError: Naming the parameters without one, for which the other ranks wait.
     """
-    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     try:
         model.reducer._check_reducer_finalized()

@@ -22,7 +22,7 @@ from trainer.config.data import at_home
 from trainer.config.model import HUB, TORCHVISION, ModelConfig
 from trainer.config.models import HF
 from trainer.config.suggest import nearest
-from trainer.data.remote.access import DiskError, DownloadSink, NotThereError, WrongContentError, fetch, join
+from trainer.data.remote.access import DiskError, DownloadSink, NotThereError, WrongContentError, fetch
 from trainer.errors import BadInputError, first_line
 from trainer.host.files import locked, remove_unfinished, write_whole, written_whole
 from trainer.host.here import from_here
@@ -75,7 +75,7 @@ def find_weights(config: ModelConfig) -> Weights | None:
             return _of_hub(source, named["repository"], named["revision"])
         named = TORCHVISION.fullmatch(source)
         assert named is not None  # the configuration was checked
-        return _of_torchvision(source, named["name"], config.mirror)
+        return _of_torchvision(source, named["name"])
     except OSError as error:
         raise BadInputError(
             f"model.pretrained={source}: the cache can't be used ({error.strerror or error}); give a folder "
@@ -90,7 +90,7 @@ def _of_hub(source: str, repository: str, revision: str) -> Weights:
     return Weights(file, f"hub:{repository}@{commit}", commit, blob if _SHA256.fullmatch(blob) else None)
 
 
-def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
+def _of_torchvision(source: str, name: str) -> Weights:
     url, known = _torchvision_url(name)
     if url is None:
         raise BadInputError(
@@ -106,7 +106,7 @@ def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
             if not (kept.exists() and digest.exists()):
                 remove_unfinished(folder, kept.stem)
                 with written_whole(kept) as beside:
-                    _fetch_converted(source, url if mirror is None else join(mirror, published), beside)
+                    _fetch_converted(source, url, beside)
                     write_whole(digest, f"{_sha256(beside)}\n")  # before the weights have their name
     return Weights(kept, source, published, digest.read_text().strip())
 
@@ -146,11 +146,13 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
         if not sink.sha256().startswith(published[1]):
             raise BadInputError(
                 f"model.pretrained={source}: {url} isn't what torchvision published: its SHA-256 begins with "
-                f"{sink.sha256()[:8]}, not {published[1]}; fetch it from elsewhere by model.mirror=URL"
+                f"{sink.sha256()[:8]}, not {published[1]}; fetch it again, or give a safetensors file"
             )
         safetensors.torch.save_file(_state_in(pickled, source), to)
     except NotThereError as error:
-        raise BadInputError(f"model.pretrained={source}: {url} isn't there; mend model.mirror") from error
+        raise BadInputError(
+            f"model.pretrained={source}: {url} isn't there; give a safetensors file"
+        ) from error
     except BadInputError as error:
         if str(error).startswith("model.pretrained"):
             raise
@@ -160,7 +162,7 @@ def _fetch_converted(source: str, url: str, to: Path) -> None:
     except WrongContentError as error:
         raise BadInputError(
             f"model.pretrained={source}: {url} is more than {_LARGEST >> 30} GiB, and none of torchvision's "
-            "is; mend model.mirror"
+            "is; give a safetensors file"
         ) from error
     except DiskError as error:
         raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from error

@@ -78,9 +78,3 @@ def memory_row(step: int, epoch: float, at: str, device: torch.device) -> dict[s
     """Makes a memory record; `at` is the "start" or "end" of an epoch, or an "evaluation"."""
     moment: dict[str, float | int | str] = {"kind": "memory", "step": step, "epoch": epoch, "at": at}
     return {**moment, "memory/rss_bytes": resident_bytes(), **memory_metrics(device)}
-
-
-def start_history(config: MemoryConfig, device: torch.device) -> None:
-    """Lets torch record where memory is allocated, if configured; see observe.oom."""
-    if config.history and device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=100_000)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer.checkpoint.state_dict import put_together, take_apart
+from trainer.checkpoint.tensor_file import put_together, take_apart
 from trainer.rng import Purpose, key
 
 

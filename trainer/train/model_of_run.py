@@ -51,7 +51,7 @@ _MEANINGS = ("classes", "characters", "tokenizer", "tokenizer_sha256", "vocabula
 # from the run.
 NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
-    *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
+    *("model.pretrained=null", "model.reinit=[]", "log.to=[]"),
     "hooks.enabled=false",
     "checkpoint.folder=null",
     *("model.freeze=[]", f"model.lora={json.dumps(LoraConfig().model_dump(mode='json'))}"),

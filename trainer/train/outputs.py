@@ -42,8 +42,7 @@ from trainer.train.components.memory import (
 )
 from trainer.train.components.operations import count_operations
 from trainer.train.components.updates import brings_optimizer
-from trainer.train.hook_rows import HookRows
-from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
+from trainer.train.hooks import HookRows, checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
 from trainer.train.provenance import make_manifest
 from trainer.train.recording import open_recording, other_ranks_checksums, writable
 from trainer.train.request import Request

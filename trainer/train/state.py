@@ -18,7 +18,6 @@ from torch.amp.grad_scaler import GradScaler
 from trainer.config.recipe import Recipe
 from trainer.config.section import first_problem
 from trainer.data.corrupt import Quarantine
-from trainer.data.joined import EvaluationLoader
 from trainer.data.loader import Loader
 from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World
@@ -94,7 +93,7 @@ class EvaluationSet(NamedTuple):
     """
 
     name: str
-    loader: EvaluationLoader
+    loader: Loader
     share: Share
 
 
@@ -147,7 +146,7 @@ class Run:
     generators: tuple[torch.Generator, ...]
     first_key: int
     loader: Loader
-    evaluation_loader: EvaluationLoader
+    evaluation_loader: Loader
     evaluation_share: Share
     compiled: bool
     notes: tuple[str, ...]

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint.store import listing
+from trainer.config.data import DataConfig
 from trainer.config.training import MAIN_SET
+from trainer.data.corrupt import Quarantine
+from trainer.distributed.parallel import World, words_of_ranks
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.here import path_shown
 from trainer.observe.advice import Advisor
@@ -22,10 +25,10 @@ from trainer.observe.sinks import finite
 from trainer.observe.wording import start_word
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.manifest import Manifest, update_manifest
+from trainer.runs.report.read import REPLACED
 from trainer.runs.report.write import NAME, leave_report
 from trainer.train.evaluate import in_set, out_of_patience
 from trainer.train.recording import save_weights
-from trainer.train.replaced import replaced_line
 from trainer.train.state import Run, TrainState, whole_model
 
 _LEAST_SHOWN = 0.005  # fraction of the time
@@ -239,3 +242,35 @@ def _opening(manifest: Manifest, run: Run, folder: Path) -> str:
         f"steps of {plan.global_batch_size} ({world.size} x {device}; accumulation "
         f"{manifest.gradient_accumulation_steps})\n  run folder {path_shown(folder)}"
     )
+
+
+def gather_replaced(run: Run) -> dict[str, float]:
+    """Counts replaced samples over all ranks, by data set, for data sets that had any; collective.
+
+    With data.on_corrupt=quarantine those of earlier attempts count, too: quarantine.jsonl has them.
+    """
+    if run.recipe.data.on_corrupt == "fail":
+        return {}
+    return count_replaced(run.quarantines, run.world)
+
+
+def count_replaced(quarantines: Mapping[str, Quarantine], world: World) -> dict[str, float]:
+    """Counts the samples of quarantines over all ranks, as `gather_replaced`; collective."""
+    counts = {}
+    for what, quarantine in quarantines.items():
+        words = words_of_ranks(" ".join(map(str, sorted(quarantine.samples))), world)
+        counts[what] = len(set(" ".join(words).split()))
+    return {f"{REPLACED}{what}": float(count) for what, count in counts.items() if count}
+
+
+def replaced_line(metrics: Mapping[str, float], data: DataConfig) -> str:
+    """Returns a line for the console; "" if no sample was replaced."""
+    counts = [
+        f"{count:,.0f} {name.removeprefix(REPLACED)}"
+        for name, count in metrics.items()
+        if name.startswith(REPLACED)
+    ]
+    if not counts:
+        return ""
+    named = "; quarantine.jsonl names them" if data.on_corrupt == "quarantine" else ""
+    return f"  replaced     {', '.join(counts)} samples, which can't be decoded{named}\n"

@@ -13,9 +13,7 @@ from rich.progress import track
 from trainer.commands.bench.inference_ways import WAYS, Call, Unavailable, WayTiming, chosen_ways, make_way
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
-from trainer.models.export.error import LIMITS, relative_error
-from trainer.models.export.formats import ModelTensors
-from trainer.models.export.interface import leaves
+from trainer.models.export_formats import LIMITS, ModelTensors, leaves, relative_error
 from trainer.observe.conditions import conditions
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples

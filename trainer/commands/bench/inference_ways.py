@@ -13,8 +13,7 @@ from torch import nn
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling
-from trainer.models.export.fold import fold_batchnorm
-from trainer.models.export.formats import (
+from trainer.models.export_formats import (
     INSTALL_ONNX,
     ModelTensors,
     exported_program,
@@ -98,13 +97,6 @@ def _bf16(model: nn.Module, inputs: ModelTensors) -> Call:
     return call
 
 
-def _folded(model: nn.Module, inputs: ModelTensors) -> Call:
-    fold = fold_batchnorm(model, inputs)
-    if not fold.names:
-        raise Unavailable(fold.why.removeprefix("stays: ") or "no BatchNorm follows a layer of its own")
-    return fold.model
-
-
 def _compiled(mode: str, model: nn.Module, inputs: ModelTensors) -> Call:
     device = inputs[0].device
     if mode == "reduce-overhead" and device.type == "cpu":
@@ -147,7 +139,7 @@ def _onnx(model: nn.Module, inputs: ModelTensors) -> Call:
         raise Unavailable("only on CPUs here")
     if missing := missing_packages("onnx", "onnxscript", "onnxruntime"):
         raise Unavailable(f"needs {missing}: {INSTALL_ONNX}")
-    from trainer.models.export.onnx import onnx_session
+    from trainer.models.onnx_session import onnx_session
 
     with tempfile.TemporaryDirectory(prefix="trainer-bench-") as folder:
         run = onnx_session(write_onnx(model, inputs, Path(folder)), torch.get_num_threads())
@@ -158,7 +150,6 @@ WAYS: dict[str, Way] = {
     "eager": Way(_eager),
     "channels_last": Way(_channels_last),
     "bf16": Way(_bf16, low=True),
-    "folded": Way(_folded),
     "compiled": Way(partial(_compiled, "default")),
     "reduce-overhead": Way(partial(_compiled, "reduce-overhead")),
     "frozen": Way(_frozen),

@@ -30,7 +30,7 @@ def measure_run(opened: Any, world: Any) -> dict[str, Any]:
     from trainer.tasks import Deriving
     from trainer.train.components.run import set_determinism
     from trainer.train.evaluate import evaluate
-    from trainer.train.replaced import count_replaced
+    from trainer.train.summary import count_replaced
 
     recipe = opened.recipe
     torch.set_num_threads(opened.threads)

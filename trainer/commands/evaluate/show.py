@@ -8,8 +8,7 @@ from typing import Any
 
 from trainer.config.training import MAIN_SET
 from trainer.data.left_out import LeftOut, left_out_line as line_of
-from trainer.observe.table import table
-from trainer.observe.text import escaped
+from trainer.observe.text import escaped, table
 
 _MOST_CLASSES = 40  # in a table; the JSON has all of them
 MOST_DRAWN = 200  # classes in a picture, which is 6 MB then

@@ -14,7 +14,7 @@ from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.commands.export.reload import ONLY_WEIGHTS, slot
 from trainer.errors import writing
 from trainer.host.files import write_file
-from trainer.models.export.error import ModelOutputs
+from trainer.models.export_formats import ModelOutputs
 
 # Together 32 samples; a batch of one, and sizes that no example had.
 BATCHES = (1, 2, 7, 22)

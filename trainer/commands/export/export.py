@@ -21,19 +21,21 @@ from trainer.host import strict_json
 from trainer.host.files import check_writable, oddity, read_inside, write_file
 from trainer.host.here import path_shown
 from trainer.launch.signals import unwound
-from trainer.models.export.error import LIMITS, relative_error
-from trainer.models.export.fold import Folded, fold_batchnorm
-from trainer.models.export.formats import (
+from trainer.models.export_formats import (
     INSTALL_ONNX,
+    LIMITS,
+    FromPixels,
+    InLowPrecision,
     ModelTensors,
     input_names,
+    leaves,
     missing_packages,
     output_names,
+    relative_error,
     write_onnx,
     write_torch_export,
     write_torchscript,
 )
-from trainer.models.export.interface import FromPixels, InLowPrecision, leaves
 from trainer.observe.console import staged, warn
 from trainer.observe.text import plain
 from trainer.runs.folder import write_json
@@ -73,13 +75,11 @@ class _Subject(NamedTuple):
 
     Attributes:
         model: The model to write.
-        fold: The folded BatchNorms.
         inputs: Inputs of each batch of the check.
         wanted: Outputs of the trained model for these.
     """
 
     model: nn.Module
-    fold: Folded
     inputs: Sequence[ModelTensors]
     wanted: list[list[torch.Tensor]]
 
@@ -211,8 +211,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
         batches.append(read_samples(dataset, samples[:size]))
         samples = samples[size:]
     reference: nn.Module = run.model
-    model_inputs = [inputs_of(run, batch) for batch in batches]
-    inputs = model_inputs
+    inputs = [inputs_of(run, batch) for batch in batches]
     if options.with_normalization:
         reference, inputs = _from_pixels(run, reference), [(batch.fields["image"],) for batch in batches]
     with torch.no_grad():
@@ -221,14 +220,13 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
         "safetensors",
         *hf.LIBRARIES,
     )  # with the names of the trainer's model, so all of them
-    fold = Folded(run.model, (), 0) if only_weights else fold_batchnorm(run.model, model_inputs[1])
-    model = fold.model
+    model = run.model
     if options.dtype == "bf16":
         model = model.to(torch.bfloat16)
         model = model if only_weights else InLowPrecision(model)
     if options.with_normalization:
         model = _from_pixels(run, model)
-    return _Subject(model.eval(), fold, inputs, wanted)
+    return _Subject(model.eval(), inputs, wanted)
 
 
 def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
@@ -294,7 +292,6 @@ def export_facts(
         "run": run.folder.resolve().name,
         "config_hash": run.manifest.config_hash,
         "weights": run.weights,
-        "folded": list(subject.fold.names),
         "versions": {"torch": torch.__version__, **(hf.versions() if options.to in hf.LIBRARIES else {})},
         **({"base": run.manifest.pretrained.model_dump()} if run.manifest.pretrained else {}),
         "sha256": {path.relative_to(file.parent).as_posix(): file_hash(path) for path in files},
@@ -336,11 +333,8 @@ def _publish(beside: Path, target: Path) -> None:
 def _tell(
     target: Path, name: str, error: float, subject: _Subject, run: OpenedRun, options: argparse.Namespace
 ) -> None:
-    file, fold = target / name, subject.fold
+    file = target / name
     print(f"{path_shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {run.weights}")
-    if fold.names or fold.kept:
-        kept = f", {fold.kept} stay: no layer of their own comes before" * bool(fold.kept)
-        print(f"  BatchNorm   {fold.why or f'{len(fold.names)} folded into the layer before{kept}'}")
     inputs = ", ".join(
         f"{one['name']} {one['dtype']} {tuple(one['shape'])}".replace("'", "")
         for one in _described(input_names(subject.inputs[-1]), subject.inputs[-1])

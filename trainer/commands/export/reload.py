@@ -40,7 +40,7 @@ def _by_onnxruntime(file: Path, inputs: Path, outputs: Path) -> None:
     """Computes by onnxruntime, without torch, as users of the file do."""
     from safetensors.numpy import load_file, save_file
 
-    from trainer.models.export.onnx import onnx_session
+    from trainer.models.onnx_session import onnx_session
 
     run = onnx_session(file)
     save_file(_each(load_file(inputs), run), outputs)
@@ -50,7 +50,7 @@ def _by_torch(file: Path, inputs: Path, outputs: Path, run: Sequence[str]) -> No
     import torch
     from safetensors.torch import load_file, save_file
 
-    from trainer.models.export.interface import leaves
+    from trainer.models.export_formats import leaves
 
     model = load_model(file, run)
 
@@ -80,7 +80,7 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
         return _by_library(file.parent)
     from safetensors.torch import load_file
 
-    from trainer.models.export.interface import InLowPrecision
+    from trainer.models.export_formats import InLowPrecision
     from trainer.train.model_of_run import open_run
 
     model_of_run = open_run(Path(run[0]), run[1:], trust=True).model

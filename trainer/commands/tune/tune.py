@@ -20,8 +20,7 @@ from trainer.observe.conditions import conditions
 from trainer.observe.console import warn
 from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.start.local_ranks import plan_local_ranks
-from trainer.train.start.tune.auto import KEY, because, choice_line, find, used
-from trainer.train.start.tune.job import Interrupted, Job, run_probe
+from trainer.train.start.tune.job import KEY, Interrupted, Job, because, choice_line, find, run_probe, used
 from trainer.train.start.tune.search import Probe, ProbeFailed, micro_batch_sizes
 from trainer.train.start.tune.tuned import (
     TunedData,

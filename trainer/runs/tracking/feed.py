@@ -23,7 +23,7 @@ from trainer.observe.log import Row
 from trainer.observe.phases import heartbeat
 from trainer.runs.manifest import Manifest, status_after, update_manifest
 from trainer.runs.tracking import as_tracker
-from trainer.runs.tracking.tracker import trackers_here
+from trainer.runs.tracking.tracker import trackers_of
 
 _ROWS = 1000  # most records that wait for the pipe
 _FINISH_S = 30.0  # for the last records of a run that finished
@@ -161,7 +161,7 @@ def tracked(
             update_manifest(folder, manifest, trackers={**manifest.trackers, name: id_})
 
     try:
-        for name in trackers_here(recipe.log.to):
+        for name in trackers_of(recipe.log.to):
             try:
                 about = _about(folder, recipe, step, manifest, name)
                 feeds.append(Feed(name, {**about, "left_out": left_out}, found))

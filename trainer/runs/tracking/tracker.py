@@ -98,11 +98,6 @@ def plugged(name: str) -> Callable[..., object] | None:
     return function
 
 
-def trackers_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the trackers of `log.to`, and those that an environment variable switches on."""
-    return [*trackers_of(names), *(n for n, one in SINKS.items() if environment.get(one.variable))]
-
-
 def trackers_of(names: Sequence[str]) -> list[str]:
     """Returns those entries of `log.to` that are trackers.
 

@@ -6,7 +6,16 @@ from typing import NamedTuple
 from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.loader import is_resident
-from trainer.data.workers import Loading, Sizes, by_rule, bytes_needed, estimate, sizes_of, workers_of
+from trainer.data.workers import (
+    EVALUATION_WORKERS,
+    Loading,
+    Sizes,
+    by_rule,
+    bytes_needed,
+    estimate,
+    sizes_of,
+    workers_of,
+)
 from trainer.errors import BadInputError
 from trainer.host.limits import Limits
 from trainer.tasks import Task
@@ -56,13 +65,22 @@ def choose_loading(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Ch
     return Choice(setting, bytes_needed(setting, size), line)
 
 
+def for_more_sets(config: LoaderConfig) -> LoaderConfig:
+    """Returns the configuration of a further evaluation set's loader: at most two loader workers."""
+    if config.workers == "auto":
+        return config
+    return config.model_copy(update={"workers": min(config.workers, EVALUATION_WORKERS)})
+
+
 def _loads(config: LoaderConfig, task: Task) -> bool:
     """True if loader workers could load the data: it isn't in memory, nor read by the rank itself."""
     return not is_resident(config, task.train_data) and workers_of(config, task.train_data, 1) > 0
 
 
 def _sizes(recipe: Recipe, task: Task) -> Sizes:
-    sets = (task.evaluation_data, *more_sets(task).values())  # one loader for all, with room for the largest
+    sets = (task.evaluation_data, *more_sets(task).values())
     measured = min(recipe.data.eval_batch_size, max(map(len, sets)))
     # A rank has no threads yet when it starts its loader workers.
-    return sizes_of(task.train_data, recipe.data.micro_batch_size, measured, recipe.data.start_method)
+    return sizes_of(
+        task.train_data, recipe.data.micro_batch_size, measured, recipe.data.start_method, len(sets)
+    )

@@ -137,23 +137,6 @@ def could_be_sharded(recipe: Recipe, task: Task, ranks: int) -> bool:
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
-def saved_by_sharding(recipe: Recipe, task: Task, model: nn.Module, world: World) -> int:
-    """Returns the most bytes that parallel.strategy=fsdp would save on each rank of a DDP run; 0 if none."""
-    if not could_be_sharded(recipe, task, world.size):
-        return 0
-    whole = sum(p.nbytes for p in model.parameters())
-    learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    kept = whole + _averages(recipe) * learned + bytes_of_moments(recipe.optim, model)
-    ddp = kept + 2 * learned  # with DDP's buckets
-    rows = (kept + learned) / world.size
-    return max(0, int(ddp - rows) - _gathered(recipe, model, world))
-
-
-def _averages(recipe: Recipe) -> int:
-    """Number of averages of the weights on a rank's device."""
-    return int(recipe.ema.decay > 0)
-
-
 def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, loading_bytes: int) -> str:
     """Returns a warning, on the first rank of a host, if memory may not suffice for a run; else "".
 
@@ -171,7 +154,7 @@ def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, l
     needs = memory_to_come(recipe, task, model, world, room.spare_bytes / sharing)
     if loading_bytes and not gpu:
         needs["loading"] = loading_bytes
-    return too_much(room, sharing, needs, saved_by_sharding(recipe, task, model, world), world.size, gpu)
+    return too_much(room, sharing, needs, could_be_sharded(recipe, task, world.size), gpu)
 
 
 def room_of_gpu(device: torch.device) -> Room:
@@ -182,7 +165,7 @@ def room_of_gpu(device: torch.device) -> Room:
 
 
 def too_much(
-    room: Room, ranks: int, needs: Mapping[str, int], saved: int = 0, shared_by: int = 0, gpu: bool = False
+    room: Room, ranks: int, needs: Mapping[str, int], could_share: bool = False, gpu: bool = False
 ) -> str:
     """Returns a warning if memory may not suffice; "" if it does.
 
@@ -190,19 +173,12 @@ def too_much(
         room: Memory of the container or a GPU, when the ranks have their models.
         ranks: Number of ranks that use it.
         needs: Bytes that each rank will allocate in addition, by purpose.
-        saved: Bytes that sharding would save on each rank, from `saved_by_sharding`.
-        shared_by: Number of ranks that would share the model then.
+        could_share: True if the ranks could share the model, from `could_be_sharded`.
         gpu: True for a GPU's memory.
     """
     if ranks * sum(needs.values()) <= room.spare_bytes:
         return ""
-    fitting = saved and ranks * (sum(needs.values()) - saved) <= room.spare_bytes
-    shared = (
-        f", or share weights, gradients and moments among the {shared_by} ranks by parallel.strategy=fsdp, "
-        f"which takes {saved / 1e9:.2f} GB less on each and would be enough"
-        if fitting
-        else ""
-    )
+    shared = ", or share the model among the ranks by parallel.strategy=fsdp" * could_share
     parts = ", ".join(f"{size / 1e9:.2f} GB of {what}" for what, size in needs.items() if size)
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     full = (
@@ -282,7 +258,7 @@ def describe_model(
     """
     held, samples = parameters_of(model, list(shown)), recipe.data.global_batch_size
     moments: Mapping[int, float] = {} if own_optimizer else moments_kept(recipe.optim, model)
-    averages = _averages(recipe)
+    averages = int(recipe.ema.decay > 0)
     rows: list[dict[str, Any]] = []
     for part in shown:
         own = held[part.name]

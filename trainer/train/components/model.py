@@ -15,6 +15,7 @@ from trainer.distributed.parallel import World, check_agreement, is_sharded, wor
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import ModelCost, measure
+from trainer.models.batchnorm import synchronize_batchnorm
 from trainer.models.compiling import (
     compile_blocks,
     compile_model,
@@ -31,7 +32,6 @@ from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
 from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
-from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.models.weights import load_initial
 from trainer.rng import Purpose, key
 from trainer.tasks import Task

@@ -7,7 +7,6 @@ import torch
 
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
-from trainer.data.joined import make_loaders
 from trainer.data.left_out import left_out_lines
 from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
@@ -28,6 +27,7 @@ from trainer.rng import Purpose, key
 from trainer.tasks import Task, loss_rows
 from trainer.train.anomaly import make_recent_losses
 from trainer.train.components.changing import find_changing
+from trainer.train.components.loading import for_more_sets
 from trainer.train.components.model import prepare_model
 from trainer.train.components.task import left_out_of, make_plan, more_sets
 from trainer.train.components.updates import make_updates, words_for
@@ -122,7 +122,10 @@ def build(
     in_training = quarantine("training", plan.samples)
     found_bad = [quarantine(what, len(dataset)) for what, dataset in measured.items()]
     loader = make_loader(source, device, loading, workers, in_training)
-    evaluation, *others = make_loaders(held, device, loading, min(workers, 2), found_bad)
+    evaluation, *others = (
+        make_loader(part, device, for_more_sets(loading) if number else loading, min(workers, 2), bad)
+        for number, (part, bad) in enumerate(zip(held, found_bad, strict=True))
+    )
     return Run(
         state=TrainState(
             model=model,

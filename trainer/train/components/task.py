@@ -248,12 +248,6 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
             "use compile.scope=model"
         )
     fp32_modules(model, recipe.precision.keep_fp32)
-    if recipe.parallel.static_graph and plan.micro_batches > world_size:
-        raise BadInputError(
-            "parallel.static_graph doesn't go with gradient accumulation (here "
-            f"{plan.micro_batches // world_size} "
-            "micro-batches a step): DDP can't tell a step from a part of one; leave it out"
-        )
     name = recipe.model.name
     if name == "own" or (name in MODELS and MODELS[name].any_size):
         return  # these models take any data; and the next lines import for three seconds

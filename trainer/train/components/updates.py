@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.folder import Damaged, Unreadable, read_state
-from trainer.checkpoint.state_dict import put_together
 from trainer.checkpoint.store import listing
+from trainer.checkpoint.tensor_file import put_together
 from trainer.config.recipe import Recipe
 from trainer.config.task_file import OWN_LR
 from trainer.config.training import OptimConfig

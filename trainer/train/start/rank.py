@@ -29,7 +29,6 @@ from trainer.host.nvml import driver_version
 from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, current, requested
 from trainer.observe.console import detail, say, warn
-from trainer.observe.memory import start_history
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.runs.checkpoint_place import place_checkpoints
 from trainer.runs.folder import check_inside, lock
@@ -45,13 +44,12 @@ from trainer.train.components.task import check_request, data_of, device_kind, d
 from trainer.train.loop import train
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
-from trainer.train.replaced import gather_replaced
 from trainer.train.request import Request
 from trainer.train.saving import Checkpoints
 from trainer.train.start.decision import Finished, From, New, Resume, decide
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
-from trainer.train.summary import finish, gather_weights
+from trainer.train.summary import finish, gather_replaced, gather_weights
 
 
 def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] = ()) -> int:
@@ -146,7 +144,6 @@ def _attempt(
         losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
-        start_history(recipe.memory, world.device)  # before the weights, which belong to the history
         run, loading = _build(request, task, world, fresh)
         stack.callback(run.close)
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")

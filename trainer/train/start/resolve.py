@@ -41,8 +41,7 @@ from trainer.train.start.checks import CheckPlace, Start, check_start, places, t
 from trainer.train.start.decision import Decision, Finished, From, Resume, decide
 from trainer.train.start.local_ranks import plan_local_ranks
 from trainer.train.start.rank import train_rank
-from trainer.train.start.tune.auto import chosen_setting, for_ranks, stored_setting
-from trainer.train.start.tune.job import Interrupted, Job
+from trainer.train.start.tune.job import Interrupted, Job, chosen_setting, for_ranks, stored_setting
 from trainer.train.start.tune.tuned import check_tuned, read_tuned
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 from trainer.version import __version__

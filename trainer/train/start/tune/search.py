@@ -81,8 +81,6 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int]:
         )
     low = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
     sizes = sorted({*low, *(each // size for size in low)})
-    if recipe.parallel.static_graph:  # not supported with gradient accumulation
-        sizes = [each]
     if recipe.parallel.reduction == "tree":
         sizes = [size for size in sizes if shares_a_tree(batch // size, ranks)]
     if recipe.regularization.mixup or recipe.regularization.cutmix:

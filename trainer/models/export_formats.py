@@ -1,8 +1,9 @@
-"""Writers of export formats: each takes a model and example inputs, and writes to a folder."""
+"""Formats that a model is exported to: writers, wrappers of inputs and outputs, and the error of a file."""
 
 import importlib.util
 import io
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from trainer.errors import BadInputError
-from trainer.models.export.interface import leaves
 
 ModelTensors = Sequence[torch.Tensor]
 
@@ -142,3 +143,74 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def leaves(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a model's output in order: a tensor, a tuple, a mapping, or these nested."""
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+class InLowPrecision(nn.Module):
+    """Wraps a bfloat16 model so that its inputs and outputs are float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        """Casts floating-point inputs to bfloat16, and outputs to float32."""
+        output = self.model(*(v.to(torch.bfloat16) if v.is_floating_point() else v for v in values))
+        return pytree.tree_map(_float32, output)
+
+
+def _float32(value: Any) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+    return value.float() if low else value
+
+
+class FromPixels(nn.Module):
+    """Wraps a classifier: uint8 (n, height, width, channels) to probabilities (n, classes)."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Takes mean and standard deviation of each channel on the scale 0 to 1."""
+        super().__init__()
+        self.model = model
+        deviation = torch.tensor(std).view(-1, 1, 1)
+        self.register_buffer("scale", 1 / (255 * deviation))
+        self.register_buffer("shift", -torch.tensor(mean).view(-1, 1, 1) / deviation)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Normalizes, classifies, softmax."""
+        planes = image.permute(0, 3, 1, 2).float() * self.scale + self.shift
+        return torch.softmax(self.model(planes).float(), 1)
+
+
+ModelOutputs = Sequence[torch.Tensor]
+
+LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
+
+
+def relative_error(wanted: ModelOutputs, given: ModelOutputs) -> float:
+    """Returns the largest absolute difference over the largest absolute value, for the worst output.
+
+    Args:
+        wanted: ModelOutputs of the trained model.
+        given: ModelOutputs of the exported file.
+
+    Returns:
+        Infinity if they can't be compared: different shapes, a NaN in either, or no output.
+    """
+    if [one.shape for one in wanted] != [one.shape for one in given]:
+        return math.inf
+    pairs = zip(wanted, given, strict=True)
+    return max((_error(one.double(), other.double()) for one, other in pairs), default=math.inf)
+
+
+def _error(wanted: torch.Tensor, given: torch.Tensor) -> float:
+    if torch.equal(wanted, given):
+        return 0.0
+    difference, largest = float((wanted - given).abs().max()), float(wanted.abs().max())
+    return difference / largest if difference < math.inf and 0 < largest < math.inf else math.inf
