@@ -60,19 +60,3 @@ def gloo_interface(address: str) -> dict[str, str]:
         return {}
     name = interface_of(address.removeprefix("::ffff:"))
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
-
-
-def address_towards(host: str) -> str:
-    """Returns this host's address on the route to another; empty if there is none. Nothing is sent."""
-    try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return ""
-    for family, kind, protocol, _, where in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return ""

@@ -1,7 +1,6 @@
 """`trainer bench`: measures the user's machine. Exit code 1: a target was missed; 3: nothing was measured.
 
-- `links`: one TCP connection; `preflight`: all connections between the hosts of a job
-- `inference`: latency and throughput of a trained model, for each way in which torch can run it
+`inference` measures latency and throughput of a trained model, for each way in which torch can run it.
 """
 
 import argparse
@@ -16,7 +15,6 @@ def add_parser(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
     benches = bench.add_subparsers(required=True, metavar="BENCH")
     _add_inference(benches)
-    _add_links(benches)
 
 
 def _add_inference(benches: Any) -> None:
@@ -39,30 +37,7 @@ def _add_inference(benches: Any) -> None:
     inference.set_defaults(run=_inference)
 
 
-def _add_links(benches: Any) -> None:
-    links = benches.add_parser(
-        "links",
-        help="try each link between the hosts of a job; exit code 1: one is slow or dead",
-        allow_abbrev=False,
-    )
-    links.add_argument("--json", action="store_true", help="print JSON")
-    links.add_argument(
-        "--seconds", type=float, default=5.0, metavar="S", help="after which no answer is none (default: 5)"
-    )
-    links.add_argument("--nnodes", metavar="N", help="as of trainer train: on each, with the next three")
-    links.add_argument("--node-rank", type=int, metavar="N", help="as of trainer train")
-    links.add_argument("--master-addr", metavar="HOST", help="as of trainer train")
-    links.add_argument("--master-port", type=int, metavar="PORT", help="as of trainer train")
-    links.set_defaults(run=_links)
-
-
 # Benches import what they need when they run: torch alone takes two seconds.
-
-
-def _links(options: argparse.Namespace) -> int:
-    from trainer.commands.bench.preflight import bench_links
-
-    return bench_links(options)
 
 
 def _inference(options: argparse.Namespace) -> int:
