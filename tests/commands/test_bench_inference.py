@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.cli import main
-from trainer.commands.bench.inference_ways import WAYS, Unavailable, Way, make_way
+from trainer.commands.bench.inference import WAYS, Unavailable, Way, make_way
 from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 
 

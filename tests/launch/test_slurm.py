@@ -6,14 +6,13 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
-from trainer.commands.submit.slurm import render, render_array
+from trainer.commands.submit.slurm import render
 from trainer.commands.submit.spec import JobSpec, Site
 
 # Without a Slurm: tests/commands/test_jobs*.py (scripts), test_cluster.py (what srun says).
@@ -155,39 +154,6 @@ def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.tell("sbatch", "--parsable", str(script))
     slurm.completes(job, tmp_path / "out")
     assert "(4 x CPU" in _text(tmp_path / "out")
-
-
-def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:
-    specs = [
-        _spec(tmp_path, **ONE, name=f"job-{n}", settings=(*SETTINGS, "epochs=12", f"seed={n}"))
-        for n in (0, 1)
-    ]
-    (tmp_path / ".jobs").mkdir()
-    script = tmp_path / ".jobs" / "array.sbatch"
-    script.write_text(render_array(specs, Site(container="venv", venv=str(VENV)), "job"))
-    array = slurm.tell("sbatch", "--parsable", str(script))
-    tasks = [(f"{array}_{n}", tmp_path / f"job-{n}", tmp_path / f".jobs/job-{array}_{n}.out") for n in (0, 1)]
-    for task, run, _ in tasks:
-        until(partial(_has_rows, run))
-        slurm.tell("scancel", "--signal=USR1", task)
-    for task, _, log in tasks:  # one of the two has the array's own number
-        until(partial(_is_requeued, log))
-        slurm.release(task)
-    for _, run, log in tasks:
-        until(partial(_is_finished, run))
-        assert _text(log).count("resumes after step") == 1
-
-
-def _has_rows(run: Path) -> bool:
-    return _rows(run) > 0
-
-
-def _is_requeued(log: Path) -> bool:
-    return "requeued, number 1" in _text(log)
-
-
-def _is_finished(run: Path) -> bool:
-    return _manifest(run)["status"] == "finished"
 
 
 def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:

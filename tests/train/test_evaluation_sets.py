@@ -20,7 +20,7 @@ from tests.helpers.rows import read_rows
 from trainer.checkpoint import CHECKPOINTS
 from trainer.cli import main
 from trainer.commands.evaluate import rank as ranks_part
-from trainer.commands.evaluate.show import evaluation_lines
+from trainer.commands.evaluate.evaluate import evaluation_lines
 from trainer.config.data import DataConfig
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe

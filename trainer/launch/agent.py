@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.host.files import write_whole
-from trainer.host.names import from_files_alone
+from trainer.host.interfaces import from_files_alone
 from trainer.launch import as_launcher
 from trainer.launch.folder import read_launch, write_launch
 from trainer.launch.store import listen, store_on

@@ -6,7 +6,7 @@ By itself torch's TCPStore listens on all interfaces, whatever address it is giv
 import socket
 from typing import Any
 
-from trainer.host.names import from_files_alone
+from trainer.host.interfaces import from_files_alone
 
 
 def listen(address: str) -> socket.socket:

@@ -1,13 +1,12 @@
 """`trainer submit RECIPE`: a job for a container engine or a cluster.
 
 - `launching`: turns the options into jobs, each a `spec`, checked before anything is submitted
-- `docker`, `slurm`, `kubernetes`, `kubeflow`: render the job's file (`container`, `pods`)
-- `environment`: variables that may be secrets; `carried`: files to mount; `sweep`: several runs
+- `docker`, `slurm`, `kubernetes` (and Kubeflow): render the job's file (`container`, `pods`)
+- `environment`: variables that may be secrets; `carried`: files to mount
 - `submit`: calls the engine or the cluster
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 # What `trainer.commands.submit.spec` allows, without its imports.
@@ -81,7 +80,6 @@ def add_parser(commands: Any) -> None:
         help="variables that may be secrets: of a Secret of Kubernetes; elsewhere of a file of NAME=VALUE",
     )
     add("--rdma", metavar="RESOURCE=N|host", help="Kubernetes: a device plugin's resource; Slurm: host")
-    add("--sweep", type=Path, metavar="FILE", help="several runs: grid: {KEY: [A, B]}, or runs: [{KEY: A}]")
     for name in ("partition", "account", "qos"):
         add(f"--{name}", help="of Slurm")
     add(

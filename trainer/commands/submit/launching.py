@@ -2,18 +2,16 @@
 
 import argparse
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from trainer.commands.submit import environment, slurm, sweep
+from trainer.commands.submit import environment
 from trainer.commands.submit.carried import INSIDE, carried, local_paths, unseen_folders
-from trainer.commands.submit.places import JOB_PLACES
 from trainer.commands.submit.spec import OPTIONS, JobPlace, JobSpec, Site, pinned
-from trainer.commands.submit.submit import check_here, submit
+from trainer.commands.submit.submit import JOB_PLACES, check_here, submit
 from trainer.config.recipe_file import provisional, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.files import read_bounded
@@ -29,23 +27,12 @@ def launch_job(options: argparse.Namespace) -> int:
     site = _model(Site, {name: given[name] for name in Site.model_fields if name in given})
     _check_place(place, site)
     spec = _model(JobSpec, job_fields(options, place))
-    specs = [spec]
-    if options.sweep:
-        specs = [_model(JobSpec, fields) for fields in sweep.jobs(options.sweep, spec)]
     entered = place != "slurm" or site.container != "venv"
     if entered:
-        spec, specs = carried(spec, place), [carried(one, place) for one in specs]
-    # An array of Slurm is one job.
-    array = place == "slurm" and bool(options.sweep)
-    jobs = [spec] if array else specs
-    files = (
-        [slurm.render_array(specs, site, spec.name)]
-        if array
-        else [JOB_PLACES[place].render(one, site) for one in specs]
-    )
-    for one in specs:
-        check_here(place, one)
-        _check_recipe(one)
+        spec = carried(spec, place)
+    text = JOB_PLACES[place].render(spec, site)
+    check_here(place, spec)
+    _check_recipe(spec)
     if place == "slurm":
         for line in unseen_folders(spec, site, {} if entered else local_paths(spec)):
             _warn(line)
@@ -55,16 +42,9 @@ def launch_job(options: argparse.Namespace) -> int:
             "that goes on isn't the same"
         )
     if options.dry_run:
-        print("\n---\n".join(text.rstrip("\n") for text in files))
+        print(text.rstrip("\n"))
         return EXIT_DONE
-    for one, text in zip(jobs, files, strict=True):
-        if code := submit(place, one, site, text):
-            return code
-    if options.sweep:
-        listed = sweep.write_list(spec, specs)
-        print(f"runs       {listed}")
-        print(f"compare    {shlex.join(['trainer', 'report', *(sweep.folder(one) for one in specs)])}")
-    return EXIT_DONE
+    return submit(place, spec, site, text)
 
 
 def job_fields(options: argparse.Namespace, place: JobPlace) -> dict[str, Any]:

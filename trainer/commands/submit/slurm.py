@@ -9,7 +9,6 @@ Apptainer.
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.submit.container import CACHE, DATA, RUNS_MOUNT, files, words
@@ -28,7 +27,7 @@ _OURS = {
     **{"job-name": "give --name", "partition": "give --partition", "account": "give --account"},
     **{"qos": "give --qos", "nodes": "give --nnodes", "cpus-per-task": "give --cpus-per-node"},
     **{"gpus-per-node": "give --gpus-per-node", "mem": "give --memory", "time": "give --time"},
-    **{"signal": "give --grace", "output": "give --runs, below which logs lie", "array": "give --sweep"},
+    **{"signal": "give --grace", "output": "give --runs, below which logs lie", "array": "submit each run"},
     **{"mem-per-cpu": "give --memory", "mem-per-gpu": "give --memory", "error": "it is in the log"},
     **{"export": "give --env, or --env-from file:PATH"},
     **dict.fromkeys(
@@ -56,31 +55,11 @@ _MORE_PORTS = 999  # the highest that job numbers add to the port
 
 
 def render(spec: JobSpec, site: Site) -> str:
-    """Renders the script of one job.
+    """Renders the script of a job.
 
     Raises:
         BadInputError: If the job can't run there.
     """
-    return render_array([spec], site, spec.name)
-
-
-def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
-    """Renders the script of an array, a task per job; jobs may differ only in recipe, settings and name.
-
-    Args:
-        specs: The jobs.
-        site: The cluster's settings.
-        name: Name of the array and of its logs.
-
-    Raises:
-        BadInputError: If the jobs differ otherwise, or can't run there.
-    """
-    spec, several = specs[0], len(specs) > 1
-    for other in specs:
-        if other.model_copy(update=_own(spec)) != spec:
-            raise BadInputError(
-                "the jobs of an array share their resources: only recipe and settings may differ"
-            )
     if site.container != "venv" and not spec.image:
         raise BadInputError(f"--container {site.container} needs an image: give --image, or --container venv")
     if spec.port + _MORE_PORTS > 65535:
@@ -91,7 +70,7 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
     lines = [
         "#!/bin/bash",
         "# Rendered by `trainer submit --on slurm`.",
-        *_resources(specs, site, runs, name),
+        *_resources(spec, site, runs),
         "",
         "set -u",
     ]
@@ -111,16 +90,9 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
         f"    echo 'warning: /dev/shm of this node is smaller than {spec.shm_gib} GiB' >&2",
         "fi",
         f"mkdir -p {shlex.quote(str(runs))}",
+        f"run={shlex.quote(f'{runs}/{spec.name}')}",
+        f"set -- {shlex.join(_command(spec, site, runs))}",
     ]
-    if several:
-        lines.append("case $SLURM_ARRAY_TASK_ID in")
-        for number, one in enumerate(specs):
-            folder = shlex.quote(f"{runs}/{one.name}")
-            lines.append(f"    {number}) run={folder}; set -- {shlex.join(_command(one, site, runs))} ;;")
-        lines.append("esac")
-    else:
-        lines.append(f"run={shlex.quote(f'{runs}/{spec.name}')}")
-        lines.append(f"set -- {shlex.join(_command(spec, site, runs))}")
     begin = [f'rm -f "$run/{EXIT_CODE}"']
     return "\n".join([*lines, *begin, "", *_step(spec, site, runs), "code=$?", *_AFTERWARDS]) + "\n"
 
@@ -146,35 +118,27 @@ _AFTERWARDS = [
     "# srun says the highest code of all tasks that ever ended; node 0's launcher says the job's.",
     f'if [ -s "$run/{EXIT_CODE}" ]; then code=$(cat "$run/{EXIT_CODE}"); fi',
     "",
-    "job=$SLURM_JOB_ID",
-    '[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID',
     'if [ "$code" -eq 75 ]; then',
-    '    state=$(scontrol show job --oneliner "$job" |',
+    '    state=$(scontrol show job --oneliner "$SLURM_JOB_ID" |',
     "        sed -n 's/.* JobState=\\([A-Z]*\\).*/\\1/p')",
     '    if [ "$state" = RUNNING ]; then',
     '        echo "requeued, number $((${SLURM_RESTART_COUNT:-0} + 1)): it resumes from its checkpoint" >&2',
-    '        scontrol requeue "$job" && sleep 60',
+    '        scontrol requeue "$SLURM_JOB_ID" && sleep 60',
     "    fi",
     "fi",
     'exit "$code"',
 ]
 
 
-def _own(spec: JobSpec) -> dict[str, object]:
-    return {"recipe": spec.recipe, "settings": spec.settings, "name": spec.name}
-
-
-def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> list[str]:
-    spec = specs[0]
-    log = f"{runs}/{_LOGS}/{name}-" + ("%A_%a.out" if len(specs) > 1 else "%j.out")
+def _resources(spec: JobSpec, site: Site, runs: Path) -> list[str]:
+    log = f"{runs}/{_LOGS}/{spec.name}-%j.out"
     if re.search(r"\s", log):
         raise BadInputError(f"--runs {runs}: Slurm takes no blanks in the path of a log; give another folder")
     options = {
-        "job-name": name,
+        "job-name": spec.name,
         "partition": site.partition,
         "account": site.account,
         "qos": site.qos,
-        "array": f"0-{len(specs) - 1}" if len(specs) > 1 else None,
         "nodes": str(spec.nnodes),
         "ntasks-per-node": "1",
         "cpus-per-task": str(spec.cpus_per_node),

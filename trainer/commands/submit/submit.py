@@ -1,4 +1,4 @@
-"""Submits a rendered job."""
+"""Places that a job can run on; submits a rendered job."""
 
 import contextlib
 import re
@@ -6,14 +6,36 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from trainer.commands.submit import docker
-from trainer.commands.submit.places import JOB_PLACES
+from trainer.commands.submit import docker, kubernetes, slurm
 from trainer.commands.submit.spec import JobPlace, JobSpec, Site
-from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.host.gpus import host_gpus
+
+
+class How(NamedTuple):
+    """Rendering and submission of a job at one place.
+
+    Attributes:
+        tool: The program that submits it.
+        ending: Suffix of the file's name.
+        render: The text of the file; raises BadInputError if the place can't run such a job.
+    """
+
+    tool: str
+    ending: str
+    render: Callable[[JobSpec, Site], str]
+
+
+JOB_PLACES: dict[JobPlace, How] = {
+    "docker": How("docker", ".sh", docker.render),
+    "slurm": How("sbatch", ".sbatch", slurm.render),
+    "kubernetes": How("kubectl", ".yaml", kubernetes.render),
+    "kubeflow": How("kubectl", ".yaml", kubernetes.render_train_job),
+}
 
 
 def check_here(place: JobPlace, spec: JobSpec) -> None:
@@ -68,10 +90,8 @@ def submit(place: JobPlace, spec: JobSpec, site: Site, text: str) -> int:
 def job_folder(spec: JobSpec) -> Path:
     """Returns the folder of jobs' files: beside the run folders, which must be empty at first."""
     runs = Path("runs" if spec.runs.startswith("pvc:") else spec.runs)
-    try:
+    with writing(f"--runs {runs}"):
         (runs / ".jobs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError(f"--runs {runs}: can't be written ({error.strerror}); give another") from error
     return runs / ".jobs"
 
 
@@ -106,7 +126,7 @@ def _afterwards(
     if place == "slurm":
         number = (re.findall(r"\d+", output) or ["JOB"])[-1]
         log = re.search(r"^#SBATCH --output=(\S+)", text, re.M)
-        found = re.sub(r"%[jA]", number, log[1]).replace("%a", "0") if log else ""
+        found = log[1].replace("%j", number) if log else ""
         follow = ["tail", "-F", found] if found else ["squeue", "--job", number]
         return follow, ["scancel", number]
     selected = ["--selector", f"app.kubernetes.io/instance={spec.name}"]
