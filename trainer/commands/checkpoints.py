@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.sizes import MIB
-from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, reading
 from trainer.host.latest import run_path
 from trainer.observe.text import age, without_controls
 
@@ -53,7 +53,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
     # Without a readable manifest, the checkpoints are all that is left of the run: show them.
     with contextlib.suppress(OSError, ValueError):
         check_format(run, read_json(run / "manifest.json"))
-    try:
+    with reading(run):
         if not folder.is_dir() and not (run / "manifest.json").is_file():
             raise BadInputError(f"{run}: not a run folder (it holds no manifest.json and no checkpoints)")
         size = sum(entry.size for entry in listing(folder))
@@ -61,8 +61,6 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         with _progress(size) as advance:
             entries = listing(folder, verify=True, advance=advance)
         seconds = time.monotonic() - started
-    except OSError as error:
-        raise BadInputError(f"{run}: can't be read ({error.strerror})") from error
     good = next((entry for entry in entries if entry.problem is None), None)
     speed = sum(entry.size for entry in entries) / seconds / 1e6
     lines = (without_controls(line.replace("\n", "\\n")) for line in _lines(run, entries, good, speed))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.suggest import nearest
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.host.here import paths_from_here
 from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
 from trainer.host.limits import read_limits
@@ -299,10 +299,8 @@ def find_run(options: argparse.Namespace) -> Path | None:
             "with a run, --from begins a new one with the weights of another"
         )
     run = _run_named(options.resume, "--resume")
-    try:
+    with reading(f"--resume {run}"):
         is_run = (run / "manifest.json").is_file()
-    except OSError as error:
-        raise BadInputError(f"--resume {run}: can't be read ({error.strerror})") from error
     if not is_run:
         hint = nearest(options.resume, _MODES) if run.name == options.resume else ""
         raise BadInputError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.launch.signals import unwound
 from trainer.observe.console import progress_bar, say
 from trainer.runs.flags import add_settings
@@ -170,11 +170,8 @@ def _pack(options: argparse.Namespace) -> int:
         target = options.target / split if split else options.target
         records = _open(source)
         records.reading = Reading(options.exif_orientation == "apply", options.image_bits or 0)
-        try:
-            with progress_bar(f"packing {source}", len(records)) as advance:
-                about, unreadable = pack(records, target, settings, processes, advance)
-        except OSError as error:
-            raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
+        with writing(str(target)), progress_bar(f"packing {source}", len(records)) as advance:
+            about, unreadable = pack(records, target, settings, processes, advance)
         size = sum(shard.bytes for shard in about.shards)
         say(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
         _tell_left_out(about.left_out)
@@ -205,11 +202,8 @@ def _index(options: argparse.Namespace) -> int:
 
     for _, folder in _parts(options.folder):
         total = sum(file.stat().st_size for file in tar_files(folder)[0])
-        try:
-            with progress_bar(f"indexing {folder}", total) as advance:
-                about = index_shards(folder, advance, options.image)
-        except OSError as error:
-            raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
+        with writing(str(folder)), progress_bar(f"indexing {folder}", total) as advance:
+            about = index_shards(folder, advance, options.image)
         classes = len(about.classes)
         say(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.shards)} shards")
         _tell_left_out(about.left_out)

@@ -1,4 +1,4 @@
-"""A job for Kubernetes: an Indexed Job with a headless Service, a JobSet, or a TrainJob of Kubeflow's Trainer."""
+"""A job for Kubernetes: an Indexed Job with a headless Service, a JobSet, or a TrainJob of Kubeflow."""
 
 from typing import Any
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.checkpoint.store import listing
 from trainer.config.redact import REDACTED
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, reading
 from trainer.observe.checksums import ChecksumRow, read_checksums
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.differences import flat
@@ -48,12 +48,8 @@ def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
         BadInputError: If it is no run, or has no records to compare.
     """
     run = read_run(folder)
-    try:
+    with reading(f"{folder}/checksums.jsonl", "mend that"):
         rows, _, unreadable = read_checksums(folder / "checksums.jsonl")
-    except OSError as error:
-        raise BadInputError(
-            f"{folder}/checksums.jsonl: can't be read ({error.strerror}); mend that"
-        ) from error
     if rows_needed and not rows:
         raise BadInputError(
             f"{folder}: nothing was recorded to compare with (checksums.jsonl); its first row comes after "

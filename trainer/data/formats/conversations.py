@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.formats.arrow import ArrowTable, splits
 from trainer.data.formats.signatures import what_it_is
-from trainer.errors import BadInputError, first_line
+from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
 from trainer.host.files import hash_inside, lines_inside
 
@@ -47,10 +47,8 @@ class RowSplit(NamedTuple):
         for path in self.files:
             inside = [*sorted(path.glob("*.arrow")), path / "state.json"] if path.is_dir() else [path]
             for file in inside:
-                try:
+                with reading(file):
                     digest.update(hash_inside(file.resolve()).encode())
-                except OSError as error:
-                    raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
         return digest.hexdigest()
 
     def rows(self) -> Iterator[_Row]:
@@ -157,7 +155,7 @@ def _rows(path: Path, read: Collection[str | None]) -> Iterator[_Row]:
 
 
 def _lines(file: Path) -> Iterator[_Row]:
-    try:
+    with reading(file, "give JSON lines"):
         for number, line in enumerate(lines_inside(file.resolve()), 1):
             where = f"{file}: line {number}"
             text = line.removeprefix(b"\xef\xbb\xbf").strip()
@@ -174,8 +172,6 @@ def _lines(file: Path) -> Iterator[_Row]:
             if not isinstance(row, dict):
                 raise BadInputError(f'{where}: isn\'t a JSON object, such as {{"messages": …}}')
             yield where, {name: value for name, value in row.items() if value is not None}
-    except OSError as error:
-        raise BadInputError(f"{file}: can't be read ({error.strerror}); give JSON lines") from error
 
 
 def _no_lines(first: bytes) -> str:
