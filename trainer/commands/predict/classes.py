@@ -1,11 +1,13 @@
 """Classes with their probabilities, as a table."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +16,8 @@ from rich.text import Text
 from trainer.config.redact import redact_text
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
+from trainer.data.formats.audio import AUDIO, AudioFolder
+from trainer.data.formats.files import Files
 from trainer.data.formats.records import LABEL
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, BadInputError
@@ -92,6 +96,29 @@ def guesses(
     ]
 
 
+def show_classes(
+    run: OpenedRun, options: argparse.Namespace, field: str, read: Callable[[Path], torch.Tensor]
+) -> int:
+    """Prints predictions for files, or for evaluation samples; returns the exit code.
+
+    Args:
+        run: A run whose model returns logits.
+        options: Options of the command line.
+        field: Field of a sample that files have.
+        read: Reads it from a file as evaluation would; raises `Corrupt` or BadInputError.
+    """
+    if not options.files:
+        of_evaluation(run, options)
+        return EXIT_DONE
+    items = read_each(options.files, read)
+    if items:
+        names, values = zip(*items, strict=True)
+        fields = {field: torch.stack(values), LABEL: torch.zeros(len(values), dtype=torch.int64)}
+        found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
+        show_table("file", found)
+    return code_for(items, options.files)
+
+
 def of_evaluation(run: OpenedRun, options: argparse.Namespace) -> None:
     """Prints predictions for evaluation samples, confident mistakes first."""
     dataset, classes = run.task.evaluation_data, run.task.describe()["classes"]
@@ -155,3 +182,20 @@ def show_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _text(words: str, bad: bool = False) -> Text:
     # Not a string: rich would take [brackets] in a file's name for its markup.
     return Text(plain(words, 200), style="red" if bad else "")
+
+
+def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
+    """Prints predictions for recordings; returns the exit code."""
+    return show_classes(run, options, AUDIO, lambda path: _sound(path, run))
+
+
+def _sound(path: Path, run: OpenedRun) -> torch.Tensor:
+    """Reads the center of a recording as evaluation would: int16 (samples,).
+
+    Raises:
+        BadInputError: If it can't be read, isn't a recording, or has another sample rate.
+    """
+    facts = run.task.describe()
+    alone = Files(path.parent, [os.fsencode(path.name)], [0], ("",))
+    folder = AudioFolder(alone, facts["seconds"], facts["sample_rate"], False, "fail")
+    return read_samples(folder, np.zeros(1, np.int64)).fields[AUDIO][0]

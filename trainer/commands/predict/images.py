@@ -8,19 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.commands.predict.classes import (
-    code_for,
-    guesses,
-    of_evaluation,
-    probabilities,
-    read_each,
-    show_table,
-)
+from trainer.commands.predict.classes import show_classes
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
-from trainer.data.formats.records import LABEL, Reading, reading_of
+from trainer.data.formats.records import Reading, reading_of
 from trainer.data.sources import IMAGE, in_files
-from trainer.errors import EXIT_DONE
+from trainer.errors import EXIT_BAD_INPUT
 from trainer.train.model_of_run import OpenedRun
 
 _Pixels = npt.NDArray[np.uint8]
@@ -28,19 +21,10 @@ _Pixels = npt.NDArray[np.uint8]
 
 def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints predictions for images; returns the exit code."""
-    if not options.files:
-        of_evaluation(run, options)
-        return EXIT_DONE
-    items = read_each(options.files, lambda path: as_evaluated(path, run))
-    if items:
-        names, images = zip(*items, strict=True)
-        label = torch.zeros(len(images), dtype=torch.int64)
-        fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: label}
-        found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
-        show_table("file", found)
-        if run.recipe.data.name == "digits":
-            print("each was made 8 x 8 gray with 17 levels, ink light on dark; a digit should fill its image")
-    return code_for(items, options.files)
+    code = show_classes(run, options, IMAGE, lambda path: torch.from_numpy(as_evaluated(path, run)))
+    if options.files and code != EXIT_BAD_INPUT and run.recipe.data.name == "digits":
+        print("each was made 8 x 8 gray with 17 levels, ink light on dark; a digit should fill its image")
+    return code
 
 
 def content(path: Path) -> bytearray:
