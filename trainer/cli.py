@@ -37,7 +37,6 @@ COMMANDS = (
     "predict",
     "data",
     "submit",
-    "bench",
 )
 
 

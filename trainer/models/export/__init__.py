@@ -1,4 +1,4 @@
-"""Export of a trained model to other formats, for `trainer export` and `trainer bench inference`.
+"""Export of a trained model to other formats, for `trainer export` and `python -m benchmarks inference`.
 
 - `fold`: folds BatchNorm into the layer before it
 - `formats`: writes torch.export's archive, ONNX, TorchScript

@@ -1,5 +1,6 @@
 """Latency and throughput of a trained model, over batch sizes and ways to run it."""
 
+import argparse
 import copy
 import json
 import statistics
@@ -15,8 +16,9 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from trainer.config.suggest import nearest
+from benchmarks.options import picked
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
+from trainer.host.latest import run_path
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.compiling import missing_for_compiling
 from trainer.models.export.error import LIMITS, relative_error
@@ -32,8 +34,11 @@ from trainer.models.export.formats import (
 )
 from trainer.models.export.interface import leaves
 from trainer.observe.conditions import conditions
+from trainer.runs.flags import add_settings, add_trust
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
+
+_ROUNDS = 5
 
 Call = Callable[..., Any]
 
@@ -179,21 +184,6 @@ WAYS: dict[str, Way] = {
 }
 
 
-def chosen_ways(names: str) -> list[str]:
-    """Returns the ways that a list names, eager first; all if it is empty.
-
-    Raises:
-        BadInputError: If there is no such way.
-    """
-    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(WAYS)
-    for name in wanted:
-        if name not in WAYS:
-            raise BadInputError(
-                f"--ways: no way '{name}'{nearest(name, list(WAYS))} (there are: {', '.join(WAYS)})"
-            )
-    return list(dict.fromkeys(["eager", *wanted]))
-
-
 def make_way(name: str, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Call:
     """Makes a way ready to be timed: its first calls, which compile, are done.
 
@@ -229,28 +219,22 @@ def switched(call: Call, fused: bool) -> Call:
     return on
 
 
-_ROUNDS = 5
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """Adds the options of the bench."""
+    bench.add_argument("folder", type=run_path, metavar="RUN", help="run folder, or latest")
+    bench.add_argument("--batches", default="1,8,64", metavar="LIST", help="batch sizes (default: 1,8,64)")
+    bench.add_argument(
+        "--seconds", type=float, default=2.0, metavar="S", help="for each way and batch size (default: 2)"
+    )
+    bench.add_argument("--ways", default="", metavar="LIST", help="which to measure (default: all)")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(bench, "where the data lies now")
+    add_trust(bench)
+    bench.set_defaults(run=bench_inference)
 
 
-def bench_inference(
-    folder: Path,
-    settings: Sequence[str],
-    batches: str,
-    seconds: float,
-    ways: str,
-    as_json: bool,
-    trust: bool = False,
-) -> int:
+def bench_inference(options: argparse.Namespace) -> int:
     """Measures latency and throughput of a run's model, and prints them.
-
-    Args:
-        folder: The run folder.
-        settings: KEY=VALUE, where the data lies.
-        batches: Batch sizes, separated by commas.
-        seconds: For each way and batch size.
-        ways: Names of `WAYS`, separated by commas; all if empty.
-        as_json: Whether to print for machines.
-        trust: As for `open_run`.
 
     Returns:
         0, 1 if a way computes something else than eager, 3 if there was nothing to measure.
@@ -258,11 +242,12 @@ def bench_inference(
     Raises:
         BadInputError: If the run can't be opened, or a way doesn't exist.
     """
-    sizes, names = _sizes(batches), chosen_ways(ways)
+    sizes, seconds = _sizes(options.batches), options.seconds
+    names = list(dict.fromkeys(["eager", *(picked(options.ways, WAYS, "--ways", "way") or WAYS)]))
     if not 0 < seconds < 3600:
         print("nothing measured: --seconds must be above 0")
         return EXIT_NOT_MEASURED
-    run = open_run(folder, settings, trust=trust)
+    run = open_run(options.folder, options.set, trust=options.trust)
     threads = threads_per_rank(read_limits(), 1)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -271,7 +256,7 @@ def bench_inference(
             figures = [figure for size in sizes for figure in _at(run, size, names, seconds)]
     device = "GPU" if device_kind(run.recipe) == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
     title = f"{run.folder.resolve().name}, {run.weights}, {device}"
-    if as_json:
+    if options.json:
         print(
             json.dumps({"conditions": conditions(), "what": title, "figures": [f._asdict() for f in figures]})
         )
