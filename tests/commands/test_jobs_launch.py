@@ -15,8 +15,8 @@ from tests.helpers import job_files
 from tests.helpers.job_tools import Tools
 from trainer.cli import main
 from trainer.commands.submit import CONTAINERS, PLACES, add_parser, submit
-from trainer.commands.submit.launching import job_fields
 from trainer.commands.submit.spec import JobPlace, JobSpec, Site
+from trainer.commands.submit.submit import job_fields
 
 DIGEST = f"registry.example/trainer@sha256:{64 * 'a'}"
 ENGINE = ["--image", DIGEST]

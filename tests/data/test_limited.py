@@ -10,8 +10,7 @@ from PIL import Image
 
 from tests.helpers.image_folders import opened, picture
 from trainer.config.recipe_file import load_recipe
-from trainer.data.builtin.digits_canvas import DigitsCanvas
-from trainer.data.builtin.synthetic_boxes import SyntheticPictures
+from trainer.data.builtin.boxes import DigitsCanvas, SyntheticPictures
 from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Bad
 from trainer.data.dataset import ArrayDataset, Dataset, LimitedDataset, limited, spread

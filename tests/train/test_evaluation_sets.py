@@ -462,7 +462,7 @@ def test_token_files_have_splits(tmp_path: Path, text: str) -> None:
 
 
 def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("digits_canvas", "dtmf"):
+    for module in ("boxes", "dtmf"):
         monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 20)
         monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 10)
     for name in ("digits-detection", "dtmf"):

@@ -1,9 +1,8 @@
 """`trainer submit RECIPE`: a job for a container engine or a cluster.
 
-- `launching`: turns the options into jobs, each a `spec`, checked before anything is submitted
+- `submit`: turns the options into a job, a `spec`, checks it, and calls the engine or the cluster
 - `docker`, `slurm`, `kubernetes` (and Kubeflow): render the job's file (`container`, `pods`)
 - `environment`: variables that may be secrets; `carried`: files to mount
-- `submit`: calls the engine or the cluster
 """
 
 import argparse
@@ -109,6 +108,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.commands.submit.launching import launch_job
+    from trainer.commands.submit.submit import launch_job
 
     return launch_job(options)
