@@ -48,7 +48,7 @@ class _Bounded(tarfile.TarInfo):
 
 
 def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
-    """Yields the regular files of an archive.
+    """Yields the regular files of an archive; checks its end, as `tarfile` takes a damaged header for it.
 
     Args:
         file: The archive.
