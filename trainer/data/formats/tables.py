@@ -261,7 +261,7 @@ def _pair(where: str, path: Any, label: Any) -> tuple[bytes, str]:
         raise BadInputError(f"{where}: {error}; leave it out, or give it a class") from error
 
 
-# Headers of pages have the fields of PageHeader (github.com/apache/parquet-format) in Thrift's compact protocol
+# Headers of pages: the fields of PageHeader (github.com/apache/parquet-format) in Thrift's compact protocol
 # (github.com/apache/thrift, doc/specs/thrift-compact-protocol.md).
 _FIRST_READ, _LARGEST_HEADER = 1 << 9, 1 << 20
 _DEEPEST = 16
