@@ -41,7 +41,7 @@ PUBLIC = {
     },
     "A check": {
         "check": "commands.check.check",
-        "Report": "commands.check.show",
+        "Report": "commands.check.check",
     },
     "A custom task": {
         "Task": "tasks",
