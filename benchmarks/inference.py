@@ -22,7 +22,6 @@ from trainer.host.latest import run_path
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.compiling import missing_for_compiling
 from trainer.models.export.error import LIMITS, relative_error
-from trainer.models.export.fold import fold_batchnorm
 from trainer.models.export.formats import (
     INSTALL_ONNX,
     ModelTensors,
@@ -114,13 +113,6 @@ def _bf16(model: nn.Module, inputs: ModelTensors) -> Call:
     return call
 
 
-def _folded(model: nn.Module, inputs: ModelTensors) -> Call:
-    fold = fold_batchnorm(model, inputs)
-    if not fold.names:
-        raise Unavailable(fold.why.removeprefix("stays: ") or "no BatchNorm follows a layer of its own")
-    return fold.model
-
-
 def _compiled(mode: str, model: nn.Module, inputs: ModelTensors) -> Call:
     device = inputs[0].device
     if mode == "reduce-overhead" and device.type == "cpu":
@@ -174,7 +166,6 @@ WAYS: dict[str, Way] = {
     "eager": Way(_eager),
     "channels_last": Way(_channels_last),
     "bf16": Way(_bf16, low=True),
-    "folded": Way(_folded),
     "compiled": Way(partial(_compiled, "default")),
     "reduce-overhead": Way(partial(_compiled, "reduce-overhead")),
     "frozen": Way(_frozen),

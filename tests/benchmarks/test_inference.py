@@ -55,12 +55,12 @@ def test_a_way_that_computes_something_else_isnt_timed(
         return lambda *values: model(*values) * 1.01
 
     monkeypatch.setitem(WAYS, "frozen", Way(wrong))
-    bench(run, "--batches", "2,5", "--ways", "frozen,folded", code=1)
+    bench(run, "--batches", "2,5", "--ways", "frozen,torch-export", code=1)
     lines = capsys.readouterr().out.splitlines()
     for batch in (2, 5):
         (line,) = (line for line in lines if line.startswith(f"| frozen | {batch}"))
         assert "WRONG: differs from eager by 1" in line
-        (line,) = (line for line in lines if line.startswith(f"| folded | {batch}"))
+        (line,) = (line for line in lines if line.startswith(f"| torch-export | {batch}"))
         assert float(line.split("|")[3]) > 0
 
 
@@ -80,10 +80,6 @@ def test_what_torch_cant_do_is_told(run: Path) -> None:
 
     with pytest.raises(Unavailable, match="torch can't"):
         make_way("torch-export", Decides(), inputs)
-    with pytest.raises(Unavailable, match=r"torch\.fx can't trace"):
-        make_way("folded", Decides(), inputs)
-    with pytest.raises(Unavailable, match="no BatchNorm"):
-        make_way("folded", nn.Sequential(nn.ReLU()), inputs)
     with pytest.raises(Unavailable, match="no images"):
         make_way("channels_last", nn.Linear(8, 8), (torch.zeros(2, 8),))
 
