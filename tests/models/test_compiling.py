@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor
+from torch._inductor.codegen.triton import TritonOverrides
 
 from tests.helpers import preloaded
 from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe, rows_to
@@ -269,6 +271,18 @@ def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
 def test_the_number_of_shapes_is_not_torchs_eight() -> None:
     compiling.set_up_torch()
     assert torch._dynamo.config.cache_size_limit >= 128
+
+
+@pytest.mark.compat  # the newest torch has both
+def test_what_generates_wrong_code_for_gpus_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = pytest.importorskip("torch.compiler.config", reason="this torch draws one number at a time")
+    monkeypatch.setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: True), raising=False)
+    monkeypatch.setattr(caches, "cache_key_tag", "mine")
+    for _ in range(2):
+        compiling.set_up_torch()
+    assert TritonOverrides.rand("seed", "x") == "tl.rand(seed, (x).to(tl.uint32))"
+    assert caches.cache_key_tag.startswith("mine") and caches.cache_key_tag.count("random numbers") == 1
+    assert not getattr(inductor.triton, "mix_order_reduction", False)
 
 
 def test_cuda_graphs_are_of_the_whole_model() -> None:

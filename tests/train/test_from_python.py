@@ -136,6 +136,7 @@ def process_state() -> dict[str, Any]:
         "cudnn": [
             getattr(backends.cudnn, n) for n in ("benchmark", "deterministic", "enabled", "benchmark_limit")
         ],
+        "attention": backends.cuda.cudnn_sdp_enabled(),
         "tf32": (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32),
         "precisions": [
             getattr(part, "fp32_precision", None)

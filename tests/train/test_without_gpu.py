@@ -216,6 +216,14 @@ def test_the_ranks_have_what_cublas_needs_before_it_is_used(monkeypatch: pytest.
     assert local_ranks.plan_local_ranks(deterministic(True), None, None).environment[name] == ":16:8"
 
 
+@pytest.mark.compat
+@pytest.mark.usefixtures("_switches")
+def test_attention_does_without_cudnns_kernels_whose_gradients_may_be_nan() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    build.set_determinism(deterministic(False), GPU)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.usefixtures("_switches")
 def test_a_process_that_used_cublas_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     name, value = CUBLAS_WORKSPACE

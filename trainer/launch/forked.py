@@ -66,7 +66,7 @@ def can_fork(before: Footprint, *, files: bool) -> bool:
 
 
 def _is_running(thread: str) -> bool:
-    """True unless a thread sleeps, as a library's does: a joined one is seen until it has ended."""
+    """True unless a thread sleeps, as a library's does; one that Python has joined is seen until its end."""
     return text_of(f"/proc/self/task/{thread}/stat").rpartition(") ")[2][:1] != "S"
 
 

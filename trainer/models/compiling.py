@@ -19,6 +19,7 @@ from trainer.host.toolchain import missing_compiler, missing_headers
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one code object; torch falls back to eager after eight of them.
 _MOST_SHAPES = 128
+_KEY = "trainer: no random numbers by four"  # of caches of compiled code
 # Before torch 2.6 DDP's graph splitter rejects graphs with checkpointing or FlexAttention
 # (https://github.com/pytorch/pytorch/issues/104674).
 SPLITS_ALL_GRAPHS = hasattr(torch.compiler, "set_stance")
@@ -142,3 +143,21 @@ def set_up_torch() -> None:
     torch._dynamo.config.cache_size_limit = max(_MOST_SHAPES, torch._dynamo.config.cache_size_limit)
     if not SPLITS_ALL_GRAPHS:
         torch._dynamo.config.optimize_ddp = False
+    _avoid_wrong_code()
+
+
+def _avoid_wrong_code() -> None:
+    """Turns off parts of inductor that generate wrong code for GPUs in some versions, without an error."""
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    # From 2.10 on: a sum that is a part of a larger gradient may never be written
+    # (https://github.com/pytorch/pytorch/issues/193061, in 2.14.1 too).
+    if hasattr(config.triton, "mix_order_reduction"):
+        config.triton.mix_order_reduction = False
+    # From 2.13 on: dropout's masks repeat, and a recomputed one differs from that of the forward pass
+    # (https://github.com/pytorch/pytorch/issues/198333, in 2.14.1 too). No switch restores the former code.
+    if hasattr(TritonOverrides, "_can_use_4x_random"):
+        setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False))  # noqa: B010
+        if _KEY not in torch.compiler.config.cache_key_tag:  # caches may hold the wrong code
+            torch.compiler.config.cache_key_tag += _KEY

@@ -171,7 +171,7 @@ def build(
 
 
 def set_determinism(recipe: Recipe, device: torch.device) -> None:
-    """Sets torch's switches for deterministic algorithms and for cuDNN's choice of kernels by speed.
+    """Sets torch's switches for deterministic algorithms and for cuDNN's kernels.
 
     See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without deterministic=true a run on GPUs
     resumes with the same state, samples and randomness, but atomic additions vary in their order.
@@ -181,6 +181,9 @@ def set_determinism(recipe: Recipe, device: torch.device) -> None:
     """
     # cuDNN's benchmark may choose another algorithm in the next process.
     torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic
+    # From torch 2.11 on it is the first choice on an H100, where its gradients can be NaN with a mask
+    # (https://github.com/pytorch/pytorch/issues/196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(recipe.deterministic)
     if recipe.deterministic:
         os.environ.setdefault(*CUBLAS_WORKSPACE)

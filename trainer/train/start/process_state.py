@@ -62,6 +62,7 @@ def _switches() -> Sequence[_Switch]:
             _attribute(backends.cudnn, name)
             for name in ("enabled", "benchmark", "benchmark_limit", "deterministic", "allow_tf32")
         ),
+        (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         _attribute(backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
         _attribute(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
