@@ -1,13 +1,11 @@
 """Classes with their probabilities, as a table."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -16,8 +14,6 @@ from rich.text import Text
 from trainer.config.redact import redact_text
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
-from trainer.data.formats.audio import AUDIO, AudioFolder
-from trainer.data.formats.files import Files
 from trainer.data.formats.records import LABEL
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, BadInputError
@@ -26,6 +22,7 @@ from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 
 Item = TypeVar("Item")
+Reader = Callable[[Path, OpenedRun], Any]  # returns an array or a tensor
 
 _TOGETHER = 64
 _LOOKED_AT = 1000  # samples of the evaluation data, of which some are shown
@@ -96,26 +93,25 @@ def guesses(
     ]
 
 
-def show_classes(
-    run: OpenedRun, options: argparse.Namespace, field: str, read: Callable[[Path], torch.Tensor]
-) -> int:
-    """Prints predictions for files, or for evaluation samples; returns the exit code.
+def show_files(run: OpenedRun, options: argparse.Namespace, field: str, read: Reader) -> int:
+    """Prints predictions for files, or for evaluation data without any; returns the exit code.
 
     Args:
-        run: A run whose model returns logits.
+        run: The run.
         options: Options of the command line.
-        field: Field of a sample that files have.
-        read: Reads it from a file as evaluation would; raises `Corrupt` or BadInputError.
+        field: Field of the data set that holds the samples.
+        read: Reads a file as evaluation would; raises Corrupt or BadInputError.
     """
     if not options.files:
         of_evaluation(run, options)
         return EXIT_DONE
-    items = read_each(options.files, read)
+    items = read_each(options.files, lambda path: read(path, run))
     if items:
-        names, values = zip(*items, strict=True)
-        fields = {field: torch.stack(values), LABEL: torch.zeros(len(values), dtype=torch.int64)}
-        found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
-        show_table("file", found)
+        names, samples = zip(*items, strict=True)
+        label = torch.zeros(len(samples), dtype=torch.int64)
+        fields = {field: torch.stack([torch.as_tensor(one) for one in samples]), LABEL: label}
+        classes = run.task.describe()["classes"]
+        show_table("file", guesses(names, probabilities(run, fields), classes, options.top))
     return code_for(items, options.files)
 
 
@@ -182,20 +178,3 @@ def show_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _text(words: str, bad: bool = False) -> Text:
     # Not a string: rich would take [brackets] in a file's name for its markup.
     return Text(plain(words, 200), style="red" if bad else "")
-
-
-def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Prints predictions for recordings; returns the exit code."""
-    return show_classes(run, options, AUDIO, lambda path: _sound(path, run))
-
-
-def _sound(path: Path, run: OpenedRun) -> torch.Tensor:
-    """Reads the center of a recording as evaluation would: int16 (samples,).
-
-    Raises:
-        BadInputError: If it can't be read, isn't a recording, or has another sample rate.
-    """
-    facts = run.task.describe()
-    alone = Files(path.parent, [os.fsencode(path.name)], [0], ("",))
-    folder = AudioFolder(alone, facts["seconds"], facts["sample_rate"], False, "fail")
-    return read_samples(folder, np.zeros(1, np.int64)).fields[AUDIO][0]

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.commands.predict.classes import show_classes
+from trainer.commands.predict.classes import show_files
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, middle_cut
+from trainer.data.formats.files import LARGEST_FILE
 from trainer.data.formats.records import Reading, reading_of
 from trainer.data.sources import IMAGE, in_files
 from trainer.errors import EXIT_BAD_INPUT
@@ -21,7 +22,7 @@ _Pixels = npt.NDArray[np.uint8]
 
 def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints predictions for images; returns the exit code."""
-    code = show_classes(run, options, IMAGE, lambda path: torch.from_numpy(as_evaluated(path, run)))
+    code = show_files(run, options, IMAGE, as_evaluated)
     if options.files and code != EXIT_BAD_INPUT and run.recipe.data.name == "digits":
         print("each was made 8 x 8 gray with 17 levels, ink light on dark; a digit should fill its image")
     return code
@@ -34,9 +35,13 @@ def content(path: Path) -> bytearray:
         Corrupt: If it can't be read.
     """
     try:
-        return bytearray(path.read_bytes())
+        with path.open("rb") as file:  # a pipe has no size, and /dev/zero no end
+            data = bytearray(file.read(LARGEST_FILE + 1))
     except OSError as error:
         raise Corrupt(f"can't be read ({error.strerror})") from error
+    if len(data) > LARGEST_FILE:
+        raise Corrupt(f"has more than {LARGEST_FILE:,} bytes, so is no image")
+    return data
 
 
 def reading_of_run(run: OpenedRun) -> Reading:

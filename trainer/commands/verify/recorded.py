@@ -48,7 +48,7 @@ def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
         BadInputError: If it is no run, or has no records to compare.
     """
     run = read_run(folder)
-    with reading(f"{folder}/checksums.jsonl", "mend that"):
+    with reading(folder / "checksums.jsonl", "mend that"):
         rows, _, unreadable = read_checksums(folder / "checksums.jsonl")
     if rows_needed and not rows:
         raise BadInputError(
