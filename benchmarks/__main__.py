@@ -24,6 +24,10 @@ BENCHES = {
     "waits": ("waits", "time of a step by how threads wait, on a quiet machine and beside busy processes"),
     "peers": ("peers", "whole runs of other projects' training scripts, given by path, beside ours"),
     "comm": ("comm", "all-reduce bandwidth of this host's ranks, or torchrun's"),
+    "inference": (
+        "inference",
+        "a trained model: latency and throughput of each way in which torch can run it",
+    ),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
     "optimizers": ("optimizers", "what each optimizer learns in the same updates"),
     "claims": (

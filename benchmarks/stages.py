@@ -21,7 +21,7 @@ from benchmarks.options import add_rounds
 from benchmarks.paired import interleaved, median_interval
 from benchmarks.photographs import write_photographs
 from trainer.config.recipe_file import make_recipe
-from trainer.data.builtin.synthetic_boxes import SyntheticPictures
+from trainer.data.builtin.boxes import SyntheticPictures
 from trainer.data.dataset import Dataset
 from trainer.data.formats.audio import AUDIO, AudioFolder
 from trainer.data.formats.boxes import BoxAugment, BoxedImages

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors: at run time a name is imported when it is asked for
-    from trainer.commands.check.check import check as check
-    from trainer.commands.check.show import Report as Report
+    from trainer.commands.check.check import Report as Report, check as check
     from trainer.config.model import ModelConfig as ModelConfig
     from trainer.config.recipe_file import make_recipe as make_recipe
     from trainer.data.dataset import Dataset as Dataset, Field as Field
@@ -42,7 +41,7 @@ PUBLIC = {
     },
     "A check": {
         "check": "commands.check.check",
-        "Report": "commands.check.show",
+        "Report": "commands.check.check",
     },
     "A custom task": {
         "Task": "tasks",

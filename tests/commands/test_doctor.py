@@ -18,9 +18,8 @@ from stack_table import TABLE, table
 from tests.helpers.doctor_box import ABSENT, DISK, PROVOKED, folder, healthy
 from trainer.cli import main
 from trainer.commands.doctor import doctor as examine
-from trainer.commands.doctor.doctor import CHECKS, judge_facts
+from trainer.commands.doctor.doctor import CHECKS, judge_facts, print_findings, surroundings
 from trainer.commands.doctor.facts import CheckResult, Environment, Gpus, Software, fine
-from trainer.commands.doctor.show import print_findings, surroundings
 from trainer.host.disks import Data
 from trainer.host.stacks import read_stacks, stack_fitting, unsupported
 from trainer.train import provenance

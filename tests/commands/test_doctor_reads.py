@@ -16,8 +16,8 @@ from tests.helpers.planted import write
 from trainer.commands.doctor.doctor import judge_facts, read_box
 from trainer.commands.doctor.facts import Gpus, System
 from trainer.commands.doctor.gpu import read_gpus
-from trainer.commands.doctor.kernel import read_system
 from trainer.commands.doctor.needs import make_needs, read_for_needs
+from trainer.commands.doctor.resources import read_system
 from trainer.commands.doctor.software import read_software
 from trainer.config.formats import FORMATS
 from trainer.config.recipe_file import recipe_names

@@ -19,7 +19,7 @@ from tests.helpers.rows import read_rows
 from tests.helpers.trained import train_digits
 from trainer.cli import main
 from trainer.commands.evaluate.details import OfClasses, with_details
-from trainer.commands.evaluate.show import chart, per_class
+from trainer.commands.evaluate.evaluate import chart, per_class
 from trainer.config.recipe_file import load_recipe
 from trainer.data.loader import Batch
 from trainer.tasks.average_precision import average_precision, coco_figures

@@ -17,8 +17,7 @@ from trainer.host.files import read_bounded
 # Who may call a parser itself, and why.
 _OWN_WORDS = {
     "host/strict_json.py": "the bounded parser",
-    "host/stamp.py": "a file of the environment that the package is installed in",
-    "host/stacks.py": "a file of the package",
+    "host/stacks.py": "a file of the package, and one of the environment that it is installed in",
     "launch/as_launcher.py": "the launch's own folder, for its user alone, before anything can be imported",
     "launch/folder.py": "the launch's own folder",
     "launch/exit_record.py": "the launch's own folder",

@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-from trainer.data.builtin.digits_canvas import DigitsCanvas
+from trainer.data.builtin.boxes import DigitsCanvas
 
-CODE = "from trainer.data.builtin.digits_canvas import DigitsCanvas as D; print(D(0, 4).fingerprint())"
+CODE = "from trainer.data.builtin.boxes import DigitsCanvas as D; print(D(0, 4).fingerprint())"
 
 
 def test_canvases_have_one_fingerprint_in_every_process() -> None:

@@ -16,10 +16,9 @@ from tests.helpers.run_folders import same
 from trainer.commands.check.compare import odd_order
 from trainer.config.data import Last
 from trainer.config.recipe_file import load_recipe
-from trainer.data.dataset import ArrayDataset
+from trainer.data.dataset import ArrayDataset, limited
 from trainer.data.formats.images import ImageDataset
 from trainer.data.items import ArrayItems, ItemDataset
-from trainer.data.limited import limited
 from trainer.data.loader import Source
 from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.plan import Plan, Share, evaluation_share

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.helpers.batches import CPU, read_all, source
 from trainer.config.data import LoaderConfig
-from trainer.data.builtin.digits_canvas import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
+from trainer.data.builtin.boxes import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
 from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.boxes import (

@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from trainer import cli
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats import audio, decode, files, tar_members
+from trainer.data.formats import audio, decode, files, tar_shards
 from trainer.data.formats.arrow import ArrowImages, split_text
 from trainer.data.formats.encoders import read_tokenizer
 from trainer.data.formats.labels import labels_in
@@ -93,8 +93,8 @@ def test_a_tar_of_many_odd_members_is_added_up_while_it_is_read(tmp_path: Path) 
     left_out: list[LeftOut] = []
     kept = []
     with contextlib.ExitStack() as reading:
-        reading.enter_context(pytest.MonkeyPatch.context()).setattr(tar_members, "_TALLIED", 100)
-        for member in tar_members.members(tmp_path / "s.tar", left_out):
+        reading.enter_context(pytest.MonkeyPatch.context()).setattr(tar_shards, "_TALLIED", 100)
+        for member in tar_shards.members(tmp_path / "s.tar", left_out):
             kept.append(weakref.ref(member))
             assert len(left_out) <= 101
     del member

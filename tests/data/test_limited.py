@@ -10,11 +10,10 @@ from PIL import Image
 
 from tests.helpers.image_folders import opened, picture
 from trainer.config.recipe_file import load_recipe
-from trainer.data.builtin.digits_canvas import DigitsCanvas
-from trainer.data.builtin.synthetic_boxes import SyntheticPictures
+from trainer.data.builtin.boxes import DigitsCanvas, SyntheticPictures
 from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Bad
-from trainer.data.dataset import ArrayDataset, Dataset, spread
+from trainer.data.dataset import ArrayDataset, Dataset, LimitedDataset, limited, spread
 from trainer.data.formats.arrow import ArrowImages
 from trainer.data.formats.audio import SUFFIXES, AudioFolder
 from trainer.data.formats.boxes import BoxAugment, BoxedImages
@@ -24,7 +23,6 @@ from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.records import Records
 from trainer.data.formats.tokens import TokenDataset
 from trainer.data.items import ArrayItems, ItemDataset
-from trainer.data.limited import LimitedDataset, limited
 from trainer.errors import BadInputError
 from trainer.train.components.task import check_request, data_of, make_plan, make_task
 

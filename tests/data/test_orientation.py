@@ -19,13 +19,13 @@ from trainer.commands.predict.images import as_evaluated
 from trainer.config.data import DataConfig
 from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Corrupt
+from trainer.data.dataset import limited
 from trainer.data.formats.boxes import BoxedImages
 from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.records import Reading, reading_of
 from trainer.data.formats.stats import statistics
-from trainer.data.limited import limited
 from trainer.data.sources import load_images
 from trainer.errors import BadInputError
 

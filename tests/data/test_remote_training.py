@@ -17,9 +17,8 @@ from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
-from trainer.data.dataset import spread
+from trainer.data.dataset import limited, spread
 from trainer.data.formats.sharded import About
-from trainer.data.limited import limited
 from trainer.data.loader import RingLoader, Source
 from trainer.data.remote.cache import Cached, CachedShards, fitting_shards_per_block
 from trainer.data.sampling.plan import Plan, Share

@@ -16,6 +16,7 @@ from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
 from trainer.distributed import parallel
 from trainer.distributed.parallel import World, replicate
+from trainer.errors import BadInputError
 from trainer.models.batchnorm import StepStatistics, synchronize_batchnorm
 
 pytestmark = pytest.mark.compat

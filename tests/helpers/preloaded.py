@@ -212,7 +212,7 @@ def _preload() -> None:
     from tests.helpers.late import import_late
 
     for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
-        if not module.name.startswith("trainer.commands.bench") and not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     importlib.import_module("torch.distributed.run")
     importlib.import_module("torch.utils.tensorboard")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer.host.names import services
+from trainer.host.interfaces import services
 from trainer.host.reading import text_of
 
 _LOOK_UP = """
 import socket, sys
-from trainer.host.names import from_files_alone
+from trainer.host.interfaces import from_files_alone
 with from_files_alone(sys.argv[1]):
     try:
         print(socket.getnameinfo(("::ffff:127.0.0.1", 80), socket.NI_NUMERICSERV))

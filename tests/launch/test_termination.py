@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainer.launch import launcher, termination
-from trainer.launch.exit_record import ExitRecord
-from trainer.launch.termination import leave_message, message_of
+from trainer.launch import exit_record, launcher
+from trainer.launch.exit_record import ExitRecord, leave_message, message_of
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
@@ -18,7 +17,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What Kubernetes mounts."""
     file = tmp_path / "termination-log"
     file.touch()
-    monkeypatch.setattr(termination, "TERMINATION_LOG", file)
+    monkeypatch.setattr(exit_record, "TERMINATION_LOG", file)
     return file
 
 

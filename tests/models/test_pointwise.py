@@ -34,8 +34,8 @@ def test_no_strided_convolution_of_few_channels_and_a_1x1_kernel_is_left(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the forward pass is looked at: the backward pass of such a one may end this process."""
-    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TRAIN", 16)
-    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TEST", 4)
+    monkeypatch.setattr("trainer.data.builtin.boxes.TRAIN", 16)
+    monkeypatch.setattr("trainer.data.builtin.boxes.TEST", 4)
     small = ["model.width=8", "data.micro_batch_size=2", "ema.decay=0.9", "parallel.threads=1"]
     chosen = Recipe.model_validate(override(read_recipe(recipe), small))
     task = make_task(chosen)

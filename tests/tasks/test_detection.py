@@ -43,8 +43,8 @@ from trainer.train.evaluate import evaluate
 
 @pytest.fixture(autouse=True)
 def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TRAIN", 96)
-    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TEST", 13)
+    monkeypatch.setattr("trainer.data.builtin.boxes.TRAIN", 96)
+    monkeypatch.setattr("trainer.data.builtin.boxes.TEST", 13)
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -304,14 +304,14 @@ class Jittered(Detection):
 
 
 def evaluated(world: World, recipe_: Recipe) -> dict[str, float]:
-    from trainer.data.builtin import digits_canvas
+    from trainer.data.builtin import boxes
 
-    sizes = digits_canvas.TRAIN, digits_canvas.TEST
-    digits_canvas.TRAIN, digits_canvas.TEST = 2, 25  # ranks were forked before any test
+    sizes = boxes.TRAIN, boxes.TEST
+    boxes.TRAIN, boxes.TEST = 2, 25  # ranks were forked before any test
     try:
         task = Jittered(recipe_.data, recipe_.model, recipe_.detection, 0)
     finally:
-        digits_canvas.TRAIN, digits_canvas.TEST = sizes
+        boxes.TRAIN, boxes.TEST = sizes
     share = evaluation_share(len(task.evaluation_data), 3, world.rank, world.size)
     loader = RingLoader(Source(task.evaluation_data, share), world.device, 0, LoaderConfig())
     torch.manual_seed(3)

@@ -18,7 +18,7 @@ from tests.helpers.rows import read_rows
 from trainer.checkpoint import CHECKPOINTS
 from trainer.cli import main
 from trainer.commands.evaluate import rank as ranks_part
-from trainer.commands.evaluate.show import evaluation_lines
+from trainer.commands.evaluate.evaluate import evaluation_lines
 from trainer.config.data import DataConfig
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
@@ -364,7 +364,7 @@ def test_token_files_have_splits(tmp_path: Path, text: str) -> None:
 
 
 def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("digits_canvas", "dtmf"):
+    for module in ("boxes", "dtmf"):
         monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 20)
         monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 10)
     for name in ("digits-detection", "dtmf"):

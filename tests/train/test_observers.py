@@ -47,7 +47,7 @@ SMALLEST: dict[str, list[str]] = {
 
 @pytest.fixture(autouse=True)
 def little_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("digits_canvas", "dtmf"):
+    for module in ("boxes", "dtmf"):
         monkeypatch.setattr(f"trainer.data.builtin.{module}.TRAIN", 8)
         monkeypatch.setattr(f"trainer.data.builtin.{module}.TEST", 2)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.image_folders import encoded, picture
 from tests.helpers.world import Ranks
 from trainer import fit
-from trainer.commands.evaluate.show import evaluation_lines
+from trainer.commands.evaluate.evaluate import evaluation_lines
 from trainer.config.data import DataConfig
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.left_out import one

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from trainer.host.names import from_files_alone
+from trainer.host.interfaces import from_files_alone
 
 
 def store_client(purpose: str, seconds: float) -> Any:

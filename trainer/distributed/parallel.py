@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.config.training import ParallelConfig
 from trainer.errors import BadInputError
 from trainer.host.gpus import gpu_of_rank
-from trainer.host.names import from_files_alone
+from trainer.host.interfaces import from_files_alone
 from trainer.launch.worker import hold
 from trainer.observe.phases import communicating, enter_phase
 from trainer.observe.text import enumerated

@@ -1,5 +1,7 @@
 """The pinned stacks, from the table that `scripts/stack_table.py` makes of stacks/*/stack.toml and locks.
 
+And the record of an installation: scripts/bootstrap.py leaves one in .venv, install_wheels.py in the image.
+
 Standard library only: scripts/engine_checks.py imports it.
 """
 
@@ -11,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -92,3 +96,28 @@ def unsupported(stack: Stack, today: date | None = None) -> str:
     if (today or date.today()) <= date.fromisoformat(stack.supported_until):
         return ""
     return f"the stack {stack.name} had fixes until {stack.supported_until}: docs/stacks.md says how to move"
+
+
+_STAMP = ".bootstrap.json"
+
+
+class Stamp(NamedTuple):
+    """Sources that an environment was installed from.
+
+    Attributes:
+        lock: SHA-256 of its wheels.lock, or None if unknown.
+        changing: Whether an installer was interrupted, so that it may hold half a package.
+    """
+
+    lock: str | None
+    changing: bool
+
+
+def read_stamp(prefix: Path) -> Stamp:
+    """Reads it; an environment of the user's own has none."""
+    try:
+        found = json.loads((prefix / _STAMP).read_text())
+        lock, changing = found.get("lock"), bool(found.get("changing"))
+    except (OSError, ValueError, AttributeError):
+        return Stamp(None, False)
+    return Stamp(lock if isinstance(lock, str) else None, changing)

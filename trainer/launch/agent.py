@@ -14,13 +14,41 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer.host.files import write_whole
-from trainer.host.names import from_files_alone
+from trainer.host.interfaces import from_files_alone
 from trainer.launch import as_launcher
 from trainer.launch.folder import read_launch, write_launch
-from trainer.launch.store import listen, store_on
 from trainer.launch.worker import die_with_parent
+
+
+def listen(address: str) -> socket.socket:
+    """Opens a socket on a free port of the first address of the name, which clients also try first."""
+    family, *_, at = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(at[:2], family=family, backlog=1024)
+
+
+def store_on(listening: socket.socket, address: str) -> Any:
+    """Makes torch's store on a socket, until it is released; its threads don't survive a fork.
+
+    By itself torch's TCPStore listens on all interfaces, whatever address it is given. torchrun, run in this
+    process, takes this one for the one that it wants at that port (multi_tenant).
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port, file = listening.getsockname()[1], listening.detach()
+    how: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "multi_tenant": True,
+        "master_listen_fd": file,
+    }
+    with from_files_alone(address):
+        try:
+            return TCPStore(address, port, **how)
+        except NotImplementedError:  # by libuv torch 2.5 opens its port itself
+            return TCPStore(address, port, use_libuv=False, **how)
 
 
 def main(folder: Path, module: str, options: Sequence[str]) -> None:

@@ -16,9 +16,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from trainer.host.files import write_whole
+from trainer.launch.agent import listen, store_on
 from trainer.launch.folder import read_launch, write_launch
 from trainer.launch.forked import ForkedRank
-from trainer.launch.store import listen, store_on
 from trainer.launch.worker import die_with_parent
 
 

@@ -32,6 +32,7 @@ from trainer.launch.exit_record import (
     crashed,
     exit_message,
     job_code,
+    leave_message,
     read_exit_record,
     read_torchrun,
 )
@@ -39,7 +40,6 @@ from trainer.launch.folder import Launch, write_launch, write_request
 from trainer.launch.forked import ForkedRank
 from trainer.launch.nodes.rendezvous import Rendezvous
 from trainer.launch.signals import SignalReceiver, blocked
-from trainer.launch.termination import leave_message
 from trainer.observe.console import Level, tell, told_here
 
 HERE = "127.0.0.1"  # where the ranks of one host meet

@@ -16,7 +16,7 @@ from typing import Any
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import write_whole
 from trainer.host.interfaces import gloo_interface
-from trainer.launch.exit_record import ExitRecord
+from trainer.launch.exit_record import ExitRecord, leave_message
 from trainer.launch.launcher import STATIC, LocalRanks, WorkerGroup, say_on_stderr
 from trainer.launch.nodes import EXIT_CODE, LOGS
 from trainer.launch.nodes.discover import Nodes
@@ -24,7 +24,6 @@ from trainer.launch.nodes.follower import Follower
 from trainer.launch.nodes.leader import Leader
 from trainer.launch.nodes.rendezvous import NOTICE_SECONDS, Outcome, Rendezvous, Round
 from trainer.launch.signals import SignalReceiver
-from trainer.launch.termination import leave_message
 
 _CONNECT_SECONDS, _AGAIN_SECONDS = 5.0, 0.5
 _AFTER_THE_OTHERS_SECONDS = 60  # until torchrun gives up: a launcher says before what is in its way

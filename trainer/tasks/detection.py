@@ -190,7 +190,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
         BadInputError: If they are missing or malformed.
     """
     if data.name == "digits-canvas":
-        from trainer.data.builtin import digits_canvas as canvas
+        from trainer.data.builtin import boxes as canvas
 
         if data.image_size != canvas.SIZE:
             raise BadInputError(
@@ -198,7 +198,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
             )
         return canvas.DigitsCanvas(0, canvas.TRAIN), canvas.DigitsCanvas(1, canvas.TEST)
     if data.name == "synthetic":
-        from trainer.data.builtin.synthetic_boxes import SyntheticPictures
+        from trainer.data.builtin.boxes import SyntheticPictures
 
         size, classes = data.image_size, data.classes
         return (

@@ -19,8 +19,7 @@ from trainer.config.section import config_hash
 from trainer.host.environment import IMAGE_DIGEST
 from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
-from trainer.host.stacks import read_stacks, stack_of, unsupported
-from trainer.host.stamp import read_stamp
+from trainer.host.stacks import read_stacks, read_stamp, stack_of, unsupported
 from trainer.host.startup import waiting
 from trainer.launch.nodes.discover import job_of
 from trainer.runs.differences import differences, extends, other_arithmetic, other_data

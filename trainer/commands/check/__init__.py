@@ -5,7 +5,7 @@
 - `training`: the same steps by the trainer; few samples, in float64
 - `variants`: what is changed, one thing at a time, and the verdict on it
 - `rank`, `exchange`: variants that need processes of their own
-- `check`, `show`: the request; the table
+- `check`: the request and the table
 """
 
 import argparse

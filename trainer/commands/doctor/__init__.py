@@ -1,8 +1,8 @@
 """`trainer doctor`: finds faults of the machine, container and configuration before a run meets them.
 
-It never imports torch, which may be what is broken. `doctor` reads the machine into `facts` and runs the
-checks: `gpu`, `software`, `resources`, `storage`, `network`. `needs` computes what a recipe requires; `show`
-prints the findings.
+It never imports torch, which may be what is broken. `doctor` reads the machine into `facts`, runs the checks
+(`gpu`, `software`, `resources`, `storage`, `network`) and prints the findings. `needs` computes what a recipe
+requires.
 """
 
 import argparse

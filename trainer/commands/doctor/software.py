@@ -21,8 +21,7 @@ from trainer.commands.doctor.facts import (
     warning,
 )
 from trainer.host.reading import kind_of, text_of
-from trainer.host.stacks import numbers, read_stacks, unsupported
-from trainer.host.stamp import read_stamp
+from trainer.host.stacks import numbers, read_stacks, read_stamp, unsupported
 from trainer.host.toolchain import missing_compiler, missing_headers
 
 # What a folder on PYTHONPATH, or the one that one stands in, must not hide.

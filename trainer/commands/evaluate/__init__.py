@@ -1,10 +1,9 @@
 """`trainer evaluate RUN`: measures a run's model, or other weights, on its own or on other data.
 
-- `evaluate`: checks the request and starts the ranks
+- `evaluate`: checks the request, starts the ranks, prints tables and JSON, draws the confusion matrix
 - `weights`: opens a recipe's model with the weights of a file
 - `rank`: the program of a rank: model, data, metrics
 - `details`: metrics beyond those of training: per class, the confusion matrix, COCO's twelve figures
-- `show`: prints tables and JSON, draws the confusion matrix
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`trainer verify RUN`: trains a run again, elsewhere, and compares the bits.
 
-- `verify`: the whole run; `anomaly`: the run up to an anomaly
+- `verify`: the whole run, or the run up to an anomaly
 - `replay`: trains the run again in another folder
 - `verdict`: reports identity, or the first difference
 """
@@ -38,7 +38,7 @@ def _run(options: argparse.Namespace) -> int:
 
     read_run(options.folder)  # what is no run is said before torch is imported
     if options.anomaly is not None:
-        from trainer.commands.verify.anomaly import verify_anomaly
+        from trainer.commands.verify.verify import verify_anomaly
 
         return verify_anomaly(options)
     from trainer.commands.verify.verify import verify

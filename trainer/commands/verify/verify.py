@@ -6,16 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint import CHECKPOINTS
+from trainer.checkpoint.folder import Damaged, Unreadable, read
+from trainer.checkpoint.store import listing
 from trainer.commands.verify.contradictions import contradictions
 from trainer.commands.verify.recorded import Recorded, had_checksums, last_step, parts_of, read_recorded
 from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config
 from trainer.commands.verify.verdict import differences_here, different, differing_weights, identical
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.host.files import copy_folder
 from trainer.observe.checksums import first_difference, read_checksums
 from trainer.observe.console import say, warn
 from trainer.runs.altered import unhashed_rows
+from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.manifest import read_run
-from trainer.train.anomaly import first_stop, read_anomalies, rolled_back
+from trainer.train.anomaly import ending_at, first_stop, read_anomalies, rolled_back
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -68,3 +73,57 @@ def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
         f"{run.path}: nothing was recorded before the step {step} that stopped it; look at that with "
         f"--anomaly {stop + 1}"
     )
+
+
+_COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samples")
+
+
+def verify_anomaly(options: argparse.Namespace) -> int:
+    """Runs `trainer verify --anomaly`; returns the exit code: 0 if it recurred with the same bits, else 1."""
+    run = read_recorded(options.folder, rows_needed=False)
+    anomalies = read_anomalies(run.path)
+    if not 1 <= options.anomaly <= len(anomalies):
+        known = f"anomalies 1 to {len(anomalies)} were recorded" if anomalies else "no anomaly was recorded"
+        raise BadInputError(f"--anomaly {options.anomaly}: {known} in {run.path}")
+    wanted = anomalies[options.anomaly - 1]
+    step = int(wanted["step"])
+    config = ending_at(replay_config(run, options.set, options.trust), wanted)
+    with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / "run"
+        refused = rolled_back(anomalies[: options.anomaly - 1])
+        begin(run, folder, refused)
+        start = _checkpoint_before(run, folder, step)
+        steps = f"step {step}" if step == start + 1 else f"steps {start + 1} to {step}"
+        say(f"{run.path}: training {steps} again, in {temporary}")
+        parts = parts_of(run, step, ranks_wanted(options))
+        parts = [part for part in parts if part.until > start]
+        code = replay(config, parts, run.manifest.steps, folder, options.gpus)
+        if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the anomaly comes again
+            return code
+        again = [one for one in read_anomalies(folder)[len(refused) :] if one["step"] == step]
+    number = f"anomaly {options.anomaly}, step {step}"
+    if not again:
+        say(f"{number}: did not come again")
+        return EXIT_FAILED
+    differing = [key for key in _COMPARED if again[0].get(key) != wanted.get(key)]
+    if differing:
+        key = differing[0]
+        say(f"{number}: came again, but {key} was {wanted.get(key)} and is {again[0].get(key)}")
+        return EXIT_FAILED
+    numbers = f"loss ({wanted['loss']}) and gradient norm ({wanted['grad_norm']})"
+    say(f"{number}: came again, with the same samples, {numbers}")
+    return EXIT_DONE
+
+
+def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:
+    """Copies the run's newest checkpoint before a step, if there is one; returns its step, or 0."""
+    for entry in listing(checkpoints_of(run.path)):
+        if entry.step >= step:
+            continue
+        try:
+            read(entry.path)
+        except (Damaged, Unreadable):
+            continue
+        copy_folder(entry.path, folder / CHECKPOINTS / entry.path.name)
+        return entry.step
+    return 0

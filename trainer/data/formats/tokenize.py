@@ -12,7 +12,7 @@ from trainer.data.formats.encoders import encoded, read_tokenizer
 from trainer.data.formats.files import size_of
 from trainer.data.formats.tokens import TokenFile, about_path
 from trainer.data.left_out import LeftOut, one, tally
-from trainer.errors import BadInputError, reading
+from trainer.errors import BadInputError, reading, writing
 from trainer.host import strict_json
 from trainer.host.files import rename, sync_folder
 from trainer.observe.console import progress_bar
@@ -57,7 +57,7 @@ def tokenize(
         raise BadInputError(f"{target}: lies in what is to be tokenized; put it elsewhere")
     dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocabulary <= 1 << 16 else "uint32"
     read, written, size = hashlib.sha256(), hashlib.sha256(), 0
-    try:
+    with writing(str(target), "give another place"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # The JSON file is removed first and written last: a token file without it is refused, with a wrong
         # one it would be misread.
@@ -81,8 +81,6 @@ def tokenize(
             beside.write(strict_json.dump(facts.model_dump()) + b"\n")
             beside.flush()
         sync_folder(target.parent)
-    except OSError as error:
-        raise BadInputError(f"{target}: can't be written ({error.strerror}); give another place") from error
     return facts
 
 

@@ -14,9 +14,8 @@ from trainer.config.recipe import Recipe, of_set
 from trainer.config.registry import named
 from trainer.config.tasks import TASKS
 from trainer.data.check import CheckedData, check_data
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, limited
 from trainer.data.left_out import LeftOut
-from trainer.data.limited import limited
 from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.mix_order import MixDraws, mixed
 from trainer.data.sampling.plan import Plan, Share

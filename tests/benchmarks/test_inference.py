@@ -1,4 +1,4 @@
-"""Promise: what `trainer bench inference` times computes what the trained model does, or isn't timed."""
+"""Promise: what the bench `inference` times computes what the trained model does, or isn't timed."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.cli import main
-from trainer.commands.bench.inference_ways import WAYS, Unavailable, Way, make_way
+from benchmarks.__main__ import main
+from benchmarks.inference import WAYS, Unavailable, Way, make_way
 from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 
 
@@ -19,7 +19,7 @@ def run(digits_run: Path) -> Path:
 
 
 def bench(run: Path, *words: str, code: int = 0) -> None:
-    assert main(["bench", "inference", str(run), "--seconds", "0.01", *words]) == code
+    assert main(["inference", str(run), "--seconds", "0.01", *words]) == code
 
 
 def test_every_way_is_measured_or_says_why_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
