@@ -225,7 +225,7 @@ TASKS = {
     "audio": TaskKind(
         "audio",
         "trainer.tasks.audio:Audio",
-        "trainer.commands.predict.classes:show_sounds",
+        "trainer.commands.predict.sounds:show_sounds",
         only=True,
         unread=_OF_IMAGES,
         ignores=("data.image_size",),
