@@ -74,7 +74,7 @@ def pod(
         **({"ports": list(ports)} if ports else {}),
         **({"envFrom": sources} if sources else {}),
         "resources": resources(spec, site),
-        # The launcher writes one (`trainer.launch.termination`); of other ends it is the log's last lines.
+        # The launcher writes one (`trainer.launch.exit_record`); of other ends it is the log's last lines.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
