@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from tests.helpers import job_files
 from tests.helpers.job_files import IMAGE, PLACES, job
 from trainer.commands.submit import carried, container, docker, kubernetes, slurm
-from trainer.commands.submit.places import JOB_PLACES as HOW
 from trainer.commands.submit.spec import JobSpec, Site
+from trainer.commands.submit.submit import JOB_PLACES as HOW
 from trainer.errors import BadInputError
 from trainer.launch.nodes.discover import find_nodes, is_rank
 

@@ -10,7 +10,7 @@ import yaml
 from tests.helpers import job_files
 from tests.helpers.job_files import PLACES, job
 from trainer.commands.submit import container, pods
-from trainer.commands.submit.places import JOB_PLACES as HOW
+from trainer.commands.submit.submit import JOB_PLACES as HOW
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
 
 # The schemas of Kubernetes build parsers for seconds, once in a process.

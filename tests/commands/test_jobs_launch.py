@@ -14,7 +14,7 @@ import yaml
 from tests.helpers import job_files
 from tests.helpers.job_tools import Tools
 from trainer.cli import main
-from trainer.commands.submit import CONTAINERS, PLACES, add_parser, places, submit
+from trainer.commands.submit import CONTAINERS, PLACES, add_parser, submit
 from trainer.commands.submit.launching import job_fields
 from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 
@@ -242,7 +242,7 @@ def _options() -> argparse.Namespace:
 
 
 def test_choices_are_those_of_the_specification() -> None:
-    assert get_args(JobPlace) == PLACES == tuple(places.JOB_PLACES)
+    assert get_args(JobPlace) == PLACES == tuple(submit.JOB_PLACES)
     assert set(get_args(Site.model_fields["container"].annotation)) == set(CONTAINERS)
 
 

@@ -5,8 +5,8 @@ from pydantic import ValidationError
 
 from tests.helpers.job_files import PLACES, job
 from trainer.commands.submit import container, kubernetes
-from trainer.commands.submit.places import JOB_PLACES as HOW
 from trainer.commands.submit.spec import JobSpec, Site
+from trainer.commands.submit.submit import JOB_PLACES as HOW
 from trainer.errors import BadInputError
 
 HEX = 64 * "a"

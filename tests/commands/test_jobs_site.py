@@ -14,8 +14,8 @@ from tests.helpers import job_files
 from tests.helpers.job_files import PLACES, job
 from trainer.cli import main
 from trainer.commands.submit import slurm
-from trainer.commands.submit.places import JOB_PLACES as HOW
 from trainer.commands.submit.spec import JobPlace, Site
+from trainer.commands.submit.submit import JOB_PLACES as HOW
 from trainer.errors import BadInputError
 
 # The schemas of Kubernetes build parsers for seconds, once in a process.

@@ -17,7 +17,7 @@ from tests.helpers import preloaded
 from tests.helpers.job_files import PLACES, job
 from tests.helpers.listeners import Listener, listeners
 from tests.helpers.waiting import until
-from trainer.commands.submit.places import JOB_PLACES as HOW
+from trainer.commands.submit.submit import JOB_PLACES as HOW
 from trainer.host.processes import tree
 from trainer.launch.launcher import STATIC, _alone
 from trainer.launch.nodes.discover import Nodes

@@ -1,7 +1,7 @@
 """`trainer submit RECIPE`: a job for a container engine or a cluster.
 
 - `launching`: turns the options into jobs, each a `spec`, checked before anything is submitted
-- `docker`, `slurm`, `kubernetes`, `kubeflow`: render the job's file (`container`, `pods`)
+- `docker`, `slurm`, `kubernetes` (and Kubeflow): render the job's file (`container`, `pods`)
 - `environment`: variables that may be secrets; `carried`: files to mount; `sweep`: several runs
 - `submit`: calls the engine or the cluster
 """

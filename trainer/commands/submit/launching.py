@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from trainer.commands.submit import environment, slurm, sweep
 from trainer.commands.submit.carried import INSIDE, carried, local_paths, unseen_folders
-from trainer.commands.submit.places import JOB_PLACES
 from trainer.commands.submit.spec import OPTIONS, JobPlace, JobSpec, Site, pinned
-from trainer.commands.submit.submit import check_here, submit
+from trainer.commands.submit.submit import JOB_PLACES, check_here, submit
 from trainer.config.recipe_file import provisional, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.files import read_bounded

@@ -1,4 +1,4 @@
-"""Submits a rendered job."""
+"""Places that a job can run on; submits a rendered job."""
 
 import contextlib
 import re
@@ -6,14 +6,36 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from trainer.commands.submit import docker
-from trainer.commands.submit.places import JOB_PLACES
+from trainer.commands.submit import docker, kubernetes, slurm
 from trainer.commands.submit.spec import JobPlace, JobSpec, Site
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, writing
 from trainer.host.gpus import host_gpus
+
+
+class How(NamedTuple):
+    """Rendering and submission of a job at one place.
+
+    Attributes:
+        tool: The program that submits it.
+        ending: Suffix of the file's name.
+        render: The text of the file; raises BadInputError if the place can't run such a job.
+    """
+
+    tool: str
+    ending: str
+    render: Callable[[JobSpec, Site], str]
+
+
+JOB_PLACES: dict[JobPlace, How] = {
+    "docker": How("docker", ".sh", docker.render),
+    "slurm": How("sbatch", ".sbatch", slurm.render),
+    "kubernetes": How("kubectl", ".yaml", kubernetes.render),
+    "kubeflow": How("kubectl", ".yaml", kubernetes.render_train_job),
+}
 
 
 def check_here(place: JobPlace, spec: JobSpec) -> None:
