@@ -24,7 +24,7 @@ _OWN_WORDS = {
     "checkpoint/background.py": "words of this run's ranks",
     "distributed/watchdog.py": "words of this run's ranks",
     "distributed/flight_recorder.py": "torch's own text in this process",
-    "train/measured.py": "words of this run's ranks",
+    "train/evaluate.py": "words of this run's ranks",
     "train/model_of_run.py": "what this process has just made",
     "tasks/trial.py": "what this process has just made",
     "runs/tracking/as_tracker.py": "its parent's words, by a pipe",
