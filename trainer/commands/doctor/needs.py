@@ -40,7 +40,12 @@ def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeN
     if not FORMATS[data.name].workers:
         return RecipeNeeds(recipe=name, compiles=compiles, ranks=ranks)
     sample = 3 * data.image_size**2  # uint8, as it lies in the ring
-    sizes = Sizes(sample, sample * data.micro_batch_size, sample * data.eval_batch_size)
+    sizes = Sizes(
+        sample,
+        sample * data.micro_batch_size,
+        sample * data.eval_batch_size,
+        evaluation_sets=1 + len(recipe.evaluation.sets),
+    )
     chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
     return RecipeNeeds(
         recipe=name,

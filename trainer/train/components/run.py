@@ -1,15 +1,19 @@
 """Construction of a run on this rank, with all that it trains with, on its device."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
+from trainer.config.training import MAIN_SET
 from trainer.data.corrupt import Quarantine
 from trainer.data.left_out import left_out_lines
 from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
+from trainer.data.workers import EVALUATION_WORKERS
 from trainer.distributed.parallel import World, is_sharded, replicate
 from trainer.distributed.sharding import shard
 from trainer.errors import BadInputError
@@ -111,21 +115,9 @@ def build(
     def quarantine(what: str, samples: int) -> Quarantine:
         return Quarantine(what, recipe.data.corrupt_samples(samples), file)
 
-    measured = {"evaluation": task.evaluation_data} | {
-        f"evaluation.sets.{name}": dataset for name, dataset in more_sets(task).items()
-    }
-    held = [
-        Source(dataset, evaluation_share(len(dataset), size, world.rank, world.size))
-        for dataset in measured.values()
-        for size in [min(recipe.data.eval_batch_size, len(dataset))]
-    ]
     in_training = quarantine("training", plan.samples)
-    found_bad = [quarantine(what, len(dataset)) for what, dataset in measured.items()]
     loader = make_loader(source, device, loading, workers, in_training)
-    evaluation, *others = (
-        make_loader(part, device, for_more_sets(loading) if number else loading, min(workers, 2), bad)
-        for number, (part, bad) in enumerate(zip(held, found_bad, strict=True))
-    )
+    (main, *others), in_evaluation = _evaluation_sets(recipe, task, world, loading, workers, quarantine)
     return Run(
         state=TrainState(
             model=model,
@@ -152,8 +144,8 @@ def build(
         generators=tuple(generators),
         first_key=first_key,
         loader=loader,
-        evaluation_loader=evaluation,
-        evaluation_share=held[0].share,
+        evaluation_loader=main.loader,
+        evaluation_share=main.share,
         compiled=prepared.compiled,
         notes=(
             *getattr(task, "notes", ()),
@@ -165,12 +157,32 @@ def build(
             *words_for(task, recipe.optim, model, optimizer),
         ),
         losses=losses,
-        quarantines={"training": in_training, **dict(zip(measured, found_bad, strict=True))},
-        evaluation_sets=tuple(
-            EvaluationSet(name, loaded, part.share)
-            for name, loaded, part in zip(more_sets(task), others, held[1:], strict=True)
-        ),
+        quarantines={"training": in_training, **in_evaluation},
+        evaluation_sets=tuple(others),
     )
+
+
+def _evaluation_sets(
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    loading: LoaderConfig,
+    workers: int,
+    quarantine: Callable[[str, int], Quarantine],
+) -> tuple[list[EvaluationSet], dict[str, Quarantine]]:
+    """Returns the evaluation sets with their loaders, the main one first, and their quarantines by name."""
+    sets, quarantines = list[EvaluationSet](), dict[str, Quarantine]()
+    for name, dataset in {MAIN_SET: task.evaluation_data, **more_sets(task)}.items():
+        what = "evaluation" if name == MAIN_SET else f"evaluation.sets.{name}"
+        size = min(recipe.data.eval_batch_size, len(dataset))
+        source = Source(dataset, evaluation_share(len(dataset), size, world.rank, world.size))
+        quarantines[what] = quarantine(what, len(dataset))
+        config = loading if name == MAIN_SET else for_more_sets(loading)
+        loader = make_loader(
+            source, world.device, config, min(workers, EVALUATION_WORKERS), quarantines[what]
+        )
+        sets.append(EvaluationSet(name, loader, source.share))
+    return sets, quarantines
 
 
 def set_determinism(recipe: Recipe, device: torch.device) -> None:
