@@ -181,9 +181,17 @@ def vit() -> nn.Module:
     return model
 
 
+def swin() -> nn.Module:
+    """Its attention reads the weights of linear layers, and never calls them."""
+    from torchvision.models import SwinTransformer
+
+    model: nn.Module = SwinTransformer([2, 2], 8, [2], [2], [2, 2], stochastic_depth_prob=0.0, num_classes=5)
+    return model
+
+
 def models() -> list[tuple[nn.Module, torch.Tensor]]:
-    tokens = torch.randint(0, 11, (3, 8))
-    return [*((GPT(config, 11), tokens) for config in GPTS), (vit(), torch.randn(3, 3, 8, 8))]
+    tokens, images = torch.randint(0, 11, (3, 8)), torch.randn(3, 3, 8, 8)
+    return [*((GPT(config, 11), tokens) for config in GPTS), (vit(), images), (swin(), images)]
 
 
 def learned(model: nn.Module) -> None:
@@ -194,7 +202,7 @@ def learned(model: nn.Module) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype: torch.dtype) -> None:
     torch.manual_seed(number)
@@ -242,7 +250,7 @@ def test_timms_vit_has_its_layers_found() -> None:
     assert "LoRA of rank 4 on 48 layers" in fine_tune(model, LORA)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_torch_compile_takes_it(number: int) -> None:
     torch.manual_seed(number)
     model, inputs = models()[number]
@@ -252,7 +260,7 @@ def test_torch_compile_takes_it(number: int) -> None:
     assert torch.equal(compiled(inputs), model(inputs))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_each_number_of_lora_learns(number: int) -> None:
     model, inputs = models()[number]
     fine_tune(model, LORA)
