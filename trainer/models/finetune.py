@@ -164,6 +164,8 @@ class _Attention(nn.MultiheadAttention, _Lora):
 def _sum(layer: _Lora, name: str) -> torch.Tensor:
     weight = layer._parameters[name]
     assert weight is not None
+    if hasattr(weight, "placements"):  # a rank's rows, which FSDP reads to keep them
+        return weight
     return weight + layer.lora_scale * (layer.lora_b @ layer.lora_a)
 
 
