@@ -24,9 +24,12 @@ from trainer.models.finetune import fine_tune, keeps_statistics, like, merged, p
 from trainer.models.gpt import GPT
 from trainer.models.images import build_model
 from trainer.train.components.operations import count_operations
+from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import open_run
 from trainer.train.recording import save_weights
+from trainer.train.state import whole_model
+from trainer.train.step import train_step
 
 FROZEN = {"width": 4, "freeze": ["stem", "blocks.0*", "norm"]}
 
@@ -392,3 +395,17 @@ def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(
     ended = final.model.state_dict()
     moved = {name for name in ended if not torch.equal(ended[name], base[name])}
     assert moved == {name for name in ended if ".attention." in name or ".mlp." in name}
+
+
+def two_steps(world: World) -> dict[str, torch.Tensor]:
+    parallel = {"strategy": "fsdp" if world.size > 1 else "ddp"}
+    run = build(gpt_recipe(parallel=parallel), make_task(gpt_recipe()), world, workers=0)
+    batches = run.loader(run.share.batches())
+    for step in range(2):
+        train_step(run, batches, step)
+    return {name: tensor.clone() for name, tensor in whole_model(run.state).items()}
+
+
+def test_sharded_lora_leaves_the_base_as_it_is(ranks: Ranks) -> None:
+    alone, shared = two_steps(World(0, 1, 0, torch.device("cpu"), None)), ranks.run(2, two_steps)[0]
+    assert [name for name in alone if not torch.allclose(alone[name], shared[name], atol=1e-5)] == []
