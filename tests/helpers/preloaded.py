@@ -103,10 +103,7 @@ class _Forking(subprocess.Popen[Any]):
         self._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
 
     def _start(self, request: dict[str, Any], streams: list[int]) -> int:
-        pid = os.fork()
-        if not pid:
-            _become(request, streams)
-        return pid
+        return _fork(request, streams)
 
 
 class Popen(_Forking):
@@ -192,9 +189,7 @@ def _serve(control: socket.socket) -> None:
             with os.fdopen(text, "rb") as file:
                 file.seek(0)
                 request = json.load(file)
-            pid = os.fork()
-            if not pid:
-                _become(request, streams)
+            pid = _fork(request, streams)
             running[pid] = status
             _tell(status, pid)
             for stream in streams:
@@ -226,14 +221,27 @@ def _runs_a_program(words: Sequence[str]) -> bool:
     return bool(words) and (words[0] in ("-m", "-c") or words[0].endswith(".py"))
 
 
+def _fork(request: Mapping[str, Any], streams: Sequence[int]) -> int:
+    """Starts the process that was asked for; returns its id once its session is its own, as Popen does."""
+    ready, begun = os.pipe()
+    pid = os.fork()
+    if not pid:
+        if request["session"]:
+            os.setsid()
+        os.close(begun)
+        _become(request, streams)
+    os.close(begun)
+    os.read(ready, 1)
+    os.close(ready)
+    return pid
+
+
 def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
     """Turns this fork into the process that was asked for; it ends with it."""
     code = 1
     try:
         _forget()
         _take_streams(streams)
-        if request["session"]:
-            os.setsid()
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])

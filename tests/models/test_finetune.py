@@ -24,9 +24,12 @@ from trainer.models.finetune import fine_tune, keeps_statistics, like, merged, p
 from trainer.models.gpt import GPT
 from trainer.models.images import build_model
 from trainer.train.components.operations import count_operations
+from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
 from trainer.train.model_of_run import open_run
 from trainer.train.recording import save_weights
+from trainer.train.state import whole_model
+from trainer.train.step import train_step
 
 FROZEN = {"width": 4, "freeze": ["stem", "blocks.0*", "norm"]}
 
@@ -181,9 +184,17 @@ def vit() -> nn.Module:
     return model
 
 
+def swin() -> nn.Module:
+    """Its attention reads the weights of linear layers, and never calls them."""
+    from torchvision.models import SwinTransformer
+
+    model: nn.Module = SwinTransformer([2, 2], 8, [2], [2], [2, 2], stochastic_depth_prob=0.0, num_classes=5)
+    return model
+
+
 def models() -> list[tuple[nn.Module, torch.Tensor]]:
-    tokens = torch.randint(0, 11, (3, 8))
-    return [*((GPT(config, 11), tokens) for config in GPTS), (vit(), torch.randn(3, 3, 8, 8))]
+    tokens, images = torch.randint(0, 11, (3, 8)), torch.randn(3, 3, 8, 8)
+    return [*((GPT(config, 11), tokens) for config in GPTS), (vit(), images), (swin(), images)]
 
 
 def learned(model: nn.Module) -> None:
@@ -194,7 +205,7 @@ def learned(model: nn.Module) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype: torch.dtype) -> None:
     torch.manual_seed(number)
@@ -242,7 +253,7 @@ def test_timms_vit_has_its_layers_found() -> None:
     assert "LoRA of rank 4 on 48 layers" in fine_tune(model, LORA)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_torch_compile_takes_it(number: int) -> None:
     torch.manual_seed(number)
     model, inputs = models()[number]
@@ -252,7 +263,7 @@ def test_torch_compile_takes_it(number: int) -> None:
     assert torch.equal(compiled(inputs), model(inputs))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_each_number_of_lora_learns(number: int) -> None:
     model, inputs = models()[number]
     fine_tune(model, LORA)
@@ -384,3 +395,17 @@ def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(
     ended = final.model.state_dict()
     moved = {name for name in ended if not torch.equal(ended[name], base[name])}
     assert moved == {name for name in ended if ".attention." in name or ".mlp." in name}
+
+
+def two_steps(world: World) -> dict[str, torch.Tensor]:
+    parallel = {"strategy": "fsdp" if world.size > 1 else "ddp"}
+    run = build(gpt_recipe(parallel=parallel), make_task(gpt_recipe()), world, workers=0)
+    batches = run.loader(run.share.batches())
+    for step in range(2):
+        train_step(run, batches, step)
+    return {name: tensor.clone() for name, tensor in whole_model(run.state).items()}
+
+
+def test_sharded_lora_leaves_the_base_as_it_is(ranks: Ranks) -> None:
+    alone, shared = two_steps(World(0, 1, 0, torch.device("cpu"), None)), ranks.run(2, two_steps)[0]
+    assert [name for name in alone if not torch.allclose(alone[name], shared[name], atol=1e-5)] == []

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trainer.config.model import ALL_LINEAR, ModelConfig
 from trainer.distributed.overlap import sharing
@@ -139,8 +138,8 @@ class _Lora(nn.Module):
 class _Linear(nn.Linear, _Lora):
     """Linear layer that computes W x + B (A x), without the sum of the matrices.
 
-    What reads its weight in place of calling it gets the sum, as torch's kernel for a whole
-    TransformerEncoderLayer does in evaluation.
+    What reads its weight in place of calling it gets the sum, as nn.MultiheadAttention does, and torch's
+    kernel for a whole TransformerEncoderLayer in evaluation.
     """
 
     @property
@@ -154,14 +153,6 @@ class _Linear(nn.Linear, _Lora):
         return F.linear(x, weight, self.bias) + self.lora_scale * low
 
 
-class _Projection(NonDynamicallyQuantizableLinear, _Lora):
-    """Output projection of nn.MultiheadAttention, which reads the layer's weight and never calls it."""
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        return _sum(self, "weight")
-
-
 class _Attention(nn.MultiheadAttention, _Lora):
     """Attention whose queries, keys and values have one matrix, which torch's kernels take as a whole."""
 
@@ -173,6 +164,8 @@ class _Attention(nn.MultiheadAttention, _Lora):
 def _sum(layer: _Lora, name: str) -> torch.Tensor:
     weight = layer._parameters[name]
     assert weight is not None
+    if hasattr(weight, "placements"):  # a rank's rows, which FSDP reads to keep them
+        return weight
     return weight + layer.lora_scale * (layer.lora_b @ layer.lora_a)
 
 
@@ -221,7 +214,6 @@ def _matrix(module: nn.Module) -> str:
 def _adapt(model: nn.Module, name: str, rank: int, scale: float) -> None:
     """Adds A and B to a layer, in place."""
     layer = model.get_submodule(name)
-    around = model.get_submodule(name.rpartition(".")[0])
     weight = layer._parameters[_matrix(layer)]
     assert weight is not None
     own = f"{name}.{_matrix(layer)}"
@@ -236,7 +228,5 @@ def _adapt(model: nn.Module, name: str, rank: int, scale: float) -> None:
     layer.register_parameter("lora_a", nn.Parameter(a))
     layer.register_parameter("lora_b", nn.Parameter(b))
     kind: type[_Lora] = _Attention if isinstance(layer, nn.MultiheadAttention) else _Linear
-    if isinstance(around, nn.MultiheadAttention):
-        kind = _Projection
     layer.__class__ = kind
     layer.lora_scale = scale  # type: ignore[assignment]

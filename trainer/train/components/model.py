@@ -141,8 +141,8 @@ def _unlearned(model: nn.Module, task: Task) -> list[str]:
     table = next((one.weight for one in model.modules() if isinstance(one, nn.Embedding)), None)
     if chat is None or arrays is None or table is None or table.requires_grad:
         return []
-    used = {text: n for text, n in chat.ends.items() if (arrays["tokens"] == n).any()}
-    return [text for text, number in used.items() if not table[number].any()]
+    used, ends = arrays["tokens"], chat.ends.items()
+    return [text for text, number in ends if (used == number).any() and not table[number].any()]
 
 
 def _few(names: list[str]) -> str:
