@@ -17,6 +17,7 @@ from trainer.data.sources import IMAGE, in_files
 from trainer.errors import EXIT_BAD_INPUT
 from trainer.train.model_of_run import OpenedRun
 
+_PIECE = 1 << 20
 _Pixels = npt.NDArray[np.uint8]
 
 
@@ -35,8 +36,10 @@ def content(path: Path) -> bytearray:
         Corrupt: If it can't be read.
     """
     try:
+        data = bytearray()
         with path.open("rb") as file:  # a pipe has no size, and /dev/zero no end
-            data = bytearray(file.read(LARGEST_FILE + 1))
+            while len(data) <= LARGEST_FILE and (piece := file.read(_PIECE)):
+                data += piece
     except OSError as error:
         raise Corrupt(f"can't be read ({error.strerror})") from error
     if len(data) > LARGEST_FILE:
