@@ -227,8 +227,8 @@ def common_classes(
         BadInputError: If the classes differ, or one has no training samples.
     """
     longer, shorter = sorted((tuple(train.classes), tuple(evaluation.classes)), key=len, reverse=True)
-    for part in (longer, shorter):
-        if pair := alike(part):
+    for one in (longer, shorter):
+        if pair := alike(one):
             raise BadInputError(
                 f"{path}: class {quoted(pair[0])} can hardly be told from class {quoted(pair[1])}; make them "
                 "one"
