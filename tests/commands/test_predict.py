@@ -65,14 +65,15 @@ def test_known_digits_are_named(
     run: Path, digits: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image, label = digits
-    files = [save(image[n], tmp_path / f"{n}[red].png") for n in range(40)]
+    files = [save(image[n], tmp_path / f"{n}[red]\n.png") for n in range(40)]
     assert main(["predict", str(run), *map(str, files)]) == 0
     told = capsys.readouterr()
     assert told.err == ""
     said = rows(told.out)
-    right = [said[str(file)][1] == str(label[n]) for n, file in enumerate(files)]
+    shown = [said[str(file).replace("\n", "\\n")] for file in files]
+    right = [one[1] == str(label[n]) for n, one in enumerate(shown)]
     assert np.mean(right) > 0.9
-    assert all(0 < float(said[str(file)][2].rstrip("%")) <= 100 for file in files)
+    assert all(0 < float(one[2].rstrip("%")) <= 100 for one in shown)
     assert "8 x 8 gray" in told.out
 
 

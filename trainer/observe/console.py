@@ -57,11 +57,6 @@ def without_bars() -> None:
     _Log.bars = False
 
 
-def logs_as_json() -> bool:
-    """Returns True if log lines are JSON."""
-    return _Log.as_json
-
-
 class Told(NamedTuple):
     """Form of the lines of all processes of a launch.
 

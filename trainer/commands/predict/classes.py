@@ -177,4 +177,4 @@ def show_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _text(words: str, bad: bool = False) -> Text:
     # Not a string: rich would take [brackets] in a file's name for its markup.
-    return Text(plain(words, 200), style="red" if bad else "")
+    return Text(plain(words.replace("\n", "\\n"), 200), style="red" if bad else "")

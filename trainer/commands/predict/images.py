@@ -15,6 +15,7 @@ from trainer.data.formats.files import LARGEST_FILE
 from trainer.data.formats.records import Reading, reading_of
 from trainer.data.sources import IMAGE, in_files
 from trainer.errors import EXIT_BAD_INPUT
+from trainer.host.files import read_bounded
 from trainer.train.model_of_run import OpenedRun
 
 _Pixels = npt.NDArray[np.uint8]
@@ -35,13 +36,9 @@ def content(path: Path) -> bytearray:
         Corrupt: If it can't be read.
     """
     try:
-        with path.open("rb") as file:  # a pipe has no size, and /dev/zero no end
-            data = bytearray(file.read(LARGEST_FILE + 1))
+        return bytearray(read_bounded(path, LARGEST_FILE))
     except OSError as error:
         raise Corrupt(f"can't be read ({error.strerror})") from error
-    if len(data) > LARGEST_FILE:
-        raise Corrupt(f"has more than {LARGEST_FILE:,} bytes, so is no image")
-    return data
 
 
 def reading_of_run(run: OpenedRun) -> Reading:

@@ -100,12 +100,8 @@ def parse_tokenizer(content: bytes, file: object) -> "Tokenizer":
         from tokenizers import Tokenizer
     except ImportError as error:
         raise BadInputError(f"{file}: the library tokenizers isn't installed; run make venv") from error
-    try:
+    with one_line(str(file), "not a tokenizer.json"):
         read: Tokenizer = Tokenizer.from_str(content.decode())
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and BaseException if it panics
-        raise BadInputError(f"{file}: not a tokenizer.json ({first_line(error)})") from error
     if dropout := getattr(read.model, "dropout", None):
         raise BadInputError(
             f"{file}: says dropout {dropout:.2g}, so a text has other tokens each time; write null there"
@@ -200,16 +196,14 @@ def check_known(texts: Sequence[str], tokenizer: "Tokenizer", what: str) -> None
 
 
 @contextlib.contextmanager
-def one_line(what: str) -> Iterator[None]:
+def one_line(what: str, why: str = "its rules fail on a text") -> Iterator[None]:
     """Turns an error of the library into one line; it panics after 10^7 steps of a regular expression."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:
-        raise BadInputError(
-            f"{what}: its rules fail on a text ({first_line(error)}); use another tokenizer.json"
-        ) from error
+    except BaseException as error:  # the library raises bare Exception, and BaseException if it panics
+        raise BadInputError(f"{what}: {why} ({first_line(error)}); use another tokenizer.json") from error
 
 
 def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator[tuple[str, bool]]:
