@@ -44,8 +44,7 @@ def test_a_closed_stream_leads_nowhere(closed: str, tmp_path: Path) -> None:
     ]
     command = f"exec {sys.executable} -c '{chr(10).join(lines).replace(chr(39), chr(34))}' {closed}"
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, check=True, **streams)
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, check=True, input=b"")
     assert (tmp_path / "file").read_text() == "True"
 
 
