@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from trainer.config.redact import redact_text
 from trainer.config.registry import named
 from trainer.config.suggest import MEANT, nearest
-from trainer.errors import EXIT_BAD_INPUT, BadInputError, paths_explained
+from trainer.errors import EXIT_BAD_INPUT, BadInputError, paths_explained, reading
 from trainer.host.files import read_bounded
 from trainer.host.startup import print_anything
 from trainer.observe.console import tell
@@ -55,6 +55,9 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     """Does what the words ask for; what they can't ask for is one line, and code 2."""
     options = parser.parse_args(arguments)
     try:
+        if options.command != "doctor":  # MKL ends the process, without saying why
+            with reading("the current folder", "it was deleted: go to another"):
+                Path.cwd()
         with paths_explained():
             code: int = options.run(options)
         return code
@@ -180,7 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"trainer {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         named(f"trainer.commands.{command}:add_parser")(commands)
     return parser

@@ -1,5 +1,6 @@
 """Which nodes a job has is found in every kind of environment; what a round's end means is pure."""
 
+import re
 import shutil
 import subprocess
 
@@ -312,5 +313,11 @@ def test_gloo_is_given_the_loopback_unless_the_user_chose(monkeypatch: pytest.Mo
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert gloo_interface("127.0.0.1") == gloo_interface("::ffff:127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
     assert gloo_interface("203.0.113.1") == {}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert gloo_interface("127.0.0.1") == {}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    assert gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert gloo_interface("203.0.113.1") == {}
+    for odd in ("^lo", "no-such0", "lo,no-such0", "=lo"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", odd)
+        with pytest.raises(BadInputError, match=f"{re.escape(odd)}: .* is no interface of this host \\(.*lo"):
+            gloo_interface("127.0.0.1")

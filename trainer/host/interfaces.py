@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from trainer.errors import BadInputError
 from trainer.host.reading import text_of
 
 _SIOCGIFADDR = 0x8915
@@ -58,8 +59,17 @@ def gloo_interface(address: str) -> dict[str, str]:
 
     That is a loopback address on many hosts, none on others, and where no name service answers it takes ten
     seconds for each process group. NCCL chooses for itself.
+
+    Raises:
+        BadInputError: If the user named one that this host hasn't.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        here = [name for _, name in socket.if_nameindex()]
+        if odd := [name for name in chosen.split(",") if name not in here]:
+            raise BadInputError(
+                f"GLOO_SOCKET_IFNAME={chosen}: {odd[0]} is no interface of this host ({', '.join(here)}); "
+                "gloo takes whole names, without NCCL's ^ and =; give one, or unset it"
+            )
         return {}
     name = interface_of(address.removeprefix("::ffff:"))
     return {"GLOO_SOCKET_IFNAME": name} if name else {}

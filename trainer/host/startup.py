@@ -15,7 +15,18 @@ from trainer.host.reading import text_of
 
 
 def print_anything() -> None:
-    """Lets standard output take any character, as standard error does: LC_ALL=C may be set."""
+    """Lets standard output take any character, as standard error does: LC_ALL=C may be set.
+
+    A standard stream that is closed leads nowhere then: else the next file would be opened in its place, and
+    what a library prints would be written into that.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
     _take_anything(sys.stdout)
 
 

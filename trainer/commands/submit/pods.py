@@ -154,10 +154,7 @@ def job_spec(spec: JobSpec, template: KubernetesObject, retries: int) -> Kuberne
         "podFailurePolicy": {
             "rules": [
                 # Drained, preempted, evicted: another pod goes on, and it doesn't count.
-                {
-                    "action": "Ignore",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                },
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 on_code("FailJob", EXIT_BAD_INPUT),
                 on_code("Ignore", EXIT_REQUEUE),
             ]

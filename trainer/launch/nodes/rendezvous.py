@@ -12,14 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_HANG,
-    EXIT_REQUEUE,
-    BadInputError,
-)
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, BadInputError
 from trainer.launch.exit_record import ExitRecord, exit_message, job_code
 from trainer.launch.nodes import FOLDER
 from trainer.launch.nodes.discover import Nodes
