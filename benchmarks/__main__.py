@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser(words: Sequence[str]) -> Parser:
     """Returns the parser of all benches, with the options of the one that these words name."""
     parser = Parser(prog="python -m benchmarks", description="Proves what is claimed.", allow_abbrev=False)
-    benches = parser.add_subparsers(required=True, metavar="BENCH")
+    benches = parser.add_subparsers(required=True, metavar="BENCH", dest="command")
     for name, (module, about) in BENCHES.items():
         bench = benches.add_parser(name, help=about, description=about, allow_abbrev=False)
         if words[:1] == [name]:
