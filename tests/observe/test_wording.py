@@ -37,10 +37,10 @@ NOT_OF_FIT = {
     *("pack.py", "tokenize.py", "encoders.py", "gpus.py", "rounds.py", "discover.py", "local_ranks.py"),
     *(
         "resolve.py",
-        "fast_try.py",
+        "options.py",
         "model_of_run.py",
         "tuned.py",
-        "formats.py",
+        "export_formats.py",
         "follower.py",
         "flags.py",
     ),
