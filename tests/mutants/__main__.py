@@ -2,6 +2,7 @@
 
 A mutant is a fault that somebody could make: a text of a file and what it becomes, one YAML file for each
 room, with the test that is to see it. A test that stays green is a defect; so is a text that is not found.
+A test that its fault makes wait for ever is ended after HANG_SECONDS, and has failed.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from trainer.config.yaml_text import parse_yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+HANG_SECONDS = 300
 
 
 class Mutant(NamedTuple):
@@ -43,6 +45,7 @@ def _seen(mutant: Mutant, copy: Path) -> str:
         return f"its text stands {whole.count(mutant.old)} times in the file"
     file.write_text(whole.replace(mutant.old, mutant.new))
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    words += ["-o", f"faulthandler_timeout={HANG_SECONDS}"]
     marks = "not slow and not container"
     # To a file: what a broken program leaves behind would keep a pipe open.
     with (
