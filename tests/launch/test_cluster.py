@@ -1,8 +1,12 @@
 """Which nodes a job has is found in every kind of environment; what a round's end means is pure."""
 
+import json
+import os
+import pty
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from hypothesis import given, strategies as st
@@ -15,6 +19,7 @@ from trainer.launch.nodes.discover import (
     Nodes,
     expand,
     find_nodes,
+    forget_step_of_shell,
     is_launcher_task,
     is_rank,
     mark_of_rank,
@@ -117,6 +122,52 @@ def test_a_task_for_each_rank_needs_no_launcher() -> None:
     unknown = {name: value for name, value in step.items() if name != "SLURM_PROCID"}
     with pytest.raises(BadInputError, match="RANK='', WORLD_SIZE='4'"):
         is_rank({**unknown, **rank_variables(unknown)})
+
+
+_FORGETS = """
+import fcntl, json, os, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+program = (
+    "import json, os; from trainer.launch.nodes.discover import forget_step_of_shell as f;"
+    "e = dict(os.environ); f(e); print(json.dumps(e))"
+)
+group = None if sys.argv[1] == "task" else 0
+subprocess.run([sys.executable, "-c", program], process_group=group, check=True)
+"""
+
+
+@pytest.mark.parametrize("typed", ["task", "shell"])
+def test_what_is_typed_in_a_shell_of_srun_is_no_task(typed: str) -> None:
+    """`srun --ntasks=4 --pty bash`, as a real Slurm (22.05) sets it; a task there leads the session."""
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_PTY_PORT": "35719"}
+    step |= {"SLURM_JOB_NUM_NODES": "1", "PMI_SIZE": "4", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    master, slave = pty.openpty()
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", _FORGETS, typed],
+            env={**os.environ, **step},
+            stdin=slave,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            check=True,
+        )
+    finally:
+        os.close(master)
+        os.close(slave)
+    environ = json.loads(ran.stdout)
+    assert bool(rank_variables(environ)) == is_rank(environ) == (typed == "task")
+    if typed == "shell":
+        assert find_nodes(environ, None, None, None, None) is None
+        with pytest.raises(BadInputError, match=r"has 2 nodes, and this is its script or shell"):
+            find_nodes({**environ, "SLURM_JOB_NUM_NODES": "2"}, None, None, None, None)
+
+
+def test_ranks_of_torchrun_and_other_jobs_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.launch.nodes.discover._typed_in_a_shell", lambda: True)
+    for more in ({}, {"SLURM_PTY_PORT": "35719", "TORCHELASTIC_RUN_ID": "1"}):
+        environ = {**STEP, **more}
+        forget_step_of_shell(environ)
+        assert environ == {**STEP, **more}
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,9 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from trainer.launch.nodes.discover import forget_step_of_shell
+
+    forget_step_of_shell(os.environ)
     with paths_from_here(), contextlib.ExitStack() as stack:
         stack.enter_context(started_by(_start(options)))
         if options.fast_dev_run:

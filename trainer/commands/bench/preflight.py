@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from trainer.commands.bench.links import STREAM_SECONDS, Link, answer_peer, call_peer, listening
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.interfaces import address_towards, addresses, from_files_alone, interface_of
-from trainer.launch.nodes.discover import find_nodes, is_rank, rank_variables
+from trainer.launch.nodes.discover import find_nodes, forget_step_of_shell, is_rank, rank_variables
 
 _SPARE_SECONDS = 2.0  # added to timeouts, for the time that isn't spent on sends and receives
 _POLL_SECONDS = 0.02  # between two looks at the store
@@ -111,6 +111,7 @@ def bench_links(options: argparse.Namespace) -> int:
         raise BadInputError(f"--seconds {options.seconds:g}: give a number of seconds above 0")
     # Silences the C++ warnings of TCPStore about names that it can't look up.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    forget_step_of_shell(os.environ)
     os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
         place = _place_of_rank(os.environ)

@@ -1,13 +1,14 @@
 """Finds the nodes of a job and this node's number: from flags, plain variables, Kubeflow's, or Slurm's.
 
-Pure functions of the environment, apart from training. Sources (read 2026-11): torchrun's `PET_` variables,
+Functions of the environment, apart from training. Sources (read 2026-11): torchrun's `PET_` variables,
 which Kubeflow's operators set (torch.distributed.argparse_util); the output environment of srun(1) and
 sbatch(1); enroot's hook 50-slurm-pytorch.sh, which sets RANK and its like for every task.
 """
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 from trainer.errors import BadInputError
@@ -19,6 +20,8 @@ _SLURM_PORTS = 1000
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
 _SHELL = "4294967290"  # SLURM_STEP_ID in the shell of salloc, with LaunchParameters=use_interactive_step
+# What says that a process is one task of several, in Slurm's words, PMI's, and those of enroot's hook.
+_OF_TASK = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "PMI_SIZE", *_RANK)
 # The number of processes of a launch: PyTorch's, Open MPI's, MPICH's and Intel MPI's, Slurm's.
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -100,6 +103,20 @@ def find_nodes(
     stated_port = values.get("port", str(PORT)) if master_port is None else str(master_port)
     host, port = _meeting_point(master_addr or values.get("master", ""), stated_port, source)
     return Nodes(least, most, int(number), host, port, tuple(values.get("names", "").split()), source)
+
+
+def forget_step_of_shell(environ: MutableMapping[str, str]) -> None:
+    """Removes what makes a command of an interactive shell look like a task of Slurm's step.
+
+    `srun --ntasks=4 --pty bash` starts one shell, as task 0 of 4; what is typed there would wait for tasks
+    that never train. Slurm itself gives task 0 a terminal, so a task there leads the terminal's session, and a
+    command of a shell with job control is in a process group of its own. Tasks of another srun in
+    that shell inherit its variables, but have no terminal.
+    """
+    if "SLURM_PTY_PORT" in environ and "TORCHELASTIC_RUN_ID" not in environ and _typed_in_a_shell():
+        environ["SLURM_STEP_ID"] = _SHELL
+        for name in _OF_TASK:
+            environ.pop(name, None)
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -278,6 +295,15 @@ def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
             "give --master-addr HOST and --master-port PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
         )
     return host, int(port)
+
+
+def _typed_in_a_shell() -> bool:
+    """Returns True if this process has a terminal and doesn't belong to the group that leads its session."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return os.getpgrp() != os.getsid(0)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
