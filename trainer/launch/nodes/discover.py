@@ -109,9 +109,9 @@ def forget_step_of_shell(environ: MutableMapping[str, str]) -> None:
     """Removes what makes a command of an interactive shell look like a task of Slurm's step.
 
     `srun --ntasks=4 --pty bash` starts one shell, as task 0 of 4; what is typed there would wait for tasks
-    that never train. Slurm itself gives task 0 a terminal, so a task there leads the terminal's session, and a
-    command of a shell with job control is in a process group of its own. Tasks of another srun in
-    that shell inherit its variables, but have no terminal.
+    that never train. A task that Slurm gives the terminal leads the terminal's session, and a command of a
+    shell with job control is in a process group of its own. Tasks of another srun in that shell inherit
+    its variables, but have no terminal.
     """
     if "SLURM_PTY_PORT" in environ and "TORCHELASTIC_RUN_ID" not in environ and _typed_in_a_shell():
         environ["SLURM_STEP_ID"] = _SHELL
