@@ -81,7 +81,7 @@ def stored(folder: Path, micro_batch_size: int) -> None:
     recipe = load_recipe("digits", [*SMALL[1::2], f"data.micro_batch_size={micro_batch_size}"])
     folder.mkdir()
     manifest = least_manifest(
-        config=recipe.model_dump(mode="json"), threads=2, fingerprint=data_of(make_task(recipe))
+        config=recipe.model_dump(mode="json"), threads=2, fingerprint=data_of(recipe, make_task(recipe))
     )
     (folder / "manifest.json").write_text(json.dumps(manifest))
 

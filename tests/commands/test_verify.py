@@ -281,6 +281,13 @@ def test_an_extended_run_is_replayed_as_it_was_trained(tmp_path: Path, capsys: C
 
 
 @pytest.mark.usefixtures("forked")
+def test_a_run_that_draws_its_samples_is_replayed(tmp_path: Path, capsys: Capsys) -> None:
+    recipe = small(max_steps=4, data={"class_weights": "balanced"})
+    assert attempt(tmp_path / "run", recipe).code == 0
+    assert "identical\n  4 of 4 steps" in verify(tmp_path / "run", code=0, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
 def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, capsys: Capsys) -> None:
     """log.* may change where a run goes on."""
     folder = tmp_path / "run"

@@ -24,7 +24,7 @@ from trainer.data.sampling.class_order import ClassDraws, weigh
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
 from trainer.errors import BadInputError
 from trainer.rng import Ints
-from trainer.train.components.task import check_request, data_of, draws_of, make_plan, make_task
+from trainer.train.components.task import check_request, data_of, make_plan, make_task
 
 LABELS = np.repeat([2, 0, 1], [30, 60, 10])  # not in the order of their numbers
 WEIGHTS = {"a": 1.0, "b": 4.5, "c": 0.5}
@@ -187,9 +187,8 @@ def test_it_is_told_and_evaluation_and_fingerprints_know_it() -> None:
     line = make_plan(recipe, task).draws.told()  # type: ignore[union-attr]
     assert line.startswith("data.class_weights: an epoch is 200 draws with replacement; 3 ")
     other = load_recipe("digits", ["data.class_weights={3: 6}", "data.limit=200"])
-    orders = {data_of(task, draws=draws_of(one, task))["order"] for one in (recipe, other)} | {
-        data_of(task)["order"]
-    }
+    plain = load_recipe("digits", ["data.limit=200"])
+    orders = {data_of(one, task)["order"] for one in (recipe, other, plain)}
     assert len(orders) == 3
     held = evaluation_share(len(task.evaluation_data), 64, 0, 1)
     assert held.plan.draws is None

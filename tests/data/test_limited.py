@@ -61,8 +61,8 @@ def test_of_every_task(recipe: str) -> None:
     assert (len(task.train_data), len(task.evaluation_data)) == (10, 10)
     assert sum(make_plan(one, task).buckets) in (0, 10)
     check_request(one, task, 1)
-    other = make_task(load_recipe(name, [*few, "data.limit=9"]))
-    assert data_of(task)["training data"] != data_of(other)["training data"]
+    other = load_recipe(name, [*few, "data.limit=9"])
+    assert data_of(one, task)["training data"] != data_of(other, make_task(other))["training data"]
 
 
 def _hf(root: Path) -> Dataset:

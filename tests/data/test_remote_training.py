@@ -216,7 +216,7 @@ def test_a_run_tells_its_order_so_that_a_resume_with_another_is_refused(
         remote(s3, tmp_path, cache_limit=f"{limit_for(about, 2)}B"),
     ):
         task = make_task(recipe(data))
-        orders.append(data_of(task))
+        orders.append(data_of(recipe(data), task))
         assert bool(make_plan(recipe(data), task).shards_per_block) == ("shards" in orders[-1]["order"])
     assert orders[0] == orders[1] == orders[2]
     assert orders[3] == {**orders[0], "order": "shuffled in blocks of 2 shards"}

@@ -91,7 +91,7 @@ def run_check(options: argparse.Namespace) -> int:
     """
     words = list(options.set)
     if not any(word.startswith("data.micro_batch_size=") for word in words):
-        words.append("data.micro_batch_size=1")  # it takes its own, and may be `auto`
+        words += [f"data.global_batch_size={BATCH}", f"data.micro_batch_size={BATCH}"]  # or it may be `auto`
     recipe = load_recipe(options.recipe, words)
     check_recipe(options.recipe, recipe, words)
     shown = sys.stderr.isatty() and not options.json

@@ -157,6 +157,10 @@ def train_steps(
             # Compiled for float64, torch's fused attention on a CPU takes the row sums that it keeps for
             # float32, and its backward pass fails (seen with torch 2.9.1).
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            from torch._inductor import config  # slow to import
+
+            # Compiled code has random numbers of its own: dropout would differ from the plain loop's.
+            stack.enter_context(config.patch(fallback_random=True))
         run = build(recipe, subject.task, world, workers)
         stack.callback(run.close)
         if recipe.compile.mode != "none" and not run.compiled:

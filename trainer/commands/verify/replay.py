@@ -88,7 +88,7 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
     # One that began from another run's checkpoint has that, and starts from nothing else.
     before = run.manifest if run.manifest.begun_from else None
     _, pretrained, _ = resolve_pretrained(recipe, before, run.path)
-    recorded, here = run.manifest.fingerprint, data_of(make_task(recipe), pretrained)
+    recorded, here = run.manifest.fingerprint, data_of(recipe, make_task(recipe), pretrained)
     other = [
         f"{name}: {recorded.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
         for name in {**recorded, **here}

@@ -87,11 +87,9 @@ def _task_of(recipe: Recipe) -> Task:
     return task
 
 
-def data_of(
-    task: Task, pretrained: Pretrained | None = None, draws: ClassDraws | MixDraws | None = None
-) -> dict[str, str]:
+def data_of(recipe: Recipe, task: Task, pretrained: Pretrained | None = None) -> dict[str, str]:
     """Returns fingerprints of data, shuffling and initial weights, by name: they must be equal on resume."""
-    _, shards_per_block = order_of(task.train_data)
+    draws, (_, shards_per_block) = draws_of(recipe, task), order_of(task.train_data)
     source = getattr(task, "source_hash", None)
     return {
         **({"task": source} if source else {}),

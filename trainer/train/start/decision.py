@@ -83,7 +83,7 @@ def decide(
     if isinstance(source, StartingPoint):
         check_beginning(folder, stored, source)
     config, plan = recipe.model_dump(mode="json"), make_plan(recipe, task)
-    data = data_of(task, pretrained, plan.draws)
+    data = data_of(recipe, task, pretrained)
     check_resumable(folder, stored, config, device_kind(recipe), data, resume, plan.steps)
     return ended(path_shown(folder), stored, config, resume, plan.steps) or Resume(stored)
 

@@ -40,7 +40,7 @@ from trainer.train.components.checkpoint_choice import load_checkpoint, newest_c
 from trainer.train.components.loading import choose_loading
 from trainer.train.components.memory import memory_warning
 from trainer.train.components.run import build
-from trainer.train.components.task import check_request, data_of, device_kind, draws_of, make_plan, make_task
+from trainer.train.components.task import check_request, data_of, device_kind, make_plan, make_task
 from trainer.train.loop import train
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
@@ -83,7 +83,7 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
 def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> int:
     recipe, folder = request.recipe, request.folder
     kind, task = device_kind(recipe), task or make_task(recipe)
-    data = data_of(task, request.pretrained, draws_of(recipe, task))
+    data = data_of(recipe, task, request.pretrained)
     detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
     # Before the ranks meet, so that each reads the folder as it was before rank 0 writes the manifest.
     decision = decide(
