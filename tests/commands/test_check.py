@@ -135,6 +135,19 @@ def test_float32_is_told_with_its_reason() -> None:
     assert report.ok
 
 
+def test_constants_in_float32_are_the_same_in_both_loops() -> None:
+    class Scaled(Small):
+        scale = torch.tensor([0.1])
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return super().loss(model, batch) * self.scale.repeat(1)
+
+    assert "float64" in check(Scaled, only=["plain"]).about
+    # Compiled dropout is plain PyTorch's here.
+    report = check("digits", {"model.dropout": 0.2, "data.jitter": 0.2}, only=["plain", "compile"])
+    assert report.ok and "float64" in report.about
+
+
 def test_a_crash_is_a_difference_and_a_refusal_is_not() -> None:
     class Crashing(Small):
         def model(self) -> nn.Module:

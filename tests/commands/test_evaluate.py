@@ -110,7 +110,7 @@ def test_a_checkpoint_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFi
         (["{run}", "--checkpoint", "first"], "give best, last or a step"),
         (["{run}", "--plot", "matrix.png"], "give a file name that ends in .svg"),
         (["{run}", "--plot", "nowhere/matrix.svg"], "can't be written"),
-        (["{run}", "--set", "optim.lr=1"], "only what says where the data"),
+        (["{run}", "--set", "optim.lr=1"], "only what says where things"),
         (["{run}", "--nproc-per-node", "0"], "--nproc-per-node"),
         (["{weights}"], "isn't in a run folder"),
     ],

@@ -17,6 +17,8 @@ from tests.helpers.toys import make_recipe
 from tests.train.test_hf import WORDS, recipe_of
 from trainer.cli import main
 from trainer.commands.export import check, hf, reload
+from trainer.commands.verify.recorded import read_recorded
+from trainer.commands.verify.replay import replay_config
 from trainer.data.formats.chat import open_tokenizer
 from trainer.models.hf import hf_model
 
@@ -72,6 +74,26 @@ def test_the_library_computes_what_was_trained(
         assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, 3)
     else:
         assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_model_that_was_moved_is_found_by_its_name_and_must_be_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, moved = trained(tmp_path, "llama"), tmp_path / "moved"
+    (tmp_path / "base").rename(moved)
+    for command in (["evaluate", str(run)], ["export", str(run), "--to", "transformers"]):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert "there is no folder" in capsys.readouterr().err
+        assert main([*command, "--set", f"model.name=hf/{moved}"]) == 0
+    replay_config(read_recorded(run), [f"model.name=hf/{moved}"], trust=False)  # as `verify` does
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps({**config, "transformers_version": "1"}))
+    assert main(["evaluate", str(run), "--set", f"model.name=hf/{moved}"]) == 0
+    (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    assert main(["evaluate", str(run), "--set", f"model.name=hf/{moved}"]) == 2
+    assert "other model_config than the run was trained with" in capsys.readouterr().err
+    assert main(["evaluate", str(run), "--set", "model.name=gpt"]) == 2
 
 
 def test_the_tokenizer_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

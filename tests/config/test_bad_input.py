@@ -64,6 +64,11 @@ CASES = [
     (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1: line 1 not valid YAML"),
     (["train", "digits", "--set", "seed=!!bool maybe"], "not valid YAML"),
     (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "key 'lr' is given twice"),
+    (
+        ["train", "digits", "--set", "data.class_weights={3:5}"],
+        "'3:5' is a key without a value; write a space",
+    ),
+    (["train", "digits", "--set", "evaluation.sets={b: {path:x}}"], "'path:x' is a key without a value"),
     (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=.inf: input should be a finite number"),
     (
         ["train", "digits", "--set", "optim.lr=true"],

@@ -90,6 +90,23 @@ def test_a_mapping_changes_what_it_names_and_keeps_the_rest() -> None:
     assert (recipe.optim.lr, recipe.optim.max_grad_norm) == (0.5, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("setting", "drawn"),
+    [
+        ("data.class_weights={3: 5}", {"3": 5}),
+        ("data={class_weights: {3: 5}}", {"3": 5}),
+        ("data.class_weights.3=5", {"1": 2, "3": 5}),
+    ],
+)
+def test_a_mapping_that_is_one_keys_value_replaces_it(setting: str, drawn: dict[str, int]) -> None:
+    values = override({"data": {"class_weights": {"1": 2}, "mix": {"a": 1}}}, [setting])
+    assert values == {"data": {"class_weights": drawn, "mix": {"a": 1}}}
+    named = override({"data": {"class_weights": "balanced"}}, ["data.class_weights={3: 5}"])
+    assert named == {"data": {"class_weights": {"3": 5}}}
+    sets = override({"evaluation": {"sets": {"mix": {"path": "a"}}}}, ["evaluation.sets={mix: {split: b}}"])
+    assert sets == {"evaluation": {"sets": {"mix": {"path": "a", "split": "b"}}}}
+
+
 def test_scalars_are_those_of_yaml_1_2() -> None:
     text = "a: 1e-3\nb: 010\nc: 1:30\nd: on\ne: true\nf: null\ng: -.5\nh: 2026-01-01"
     assert parse_recipe(text, "x") == {

@@ -16,6 +16,8 @@ from trainer.config.tasks import TASKS
 from trainer.config.yaml_text import parse_yaml, read_text
 from trainer.errors import BadInputError
 
+_WHOLE = (("data", "mix"), ("data", "class_weights"))  # keys whose value is a mapping
+
 
 def recipe_names() -> list[str]:
     """Returns the names of the recipes that come with the package."""
@@ -71,6 +73,8 @@ def parse_recipe(text: str, source: str) -> dict[str, Any]:
 def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Applies settings such as "optim.lr=0.1" or "optim={lr: 0.1}"; other keys keep their values.
 
+    A mapping that is one key's value, as that of data.mix, takes the place of the one before.
+
     Raises:
         BadInputError: If a setting isn't KEY=VALUE.
     """
@@ -84,18 +88,22 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         value = parse_yaml(text, f"--set {setting}")
         for name in reversed(names):
             value = {name: value}
-        values = _merged(values, value, setting)
+        whole = [one for one in _WHOLE if len(names) <= len(one)]
+        values = _merged(values, value, setting, whole)
     return values
 
 
-def _merged(values: dict[str, Any], changes: dict[str, Any], setting: str) -> dict[str, Any]:
+def _merged(
+    values: dict[str, Any], changes: dict[str, Any], setting: str, whole: Sequence[tuple[str, ...]]
+) -> dict[str, Any]:
     merged = dict(values)
     for name, change in changes.items():
         kept = values.get(name)
-        if isinstance(change, dict) and kept is not None:
+        if isinstance(change, dict) and kept is not None and (name,) not in whole:
             if not isinstance(kept, dict):
                 raise BadInputError(f"--set {setting}: '{name}' is a value and has no keys below it")
-            change = _merged(kept, change, setting)  # noqa: PLW2901
+            within = [one[1:] for one in whole if one[0] == name]
+            change = _merged(kept, change, setting, within)  # noqa: PLW2901
         merged[name] = change
     return merged
 

@@ -36,13 +36,18 @@ class _Loader(_Bounded):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, value in node.value:
             where = f"line {key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
                 raise BadInputError(f"{where}: a key must be a plain word")
             if key_node.value in seen:
                 raise BadInputError(f"{where}: key '{key_node.value}' is given twice; remove one")
             seen.add(key_node.value)
+            # `{a:1}` is YAML for a key 'a:1' without a value.
+            if node.flow_style and ":" in key_node.value and getattr(value, "value", None) == "":
+                raise BadInputError(
+                    f"{where}: '{key_node.value}' is a key without a value; write a space after the colon"
+                )
         self.flatten_mapping(node)
         return {key.value: self.construct_object(value, deep) for key, value in node.value}
 

@@ -6,6 +6,7 @@ and a model that brings code of its own is rejected.
 """
 
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ TEXT_FILES = (
 _REPOSITORY = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>[\w-][\w./-]*)", re.ASCII)
 _SHARD = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)  # no way out of the folder
 _MOST_SHARDS = 4096
+_OF_NO_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 class HfModel(NamedTuple):
@@ -113,6 +115,13 @@ def hf_vocabulary(name: str, of_text: int) -> int:
             "with the model's own tokenizer"
         )
     return known
+
+
+def config_hash(name: str) -> str:
+    """SHA-256 of a model's configuration, without what names its place and the library that wrote it."""
+    config = read_config(name, find_model(name).folder)
+    about = {key: value for key, value in config.items() if key not in _OF_NO_EFFECT}
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -45,6 +45,7 @@ FREE = (
     "hooks.*",
     "checkpoint.*",
 )
+_PLACES = ("data.", "evaluation.sets.", "language.tokenizer")
 # Keys that decide where a run ends: a finished run is extended by raising them.
 _ENDS = ("epochs", "max_steps", "evaluation.patience")
 
@@ -60,6 +61,17 @@ def own_config(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
         if REDACTED in str(value):
             raise BadInputError(f"{run.path}: {name} was redacted; give it with --set {name}=…")
     return config
+
+
+def names_a_place(setting: str, config: Mapping[str, Any]) -> bool:
+    """True if a KEY=VALUE changes in a run's configuration only where something lies, or how it is read."""
+    key, _, value = (word.strip() for word in setting.partition("="))
+    before = flat(config).get(key)
+    if key == "task":
+        return str(before).endswith(".py")
+    if key == "model.name":
+        return all(str(one).startswith(HF) for one in (before, value))
+    return any(fnmatchcase(key, free) for free in FREE if free.startswith(_PLACES))
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

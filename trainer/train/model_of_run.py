@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from trainer.observe.console import warn
 from trainer.rng import Ints
 from trainer.runs.altered import altered_config
 from trainer.runs.checkpoint_place import checkpoints_of
-from trainer.runs.differences import FREE, own_config
+from trainer.runs.differences import names_a_place, own_config
 from trainer.runs.folder import MANIFEST
 from trainer.runs.manifest import Manifest, RunFolder, read_run
 from trainer.runs.trust import check_run
@@ -40,13 +39,9 @@ from trainer.train.components.operations import shapes_only
 from trainer.train.components.task import make_task, more_sets
 from trainer.train.provenance import file_hash
 
-# Keys of the data's place and loading, which may be set; all others are the run's.
-_ELSEWHERE = [
-    *(key for key in FREE if key.startswith(("data.", "evaluation.sets.", "language.tokenizer"))),
-    "task",
-]
 # Keys of `Task.describe` that give a model's inputs and outputs their meaning.
-_MEANINGS = ("classes", "characters", "tokenizer", "tokenizer_sha256", "vocabulary")
+_CONFIG = "model_config"  # of a language model's files
+_MEANINGS = ("classes", "characters", "tokenizer", "tokenizer_sha256", "vocabulary", _CONFIG)
 # Settings that switch off what only training needs: dropped branches would be exported, and the weights come
 # from the run.
 NOT_NOW = (
@@ -196,20 +191,19 @@ def _check_described(run: RunFolder, task: Task) -> None:
     there, here = run.manifest.data, json.loads(json.dumps(redact(dict(task.describe()))))
     for key in _MEANINGS:
         if key in there and there[key] != here.get(key):
+            what, place = ("model", "model.name=hf/…") if key == _CONFIG else ("data", "data.path=…")
             raise BadInputError(
-                f"{run.path}: the data here has other {key} than the run was trained with; give the place of "
-                "that data by --set data.path=…"
+                f"{run.path}: the {what} here has other {key} than the run was trained with; give the place "
+                f"of that {what} by --set {place}"
             )
 
 
 def _recipe_of(run: RunFolder, settings: Sequence[str], trust: bool) -> Recipe:
-    own = str(run.manifest.config.get("task")).endswith(".py")
     for setting in settings:
-        key = setting.partition("=")[0].strip()
-        if not any(fnmatchcase(key, elsewhere) for elsewhere in _ELSEWHERE) or (key == "task" and not own):
+        if not names_a_place(setting, run.manifest.config):
             raise BadInputError(
-                f"--set {setting}: the model is the run's as it was trained; only what says where the data "
-                "lies can be set, such as data.path"
+                f"--set {setting}: the model is the run's as it was trained; only what says where things "
+                "lie can be set, such as data.path"
             )
     config = own_config(run, [*settings, *NOT_NOW])
     recipe = validated(Recipe, config, str(run.path / MANIFEST))

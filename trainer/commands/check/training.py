@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.background import BackgroundWriter
@@ -291,7 +292,10 @@ def _doubled() -> Iterator[None]:
 
 
 class _Narrow(TorchDispatchMode):
-    """Context manager that notes the first operation whose result has less than float64."""
+    """Context manager that notes the first operation whose result has less than float64.
+
+    What is made of such tensors alone comes from constants, whose bits are the same in both loops.
+    """
 
     first = ""
 
@@ -299,11 +303,17 @@ class _Narrow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            narrow = isinstance(one, torch.Tensor) and one.is_floating_point() and one.dtype != torch.float64
-            if narrow and not self.first:
-                self.first = f"{func.overloadpacket} gives {str(one.dtype).removeprefix('torch.')}"
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        fresh = func.overloadpacket is torch.ops.aten.lift_fresh  # of an array, which may be of the batch
+        if self.first or (given and not fresh and all(map(_narrow, given))):
+            return result
+        for one in filter(_narrow, tree_leaves(result)):
+            self.first = f"{func.overloadpacket} gives {str(one.dtype).removeprefix('torch.')}"
         return result
+
+
+def _narrow(one: object) -> bool:
+    return isinstance(one, torch.Tensor) and one.is_floating_point() and one.dtype != torch.float64
 
 
 def _not_in_double(task: Any) -> str:

@@ -20,7 +20,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
 from trainer.runs.checkpoint_place import checkpoints_of
-from trainer.runs.differences import FREE, flat, other_arithmetic
+from trainer.runs.differences import FREE, flat, names_a_place, other_arithmetic
 from trainer.runs.folder import KEPT, MANIFEST
 from trainer.runs.manifest import update_manifest
 from trainer.runs.trust import check_run
@@ -32,8 +32,7 @@ from trainer.train.starting_weights import resolve_pretrained
 
 # What a replay may take from elsewhere: where things lie, and how they come.
 _SUMS = ("parallel.strategy", "parallel.shard")  # another one adds in another order
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel.")) and key not in _SUMS]
-_ELSEWHERE += ["model.pretrained", "task"]
+_ELSEWHERE = [key for key in FREE if key.startswith("parallel.") and key not in _SUMS] + ["model.pretrained"]
 
 
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
@@ -59,8 +58,7 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
             raise BadInputError(f"{path}: {other[0]}: verify it with the version of trainer that trained it")
     config: dict[str, Any] = dict(run.manifest.config)
     for setting in settings:
-        name = setting.partition("=")[0].strip()
-        if name not in _ELSEWHERE:
+        if not names_a_place(setting, config) and setting.partition("=")[0].strip() not in _ELSEWHERE:
             raise BadInputError(
                 f"--set {setting}: would change what is computed; verify takes data.path, data.cache, "
                 "data.workers, model.pretrained and the like"
@@ -69,7 +67,9 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
     for name, value in flat(config).items():
         if REDACTED in str(value):
             remedy = (
-                f"; give it with --set {name}=…" if name in _ELSEWHERE else ", so that it can't be replayed"
+                f"; give it with --set {name}=…"
+                if name in _ELSEWHERE or names_a_place(name, config)
+                else ", so that it can't be replayed"
             )
             raise BadInputError(f"{path}: {name} was redacted{remedy}")
     config = override(
@@ -96,8 +96,8 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
     ]
     if other:
         raise BadInputError(
-            f"{run.path}: its data isn't here ({other[0]}); say where it lies with --set data.path=… or "
-            "model.pretrained=…"
+            f"{run.path}: its data isn't here ({other[0]}); say where it lies with --set data.path=…, "
+            "model.pretrained=… or model.name=hf/…"
         )
     return config
 
