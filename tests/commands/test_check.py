@@ -140,7 +140,7 @@ def test_constants_in_float32_are_the_same_in_both_loops() -> None:
         scale = torch.tensor([0.1])
 
         def loss(self, model: nn.Module, batch: Any) -> Any:
-            return super().loss(model, batch) * self.scale.repeat(1)
+            return super().loss(model, batch) * self.scale.repeat(2).sum()
 
     assert "float64" in check(Scaled, only=["plain"]).about
     # Compiled dropout is plain PyTorch's here.

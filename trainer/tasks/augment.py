@@ -88,9 +88,10 @@ class _Memory:
         self._holder: Callable[[], object] = lambda: None
 
     def take(self, shape: Sequence[int]) -> torch.Tensor:
-        """Returns an uninitialized, contiguous float32 tensor."""
+        """Returns an uninitialized, contiguous tensor of the default dtype."""
         count = math.prod(shape)
-        if self._holder() is not None or len(self._base) < count:
+        usable = len(self._base) >= count and self._base.dtype == torch.get_default_dtype()
+        if self._holder() is not None or not usable:
             self._base = torch.empty(count)
         # A tensor made of an array refers to it for as long as its storage lives; torch has no other signal.
         array = self._base.numpy()[:count]
