@@ -143,7 +143,9 @@ def test_every_file_of_rows_is_cut_to_the_checkpoint(tmp_path: Path) -> None:
     for name in ("evaluations.jsonl", "memory.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"torn')
+    (folder / "mine.csv").write_text("image,label\na,1\n")  # of a hook, not of a sink
     assert attempt(folder, recipe).code == 0
+    assert (folder / "mine.csv").read_text() == "image,label\na,1\n"
     for kind, steps in (("train", list(range(2, 17, 2))), ("eval", list(range(2, 17, 2))), ("end", [16])):
         assert [row["step"] for row in read_rows(folder, (kind,))] == steps
     assert [(row["at"], row["step"]) for row in read_rows(folder, ("memory",))] == [
