@@ -179,11 +179,15 @@ def _device(device: torch.device) -> Device:
 
 def _commit() -> tuple[str | None, bool | None]:
     """Returns the commit of this code, with "+" for uncommitted changes, and True if there are; else None."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        # A project whose folder holds the environment with this package has another repository around it.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        commit, dirty = _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    dirty = bool(changed.stdout.strip())
-    return commit.stdout.strip() + "+" * dirty, dirty
+    return commit + "+" * dirty, dirty
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
