@@ -131,9 +131,13 @@ def test_stopped_or_killed_it_goes_on_without_the_other_run(tmp_path: Path, sour
     ):
         folder = tmp_path / name
         shutil.copytree(source, gone)
+        beside = checkpoint_of(gone, 16)  # nothing of what lies there besides is taken
+        (beside / ".snapshot").mkdir()
+        (beside / "link").symlink_to(tmp_path / "whole" / "config.yaml")
         faults: Any = options
         begun = attempt(folder, recipe(seed=1), source=str(gone), **faults)
         assert begun.code == ends
+        assert not {".snapshot", "link"} & {path.name for path in (folder / KEPT).rglob("*")}
         shutil.rmtree(gone)
         done = attempt(folder, recipe(seed=1), source=str(gone))
         assert done.code == 0, done.line

@@ -133,7 +133,8 @@ class HookRows:
                 elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     later[name] = value.detach().reshape(()).double()
                 else:
-                    numbers[name] = float(value)
+                    # NumPy's own conversion refuses an array of one element that has dimensions.
+                    numbers[name] = float(value.item() if isinstance(value, np.ndarray) else value)
         if numbers or later:
             staged = torch.stack([*later.values()]) if later else torch.empty(0)
             metrics = partial(_merge, numbers, tuple(later))

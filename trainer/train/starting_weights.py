@@ -142,7 +142,8 @@ def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
         source = _in_run(Path(begun_from.folder), begun_from.step)
         (kept / name).mkdir(parents=True)
         for file in source.iterdir():
-            _linked_or_copied(file, kept / name / file.name)
+            if not files.oddity(file, folder=False):  # else it is none of the checkpoint's
+                _linked_or_copied(file, kept / name / file.name)
         for written in (kept / name, kept, folder):
             files.sync_folder(written)
     except OSError as error:
