@@ -224,9 +224,9 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
     beside = _beside(path)
     try:
         _make(beside)
+        mode = stat.S_IMODE(beside.stat().st_mode)  # os.umask would change it for other threads
         yield beside
-        # safetensors makes files for the owner only.
-        beside.chmod(0o666 & ~_umask())
+        beside.chmod(mode)  # safetensors makes files for the owner only
         if lasting:
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
@@ -448,12 +448,6 @@ def oddity(path: Path, folder: bool) -> str:
     if folder:
         return "" if stat.S_ISDIR(mode) else "isn't a folder"
     return "" if stat.S_ISREG(mode) else "isn't a regular file"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextlib.contextmanager
