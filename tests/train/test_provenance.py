@@ -12,8 +12,8 @@ from trainer.train import provenance
 def test_a_repository_around_an_installed_package_is_not_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("GIT_CONFIG_GLOBAL", "/dev/null"), ("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
 
     def git(*words: Any) -> str:
         command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words]

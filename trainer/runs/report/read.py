@@ -168,7 +168,7 @@ def _read_rows(run: RecordedRun) -> None:
             run.unreadable += 1
             continue
         run.rows += 1
-        kind = row.get("kind")
+        kind = str(row.get("kind"))
         if kind == "memory":
             kind = f"memory {row.get('at')}"
         if kind == "train":
