@@ -53,20 +53,15 @@ def newest_run(root: Path, recipe: str) -> Path:
     Raises:
         BadInputError: If there is none.
     """
-    manifests = [path for path in root.glob(f"*/{MANIFEST}") if _is_of(path, Path(recipe).stem)]
-    if not manifests:
+
+    def is_of_recipe(run: Path) -> bool:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return Path(read_json(run / MANIFEST)["recipe"]).stem == Path(recipe).stem
+        return False
+
+    if (found := latest.newest(root, is_of_recipe)) is None:
         raise BadInputError(f"--resume newest: there is no run of {recipe} under {root}; leave it out")
-    return max(manifests, key=lambda path: path.stat().st_mtime).parent
-
-
-def _is_of(manifest: Path, recipe: str) -> bool:
-    """True if a manifest is of a run of a recipe; a linked folder, such as runs/latest, doesn't count."""
-    if manifest.parent.is_symlink():
-        return False
-    try:
-        return Path(read_json(manifest)["recipe"]).stem == recipe
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return found
 
 
 def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:

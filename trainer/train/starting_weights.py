@@ -34,7 +34,7 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.store import listing
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, writing
 from trainer.host import files
 from trainer.host.here import path_shown
 from trainer.models.finetune import fine_tune
@@ -134,7 +134,7 @@ def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
         BadInputError: If the folder can't be written.
     """
     kept = folder / KEPT
-    try:
+    with writing(str(kept), "mend that, or give another --out"):
         files.remove(kept)
         if begun_from is None:
             return
@@ -146,10 +146,6 @@ def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
                 _linked_or_copied(file, kept / name / file.name)
         for written in (kept / name, kept, folder):
             files.sync_folder(written)
-    except OSError as error:
-        raise BadInputError(
-            f"{kept}: can't be written ({error.strerror}); mend that, or give another --out"
-        ) from error
 
 
 def _in_run(run: Path, step: int) -> Path:
