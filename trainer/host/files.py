@@ -18,6 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 Buffer = bytes | memoryview
 
@@ -408,10 +409,15 @@ def hash_inside(path: Path) -> str:
     Raises:
         OSError: As `open_inside`.
     """
-    digest = hashlib.sha256()
     with os.fdopen(open_inside(path), "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        return hash_of_rest(file)
+
+
+def hash_of_rest(file: BinaryIO) -> str:
+    """SHA-256 of an open file, from where it stands, hexadecimal."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 

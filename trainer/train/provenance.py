@@ -1,6 +1,5 @@
 """Manifest of a run: its configuration, code, environment and data."""
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -17,6 +16,7 @@ import torch
 
 from trainer.config.section import config_hash
 from trainer.host.environment import IMAGE_DIGEST
+from trainer.host.files import hash_of_rest
 from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
 from trainer.host.stacks import read_stacks, read_stamp, stack_of, unsupported
@@ -121,11 +121,8 @@ def make_manifest(
 
 def file_hash(file: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
     with file.open("rb") as content:
-        while chunk := content.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hash_of_rest(content)
 
 
 def lock_hash(prefix: Path) -> str | None:
