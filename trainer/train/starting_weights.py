@@ -51,7 +51,7 @@ from trainer.train.components.operations import shapes_only
 from trainer.train.components.task import WEIGHTS, data_of, draws_of
 from trainer.train.options import Mode, StartingPoint
 from trainer.train.provenance import file_hash
-from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
+from trainer.train.state import Run, fitting, load_tensors, own_tensors, read_numbers, tensors_of
 
 _SHOWN = 6
 
@@ -212,7 +212,7 @@ def take_over(run: Run, found: Checkpoint) -> str:
         tensors["ema"] = {name: of_all[name] for name in state.average.tensors}
     load_tensors(state, 0, tensors)
     if state.average is not None and average:  # its warm-up is over: the first steps are not to replace it
-        state.average.before = int(found.state.get("averaged_before", 0)) + int(saved["updates"])
+        state.average.before = read_numbers(found.step, found.state).averaged_before + int(saved["updates"])
     taken = ["the weights"]
     if state.average is not None:
         taken.append("their average" if average else "an average that begins with them")
