@@ -209,7 +209,7 @@ class Manifest(BaseModel):
         """Returns the reason why a checkpoint with this state isn't one of this run, or None."""
         if (run_id := state.get("run_id")) != self.run_id:
             return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8]})"
-        if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
+        if state.get("config_hash") not in [one.config_hash for one in self.attempts]:
             return "its configuration is none that this run was trained with"
         return None
 
