@@ -167,12 +167,9 @@ class Parser(argparse.ArgumentParser):
                 else nearest(found[1], re.findall(r"[\w-]+", found[2]))
             )
             message += hint
-        raise SystemExit(self._one_line(message))
-
-    def _one_line(self, message: str) -> int:
         line = redact_text(" ".join(message.split()))
         print(f"trainer: error: {line} (see {self.prog} --help)", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        raise SystemExit(EXIT_BAD_INPUT)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -242,6 +242,7 @@ def test_who_has_a_ranks_variables_from_that_rank_is_none() -> None:
             "NNODES says 4 nodes, and '99999999999999999999' wh",
         ),
         ({**PLAIN, "NODE_RANK": "٢"}, (None,) * 4, "NNODES says 4 nodes, and '٢' which one"),
+        ({**STEP, "SLURM_STEP_NODELIST": "n[a-b]"}, (None,) * 4, "host '', port"),
     ],
 )
 def test_what_is_missing_or_impossible_is_one_line(

@@ -229,6 +229,21 @@ def test_a_table_whose_names_hold_commas_is_read_as_it_was_written(tmp_path: Pat
     ]
 
 
+def test_a_table_keeps_cells_of_several_lines(tmp_path: Path) -> None:
+    """As the answers of a language model, and a prompt in the heading."""
+    answers = ["one", 'two\nlines, "quoted"', "three\r\n\u2028lines\n", ""]
+    for step, answer in enumerate(answers, 1):
+        csv_sink(tmp_path)[0]({"kind": "answers", "step": step, "answer/a\nb": answer})
+    file = tmp_path / "answers.csv"
+    assert keep_rows(file, 3) == 0
+    with file.open(newline="") as table:
+        found = [row["answer/a\nb"] for row in csv.DictReader(table)]
+    assert found == answers[:3]
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'4,"cut off\n')
+    assert (keep_rows(file, 5), file.read_bytes()) == (1, whole)
+
+
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
     recipe, manifest = make_recipe(log={"to": list(sinks)}), Manifest.model_validate(least_manifest())

@@ -115,9 +115,11 @@ def test_before_the_first_row_there_is_what_is_known() -> None:
 
 def test_phases_stay_where_a_row_does_not_explain_itself() -> None:
     brief = {name: value for name, value in TRAIN.items() if not name.startswith("time/")}
-    page = read(told(TRAIN, {**brief, "step": 21}).page())
+    within = {"time/compile": 0.5, "time/gc": 0.25}  # parts of other phases
+    page = read(told({**TRAIN, **within}, {**brief, "step": 21}).page())
     assert page["trainer_step"] == 21
-    assert page['trainer_phase_share{phase="data"}'] == 0.25
+    shares = {name: value for name, value in page.items() if "phase" in name}
+    assert shares == {'trainer_phase_share{phase="data"}': 0.25, 'trainer_phase_share{phase="forward"}': 0.75}
 
 
 def test_numbers_and_labels_of_any_kind() -> None:

@@ -84,3 +84,11 @@ def test_an_odd_value_is_one_line_and_a_report_still_has_the_rest(
         read_run(tmp_path)
     assert str(refused.value).startswith(f"{tmp_path}/manifest.json: ") and "\n" not in str(refused.value)
     assert read_facts(tmp_path)["run_id"] == "1"
+
+
+@pytest.mark.parametrize("odd", [[], {}, None, 5, ["0"]])
+def test_a_checkpoint_that_names_no_configuration_is_foreign(odd: Any) -> None:
+    manifest = Manifest.model_validate(least_manifest())
+    assert manifest.foreign({"run_id": "1", "config_hash": ""}) is None
+    assert "its configuration" in str(manifest.foreign({"run_id": "1", "config_hash": odd}))
+    assert "another run" in str(manifest.foreign({"run_id": odd}))

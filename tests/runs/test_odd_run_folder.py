@@ -70,6 +70,8 @@ def test_an_odd_checkpoint_is_one_line(
 ODD_MANIFESTS: dict[str, dict[str, Any]] = {
     "config list": {"config": []},
     "config null": {"config": None},
+    "a section": {"config": {"parallel": 5}},
+    "no section": {"config": {"data": None}},
     "no threads": {"threads": 0},
     "many threads": {"threads": 10**30},
     "device": {"device": {"kind": "tpu"}},

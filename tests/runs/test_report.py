@@ -250,6 +250,7 @@ _ODD = {
     "deep": b'{"a":' * 100_000 + b"\n",
     "odd steps": b'{"kind": "train", "step": "5"}\n{"kind": "train", "step": -1}\n{"kind": "train"}\n'
     b'{"kind": "train", "step": 1e400}\n{"kind": "train", "step": true}\n',
+    "odd kinds": b'{"kind": [], "step": 5}\n{"kind": {"a": 1}, "step": 6}\n{"kind": null, "step": 7}\n',
     "odd numbers": b'{"kind": "train", "step": 5, "loss": NaN, "lr": 1e999, "mfu": -Infinity, '
     b'"samples_per_s": ' + b"9" * 4000 + b', "time/wall": 0, "time/data": -1, "memory_bytes": "x"}\n',
     "huge numbers": b'{"kind": "train", "step": 999999999999999, "loss": 1e199, "mfu": 1e199, '

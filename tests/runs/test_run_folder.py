@@ -21,6 +21,7 @@ from tests.helpers.run_folders import changed, same
 from tests.helpers.toys import before_each_step_ends
 from trainer.checkpoint import store
 from trainer.errors import BadInputError
+from trainer.host.files import written_whole
 from trainer.observe.sinks import keep_rows
 from trainer.runs.folder import claim_folder, lock, newest_run, remove_unused
 from trainer.runs.manifest import read_stored
@@ -143,7 +144,9 @@ def test_every_file_of_rows_is_cut_to_the_checkpoint(tmp_path: Path) -> None:
     for name in ("evaluations.jsonl", "memory.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"torn')
+    (folder / "mine.csv").write_text("image,label\na,1\n")  # of a hook, not of a sink
     assert attempt(folder, recipe).code == 0
+    assert (folder / "mine.csv").read_text() == "image,label\na,1\n"
     for kind, steps in (("train", list(range(2, 17, 2))), ("eval", list(range(2, 17, 2))), ("end", [16])):
         assert [row["step"] for row in read_rows(folder, (kind,))] == steps
     assert [(row["at"], row["step"]) for row in read_rows(folder, ("memory",))] == [
@@ -323,3 +326,19 @@ def test_the_newest_run_is_of_that_recipe(tmp_path: Path) -> None:
     assert newest_run(tmp_path, "digits-detection.yaml").name == "digits-detection-0123abcd-1"
     with pytest.raises(BadInputError, match="there is no run of gpt"):
         newest_run(tmp_path, "gpt")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_file_has_its_mode_and_so_has_another_threads(
+    tmp_path: Path, mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask is the whole process's: who asks for it sets it for all threads, for a moment."""
+    before = os.umask(mask)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", lambda _: pytest.fail("another thread makes a file now"))
+            with written_whole(tmp_path / "a") as beside:
+                beside.chmod(0o600)  # as safetensors does
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~mask

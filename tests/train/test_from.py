@@ -18,12 +18,14 @@ import yaml
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import changed, rewrite, with_state
 from tests.helpers.toys import before_each_step_ends
 from trainer import fit
 from trainer.checkpoint.folder import read
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
 from trainer.runs.folder import KEPT
+from trainer.train.components.checkpoint_choice import chosen_checkpoint
 from trainer.train.options import parse_source
 from trainer.train.start import rank as trainer
 from trainer.train.state import numbers_of, tensors_of
@@ -131,9 +133,13 @@ def test_stopped_or_killed_it_goes_on_without_the_other_run(tmp_path: Path, sour
     ):
         folder = tmp_path / name
         shutil.copytree(source, gone)
+        beside = checkpoint_of(gone, 16)  # nothing of what lies there besides is taken
+        (beside / ".snapshot").mkdir()
+        (beside / "link").symlink_to(tmp_path / "whole" / "config.yaml")
         faults: Any = options
         begun = attempt(folder, recipe(seed=1), source=str(gone), **faults)
         assert begun.code == ends
+        assert not {".snapshot", "link"} & {path.name for path in (folder / KEPT).rglob("*")}
         shutil.rmtree(gone)
         done = attempt(folder, recipe(seed=1), source=str(gone))
         assert done.code == 0, done.line
@@ -237,6 +243,20 @@ def test_a_run_below_runs_is_found_by_its_name(place: Path) -> None:
     assert "begins from runs/a, step 16" in done.stdout
     again = command(place, "train", "--resume", "b")
     assert again.returncode == 0 and "runs/b is finished already" in again.stdout
+
+
+@pytest.mark.parametrize("best", [5, [1.0], ["x", "y"], [1.0, "x"], {"a": 1}, [1.0, 99]])
+def test_an_odd_best_is_one_line(tmp_path: Path, source: Path, best: Any) -> None:
+    rewrite(changed(tmp_path / "a", source), with_state(best=best))
+    with pytest.raises(BadInputError, match=r"step-00000016, which says what was best: state\.json"):
+        chosen_checkpoint(tmp_path / "a", "best", "--from a@best")
+
+
+@pytest.mark.parametrize("before", [[], -1, "x"])
+def test_an_odd_count_of_the_average_is_one_line(tmp_path: Path, source: Path, before: Any) -> None:
+    rewrite(changed(tmp_path / "a", source), with_state(averaged_before=before))
+    refused = attempt(tmp_path / "run", recipe(), source=str(tmp_path / "a"))
+    assert refused.code == 2 and "state.json: averaged_before" in refused.line
 
 
 def test_a_checkpoint_that_is_damaged_or_was_not_kept_is_one_line(place: Path) -> None:

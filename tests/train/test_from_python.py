@@ -312,6 +312,12 @@ class Whole:
         raise Pruned(1, 2)
 
 
+@pytest.mark.parametrize("betas", [np.array([0.5, 0.75]), torch.tensor([0.5, 0.75]), (0.5, np.float32(0.75))])
+def test_settings_are_arrays_and_numbers_of_any_library(betas: Any) -> None:
+    run = quick(**{"optim.betas": betas, "epochs": np.int64(1)})
+    assert json.loads((run.folder / MANIFEST).read_text())["config"]["optim"]["betas"] == [0.5, 0.75]
+
+
 @pytest.mark.parametrize("method", ["after_step", "after_evaluation", "after_checkpoint"])
 def test_an_error_of_a_hook_keeps_its_type(method: str) -> None:
     often = {"checkpoint.every": 1, "evaluation.every": "1 step"}

@@ -118,13 +118,18 @@ def test_a_tensor_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
                 "far": torch.zeros((), device="meta"),
                 "wide": torch.zeros(1, 1, device="meta"),
                 "near": 1,
+                "array": np.full((1, 1), 2.5),
+                "pixel": np.array([True]),
             }
 
     rows = HookRows(tmp_path, Logger())  # type: ignore[arg-type]
     hook_sink([Far()], HooksConfig(), rows)({"kind": "train", "step": 4})
     ((step, kind, values, metrics),) = staged
     assert (step, kind, values.device.type, values.shape) == (4, "hook", "meta", (2,))
-    assert metrics([7.0, math.inf]) == {"near": 1.0, "far": 7.0, "wide": math.inf}
+    assert metrics([7.0, math.inf]) == {
+        **{"near": 1.0, "array": 2.5, "pixel": 1.0},
+        **{"far": 7.0, "wide": math.inf},
+    }
 
 
 @pytest.mark.parametrize(

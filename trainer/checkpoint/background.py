@@ -8,12 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from trainer.checkpoint import store
 from trainer.checkpoint.folder import Shapes, contents, shard_contents, shared_contents
+from trainer.distributed.exchange import StoreExchange
 from trainer.host.files import remove
 from trainer.host.page_lock import page_lock
 from trainer.observe.phases import heartbeat
@@ -79,37 +80,17 @@ def _room_of(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
-class Exchange(Protocol):
-    """Messages between the writing threads of ranks that share a model, on their progress.
-
-    Attributes:
-        rank: This rank's number among them.
-        ranks: How many they are.
-    """
-
-    rank: int
-    ranks: int
-
-    def tell(self, topic: str, word: str) -> None:
-        """Publishes a message on a topic to all ranks."""
-        ...
-
-    def told(self, topic: str) -> list[str] | None:
-        """Returns the message of each rank on a topic; None until all have sent one."""
-        ...
-
-
 class RankPart(NamedTuple):
     """This rank's part of a checkpoint that all ranks write together.
 
     Attributes:
-        exchange: Messages with the other ranks.
+        exchange: Messages with the writing threads of the other ranks.
         token: Number of this write, equal on all ranks.
         shapes: Whole shapes of the sharded tensors, by kind and name.
         seconds: Seconds that the first rank waits for the others, after its own part.
     """
 
-    exchange: Exchange
+    exchange: StoreExchange
     token: int
     shapes: Shapes
     seconds: float

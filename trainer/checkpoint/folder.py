@@ -229,9 +229,13 @@ def read_state(path: Path) -> dict[str, Any]:
         Damaged: If it is damaged.
         Unreadable: If it can't be read now.
     """
-    with _reason("the folder"), files.opened_folder(path) as folder:
-        state: dict[str, Any] = _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly)["state"]
+    state: dict[str, Any] = _about_of(path)["state"]
     return state
+
+
+def _about_of(path: Path) -> dict[str, Any]:
+    with _reason("the folder"), files.opened_folder(path) as folder:
+        return _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly)
 
 
 def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
@@ -243,8 +247,7 @@ def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
         Damaged: If a file is missing or malformed.
         Unreadable: If it can't be read now.
     """
-    with _reason("the folder"), files.opened_folder(path) as folder:
-        shards = _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly).get("shards")
+    shards = _about_of(path).get("shards")
     if shards is None:
         return _slots_of(path, name + _SUFFIX)
     shapes = shards["shapes"].get(name, {})
@@ -311,8 +314,7 @@ def look_up(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
         Unreadable: If it can't be read now.
     """
     found = _read(path, keep=False, advance=quietly, share=share)
-    with _reason("the folder"), files.opened_folder(path) as folder:
-        about = _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly)
+    about = _about_of(path)
     shards, tensors = about.get("shards"), dict[str, dict[str, Any]]()
     for kind in about["tensors"]:
         if shards is None:

@@ -189,8 +189,15 @@ def put_together(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         KeyError: If a tensor is missing.
         ValueError: If it isn't a result of `take_apart`.
     """
+    try:
+        return _whole(plain, tensors)
+    except (TypeError, RecursionError) as error:
+        raise ValueError("unsupported type in the checkpoint's JSON") from error
+
+
+def _whole(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(plain, list):
-        return [put_together(one, tensors) for one in plain]
+        return [_whole(one, tensors) for one in plain]
     if not isinstance(plain, Mapping):
         return plain
     if len(plain) != 1:
@@ -200,7 +207,7 @@ def put_together(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tensors[value].clone()
     if kind == "float":
         return float(value)
-    values = [put_together(one, tensors) for one in value]
+    values = [_whole(one, tensors) for one in value]
     if kind == "tuple":
         return tuple(values)
     if kind not in ("dict", "Counter"):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -29,6 +30,14 @@ class Section(BaseModel):
         field: FieldInfo = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and "bool" not in _type_name(field.annotation):
             raise PydanticCustomError("bool", "true and false aren't allowed here")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_nul(cls, value: Any) -> Any:
+        words = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(one, str | Path) and "\0" in str(one) for one in words):
+            raise PydanticCustomError("nul", "it holds the character NUL, which no path or name can")
         return value
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from trainer.config.model import Allocator
 from trainer.errors import BadInputError
+from trainer.host.stacks import numbers
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # from 2.9 on, and before
 # What cuBLAS needs to repeat its results; torch looks at it once, when a process first multiplies.
@@ -31,7 +32,7 @@ def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: 
     if choice not in _OPTIONS:
         return {}
     key, value = _OPTIONS[choice]
-    default = VARIABLES[_release(version) < (2, 9)]
+    default = VARIABLES[numbers(version) < [2, 9]]
     name = next((variable for variable in VARIABLES if environ.get(variable)), default)
     given = _options(environ.get(name, ""))
     backend = given.get("backend", "native")
@@ -60,7 +61,7 @@ def check_allocator(
         BadInputError: If the driver is too old for it, or torch didn't hear of it.
     """
     driver = driver_version() if choice == "async" else None
-    if driver is not None and _release(driver) < _release(_ASYNC_DRIVER):
+    if driver is not None and numbers(driver) < numbers(_ASYNC_DRIVER):
         raise BadInputError(
             f"memory.allocator=async needs driver {_ASYNC_DRIVER} or newer, and here is {driver}; use "
             "native or expandable, or a newer driver"
@@ -77,7 +78,3 @@ def check_allocator(
 def _options(text: str) -> dict[str, str]:
     """ "a:1,b:[2,3]" by name."""
     return dict(re.findall(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\s]+)", text))
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -18,6 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 Buffer = bytes | memoryview
 
@@ -224,9 +225,9 @@ def written_whole(path: Path, lasting: bool = True) -> Iterator[Path]:
     beside = _beside(path)
     try:
         _make(beside)
+        mode = stat.S_IMODE(beside.stat().st_mode)  # os.umask would change it for other threads
         yield beside
-        # safetensors makes files for the owner only.
-        beside.chmod(0o666 & ~_umask())
+        beside.chmod(mode)  # safetensors makes files for the owner only
         if lasting:
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
@@ -408,10 +409,15 @@ def hash_inside(path: Path) -> str:
     Raises:
         OSError: As `open_inside`.
     """
-    digest = hashlib.sha256()
     with os.fdopen(open_inside(path), "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        return hash_of_rest(file)
+
+
+def hash_of_rest(file: BinaryIO) -> str:
+    """SHA-256 of an open file, from where it stands, hexadecimal."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -448,12 +454,6 @@ def oddity(path: Path, folder: bool) -> str:
     if folder:
         return "" if stat.S_ISDIR(mode) else "isn't a folder"
     return "" if stat.S_ISREG(mode) else "isn't a regular file"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextlib.contextmanager

@@ -42,10 +42,10 @@ def own_address(toward: str, numeric: bool = False) -> str:
         OSError: socket.gaierror, if the name isn't known.
     """
     flags = socket.AI_NUMERICHOST if numeric else 0
-    family, kind, *_, at = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM, flags=flags)[0]
-    with socket.socket(family, kind) as probe, suppress(OSError):
-        probe.connect(at)
-        return str(probe.getsockname()[0])
+    for family, kind, *_, at in socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM, flags=flags):
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(at)
+            return str(probe.getsockname()[0])
     return ""
 
 
@@ -73,22 +73,6 @@ def gloo_interface(address: str) -> dict[str, str]:
         return {}
     name = interface_of(address.removeprefix("::ffff:"))
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
-
-
-def address_towards(host: str) -> str:
-    """Returns this host's address on the route to another; empty if there is none. Nothing is sent."""
-    try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return ""
-    for family, kind, protocol, _, where in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return ""
 
 
 _SERVICES = "/etc/nsswitch.conf"

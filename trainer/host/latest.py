@@ -3,6 +3,7 @@
 import contextlib
 import os
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.host.here import from_here
@@ -44,12 +45,12 @@ def nor_below_runs(path: Path) -> str:
     return f", and there is no {RUNS / path}" if _is_name(path) and not path.exists() else ""
 
 
-def newest(root: Path) -> Path | None:
-    """Returns the run folder in which a run was begun or resumed last, or None."""
+def newest(root: Path, suits: Callable[[Path], bool] = lambda _: True) -> Path | None:
+    """Returns the run folder in which a run that `suits` was begun or resumed last, or None."""
     times = dict[Path, float]()
     with contextlib.suppress(OSError):
         for path in root.iterdir():
-            if not path.is_symlink() and (path / MANIFEST).is_file():
+            if not path.is_symlink() and (path / MANIFEST).is_file() and suits(path):
                 times[path] = (path / MANIFEST).stat().st_mtime
     return max(times, key=times.__getitem__, default=None)
 

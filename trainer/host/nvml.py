@@ -128,7 +128,7 @@ class Nvml:
         ones = [self._one(gpu) for gpu in self.gpus]
         ones = [one for one in ones if one]
         metrics = dict[str, float]()
-        for key in ("utilization", "power_w", "power_limit_w", "clock_mhz", "slow"):
+        for key in ("utilization", "power_w", "power_limit_w", "clock_mhz", "throttled"):
             known = [one[key] for one in ones if key in one]
             if known:
                 metrics[f"gpu/{key}"] = sum(known) / len(known)
@@ -139,8 +139,6 @@ class Nvml:
         hot = [one["temperature_c"] for one in ones if "temperature_c" in one]
         if hot:
             metrics["gpu/temperature_c"] = max(hot)
-        if "gpu/slow" in metrics:
-            metrics["gpu/throttled"] = metrics.pop("gpu/slow")
         energy = self._energy(seconds)
         if energy is not None:
             metrics["energy/joules"] = energy
@@ -165,7 +163,7 @@ class Nvml:
         if reasons is None:  # an older driver knows only the older name
             reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
         if reasons is not None:
-            found |= {"reasons": reasons, "slow": float(bool(slowdown(reasons)))}
+            found |= {"reasons": reasons, "throttled": float(bool(slowdown(reasons)))}
         return found
 
     def _energy(self, seconds: float) -> float | None:

@@ -20,6 +20,7 @@ from trainer.config.redact import redact_text
 from trainer.config.training import LogConfig
 from trainer.errors import BadInputError
 from trainer.observe.console import warn
+from trainer.observe.phases import PHASES
 from trainer.observe.text import seconds_left
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,9 +86,9 @@ class Progress:
         train, measured, phases, saved = self._train, self._eval, self._phases, self._checkpoint()
         wall = float(phases.get("time/wall", 1.0))
         shares = [
-            ({"phase": name.removeprefix("time/")}, value / wall)
-            for name, value in _numbers(phases)
-            if name.startswith("time/") and name not in ("time/wall", "time/gc")
+            ({"phase": phase}, float(phases[f"time/{phase}"]) / wall)
+            for phase in (*PHASES, "unexplained")
+            if f"time/{phase}" in phases
         ]
         others = [
             ({"metric": name}, value)

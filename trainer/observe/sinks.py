@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -76,6 +77,7 @@ def keep_rows(file: Path, step: int) -> int:
     with written_whole(file, lasting=False) as beside, beside.open("wb") as kept:
         lines: Iterator[bytes] = (line for line in lines_inside(file) if line.endswith(b"\n"))
         if file.suffix == ".csv":
+            lines = _joined(lines)
             header = next(lines, b"")
             column = _cells(header).index("step") if "step" in _cells(header) else -1
             if column >= 0:
@@ -111,10 +113,22 @@ def _step_in_table(column: int, line: bytes) -> int | None:
         return None
 
 
-def _cells(line: bytes) -> list[str]:
-    """Splits a line of a table; [] if it isn't one. A name that holds a comma is quoted."""
+def _joined(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Yields the rows of a table: a quoted cell, such as an answer, may hold ends of lines."""
+    row, quotes = list[bytes](), 0
+    for line in lines:
+        row.append(line)
+        quotes += line.count(b'"')
+        if quotes % 2 == 0:
+            yield b"".join(row)
+            row.clear()
+    yield from row  # after a quote that nothing closes
+
+
+def _cells(row: bytes) -> list[str]:
+    """Splits a row of a table; [] if it isn't one. A name that holds a comma is quoted."""
     try:
-        return next(csv.reader([line.decode()]), [])
+        return next(csv.reader(io.StringIO(row.decode(), newline=""), strict=True), [])
     except (UnicodeDecodeError, csv.Error):
         return []
 

@@ -8,13 +8,13 @@ listed, read, written or removed.
 import json
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from trainer.checkpoint import CHECKPOINTS
 from trainer.errors import BadInputError
-from trainer.host import strict_json
-from trainer.host.files import check_writable, names, oddity, read_inside, write_whole
+from trainer.host.files import check_writable, names, oddity, write_whole
 from trainer.runs.folder import MANIFEST, OWNER, RUNS, newest_run, read_json
 
 _ELSEWHERE = "a run has its checkpoints elsewhere by checkpoint.folder=DIR, given when it begins"
@@ -150,7 +150,7 @@ def _link(inside: Path, place: Path) -> None:
 
 def _owner(place: Path) -> _Owner | None:
     try:
-        facts = strict_json.parse(read_inside(place / OWNER, strict_json.LARGEST))
+        facts = read_json(place / OWNER)
         return _Owner(str(facts["folder"]), str(facts["run_id"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -163,11 +163,9 @@ def _is_of(owner: _Owner | None, run: Path) -> bool:
 
 
 def _run_id(run: Path) -> str:
-    try:
-        facts = read_json(run / MANIFEST)
-        return str(facts["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(read_json(run / MANIFEST)["run_id"])
+    return ""
 
 
 def _holds_any(place: Path) -> bool:
@@ -175,10 +173,9 @@ def _holds_any(place: Path) -> bool:
 
 
 def _same(folder: str, run: Path) -> bool:
-    try:
+    with suppress(OSError):
         return os.path.samefile(folder, run)  # noqa: PTH121
-    except OSError:
-        return False
+    return False
 
 
 def _real(path: Path) -> Path:

@@ -35,7 +35,7 @@ from trainer.host.files import (
 )
 from trainer.launch.nodes import EXIT_CODE, FOLDER as NODES, LOGS
 from trainer.observe.console import warn
-from trainer.observe.rows import FILES, PICTURES
+from trainer.observe.rows import FILES, PICTURES, TABLES
 
 _LOCK = ".lock"
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
@@ -44,7 +44,7 @@ KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it be
 # Files of a start that was killed before there was a manifest.
 _LEFTOVERS = {_LOCK, NODES, LOGS, EXIT_CODE, KEPT}
 _FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, NODES, KEPT)
-_ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl")
+_ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl", *TABLES)
 
 
 def newest_run(root: Path, recipe: str) -> Path:
@@ -53,20 +53,15 @@ def newest_run(root: Path, recipe: str) -> Path:
     Raises:
         BadInputError: If there is none.
     """
-    manifests = [path for path in root.glob(f"*/{MANIFEST}") if _is_of(path, Path(recipe).stem)]
-    if not manifests:
+
+    def is_of_recipe(run: Path) -> bool:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return Path(read_json(run / MANIFEST)["recipe"]).stem == Path(recipe).stem
+        return False
+
+    if (found := latest.newest(root, is_of_recipe)) is None:
         raise BadInputError(f"--resume newest: there is no run of {recipe} under {root}; leave it out")
-    return max(manifests, key=lambda path: path.stat().st_mtime).parent
-
-
-def _is_of(manifest: Path, recipe: str) -> bool:
-    """True if a manifest is of a run of a recipe; a linked folder, such as runs/latest, doesn't count."""
-    if manifest.parent.is_symlink():
-        return False
-    try:
-        return Path(read_json(manifest)["recipe"]).stem == recipe
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return found
 
 
 def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -215,8 +210,7 @@ def check_inside(folder: Path) -> None:
     # Checkpoints may lie elsewhere: `place_checkpoints` checks that link.
     folders = [*_FOLDERS, *([] if (folder / CHECKPOINTS).is_symlink() else [CHECKPOINTS])]
     odd = [(name, oddity(folder / name, folder=True)) for name in folders]
-    files = [*_ADDED_TO, *sorted(path.name for path in folder.glob("*.csv"))]
-    odd += [(name, oddity(folder / name, folder=False)) for name in files]
+    odd += [(name, oddity(folder / name, folder=False)) for name in _ADDED_TO]
     if said := ", ".join(f"{name} {why}" for name, why in odd if why):
         raise BadInputError(
             f"{folder}: {said}; a run writes only below its own folder: bring that back, or have the whole "

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError, DivergedError, StopRun
 from trainer.host import latest
 from trainer.host.files import lines_inside
@@ -16,6 +17,8 @@ from trainer.runs.altered import hashes_of_rows
 from trainer.runs.folder import MANIFEST, read_json, status_in_place, write_json
 
 FORMAT = 5  # of a run folder: the keys of its manifest and records, and the names of the files
+
+_SECTIONS = [name for name, value in Recipe(epochs=1).model_dump().items() if isinstance(value, dict)]
 
 
 class Device(BaseModel):
@@ -185,6 +188,13 @@ class Manifest(BaseModel):
     reason: str | None = None
     summary: Any = None  # checked by verify
 
+    @field_validator("config")
+    @classmethod
+    def _has_sections(cls, config: dict[str, Any]) -> dict[str, Any]:
+        if odd := [name for name in _SECTIONS if not isinstance(config.get(name, {}), dict)]:
+            raise ValueError(f"{odd[0]} isn't a section")
+        return config
+
     @property
     def arithmetic(self) -> int:
         """Version of the newest attempt's arithmetic."""
@@ -199,7 +209,7 @@ class Manifest(BaseModel):
         """Returns the reason why a checkpoint with this state isn't one of this run, or None."""
         if (run_id := state.get("run_id")) != self.run_id:
             return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8]})"
-        if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
+        if state.get("config_hash") not in [one.config_hash for one in self.attempts]:
             return "its configuration is none that this run was trained with"
         return None
 

@@ -25,12 +25,11 @@ from trainer.config.task_file import hash_of_sources, modules_beside, modules_of
 from trainer.config.tasks import TASKS
 from trainer.config.training import is_place
 from trainer.errors import BadInputError
-from trainer.host import strict_json
-from trainer.host.files import open_regular_file, read_inside
+from trainer.host.files import open_regular_file
 from trainer.host.here import from_here
-from trainer.host.latest import MANIFEST
 from trainer.observe.console import warn
 from trainer.observe.text import plain
+from trainer.runs.folder import MANIFEST, read_json
 
 _KEY_BYTES = 32
 _MARKS = 8  # at most, of as many homes: a pod has a new one at each start
@@ -194,11 +193,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def _facts(folder: Path) -> Mapping[str, Any]:
-    try:
-        facts = strict_json.parse(read_inside(folder / MANIFEST, strict_json.LARGEST))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(facts := read_json(folder / MANIFEST), dict):
+            return facts
+    return {}
 
 
 def _recorded(folder: Path) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
@@ -100,10 +99,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real | np.bool_)
 
 
-def _merge(numbers: Mapping[str, float | str], names: Sequence[str], values: list[float]) -> dict[str, Any]:
-    return {**numbers, **dict(zip(names, values, strict=True))}
-
-
 class HookRows:
     """Logs the results of hooks as records of kind "hook"."""
 
@@ -122,7 +117,7 @@ class HookRows:
         Raises:
             BadInputError: If two methods use the same name.
         """
-        numbers, later = dict[str, float | str](), dict[str, torch.Tensor]()
+        numbers, later = dict[str, Any](), dict[str, torch.Tensor]()
         for who, values in given:
             for name, value in values.items():
                 owner = self._owners.setdefault(name, who)
@@ -133,11 +128,13 @@ class HookRows:
                 elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     later[name] = value.detach().reshape(()).double()
                 else:
-                    numbers[name] = float(value)
+                    # NumPy's own conversion refuses an array of one element that has dimensions.
+                    numbers[name] = float(value.item() if isinstance(value, np.ndarray) else value)
         if numbers or later:
             staged = torch.stack([*later.values()]) if later else torch.empty(0)
-            metrics = partial(_merge, numbers, tuple(later))
-            self._logger.stage_later(step, "hook", staged, metrics)
+            self._logger.stage_later(
+                step, "hook", staged, lambda read: {**numbers, **dict(zip(later, read, strict=True))}
+            )
 
     def _write(self, name: str, step: int, picture: torch.Tensor | npt.NDArray[np.uint8]) -> str:
         """Writes a PNG; returns its path relative to the run folder."""

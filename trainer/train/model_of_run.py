@@ -235,8 +235,9 @@ def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str |
 
 def _lora_scale(run: RunFolder) -> float:
     """Returns the factor of LoRA's update of each weight."""
-    lora = run.manifest.config.get("model", {}).get("lora", {})
-    return float(lora.get("alpha", 0)) / (lora.get("rank") or 1)
+    stored = run.manifest.config.get("model", {}).get("lora", {})
+    lora = validated(LoraConfig, stored, str(run.path / MANIFEST))
+    return lora.alpha / (lora.rank or 1)
 
 
 def _check_final(file: Path, digest: str) -> None:

@@ -1,6 +1,5 @@
 """Manifest of a run: its configuration, code, environment and data."""
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -17,6 +16,7 @@ import torch
 
 from trainer.config.section import config_hash
 from trainer.host.environment import IMAGE_DIGEST
+from trainer.host.files import hash_of_rest
 from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
 from trainer.host.stacks import read_stacks, read_stamp, stack_of, unsupported
@@ -121,11 +121,8 @@ def make_manifest(
 
 def file_hash(file: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
     with file.open("rb") as content:
-        while chunk := content.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hash_of_rest(content)
 
 
 def lock_hash(prefix: Path) -> str | None:
@@ -179,11 +176,15 @@ def _device(device: torch.device) -> Device:
 
 def _commit() -> tuple[str | None, bool | None]:
     """Returns the commit of this code, with "+" for uncommitted changes, and True if there are; else None."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        # A project whose folder holds the environment with this package has another repository around it.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        commit, dirty = _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    dirty = bool(changed.stdout.strip())
-    return commit.stdout.strip() + "+" * dirty, dirty
+    return commit + "+" * dirty, dirty
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

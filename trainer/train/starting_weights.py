@@ -34,7 +34,7 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.store import listing
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, writing
 from trainer.host import files
 from trainer.host.here import path_shown
 from trainer.models.finetune import fine_tune
@@ -51,7 +51,7 @@ from trainer.train.components.operations import shapes_only
 from trainer.train.components.task import WEIGHTS, data_of
 from trainer.train.options import Mode, StartingPoint
 from trainer.train.provenance import file_hash
-from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
+from trainer.train.state import Run, fitting, load_tensors, own_tensors, read_numbers, tensors_of
 
 _SHOWN = 6
 
@@ -134,7 +134,7 @@ def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
         BadInputError: If the folder can't be written.
     """
     kept = folder / KEPT
-    try:
+    with writing(str(kept), "mend that, or give another --out"):
         files.remove(kept)
         if begun_from is None:
             return
@@ -142,13 +142,10 @@ def keep_beginning(folder: Path, begun_from: BegunFrom | None) -> None:
         source = _in_run(Path(begun_from.folder), begun_from.step)
         (kept / name).mkdir(parents=True)
         for file in source.iterdir():
-            _linked_or_copied(file, kept / name / file.name)
+            if not files.oddity(file, folder=False):  # else it is none of the checkpoint's
+                _linked_or_copied(file, kept / name / file.name)
         for written in (kept / name, kept, folder):
             files.sync_folder(written)
-    except OSError as error:
-        raise BadInputError(
-            f"{kept}: can't be written ({error.strerror}); mend that, or give another --out"
-        ) from error
 
 
 def _in_run(run: Path, step: int) -> Path:
@@ -215,7 +212,7 @@ def take_over(run: Run, found: Checkpoint) -> str:
         tensors["ema"] = {name: of_all[name] for name in state.average.tensors}
     load_tensors(state, 0, tensors)
     if state.average is not None and average:  # its warm-up is over: the first steps are not to replace it
-        state.average.before = int(found.state.get("averaged_before", 0)) + int(saved["updates"])
+        state.average.before = read_numbers(found.step, found.state).averaged_before + int(saved["updates"])
     taken = ["the weights"]
     if state.average is not None:
         taken.append("their average" if average else "an average that begins with them")

@@ -230,7 +230,7 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
         KeyError: If a part is missing.
         ValueError: If it doesn't fit the run, naming the first fault; no tensor has been changed then.
     """
-    known, state = _read_numbers(step, numbers), run.state
+    known, state = read_numbers(step, numbers), run.state
     rows = [one if isinstance(one, list) else [one] for one in known.losses]
     if {len(row) for row in rows} != {state.loss.numel()}:
         raise ValueError("state.json: losses: it is of a task with others")
@@ -355,7 +355,12 @@ def _rows_of(known: _Numbers) -> list[Row]:
     return [known.explained] if known.explained else []
 
 
-def _read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:
+def read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:
+    """Reads what `numbers_of` returned, from a checkpoint of this step.
+
+    Raises:
+        ValueError: If a part is missing or malformed; names it.
+    """
     try:
         known = _Numbers.model_validate(dict(numbers))
     except ValidationError as error:

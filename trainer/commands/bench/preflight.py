@@ -18,13 +18,19 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from trainer.commands.bench.links import STREAM_SECONDS, Link, answer_peer, call_peer, listening
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
+<<<<<<< HEAD
 from trainer.host.interfaces import address_towards, addresses, from_files_alone, interface_of
 from trainer.launch.nodes.discover import find_nodes, forget_step_of_shell, is_rank, rank_variables
+=======
+from trainer.host.interfaces import addresses, from_files_alone, interface_of, own_address
+from trainer.launch.nodes.discover import find_nodes, is_rank, rank_variables
+>>>>>>> h-sa
 
 _SPARE_SECONDS = 2.0  # added to timeouts, for the time that isn't spent on sends and receives
 _POLL_SECONDS = 0.02  # between two looks at the store
@@ -170,7 +176,10 @@ def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> di
 def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[str, Any]:
     """Joins the other ranks through the store, measures, and returns `hosts`, `pairs` and `missing`."""
     named = addresses().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
-    address = next(iter(named), "") or address_towards(place.master) or "127.0.0.1"
+    address = next(iter(named), "")
+    with suppress(OSError):  # a name that isn't known
+        address = address or own_address(place.master)
+    address = address or "127.0.0.1"
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < place.size
     # A host's own name often resolves to a loopback address on it: then it listens everywhere.
     with listening("" if several and _is_loopback(address) else address) as server:

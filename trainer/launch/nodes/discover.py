@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from trainer.errors import BadInputError
@@ -250,10 +251,12 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> dict[str, str]:
-    names = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost")
+    listed, names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST"), list[str]()
+    with suppress(ValueError):  # then the ranks don't know where to meet, which is said later
+        names = expand(listed or "localhost")
     number = environ.get("SLURM_NODEID", "0")
     port = PORT + _number(environ, "SLURM_JOB_ID") % _SLURM_PORTS
-    return {"number": number, "master": names[0], "port": str(port), "names": " ".join(names)}
+    return {"number": number, "master": next(iter(names), ""), "port": str(port), "names": " ".join(names)}
 
 
 def _not_by_srun(environ: Mapping[str, str]) -> None:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from trainer.config.redact import redact
 from trainer.errors import BadInputError
 from trainer.host import strict_json
-from trainer.host.files import lines_inside, oddity, read_inside
+from trainer.host.files import lines_inside, oddity
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES
 from trainer.runs.checkpoint_place import checkpoints_of
-from trainer.runs.folder import is_abandoned
+from trainer.runs.folder import is_abandoned, read_json
 from trainer.runs.manifest import read_facts
 
 _POINTS = 400
@@ -168,7 +168,7 @@ def _read_rows(run: RecordedRun) -> None:
             run.unreadable += 1
             continue
         run.rows += 1
-        kind = row.get("kind")
+        kind = str(row.get("kind"))
         if kind == "memory":
             kind = f"memory {row.get('at')}"
         if kind == "train":
@@ -276,7 +276,7 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
 def _best_step(newest: Path) -> int | None:
     """Returns the step of the best evaluation so far, as the newest checkpoint has it."""
     try:
-        best = strict_json.parse(read_inside(newest / "state.json", strict_json.LARGEST))["state"]["best"][1]
+        best = read_json(newest / "state.json")["state"]["best"][1]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     return best if type(best) is int else None

@@ -76,9 +76,10 @@ class _Sent:
         self._file = file
         self.id, self.rows, self._left_out = "", 0, 0
         self._steps: dict[str, int] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             facts = strict_json.parse_quickly(read_bounded(file))
-            self.id, self.rows, self._steps = str(facts["id"]), int(facts["rows"]), dict(facts["steps"])
+            steps = {kind: int(last) for kind, last in facts["steps"].items()}
+            self.id, self.rows, self._steps = str(facts["id"]), int(facts["rows"]), steps
             self._left_out = int(facts.get("left_out", 0))
         self._before = dict(self._steps)
 

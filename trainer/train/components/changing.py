@@ -84,7 +84,8 @@ def find_changing(recipe: Recipe, task: Task, model: nn.Module, plan: Plan, worl
             f"place (copy_), or take {_ONE_MICRO_BATCH}"
         )
     names += [name for name, _ in model.named_parameters()]
-    found = [[float(of(name)) for name in names] for of in (trial.changes, trial.differs, trial.is_partial)]
+    signs = (trial.changes, trial.differs.__contains__, trial.in_part.__contains__)
+    found = [[float(of(name)) for name in names] for of in signs]
     flags = sum_over_ranks(torch.tensor(found, device=world.device), world.group).tolist()
     chosen = [{name for name, flag in zip(names, each, strict=True) if flag} for each in flags]
     parameters = dict(model.named_parameters())
@@ -165,6 +166,8 @@ class _Trial:
         error: The exception that ended the trial, as text; "" if there was none.
         remade: Name of a tensor that the passes made, replaced or reshaped; "" if there is none.
         replaced: Name of a BatchNorm statistic that is another tensor after the passes; "" if there is none.
+        differs: Names of tensors that change by the samples.
+        in_part: Names of buffers that one pass writes in part.
     """
 
     def __init__(self, recipe: Recipe, task: Task, model: nn.Module, device: torch.device) -> None:
@@ -173,7 +176,7 @@ class _Trial:
         self._means = set[str]()
         self._changed = set[tuple[type, str]]()
         self._reshaped = set[tuple[type, str]]()
-        self._moved, self._differs, self._partial = set[str](), set[str](), set[str]()
+        self._moved, self.differs, self.in_part = set[str](), set[str](), set[str]()
         self.error = self.remade = self.replaced = ""
 
     def run(self, batches: Sequence[Callable[[], Batch]]) -> None:
@@ -238,7 +241,7 @@ class _Trial:
         names = [
             name for name, _ in self._model.named_buffers() if self.changes(name) and name in self._means
         ]
-        self._differs, self._partial = set(self._moved), set()
+        self.differs, self.in_part = set(self._moved), set()
         if not batches or not (names or self._moved):
             return
         try:
@@ -248,13 +251,13 @@ class _Trial:
                 start |= {name: start[name] * _LARGER for name in trained}
                 given = [batch() for batch in batches]
                 first, second, both = self._after(other, twin, start, given)
-                self._differs = {
+                self.differs = {
                     name
                     for name in self._moved
                     if not torch.equal(first[name], second[name])
                     or (name in trained and not torch.allclose(first[name], both[name], rtol=_CLOSE))
                 }
-                self._partial = _written_in_part(
+                self.in_part = _written_in_part(
                     other, twin, names, partial(self._pass, batch=given[0], seed=0)
                 )
         except Exception:  # changes that can't be tried count as dependent on the samples
@@ -277,12 +280,6 @@ class _Trial:
         if kind is None or kind in self._reshaped:
             return False
         return kind in self._changed or (name in self._means and kind[0] in {of for of, _ in self._changed})
-
-    def differs(self, name: str) -> bool:
-        return name in self._differs
-
-    def is_partial(self, name: str) -> bool:
-        return name in self._partial
 
 
 def _written_in_part(

@@ -15,7 +15,7 @@ from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.manifest import Manifest
 from trainer.train.components.updates import refuse_later_end
 from trainer.train.options import Mode
-from trainer.train.state import Run, load_state
+from trainer.train.state import Run, load_state, read_numbers
 
 _SHOWN = 4
 _NOTHING: Mapping[str, Any] = {}
@@ -125,8 +125,8 @@ def chosen_checkpoint(run: Path, which: str, word: str) -> tuple[int, Path]:
     step, what = which, f"no checkpoint of step {which}"
     if which == "best":
         try:
-            best = read_state(entries[0].path).get("best")
-        except (Damaged, Unreadable) as error:
+            best = read_numbers(entries[0].step, read_state(entries[0].path)).best
+        except (Damaged, Unreadable, ValueError) as error:
             raise BadInputError(
                 f"{word}: {entries[0].path.name}, which says what was best: {error}; give one of step {steps}"
             ) from error

@@ -17,6 +17,7 @@ from trainer.distributed.parallel import World, is_sharded
 from trainer.distributed.sharding import own_rows, weights
 from trainer.errors import BadInputError
 from trainer.host.memory_room import Room, read_room
+from trainer.host.stacks import numbers
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.activations import KeptBytes
 from trainer.models.modes import begin_training
@@ -134,7 +135,7 @@ def could_be_sharded(recipe: Recipe, task: Task, ranks: int) -> bool:
     except ValidationError:
         return False
     # By the version: to try, as check_sharding does, takes an import of seconds.
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+    return numbers(torch.__version__) >= [2, 9]
 
 
 def memory_warning(recipe: Recipe, task: Task, model: nn.Module, world: World, loading_bytes: int) -> str:

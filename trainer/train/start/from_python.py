@@ -224,5 +224,5 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts NumPy's numbers to Python's, and paths to text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    """Converts numbers, arrays and tensors to Python's, and paths to text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -14,6 +14,7 @@ from trainer.host.allocator import CUBLAS_WORKSPACE, allocator_variables
 from trainer.host.gpus import chosen_gpus
 from trainer.host.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
 from trainer.host.nvml import bus_ids
+from trainer.host.stacks import numbers
 from trainer.launch.launcher import LocalRanks
 from trainer.models.precision import check_precision
 from trainer.train.components.task import device_kind
@@ -81,8 +82,7 @@ def _nccl_variables(environ: Mapping[str, str], torch_version: str) -> dict[str,
     The interface is left to NCCL. Sources: NCCL's page on its environment; PyTorch's tutorial on the flight
     recorder (2000), which is off by default in 2.5 to 2.9 and had another variable up to 2.7.
     """
-    major, minor = (int(word) for word in torch_version.split(".")[:2])
-    ring = "TORCH_FR_BUFFER_SIZE" if (major, minor) >= (2, 8) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    ring = "TORCH_FR_BUFFER_SIZE" if numbers(torch_version) >= [2, 8] else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     return {name: environ.get(name, value) for name, value in (("NCCL_DEBUG", "WARN"), (ring, "2000"))}
 
 

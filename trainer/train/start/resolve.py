@@ -95,27 +95,17 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         here: set[CheckPlace] = {"job", "host"} if first else {"host"}
         check_start(Start(recipe, task, wanted or RUNS, decision, options.set), here)
     begins = first and not isinstance(decision, Resume)
-    begun_from = decision.checkpoint if isinstance(decision, From) else None
     folder, made = _folder(options.recipe, recipe, wanted, begins)
     check_inside(folder)
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
-    request = as_json(
-        Request(
-            recipe,
-            options.recipe,
-            folder.absolute(),  # the same after each restart
-            options.resume,
-            options.stop_after,
-            options.profile,
-            begun_from=begun_from,
-            pretrained=pretrained,
-        )
-    )
+    # An absolute path: the same after each restart.
+    asked = _request(options, recipe, folder.absolute(), decision, pretrained)
+    request = as_json(asked)
     try:
         if first:
             place_checkpoints(folder, recipe.checkpoint.folder)
         if begins:
-            keep_beginning(folder, begun_from)
+            keep_beginning(folder, asked.begun_from)
         if nodes is None:
             fork = _may_fork(recipe, before)
             handed[:] = [task] if fork and isinstance(task, CustomTask) else []
@@ -192,20 +182,18 @@ def _of_rank(options: TrainOptions) -> tuple[Request, Task]:
     decision = _decided(options, recipe, folder, task, pretrained)
     if not isinstance(decision, Finished):
         check_start(Start(recipe, task, folder, decision, options.set), here)
-    begun_from = decision.checkpoint if isinstance(decision, From) else None
-    if begun_from is not None and os.environ["RANK"] == "0":
-        keep_beginning(folder, begun_from)
-    request = Request(
-        recipe,
-        options.recipe,
-        folder,
-        options.resume,
-        options.stop_after,
-        options.profile,
-        begun_from=begun_from,
-        pretrained=pretrained,
-    )
+    request = _request(options, recipe, folder, decision, pretrained)
+    if request.begun_from is not None and os.environ["RANK"] == "0":
+        keep_beginning(folder, request.begun_from)
     return request, task
+
+
+def _request(
+    options: TrainOptions, recipe: Recipe, folder: Path, decision: Decision, pretrained: Pretrained | None
+) -> Request:
+    begun_from = decision.checkpoint if isinstance(decision, From) else None
+    flags = (options.resume, options.stop_after, options.profile)
+    return Request(recipe, options.recipe, folder, *flags, begun_from=begun_from, pretrained=pretrained)
 
 
 def _decided(
@@ -298,8 +286,7 @@ def _same(recipe: Recipe) -> dict[str, str]:
 
 def _wanted(options: TrainOptions) -> Path | None:
     """Returns the run folder that the flags name, or None."""
-    folder: Path | None = options.out
-    return folder or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
+    return options.out or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
 
 
 def _stored(options: TrainOptions) -> Manifest | None:
@@ -314,7 +301,7 @@ def _folder_of_rank(options: TrainOptions, recipe: Recipe) -> Path:
     if options.out is not None:
         if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:
             claim_folder(options.out)
-        return Path(options.out)
+        return options.out
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     marker = RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
     if restarted and marker.exists():
