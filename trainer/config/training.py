@@ -216,7 +216,7 @@ class ParallelConfig(Section):
         "and moment; hsdp: the same within groups of parallel.shard ranks",
     )
     shard: int = Field(0, ge=0, description="ranks that share a model (hsdp); 0: all of them (fsdp)")
-    bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
+    bucket_mb: int = Field(25, ge=1, le=1 << 20, description="DDP's bucket size in MiB")
     reduction: Literal["all_reduce", "tree"] = Field(
         "all_reduce",
         description="how a step's gradients are added; tree: the same bits on any number of ranks that "
