@@ -280,7 +280,7 @@ def _stats(options: argparse.Namespace) -> int:
         if row not in ("unreadable", "left_out"):
             cells = (_shown(getattr(figures, row)) for figures in found.values())
             table.add_row(row.replace("_", " "), *cells)
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)  # a path may hold what rich takes for these
     say("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
     for line in (line for figures in found.values() for line in figures.unreadable):
         say(line)
