@@ -162,9 +162,9 @@ def _pack(options: argparse.Namespace) -> int:
         raise BadInputError(f"--quality {options.quality}: give 1 to 95")
     if options.image_bits is not None and not 8 <= options.image_bits <= 16:
         raise BadInputError(f"--image-bits {options.image_bits}: give 8 to 16")
-    processes = options.processes or max(1, int(read_limits().cpus))
+    processes = max(1, int(read_limits().cpus)) if options.processes is None else options.processes
     if processes < 1:
-        raise BadInputError(f"--processes {options.processes}: give a number from 1 on")
+        raise BadInputError(f"--processes {processes}: give a number from 1 on")
     settings = PackSettings(options.short_side, options.quality, options.raw)
     for split, source in _parts(options.source):
         target = options.target / split if split else options.target
