@@ -16,6 +16,7 @@ from trainer.cli import main
 from trainer.commands.verify import replay as module
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe
+from trainer.errors import BadInputError
 from trainer.train.anomaly import read_anomalies
 
 Capsys = pytest.CaptureFixture[str]
@@ -109,3 +110,26 @@ def test_what_does_not_come_again_is_said(
 def test_there_must_be_one(stopped_at_7: Path, capsys: Capsys, number: str) -> None:
     assert main(["verify", str(stopped_at_7), "--anomaly", number]) == 2
     assert f"--anomaly {number}: anomalies 1 to 1 were recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "device", "wanted"),
+    [
+        (None, None, "cpu", None),
+        (None, 2, "cpu", 2),
+        ("2", None, "cuda", 2),
+        ("0,3", None, "cuda", 2),
+        (None, 0, "cpu", "--nproc-per-node 0: give a number from 1 on"),
+        (None, -1, "cuda", "--nproc-per-node -1: give a number from 1 on"),
+        ("2", None, "cpu", "--gpus 2: the run was trained on CPUs"),
+    ],
+)
+def test_the_ranks_that_are_asked_for(
+    gpus: str | None, processes: int | None, device: str, wanted: int | str | None
+) -> None:
+    options = argparse.Namespace(gpus=gpus, nproc_per_node=processes)
+    if isinstance(wanted, str):
+        with pytest.raises(BadInputError, match=f"^{wanted}"):
+            module.ranks_wanted(options, device)
+    else:
+        assert module.ranks_wanted(options, device) == wanted

@@ -142,6 +142,7 @@ CASES = [
     ),
     (["data", "pack", "here", "out"], "here: no such folder"),
     (["data", "stats", "here"], "here: no such folder"),
+    (["data", "pack", ".", "p", "--processes", "0"], "--processes 0: give a number from 1 on"),
     (["data", "verify", "here"], "here: the index can't be read (Not a directory)"),
     (["data", "index", "here"], "here: no .tar files"),
     (["train", "digits", "--set", "precision.mode=tf32"], "needs an NVIDIA GPU"),

@@ -1,5 +1,6 @@
 """Promise: every key is shown, every recipe is valid, overrides mean what they say."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from trainer.cli import main, make_parser
 from trainer.config.formats import FORMATS
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, parse_recipe, read_recipe, recipe_names
+from trainer.config.recipe_file import make_recipe, override, parse_recipe, read_recipe, recipe_names
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.config.suggest import MEANT
+from trainer.config.tasks import TASKS
+from trainer.errors import BadInputError
 from trainer.train.components.task import check_request, make_task
 
 
@@ -192,3 +195,15 @@ def test_a_key_and_its_value_alone_are_a_setting(command: str) -> None:
 def test_where_words_may_look_like_settings_they_are_not_taken_for_some() -> None:
     files = make_parser().parse_args(["predict", "RUN", "a=b.png"])
     assert (files.files, files.set) == ([Path("a=b.png")], [])
+
+
+@pytest.mark.parametrize("value", [1e308, 1e-308, 10**400])
+def test_no_number_is_too_large_for_the_checks(value: float) -> None:
+    for key in describe(Recipe):
+        if "int" in key.type or "float" in key.type:
+            section, _, name = key.name.rpartition(".")
+            task = section if section in TASKS else "classification"
+            with contextlib.suppress(BadInputError):
+                make_recipe(
+                    {"epochs": 1, "task": task, **({section: {name: value}} if section else {name: value})}
+                )

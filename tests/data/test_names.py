@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.data.test_coco import change, told, written
+from tests.helpers.few_pictures import make_folder
+from trainer.cli import main
 from trainer.data.audio_sets import split_by_lists
 from trainer.data.check import CheckedData, check_data
 from trainer.data.formats.boxes import BoxedImages
@@ -207,3 +209,13 @@ def test_categories_that_differ_between_the_parts(tmp_path: Path) -> None:
         BadInputError, match=rf"category {number} isn't the same in train \('.*'\) and val \('bush'\)"
     ):
         _pictures(DataConfig(name="coco", path=tmp_path), 0)
+
+
+@pytest.mark.parametrize("name", ["a[/b]", "[red]a", "a:dog:"])
+def test_a_path_in_a_table_is_shown_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "stats", f"{name}/train"]) == 0
+    assert f"{name}/train" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
             if where
         }
         | {f"/recipe/{name}": file for name, file in spec.files.items()},
-        "command": spec.command,
+        "command": spec.command(),
         "port": port,
     }
 

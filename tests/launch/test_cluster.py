@@ -205,6 +205,20 @@ def test_numbers_that_no_rank_has_are_one_line(values: str) -> None:
     assert len(str(raised.value)) < 300
 
 
+@pytest.mark.parametrize(
+    "odd",
+    ["LOCAL_WORLD_SIZE=x", "LOCAL_WORLD_SIZE=0", "MASTER_PORT=abc", "MASTER_PORT=0", "MASTER_PORT=65536"],
+)
+def test_so_are_other_variables_of_a_rank(odd: str) -> None:
+    name, _, value = odd.partition("=")
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with pytest.raises(BadInputError, match=rf"{name}='{value}': no rank of a launch has these numbers"):
+        is_rank({**rank, name: value})
+    assert is_rank({**rank, name: "1024"})
+    # One rank alone meets nobody.
+    assert is_rank({**rank, "WORLD_SIZE": "1", "MASTER_PORT": ""})
+
+
 def test_a_hook_that_calls_a_nodes_only_task_a_rank_is_not_believed() -> None:
     hooked = {**STEP, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert is_launcher_task(hooked)

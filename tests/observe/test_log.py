@@ -333,6 +333,19 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize(
+    "label", ["packing /d[/b]", "packing [red]d", "packing d/:dog:", "packing {task.id}"]
+)
+def test_a_path_beside_a_bar_is_shown_as_it_is(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name, value in {"TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with console.progress_bar(label, 2) as advance:
+        advance(2)
+    assert f"{label} " in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+
+
 def test_the_time_left_of_a_resumed_run_is_by_its_own_steps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

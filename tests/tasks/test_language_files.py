@@ -21,7 +21,7 @@ from trainer.data.formats.text import decode_text, encode_text
 from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokens import TOKENS
 from trainer.errors import BadInputError
-from trainer.models.gpt import generate
+from trainer.models.gpt import generated
 from trainer.train.components.task import check_request, make_task
 from trainer.train.step import train_step
 
@@ -139,21 +139,25 @@ def test_text_becomes_tokens_and_text_again() -> None:
         encode_text("x", "characters", "abc")
 
 
+def _generate(*arguments: Any) -> torch.Tensor:
+    return torch.tensor(list(generated(*arguments)))
+
+
 def test_generating_is_what_the_model_says() -> None:
     model = make_model().eval()
     prompt = torch.tensor([3, 1, 4])
-    likeliest = generate(model, prompt, 20, temperature=0)
+    likeliest = _generate(model, prompt, 20, 0.0)
     assert len(likeliest) == 20
     assert int(likeliest[0]) == int(model(prompt[None])[0, -1].argmax())
     whole = torch.cat((prompt, likeliest))
     last = model(whole[None, -13:-1])[0, -1]  # no further back than a sample is long
     assert int(whole[-1]) == int(last.argmax())
     drawn = [
-        generate(model, prompt, 9, 1.0, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
+        _generate(model, prompt, 9, 1.0, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     counts = torch.bincount(
-        torch.cat([generate(model, prompt, 1, 2.0, torch.Generator().manual_seed(n)) for n in range(600)]),
+        torch.cat([_generate(model, prompt, 1, 2.0, torch.Generator().manual_seed(n)) for n in range(600)]),
         minlength=20,
     )
     wanted = (model(prompt[None])[0, -1].detach() / 2).softmax(0)

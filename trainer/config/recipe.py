@@ -12,7 +12,7 @@ from trainer.config.formats import formats_of
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
 from trainer.config.models import HF, models_of
 from trainer.config.optimizers import OPTIMIZERS
-from trainer.config.section import Section
+from trainer.config.section import Section, refuse
 from trainer.config.suggest import nearest
 from trainer.config.tasks import (
     CUSTOM,
@@ -210,15 +210,13 @@ class Recipe(Section):
         able = sorted(name for name, one in OPTIMIZERS.items() if one.elementwise)
         reasons = {
             f"optim.name={self.optim.name}": self.optim.name not in able
-            and f"needs whole matrices, and each rank has rows of them: use {' or '.join(able)}",
+            and f" needs whole matrices, and each rank has rows of them: use {' or '.join(able)}",
             "model.channels_last": self.model.channels_last
-            and "uses a memory layout of parameters that can't be split by rows: leave it out",
+            and " uses a memory layout of parameters that can't be split by rows: leave it out",
             "compile.scope=model": self.compile.mode != "none"
             and self.compile.scope == "model"
-            and "compiles a model whose blocks are gathered one by one: use compile.scope=blocks",
+            and " compiles a model whose blocks are gathered one by one: use compile.scope=blocks",
             "precision.debug": self.precision.debug
-            and "reads the weights of modules before FSDP has gathered them: leave it out",
+            and " reads the weights of modules before FSDP has gathered them: leave it out",
         }
-        for key, reason in reasons.items():
-            if reason:
-                raise ValueError(f"{key} {reason}, or use parallel.strategy=ddp")
+        refuse(reasons, ", or use parallel.strategy=ddp")

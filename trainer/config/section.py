@@ -58,6 +58,21 @@ def validated(model: type[Config], values: dict[str, Any], source: str) -> Confi
         raise BadInputError(f"{source}: {_problem_of(model, error)}") from error
 
 
+def refuse(reasons: Mapping[str, str | bool], remedy: str) -> None:
+    """Refuses the first key that has a reason, in a validator.
+
+    Args:
+        reasons: What is wrong with each key, to follow its name; False for nothing.
+        remedy: What to do, to follow the reason.
+
+    Raises:
+        ValueError: If there is a reason.
+    """
+    for key, reason in reasons.items():
+        if reason:
+            raise ValueError(f"{key}{reason}{remedy}")
+
+
 def first_problem(error: ValidationError) -> str:
     """Returns place and message of an error's first problem."""
     problem = error.errors()[0]

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from trainer.config.section import Section
 
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, le=10_000)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Factor = Annotated[float, Field(gt=0, le=10)]
 
@@ -118,11 +118,13 @@ class LanguageConfig(GPTConfig):
 class AudioConfig(Section):
     """Recordings, their log-mel features, and how these are masked in training."""
 
-    seconds: float = Field(1.0, gt=0, description="length of a cut; a shorter recording is followed by zeros")
-    sample_rate: int = Field(16000, ge=100, description="in Hz; files must have it")
-    mels: int = Field(40, ge=1, description="mel bands")
-    window: float = Field(0.025, gt=0, description="Hann window of a frame, in seconds")
-    hop: float = Field(0.01, gt=0, description="from one frame to the next, in seconds")
+    seconds: float = Field(
+        1.0, gt=0, le=86400, description="length of a cut; a shorter recording is followed by zeros"
+    )
+    sample_rate: int = Field(16000, ge=100, le=10**7, description="in Hz; files must have it")
+    mels: int = Field(40, ge=1, le=4096, description="mel bands")
+    window: float = Field(0.025, gt=0, le=86400, description="Hann window of a frame, in seconds")
+    hop: float = Field(0.01, gt=0, le=86400, description="from one frame to the next, in seconds")
     lowest: float = Field(20.0, ge=0, description="lower edge of the lowest band, in Hz")
     highest: float | None = Field(
         None, gt=0, description="upper edge of the highest band, in Hz (default: half the sample rate)"

@@ -10,7 +10,7 @@ from trainer.config import sinks
 from trainer.config.data import EvaluationSetConfig
 from trainer.config.optimizers import OPTIMIZERS, SCHEDULES, described, read_by
 from trainer.config.redact import is_secret
-from trainer.config.section import Section, validated
+from trainer.config.section import Section, refuse, validated
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 
@@ -216,7 +216,7 @@ class ParallelConfig(Section):
         "and moment; hsdp: the same within groups of parallel.shard ranks",
     )
     shard: int = Field(0, ge=0, description="ranks that share a model (hsdp); 0: all of them (fsdp)")
-    bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
+    bucket_mb: int = Field(25, ge=1, le=1 << 20, description="DDP's bucket size in MiB")
     reduction: Literal["all_reduce", "tree"] = Field(
         "all_reduce",
         description="how a step's gradients are added; tree: the same bits on any number of ranks that "
@@ -238,14 +238,13 @@ class ParallelConfig(Section):
     def _a_tree_is_exact(self) -> "ParallelConfig":
         if self.reduction == "tree":
             reasons = {
-                "compress": self.compress != "none" and "rounds what crosses the network",
-                "find_unused_parameters": self.find_unused_parameters
-                and "is DDP's; a tree takes unused parameters as they are",
-                "sync_batchnorm": self.sync_batchnorm and "makes statistics depend on the number of ranks",
+                "parallel.compress": self.compress != "none" and " rounds what crosses the network",
+                "parallel.find_unused_parameters": self.find_unused_parameters
+                and " is DDP's; a tree takes unused parameters as they are",
+                "parallel.sync_batchnorm": self.sync_batchnorm
+                and " makes statistics depend on the number of ranks",
             }
-            for key, reason in reasons.items():
-                if reason:
-                    raise ValueError(f"parallel.{key} {reason}: leave it out with parallel.reduction=tree")
+            refuse(reasons, ": leave it out with parallel.reduction=tree")
         return self
 
     @model_validator(mode="after")
@@ -262,19 +261,15 @@ class ParallelConfig(Section):
         if self.strategy == "ddp":
             return self
         reasons = {
-            "reduction": self.reduction == "tree" and "=tree adds whole gradients on each rank",
-            "compress": self.compress != "none"
+            "parallel.reduction": self.reduction == "tree" and "=tree adds whole gradients on each rank",
+            "parallel.compress": self.compress != "none"
             and " is DDP's: with shards precision.mode=bf16 gathers in bfloat16",
-            "find_unused_parameters": self.find_unused_parameters
+            "parallel.find_unused_parameters": self.find_unused_parameters
             and " is DDP's: with shards all trained parameters must have a part in each step",
-            "bucket_mb": self.bucket_mb != type(self).model_fields["bucket_mb"].default
+            "parallel.bucket_mb": self.bucket_mb != type(self).model_fields["bucket_mb"].default
             and " is DDP's: with shards a block is what is sent at once",
         }
-        for key, reason in reasons.items():
-            if reason:
-                raise ValueError(
-                    f"parallel.{key}{reason}; leave it out with parallel.strategy={self.strategy}"
-                )
+        refuse(reasons, f"; leave it out with parallel.strategy={self.strategy}")
         return self
 
 

@@ -63,13 +63,7 @@ def write_torch_export(model: nn.Module, inputs: ModelTensors, folder: Path) -> 
 
 
 def write_onnx(model: nn.Module, inputs: ModelTensors, folder: Path) -> Path:
-    """Writes ONNX from torch.export's program, before torch 2.6 from TorchScript.
-
-    Raises:
-        BadInputError: If its packages aren't installed.
-    """
-    if missing := missing_packages("onnx", "onnxscript", "onnxruntime"):
-        raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
+    """Writes ONNX from torch.export's program, before torch 2.6 from TorchScript."""
     file = folder / "model.onnx"
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with torch.no_grad():

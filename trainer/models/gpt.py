@@ -306,22 +306,6 @@ def _norm(config: GPTConfig) -> nn.Module:
             assert_never(config.norm)
 
 
-def generate(
-    model: nn.Module,
-    prompt: torch.Tensor,
-    count: int,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """Generates `count` tokens after a prompt; see `generated`.
-
-    Returns:
-        int64 (count,).
-    """
-    added = list(generated(model, prompt, count, temperature, generator))
-    return torch.tensor(added, dtype=torch.int64, device=prompt.device)
-
-
 @torch.no_grad()
 def generated(
     model: nn.Module,

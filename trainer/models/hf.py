@@ -54,7 +54,8 @@ class HfLanguage(nn.Module):
         self.sequence_length = sequence_length
         self._body, self._head = causal.base_model_prefix, _head_of(causal)
         self._legacy = [re.compile(one) for one in causal._keys_to_ignore_on_load_unexpected or ()]
-        self._windows = _windows(config)
+        window = getattr(config, "sliding_window", None)
+        self._windows = (int(window),) if window else ()
         taken = inspect.signature(type(causal.base_model).forward).parameters
         self._cached = "cache" if "cache" in taken else "past_key_values"  # before 5.24 of the library
         divided, factor = (getattr(config, key, None) for key in ("logits_scaling", "logit_scale"))
@@ -275,12 +276,6 @@ def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
 def _head_of(causal: Any) -> str:
     head = causal.get_output_embeddings()
     return str(next(name for name, module in causal.named_children() if module is head))
-
-
-def _windows(config: Any) -> tuple[int, ...]:
-    """Widths of the layers' sliding windows."""
-    window = getattr(config, "sliding_window", None)
-    return (int(window),) if window else ()
 
 
 # --- attention ---

@@ -154,7 +154,7 @@ class ProgressBar:
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[metrics]}"),
+                TextColumn("{task.fields[metrics]}", markup=False),
                 console=console,
                 auto_refresh=False,
                 redirect_stdout=False,
@@ -274,10 +274,12 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
     """Yields a function that takes work done: draws a bar, or prints a line every tenth and half minute."""
     if sys.stderr.isatty() and _Log.bars and not _Log.as_json:
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import Progress, TextColumn
 
-        with Progress(console=Console(stderr=True), redirect_stdout=False) as bar:
-            task = bar.add_task(label, total=total)
+        # A path in the label may hold [brackets], or :words: that rich makes pictures of.
+        columns = (TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:])
+        with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as bar:
+            task = bar.add_task(without_controls(label), total=total)
             yield lambda by: bar.advance(task, by)
         return
     done, tenths, printed_at = 0, 0, float("-inf")

@@ -95,7 +95,7 @@ def run_check(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, words)
     check_recipe(options.recipe, recipe, words)
     shown = sys.stderr.isatty() and not options.json
-    report = _check(options.recipe, recipe, None, options.only, _Progress() if shown else str)
+    report = _check(options.recipe, recipe, None, options.only, _show_progress if shown else str)
     print(report_json(report) if options.json else without_controls(str(report)))
     return EXIT_DONE if report.ok else EXIT_FAILED
 
@@ -130,12 +130,9 @@ def _check(
         torch.use_deterministic_algorithms(strict)
 
 
-class _Progress:
-    """A progress line that names the current variant."""
-
-    def __call__(self, what: str) -> None:
-        """Overwrites the line with a new one."""
-        print(f"\r\033[K{f'checking: {what}' if what else ''}", end="", file=sys.stderr, flush=True)
+def _show_progress(what: str) -> None:
+    """Overwrites the progress line with another one, which names the current variant."""
+    print(f"\r\033[K{f'checking: {what}' if what else ''}", end="", file=sys.stderr, flush=True)
 
 
 def check_conditions(subject: Subject, draws: bool) -> str:

@@ -96,7 +96,7 @@ def compare(
         for name, tensor in theirs.items():
             if name not in ours:
                 continue
-            one, other = _numbers(ours[name]), _numbers(tensor)
+            one, other = as_float64(ours[name]), as_float64(tensor)
             if one.shape != other.shape:
                 odd.append(Difference(name, step + 1, f"shape {one.shape} instead of {other.shape}"))
                 continue
@@ -104,7 +104,7 @@ def compare(
                 continue
             scale, bound = float(np.abs(other).max(initial=0.0)), 0.0
             if nudged is not None:
-                bound = _SPREADS * float(np.abs(_numbers(nudged[step][name]) - other).max(initial=0.0))
+                bound = _SPREADS * float(np.abs(as_float64(nudged[step][name]) - other).max(initial=0.0))
                 if tensor.is_floating_point() or tensor.is_complex():
                     bound = max(bound, _ULPS * eps * scale)
             apart = np.abs(one - other)
@@ -126,7 +126,8 @@ def compare(
     return Compared(None, largest, loosest, tuple(noise))
 
 
-def _numbers(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def as_float64(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Converts to a float64 array, which holds all narrower floats exactly."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.detach().double().numpy()
 

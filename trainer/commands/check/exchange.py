@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trainer.commands.check.compare import as_float64
 from trainer.commands.check.plain import StepTensors
 from trainer.commands.check.training import Subject
 from trainer.commands.check.variants import Trained, Variant, VariantLaunch
@@ -54,14 +55,9 @@ def leave(folder: Path, name: str, found: Trained) -> None:
     if isinstance(found, str):
         write_whole(folder / f"{name}.txt", found)
         return
-    arrays = {f"{step}/{key}": _plain(t) for step, seen in enumerate(found) for key, t in seen.items()}
+    arrays = {f"{step}/{key}": as_float64(t) for step, seen in enumerate(found) for key, t in seen.items()}
     with (folder / f"{name}.npz").open("wb") as file:
         np.savez(file, count=np.array(len(found)), **arrays)  # type: ignore[arg-type]
-
-
-def _plain(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Converts to a float64 array, which holds all narrower floats exactly."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().numpy()
 
 
 def _taken(folder: Path, name: str, ended: str) -> Trained:

@@ -162,9 +162,9 @@ def _pack(options: argparse.Namespace) -> int:
         raise BadInputError(f"--quality {options.quality}: give 1 to 95")
     if options.image_bits is not None and not 8 <= options.image_bits <= 16:
         raise BadInputError(f"--image-bits {options.image_bits}: give 8 to 16")
-    processes = options.processes or max(1, int(read_limits().cpus))
+    processes = max(1, int(read_limits().cpus)) if options.processes is None else options.processes
     if processes < 1:
-        raise BadInputError(f"--processes {options.processes}: give a number from 1 on")
+        raise BadInputError(f"--processes {processes}: give a number from 1 on")
     settings = PackSettings(options.short_side, options.quality, options.raw)
     for split, source in _parts(options.source):
         target = options.target / split if split else options.target
@@ -280,7 +280,7 @@ def _stats(options: argparse.Namespace) -> int:
         if row not in ("unreadable", "left_out"):
             cells = (_shown(getattr(figures, row)) for figures in found.values())
             table.add_row(row.replace("_", " "), *cells)
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)  # a path may hold what rich takes for these
     say("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
     for line in (line for figures in found.values() for line in figures.unreadable):
         say(line)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from trainer.commands.doctor.facts import (
     CheckResult,
     MachineFacts,
@@ -51,7 +54,8 @@ _FOLDERS = {
 }
 
 
-def _room(box: MachineFacts, role: str) -> CheckResult:
+def _room(role: str, box: MachineFacts) -> CheckResult:
+    """Checks whether a folder can be written and has room."""
     folder, (what, remedies) = box.folders[role], _FOLDERS[role]
     where = f"{what} {folder.path}"
     if folder.error:
@@ -71,21 +75,6 @@ def _room(box: MachineFacts, role: str) -> CheckResult:
     if folder.mount.how == "container layer" and role == "run":
         return warning(finding, "it lies in the container's own layer: slow, and gone with it", **remedies)
     return fine(finding)
-
-
-def run_folder(box: MachineFacts) -> CheckResult:
-    """Checks whether the run folder can be written and has room."""
-    return _room(box, "run")
-
-
-def cache_folder(box: MachineFacts) -> CheckResult:
-    """Checks whether the cache folder can be written and has room."""
-    return _room(box, "cache")
-
-
-def tmp_folder(box: MachineFacts) -> CheckResult:
-    """Checks whether the folder for temporary files can be written and has room."""
-    return _room(box, "tmp")
 
 
 def caches(box: MachineFacts) -> CheckResult:
@@ -152,10 +141,8 @@ def _data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     return fine(finding)
 
 
-STORAGE_CHECKS = (
-    ("disk.run", run_folder),
-    ("disk.cache", cache_folder),
-    ("disk.tmp", tmp_folder),
+STORAGE_CHECKS: tuple[tuple[str, Callable[[MachineFacts], CheckResult]], ...] = (
+    *((f"disk.{role}", partial(_room, role)) for role in _FOLDERS),
     ("cache.writable", caches),
     ("data.path", _data_path),
 )

@@ -4,7 +4,8 @@ import argparse
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,19 +101,14 @@ def export(options: argparse.Namespace) -> int:
         return _export_streamed(target, options)
     run = open_run(options.folder, options.set, trust=options.trust)
     subject = _subject(run, options)
-    beside = _beside(target)
     try:
-        with staged() as say, writing(str(target), _REMEDY):
-            beside.mkdir(parents=True)
+        with staged() as say, _published(target) as beside:
             file, error = _write(name, subject, run, beside, options, say)
             write_json(beside / _ABOUT, export_facts(file, error, subject, run, options))
-            _publish(beside, target)
     except NotTheSame as problem:
         line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
         warn(plain(line, 1000))
         return EXIT_FAILED
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     _tell(target, file.name, error, subject, run, options)
     return EXIT_DONE
 
@@ -120,11 +116,9 @@ def export(options: argparse.Namespace) -> int:
 def _export_streamed(target: Path, options: argparse.Namespace) -> int:
     """Writes the weights tensor by tensor: no model is built, so outputs aren't compared."""
     run, source, tensors = stored_weights(options.folder, options.set, options.trust)
-    beside = _beside(target)
     try:
-        with staged() as say, writing(str(target), _REMEDY):
+        with staged() as say, _published(target) as beside:
             say("export: writing safetensors, tensor by tensor")
-            beside.mkdir(parents=True)
             digest = write_file(beside / "model.safetensors", safetensors_bytes(tensors))
             facts = {
                 "format": options.to,
@@ -139,11 +133,8 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
                 "checked": None,
             }
             write_json(beside / _ABOUT, facts)
-            _publish(beside, target)
     except (Damaged, Unreadable) as problem:
         raise BadInputError(f"{run.path}: {source}: {problem}; bring it back") from problem
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     file = target / "model.safetensors"
     print(
         f"{path_shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {source}\n"
@@ -153,8 +144,17 @@ def _export_streamed(target: Path, options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _beside(target: Path) -> Path:
-    return target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")  # no longer than a name may be
+@contextmanager
+def _published(target: Path) -> Iterator[Path]:
+    """A context with a new folder beside a target, whose place it takes at the end; gone on an error."""
+    beside = target.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}")  # no longer than a name may be
+    try:
+        with writing(str(target), _REMEDY):
+            beside.mkdir(parents=True)
+            yield beside
+            _publish(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_request(options: argparse.Namespace) -> None:

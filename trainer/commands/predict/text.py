@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from trainer.data.formats.encoders import Encoder, read_tokenizer
 from trainer.data.formats.text import decode_text as decode, encode_text as encode
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.models.gpt import generate, generated
+from trainer.models.gpt import generated
 from trainer.models.hf_files import end_tokens
 from trainer.observe.text import printable
 from trainer.tasks.conversations import prompt_tokens
@@ -34,9 +35,8 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     encoder = encoder_of(options.tokenizer, facts)
     prompt = _tokens(options.prompt or "", facts, encoder)
     begun = torch.tensor(prompt or [_first(facts)], device=device)
-    added = generate(run.model.to(device), begun, options.tokens, options.temperature, random).tolist()
-    if facts["end_of_document"] in added:
-        added = added[: added.index(facts["end_of_document"])]
+    tokens = generated(run.model.to(device), begun, options.tokens, options.temperature, random)
+    added = takewhile(lambda token: token != facts["end_of_document"], tokens)
     print(printable(_text([*prompt, *added], facts, encoder)))
     return EXIT_DONE
 

@@ -99,7 +99,7 @@ def files(spec: JobSpec) -> list[tuple[Path, str]]:
 def words(spec: JobSpec) -> list[str]:
     """Returns the command of each node's container, after the image's entrypoint."""
     target = recipe_file(spec)
-    return (spec.model_copy(update={"recipe": target}) if target else spec).command
+    return (spec.model_copy(update={"recipe": target}) if target else spec).command()
 
 
 def timed(spec: JobSpec) -> list[str]:

@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-from trainer.commands.submit.spec import OBJECT, ODD_NAME, JobPlace, Site
+from trainer.commands.submit.spec import OBJECT, ODD_NAME, JobPlace, Site, text_of_option
 from trainer.config.redact import is_secret, redact_text
 from trainer.errors import BadInputError
-from trainer.host.files import read_bounded
 
 CLUSTERS = ("kubernetes", "kubeflow")
 # A line that docker and the shell of a batch script read alike.
@@ -69,12 +68,8 @@ def _file(word: str) -> Path:
 
 
 def _names(path: Path, word: str) -> list[str]:
-    try:
-        mode, lines = path.stat().st_mode, read_bounded(path).decode().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not a text in UTF-8"
-        raise BadInputError(f"--env-from {word}: can't be read ({why})") from error
-    if mode & 0o077:
+    lines = text_of_option(f"--env-from {word}", path).split("\n")
+    if path.stat().st_mode & 0o077:
         raise BadInputError(f"--env-from {word}: others may read it: chmod 600 {path}")
     found = []
     for number, line in enumerate(lines, 1):

@@ -215,7 +215,7 @@ def _command(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     if site.container != "venv":
         return words(spec)
     data = "" if spec.data is None else str(folder_of("slurm", "data", spec.data))
-    command = spec.command_with(str(runs), data)
+    command = spec.command(str(runs), data)
     return [str(Path(site.venv).absolute() / "bin" / "trainer"), *command[1:]]
 
 

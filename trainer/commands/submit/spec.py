@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from trainer.errors import BadInputError
+from trainer.host.files import read_bounded
 
 # What follows a stop: the ranks' grace, then the launcher's own end, before the place kills what is left.
 _LAUNCHER_SECONDS = 30
@@ -194,20 +195,15 @@ class JobSpec(BaseModel):
         given = any(one.startswith(("data.path=", "data.mix=")) for one in self.settings)
         return [*self.settings, *([] if self.data is None or given else [f"data.path={data}"])]
 
-    @property
-    def command(self) -> list[str]:
-        """Returns the command of each node's container; see `command_with`."""
-        return self.command_with("runs", "/data")
-
-    def command_with(self, runs: str, data: str) -> list[str]:
+    def command(self, runs: str = "runs", data: str = "/data") -> list[str]:
         """Returns the command of each node; it finds the others by NNODES, NODE_RANK, MASTER_ADDR,
         MASTER_PORT.
 
         (Or by what Slurm or Kubeflow set themselves, see `trainer.launch.nodes.discover`.)
 
         Args:
-            runs: Folder of the runs on a node.
-            data: Folder of the data on a node, if there is any.
+            runs: Folder of the runs on a node; by default as in a container.
+            data: Folder of the data on a node, if there is any; by default as in a container.
         """
         ranks = (
             ["--gpus", str(self.gpus_per_node)]
@@ -283,6 +279,19 @@ def folder_of(place: str, what: str, where: str) -> Path:
     if where.startswith("pvc:"):
         raise BadInputError(f"--{what} {where}: {place} has no claims; give a folder that every host has")
     return Path(where).absolute()
+
+
+def text_of_option(option: str, path: Path) -> str:
+    """Returns the text of a file that an option names.
+
+    Raises:
+        BadInputError: If it can't be read.
+    """
+    try:
+        return read_bounded(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not a text in UTF-8"
+        raise BadInputError(f"{option}: can't be read ({why})") from error
 
 
 def pinned(image: str) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.submit.spec import JobSpec, pinned
+from trainer.commands.submit.spec import JobSpec, pinned, text_of_option
 from trainer.commands.submit.submit import job_folder
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError, writing
-from trainer.host.files import read_bounded, write_whole
+from trainer.host.files import write_whole
 
 _MOST = 1000
 
@@ -46,11 +46,7 @@ def points(path: Path) -> list[dict[str, Any]]:
     Raises:
         BadInputError: If the file is no sweep.
     """
-    try:
-        values = parse_yaml(read_bounded(path).decode(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not a text in UTF-8"
-        raise BadInputError(f"--sweep {path}: can't be read ({why})") from error
+    values = parse_yaml(text_of_option(f"--sweep {path}", path), str(path))
     if not isinstance(values, dict) or len(values) != 1 or next(iter(values)) not in ("grid", "runs"):
         raise BadInputError(f"--sweep {path}: give grid: {{KEY: [A, B]}} or runs: [{{KEY: A}}, {{KEY: B}}]")
     found = list(_grid(path, values["grid"]) if "grid" in values else _listed(path, values["runs"]))

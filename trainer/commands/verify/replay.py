@@ -134,12 +134,22 @@ def replay(
     return EXIT_DONE
 
 
-def ranks_wanted(options: argparse.Namespace) -> int | None:
-    """Returns the requested number of ranks; None for the run's."""
+def ranks_wanted(options: argparse.Namespace, device: str) -> int | None:
+    """Returns the requested number of ranks; None for the run's.
+
+    Raises:
+        BadInputError: If it is below 1, or one of GPUs where the run was trained on CPUs (`device`).
+    """
     if options.nproc_per_node is not None:
+        if options.nproc_per_node < 1:
+            raise BadInputError(f"--nproc-per-node {options.nproc_per_node}: give a number from 1 on")
         return int(options.nproc_per_node)
     if options.gpus is None:
         return None
+    if device == "cpu":
+        raise BadInputError(
+            f"--gpus {options.gpus}: the run was trained on CPUs; leave it out, or give --nproc-per-node N"
+        )
     return int(options.gpus) if options.gpus.isdecimal() else len(options.gpus.split(","))
 
 

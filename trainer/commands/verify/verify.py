@@ -33,7 +33,7 @@ def verify(options: argparse.Namespace) -> int:
     run = before_its_stop(run, anomalies)
     until = last_step(run, options.steps)
     config = replay_config(run, options.set, options.trust)
-    parts = parts_of(run, until, ranks_wanted(options))
+    parts = parts_of(run, until, ranks_wanted(options, run.manifest.device.kind))
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         begin(run, folder, rolled_back(anomalies))
@@ -95,7 +95,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         start = _checkpoint_before(run, folder, step)
         steps = f"step {step}" if step == start + 1 else f"steps {start + 1} to {step}"
         say(f"{run.path}: training {steps} again, in {temporary}")
-        parts = parts_of(run, step, ranks_wanted(options))
+        parts = parts_of(run, step, ranks_wanted(options, run.manifest.device.kind))
         parts = [part for part in parts if part.until > start]
         code = replay(config, parts, run.manifest.steps, folder, options.gpus)
         if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the anomaly comes again

@@ -19,6 +19,10 @@ PORT = 29500
 # Two jobs can share a node: on Slurm each has a port of its own.
 _SLURM_PORTS = 1000
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MORE_OF_RANK = {
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_PORT": str(PORT),
+}  # with what stands for each that isn't set
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
 _SHELL = "4294967290"  # SLURM_STEP_ID in the shell of salloc, with LaunchParameters=use_interactive_step
 # What says that a process is one task of several, in Slurm's words, PMI's, and those of enroot's hook.
@@ -150,13 +154,15 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     ranked = all(name in environ for name in _RANK) and not started_by_rank(environ)
     if not ranked or is_launcher_task(environ):
         return False
-    values = [environ[name] for name in _RANK]
-    rank, size, local = map(_whole, values)
-    if not 0 <= local <= rank < size:
-        stated = ", ".join(f"{name}='{value[:20]}'" for name, value in zip(_RANK, values, strict=True))
+    values = {name: environ[name] for name in (*_RANK, *_MORE_OF_RANK) if name in environ}
+    rank, size, local = (_whole(values[name]) for name in _RANK)
+    here, port = (_whole(values.get(name, usual)) for name, usual in _MORE_OF_RANK.items())
+    meets = size == 1 or 0 < port < 1 << 16  # one rank alone meets nobody
+    if here < 1 or not meets or not 0 <= local <= rank < size:
+        stated = ", ".join(f"{name}='{value[:20]}'" for name, value in values.items())
         raise BadInputError(
-            f"{stated}: no rank of a launch has these numbers (0 to WORLD_SIZE - 1); start it by torchrun or "
-            "srun, or unset these variables if they are left over from another job"
+            f"{stated}: no rank of a launch has these numbers (0 to WORLD_SIZE - 1; ports to 65535); start "
+            "it by torchrun or srun, or unset these variables if they are left over from another job"
         )
     return True
 
