@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.nn import functional as F
 
 from tests.helpers.small_task import Small
 from trainer import BadInputError, fit
@@ -54,6 +56,29 @@ def test_what_has_no_weight_decay_is_told_and_a_name_that_there_isnt_is_refused(
         fit(Small, {**few, "optim.no_decay": ["wieght"]}, out=tmp_path / "wrong")
     with pytest.raises(BadInputError, match=r"optim.no_decay: .*weigh?.*, now"):
         fit(Small, {**few, "optim.no_decay": ["*"]}, out=tmp_path / "run")
+
+
+class Tied(Small):
+    """Its head is only read, and its first layer is called past `__call__`."""
+
+    def model(self) -> Any:
+        return nn.ModuleDict({"first": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        y = F.linear(model["first"].forward(batch.fields["x"]), model["head"].weight)
+        return F.mse_loss(y + model["head"].bias, batch.fields["y"], reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [("head", "float32: head; without effect on head,"), ("first", "float32: first\n")],
+)
+def test_what_is_kept_in_fp32_and_never_called_is_told(
+    kept: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bf16 = {"precision.mode": "bf16", "precision.keep_fp32": [kept]}
+    fit(Tied, {**SETTINGS, **bf16, "epochs": 1}, out=tmp_path / "run")
+    assert said in capsys.readouterr().out
 
 
 def test_a_program_that_isnt_there_is_named_as_a_module(

@@ -35,7 +35,7 @@ from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
-from trainer.train.components.operations import blank_batch, without_values
+from trainer.train.components.operations import blank_batch, never_called, without_values
 
 _NAMES = 5
 
@@ -110,7 +110,12 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     mend_pointwise(model)
     if kept := fp32_modules(model, recipe.precision.keep_fp32):
         keep_in_fp32(kept.values(), device)
-        notes.append(f"in float32: {_few(list(kept))}")
+        idle = never_called(task, model, list(kept), device)
+        notes.append(
+            f"in float32: {_few(list(kept))}"
+            + f"; without effect on {_few(idle)}, which the loss of blank samples never calls (a tied head "
+            "is only read): name the module that computes with its weights" * bool(idle)
+        )
     # Before anything that talks to other ranks or reads tensors on the device: it runs forward passes.
     checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home, sharded)
     notes.extend(cost_of_checkpointing)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,36 @@ def _count_on(
         return Count(-1, seen.waits)
     by_part = {name: flops / samples for name, flops in seen.by_part.items()} if parts else {}
     return Count(seen.flops / samples, waits, by_part)
+
+
+def never_called(task: Task, trained: nn.Module, names: Sequence[str], device: torch.device) -> list[str]:
+    """Names modules whose forward a loss never calls, as of a tied head, whose weights are only read.
+
+    Args:
+        task: Gives a new model and, from a copy of itself, the loss of two blank samples.
+        trained: The model that is trained; it isn't called.
+        names: Names of the modules in question.
+        device: Device of the training; for a GPU shapes alone are used.
+
+    Returns:
+        Names of those that weren't called; none if the loss can't be computed over blank samples.
+    """
+    left = dict.fromkeys(names)
+
+    def noted(name: str, forward: Any, *values: Any, **named: Any) -> Any:
+        left.pop(name, None)
+        return forward(*values, **named)
+
+    where = _META if device.type == "cuda" else _CPU
+    try:
+        with stand_ins(task, trained, where) as (model, twin), torch.no_grad():
+            for name in names:
+                module = model.get_submodule(name)
+                module.forward = partial(noted, name, module.forward)
+            twin.loss(model, blank_batch(task, _FEW, where))
+    except Exception:  # user code, which may not expect blank samples
+        return []
+    return list(left)
 
 
 @contextmanager
