@@ -11,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from trainer.data.formats.chat import Chat, ChatError
+from trainer.data.formats.chat import Chat, ChatError, Encoded
 from trainer.data.formats.chat_template import TODAY
 from trainer.data.formats.conversations import RowSplit
 from trainer.data.formats.messages import Continuation, RowError, SkippedError, Talk, sample_of, unread_names
@@ -23,7 +23,7 @@ from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 4  # of the cache: raised where the same rows become other tokens
+_LAYOUT = 5  # of the cache: raised where the same rows become other tokens, or other notes
 _BATCH = 512  # rows that are tokenized together
 
 
@@ -57,6 +57,7 @@ class _Tally:
     def __init__(self) -> None:
         self.left_out = list[LeftOut]()
         self.tokens = self.counting = self.straddling = self.unended = self.cut = self.controls = 0
+        self.unknown = 0
         self.first_control = ""
 
     def notes(self, chat: Chat, rows: int) -> Iterator[str]:
@@ -72,6 +73,8 @@ class _Tally:
                 f"{self.unended:,} assistant turns end without a token of their own such as <|im_end|> that "
                 "counts, so the model isn't taught to stop"
             )
+        if self.unknown:
+            yield f"{self.unknown:,} tokens stand for what the tokenizer's vocabulary lacks"
         if self.cut:
             yield f"{self.cut:,} texts are longer than language.sequence_length, and cut into several samples"
         if self.controls:
@@ -197,8 +200,16 @@ def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, totals: _Tally
         else:
             totals.straddling += found.straddling
             totals.unended += found.unended
+            totals.unknown += _unknown(chat, row.text, encoded)
             totals.cut += targets > length
             yield found
+
+
+def _unknown(chat: Chat, text: str, encoded: Encoded) -> int:
+    """Counts tokens that stand for what the vocabulary lacks, but for those that the text names."""
+    places = (encoded.ids == chat.unknown).nonzero()[0]
+    named = "" if chat.unknown is None else chat.tokenizer.id_to_token(chat.unknown)
+    return sum(text[encoded.starts[place] : encoded.ends[place]] != named for place in places)
 
 
 def _with_ends(found: Counted, chat: Chat) -> Counted:

@@ -99,6 +99,7 @@ class TokenFile(BaseModel):
     vocabulary: int = Key(ge=1, le=1 << 32)  # above every token
     tokens: int = Key(ge=1)
     documents: int = Key(ge=1)
+    unknown: int = Key(0, ge=0)  # tokens that stand for what the vocabulary lacks
     end_of_document: int = Key(ge=0)
     tokenizer: str
     tokenizer_sha256: str | None
