@@ -227,7 +227,7 @@ def test_a_turn_of_several_calls_ends_with_the_last(tmp_path: Path) -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
     )
     chat = open_tokenizer(chat_folder(tmp_path, template=template))
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
+    calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
     asked = {"role": "assistant", "content": "", "tool_calls": calls}
     assert counting(chat, [TALK[0], asked, *TALK[:2]], [1]) == "add<|im_end|>take<|im_end|>"
 

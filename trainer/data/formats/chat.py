@@ -235,8 +235,8 @@ def open_tokenizer(folder: Path) -> Chat:
     closings = sorted(
         {closing, *(text for text, n in kept.items() if n == eos)} - {""}, key=len, reverse=True
     )
-    found = {"lossy": is_lossy(tokenizer), "unknown": unknown_of(tokenizer)}
-    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings), **found)
+    chat = chat._replace(lossy=is_lossy(tokenizer), unknown=unknown_of(tokenizer))
+    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings))
 
 
 def _written_after_answers(chat: Chat) -> tuple[str, str]:
