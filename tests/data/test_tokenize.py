@@ -406,6 +406,10 @@ def test_what_the_vocabulary_lacks_is_counted(
     asked = [str(tmp_path / "text"), str(tmp_path / "t.bin"), "--tokenizer", f"bpe:{tmp_path}/tokenizer.json"]
     assert main(["data", "tokenize", *asked]) == 0
     assert "  2 of them stand for what the vocabulary lacks" in capsys.readouterr().out
-    (tmp_path / "a.jsonl").write_text('{"text": "a z a q"}\n{"text": "z ? a"}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "a z a q"}\n{"text": "z ? a"}\n{"text": "a</s>a"}\n')
     found = tokenized(RowSplit((tmp_path / "a.jsonl",)), open_tokenizer(tmp_path), "all", 9)
-    assert "3 tokens stand for what the tokenizer's vocabulary lacks" in found.notes, "one is named"
+    assert found.notes[1:] == (
+        "3 tokens stand for what the tokenizer's vocabulary lacks",  # and one is named
+        "1 rows hold the text of a special token in their content, which becomes that token "
+        "(a.jsonl: line 3: </s>)",
+    )
