@@ -156,7 +156,7 @@ def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterat
         except SkippedError as reason:
             totals.left_out.append(_left(str(reason), where))
             continue
-        except (RowError, ChatError) as error:
+        except (RowError, ChatError, RecursionError) as error:  # the last of JSON in a string
             raise BadInputError(f"{where}: {error}") from error
         if found := [end for end in chat.ends if any(end in content for content in contents)]:
             totals.controls.append(one(_CONTROLS, f"{_name(where)}: {found[0]}"))

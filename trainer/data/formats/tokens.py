@@ -130,10 +130,6 @@ class TokenDataset:
 
     def __init__(self, path: Path, length: int, dtype: str | None = None, *, whole: bool = False) -> None:
         """Opens the file and checks its size."""
-        if length < 1:
-            raise BadInputError(f"{length} tokens in a sample: there must be at least 1")
-        if dtype not in (None, "uint16", "uint32"):
-            raise BadInputError(f"dtype {dtype}: token files hold uint16 or uint32")
         self._path = path.absolute()  # a loader worker may have another working directory
         self._length = length
         self._file, facts = _opened(self._path)
