@@ -83,4 +83,4 @@ def _sizes(recipe: Recipe, task: Task) -> Sizes:
     # A rank has no threads yet when it starts its loader workers.
     data = recipe.data
     found = sizes_of(task.train_data, data.micro_batch_size, measured, data.start_method, len(sets))
-    return found._replace(given=data.workers != "auto")
+    return found._replace(workers=data.workers)
