@@ -196,6 +196,7 @@ CASES = [
     (["train", "deep.yaml"], "not valid YAML (nested too deeply)"),
     (["train", "big.yaml"], "larger than 1 MiB"),
     (["train", "slip.yaml"], "unknown key 'epoch'; did you mean 'epochs'? (and 1 more problem)"),
+    (["train", "digits", "--set", "task=[language]"], "task=[language]: input should be a valid string"),
     # Before anything is probed, let alone trained.
     (
         ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch_size=auto"],

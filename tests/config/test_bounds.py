@@ -115,6 +115,13 @@ def test_files_that_are_named_have_an_end(tmp_path: Path, read: object) -> None:
         read(path)  # type: ignore[operator]
 
 
+def test_a_task_is_no_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "task.py"
+    os.mkfifo(path)
+    with pytest.raises(BadInputError, match=r"task.py: isn't a regular file"):
+        read_recipe(str(path))  # opening it would wait for who writes to it
+
+
 def test_a_pipe_that_a_person_names_is_read() -> None:
     reads, writes = os.pipe()
     os.write(writes, b"slurm: {partition: gpu}\n")

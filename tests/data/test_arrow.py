@@ -231,6 +231,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         "chooses rows by a table of their numbers",
     ),
     (state('{"_data_files": [3]}'), {}, "isn't what save_to_disk writes"),
+    (state(r'{"_data_files": [{"filename": "\ud800"}]}'), {}, r"'\ud800' isn't the name of a file beside it"),
     (state("version https://git-lfs.github.com/spec/v1\n"), {}, "isn't JSON (a Git LFS pointer"),
     (
         None,

@@ -217,6 +217,21 @@ def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_
         turns(chat, talk, [1, 3])
 
 
+def test_a_turn_of_several_calls_ends_with_the_last(tmp_path: Path) -> None:
+    """In a template that ends each call, and writes a turn otherwise where it is the last one."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ '<think></think>' * (loop.last and m.role == 'assistant') + m.content }}"
+        "{% for call in m.tool_calls or [{'function': {'name': ''}}] %}{{ call.function.name }}<|im_end|>"
+        "{% endfor %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+    )
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "take")]
+    asked = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert counting(chat, [TALK[0], asked, *TALK[:2]], [1]) == "add<|im_end|>take<|im_end|>"
+
+
 def test_tools_and_their_answers(tmp_path: Path) -> None:
     chat = open_tokenizer(chat_folder(tmp_path, "qwen3"))
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": 2}}}

@@ -390,6 +390,14 @@ def test_wrong_boxes_may_be_left_out(tmp_path: Path) -> None:
     assert CocoPictures(tmp_path, "train", "skip").most == 2
 
 
+def test_a_box_that_is_there_twice_is_told_of(tmp_path: Path) -> None:
+    what = told()
+    assert CocoPictures(written(tmp_path, what), "train", "fail").remarks(everything=True) == ""
+    what["annotations"].append({**what["annotations"][0], "id": 9, "area": 1})
+    line = CocoPictures(written(tmp_path, what), "train", "fail").remarks(everything=True)
+    assert line == "1 boxes of instances_train.json are there twice, the first in 7.png"
+
+
 def test_files_that_are_not_there_or_not_json(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"no annotations/instances_train.json"):
         CocoPictures(tmp_path, "train", "fail")

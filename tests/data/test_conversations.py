@@ -115,6 +115,10 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
             {"messages": [ASK, {**ANSWER, "tool_calls": [CALL | {"arguments": "[1]"}]}]},
             r"arguments is \[1\], and",
         ),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": [{"function": "f"}]}]},
+            "function is 'f', and should be",
+        ),
         ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL]}]}, "the chat template leaves tool_calls out"),
     ],
 )

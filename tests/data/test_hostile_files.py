@@ -270,7 +270,7 @@ def test_a_footer_of_parquet_that_understates_its_pages_is_not_believed(
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"\xff" * 64, b"\x1c" * 4096, b"\x15\x01" * 8, b"\x19\xfc" + b"\xff" * 9]
+    "damaged", [b"\xff" * 64, b"\x1c" * 4096, b"\x19" * 4096, b"\x15\x01" * 8, b"\x19\xfc" + b"\xff" * 9]
 )
 def test_a_header_of_a_parquet_page_that_is_none_is_one_line(tmp_path: Path, damaged: bytes) -> None:
     file = tmp_path / "train.parquet"

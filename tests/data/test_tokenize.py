@@ -19,7 +19,10 @@ from tests.helpers.batches import rows
 from tests.helpers.forked import replace
 from trainer.cli import main
 from trainer.data.formats import encoders, tokenize as module
+from trainer.data.formats.chat import open_tokenizer
+from trainer.data.formats.conversations import RowSplit
 from trainer.data.formats.tokenize import list_files, tokenize
+from trainer.data.formats.tokenized import tokenized
 from trainer.data.formats.tokens import TokenDataset, read_about, verify_tokens
 from trainer.errors import BadInputError
 
@@ -380,5 +383,33 @@ def test_no_letter_is_lost_without_a_word(
             tokenize(*call)
         assert not (tmp_path / "t.bin").exists()
     else:
-        tokenize(*call)
+        assert tokenize(*call).unknown == said.count(3)
         assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist() == said
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tokenizers.models.WordLevel({"?": 0, "a": 1}, unk_token="?"),
+        tokenizers.models.Unigram([("?", 0.0), ("a", -1.0), (" ", -1.0)], 0, False),
+    ],
+)
+def test_what_the_vocabulary_lacks_is_counted(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "text").write_text("a z a q")
+    asked = [str(tmp_path / "text"), str(tmp_path / "t.bin"), "--tokenizer", f"bpe:{tmp_path}/tokenizer.json"]
+    assert main(["data", "tokenize", *asked]) == 0
+    assert "  2 of them stand for what the vocabulary lacks" in capsys.readouterr().out
+    (tmp_path / "a.jsonl").write_text('{"text": "a z a q"}\n{"text": "z ? a"}\n{"text": "a</s>a"}\n')
+    found = tokenized(RowSplit((tmp_path / "a.jsonl",)), open_tokenizer(tmp_path), "all", 9)
+    assert found.notes[1:] == (
+        "3 tokens stand for what the tokenizer's vocabulary lacks",  # and one is named
+        "1 rows hold the text of a special token in their content, which becomes that token "
+        "(a.jsonl: line 3: </s>)",
+    )

@@ -21,7 +21,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import GPTConfig, LanguageConfig
 from trainer.config.training import OptimConfig
-from trainer.data.dataset import NUM_ITEMS, ArrayDataset
+from trainer.data.dataset import NUM_ITEMS
 from trainer.data.formats import documents
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text
@@ -416,15 +416,26 @@ def test_a_padded_batch_is_cut_to_its_longest_and_says_what_it_saves() -> None:
     assert f"({full:.1%} if every sample were padded to 64)" in note
 
 
-def test_packing_leaves_little_room() -> None:
+@pytest.mark.parametrize("limit", [None, 4])
+def test_packing_leaves_little_room(limit: int | None) -> None:
     recipe = make_recipe(
         task="language",
         language={**SMALL, "text": "packed", "sequence_length": 64},
-        data={"name": "synthetic", "samples": 64, "micro_batch_size": 4, "global_batch_size": 8},
+        data={
+            "name": "synthetic",
+            "samples": 64,
+            "micro_batch_size": 4,
+            "global_batch_size": 8,
+            "limit": limit,
+        },
     )
     task = make_task(recipe)
-    assert isinstance(task.train_data, ArrayDataset)
-    assert 0 < task.describe()["padding"] < 0.06, "of 64 samples; half if each document had its own"
+    assert task.train_data.arrays is not None
+    share = 1 - task.train_data.arrays[NUM_ITEMS].mean() / 64
+    assert task.describe()["padding"] == pytest.approx(share, abs=1e-6), (
+        "of the samples that data.limit leaves"
+    )
+    assert 0 < share < 0.06, "half if each document had its own"
 
 
 @given(count=st.integers(2, 90), length=st.integers(1, 20), stride=st.integers(1, 25), whole=st.booleans())

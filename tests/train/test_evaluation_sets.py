@@ -314,6 +314,8 @@ def test_each_set_counts_in_the_memory_of_the_loaders() -> None:
     one, three = (bytes_needed(Loading(4, 1), Sizes(1, 10, 100, 1000, sets)) for sets in (1, 3))
     assert one == (4 + SPARE_SLOTS) * 10 + 4 * 1000 + (2 + SPARE_SLOTS) * 100 + 2 * 1000
     assert three - one == 2 * ((2 + SPARE_SLOTS) * 100 + 2 * 1000)
+    given = bytes_needed(Loading(4, 1), Sizes(1, 10, 100, 1000, workers=4))
+    assert given - one == 2 * 100 + 2 * 1000, "as many as for training measure the main set"
 
 
 def test_language_has_sets_of_its_own_tokens(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: st
             raise BadInputError(
                 f"{key}={shown}: isn't UTF-8, so no file can hold it; give that file or folder another name"
             )
-    own = values.get("task", "classification") not in TASKS
+    own = isinstance(task := values.get("task"), str) and task not in TASKS
     return validated(Recipe, with_defaults(values) if own else values, source)
 
 

@@ -165,8 +165,10 @@ def source_bytes(path: Path) -> bytes:
 
     Raises:
         OSError: If it can't be read.
-        BadInputError: If it is larger than 64 MiB, or endless.
+        BadInputError: If it is larger than 64 MiB, a FIFO or a device.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():  # opening a FIFO would block
+        raise BadInputError(f"{path}: isn't a regular file; give another")
     with path.open("rb") as file:
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:

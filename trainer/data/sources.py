@@ -326,14 +326,7 @@ def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 def _digits() -> ImageData:
     train, test = (ArrayDataset({IMAGE: image, LABEL: label}) for image, label in digits())
-    return ImageData(
-        train,
-        test,
-        tuple("0123456789"),
-        channels=1,
-        mean=(0.287,),
-        std=(0.354,),
-    )
+    return ImageData(train, test, tuple("0123456789"), channels=1, mean=(0.287,), std=(0.354,))
 
 
 def _cifar10(path: Path) -> ImageData:
@@ -354,11 +347,6 @@ def _synthetic(config: DataConfig, seed: int) -> ImageData:
         noise = np.frombuffer(random.bytes(1_048_573), np.uint8)
         return ArrayDataset({IMAGE: np.resize(noise, (count, *size)), LABEL: label})
 
-    return ImageData(
-        images(config.samples),
-        images(max(1, config.samples // 8)),
-        tuple(str(number) for number in range(config.classes)),
-        channels=3,
-        mean=(0.5,) * 3,
-        std=(0.29,) * 3,
-    )
+    train, evaluation = images(config.samples), images(max(1, config.samples // 8))
+    classes = tuple(map(str, range(config.classes)))
+    return ImageData(train, evaluation, classes, channels=3, mean=(0.5,) * 3, std=(0.29,) * 3)

@@ -60,6 +60,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         evaluation_sets: Number of evaluation sets, each with a ring and loader workers of its own.
+        workers: data.workers; a number holds for the main evaluation set, too.
     """
 
     sample: int
@@ -67,6 +68,7 @@ class Sizes(NamedTuple):
     eval_batch_size: int = 0
     process: int = _FORKED_BYTES
     evaluation_sets: int = 1
+    workers: Given = "auto"
 
 
 def sizes_of(
@@ -115,7 +117,9 @@ def workers_of(config: LoaderConfig, dataset: Dataset, cpu_workers: int) -> int:
 def bytes_needed(setting: Loading, sizes: Sizes) -> int:
     """Returns the memory of a rank's loaders: all rings with their spare slots, and the processes."""
     measuring = min(setting.workers, EVALUATION_WORKERS)
-    loaders = [(setting.workers, sizes.batch)] + sizes.evaluation_sets * [(measuring, sizes.eval_batch_size)]
+    main = measuring if sizes.workers == "auto" else setting.workers
+    evaluation = [main, *[measuring] * (sizes.evaluation_sets - 1)]
+    loaders = [(setting.workers, sizes.batch), *((one, sizes.eval_batch_size) for one in evaluation)]
     return sum(
         (workers * setting.prefetch + SPARE_SLOTS) * size + workers * sizes.process
         for workers, size in loaders

@@ -3,6 +3,7 @@
 import math
 import platform
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Language:
         Raises:
             BadInputError: If it isn't there, or holds a token that the model doesn't know.
         """
-        self._config, self._seed = config, seed
+        self._data, self._config, self._seed = data, config, seed
         self._name = model.name
         self.train_data: Dataset
         self.evaluation_data: Dataset
@@ -101,8 +102,6 @@ class Language:
             self._vocabulary = hf_vocabulary(model.name, used)
         self._bytes = self._about.tokenizer == "bytes"
         self.metric = "bits_per_byte" if self._bytes else "loss"
-        self.padding = self._padding(data, seed)
-        self.notes = self._notes(data.name)
 
     def check(self) -> None:
         """Looks for tokens that the model doesn't know, in files that aren't held in memory.
@@ -286,25 +285,27 @@ class Language:
         self._files.append((file, str(dataset.fields[TOKENS].dtype)))
         return dataset
 
-    def _padding(self, data: DataConfig, seed: int) -> float:
+    @cached_property  # not before data.limit
+    def padding(self) -> float:
         """The share of the places in the first epoch's batches that hold no token to be predicted."""
         arrays, length = self.train_data.arrays, self._config.sequence_length
         if self._config.text == "stream" or arrays is None:
             return 0.0
         num_items = _lengths(arrays)
         places = len(num_items) * length
-        if isinstance(self.train_data, ArrayDataset) and self.train_data.buckets:
-            size = min(data.micro_batch_size, len(num_items))
-            buckets = self.train_data.buckets
-            plan = Plan(len(num_items), size, size, 1, "cross", seed, buckets=buckets)
+        if buckets := getattr(self.train_data, "buckets", ()):
+            size = min(self._data.micro_batch_size, len(num_items))
+            plan = Plan(len(num_items), size, size, 1, "cross", self._seed, buckets=buckets)
             of_batches = num_items[plan.read(np.arange(len(num_items) // size)).sample]
             num_items = of_batches
             places = sum(_cut(int(longest), self._config) * size for longest in of_batches.max(1))
         return round(1 - float(num_items.sum()) / places, 6)
 
-    def _notes(self, name: str) -> tuple[str, ...]:
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Lines on what the text is, and how much of it is padding."""
         text: tuple[str, ...] = ()
-        if name == "stdlib":
+        if self._data.name == "stdlib":
             text = (f"text: the standard library of Python {platform.python_version()}, by bytes",)
         text += tuple(f"conversations: {line}" for line in self._told)
         if self._config.text == "stream":

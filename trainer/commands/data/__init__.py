@@ -146,6 +146,8 @@ def _tokenize(options: argparse.Namespace) -> int:
         f"{options.target}: {about.tokens:,} tokens ({about.dtype}) of {about.documents:,} files, "
         f"vocabulary {about.vocabulary:,}"
     )
+    if about.unknown:
+        say(f"  {about.unknown:,} of them stand for what the vocabulary lacks")
     _tell_left_out(hidden_files(options.source, options.files))
     return EXIT_DONE
 

@@ -45,6 +45,7 @@ def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeN
         sample * data.micro_batch_size,
         sample * data.eval_batch_size,
         evaluation_sets=1 + len(recipe.evaluation.sets),
+        workers=data.workers,
     )
     chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
     return RecipeNeeds(

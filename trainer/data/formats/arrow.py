@@ -279,7 +279,7 @@ def _files(folder: Path) -> list[Path]:
         raise BadInputError(f"{state}: names no files; save the data again")
     if content.get("_indices_data_files") or content.get("_indices_files"):
         raise BadInputError(f"{state}: chooses rows by a table of their numbers; save the data again")
-    if odd := next((name for name in names if "/" in name or "\0" in name), ""):
+    if odd := next((name for name in names if "/" in name or "\0" in name or escaped_text(name) != name), ""):
         raise BadInputError(f"{state}: {quoted(odd)} isn't the name of a file beside it; save the data again")
     for name in names:
         # data-00000-of-00003.arrow: the name has the number of files.

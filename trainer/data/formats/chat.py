@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.data.formats.chat_template import Spans, compiled, unmarked
-from trainer.data.formats.encoders import check_known, is_lossy, one_line, parse_tokenizer
+from trainer.data.formats.encoders import check_known, is_lossy, one_line, parse_tokenizer, unknown_of
 from trainer.errors import BadInputError, first_line
 from trainer.host import strict_json
 from trainer.host.files import read_inside
@@ -69,6 +69,7 @@ class Chat(NamedTuple):
         asks_date: Whether it asks for today's date.
         tokenizer: Adds nothing to a text.
         lossy: True if it leaves out characters that it has no token for.
+        unknown: Token that stands for what the vocabulary lacks; None if there is none.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class Chat(NamedTuple):
     asks_date: bool
     tokenizer: "Tokenizer"
     lossy: bool = False
+    unknown: int | None = None
 
     def render(self, messages: Sequence[Message], tools: Any = None, generation_prompt: bool = False) -> str:
         """Renders messages as text.
@@ -233,8 +235,8 @@ def open_tokenizer(folder: Path) -> Chat:
     closings = sorted(
         {closing, *(text for text, n in kept.items() if n == eos)} - {""}, key=len, reverse=True
     )
-    lossy = is_lossy(tokenizer)
-    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings), lossy=lossy)
+    chat = chat._replace(lossy=is_lossy(tokenizer), unknown=unknown_of(tokenizer))
+    return chat._replace(turn_end=turn_end, ends=kept, closings=tuple(closings))
 
 
 def _written_after_answers(chat: Chat) -> tuple[str, str]:

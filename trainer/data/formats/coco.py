@@ -89,6 +89,11 @@ class CocoPictures:
         if not images:
             raise BadInputError(f"{file}: holds no images{' with boxes' if part == 'train' else ''}")
         rows = [boxes[number] for number in images]
+        again = [len(each) - len({box[:6] for box in each}) for each in rows]
+        first = next((name for (name, *_), more in zip(images.values(), again, strict=True) if more), "")
+        self._twice = f"{sum(again):,} boxes of {file.name} are there twice, the first in {first}" * bool(
+            first
+        )
         self._sizes = np.array([image[1:] for image in images.values()], np.int64)
         self._ends = np.cumsum([len(each) for each in rows])
         numbers = np.array([row for each in rows for row in each], np.float64).reshape(-1, 7)
@@ -161,7 +166,7 @@ class CocoPictures:
         return f"; its EXIF orientation is {turn}: data.exif_orientation=apply turns it"
 
     def remarks(self, everything: bool) -> str:
-        """Returns a line on images with an EXIF orientation that isn't applied; "" if there are none.
+        """Returns a line on boxes that are there twice, and on an EXIF orientation that isn't applied, or "".
 
         Their size doesn't show whether boxes were drawn on the stored or the upright image if it is square,
         mirrored or upside down.
@@ -170,7 +175,7 @@ class CocoPictures:
             everything: True to read every image, not 1000 of them.
         """
         if self.records.reading.upright:
-            return ""
+            return self._twice
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
 
         def is_turned(sample: int) -> bool:
@@ -182,9 +187,9 @@ class CocoPictures:
         with ThreadPoolExecutor(_THREADS) as pool:
             turned = [sample for sample, odd in zip(chosen, pool.map(is_turned, chosen), strict=True) if odd]
         if not turned:
-            return ""
+            return self._twice
         looked = "" if len(chosen) == len(self) else f" that were looked at of {len(self):,}"
-        return (
+        return f"{self._twice}; " * bool(self._twice) + (
             f"{len(turned):,} of {len(chosen):,} images{looked} are to be turned or mirrored by their EXIF "
             f"orientation, the first: {self.name(turned[0])}; they are taken as they are stored, and so must "
             "their boxes be: if they were drawn on upright images, set data.exif_orientation=apply"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.errors import BadInputError, first_line, reading
+from trainer.host import strict_json
 from trainer.host.files import read_bounded
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Encoder(NamedTuple):
         end: Token that ends a document.
         tokenizer: Tokenizer of the library; None for bytes.
         lossy: True if it leaves out characters that it has no token for.
+        unknown: Token that stands for what the vocabulary lacks; None if there is none.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Encoder(NamedTuple):
     end: int
     tokenizer: "Tokenizer | None"
     lossy: bool = False
+    unknown: int | None = None
 
 
 def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
@@ -87,7 +90,8 @@ def read_tokenizer(tokenizer: str, end: str | None = None) -> Encoder:
         raise BadInputError(f"{name}: {what}; name the token that ends a document with --end")
     sha256 = hashlib.sha256(content).hexdigest()
     vocabulary = max(known.values()) + 1
-    return Encoder(f"bpe:{Path(name).name}", sha256, vocabulary, known[ends[0]], read, is_lossy(read))
+    found = unknown_of(read)
+    return Encoder(f"bpe:{Path(name).name}", sha256, vocabulary, known[ends[0]], read, is_lossy(read), found)
 
 
 def parse_tokenizer(content: bytes, file: object) -> "Tokenizer":
@@ -152,16 +156,25 @@ def _encode(batch: list[tuple[str, bool]], encoder: Encoder, dtype: np.dtype[np.
         check_known(texts, tokenizer, f"--tokenizer {encoder.name}")
     with one_line("--tokenizer"):
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    unknown = getattr(tokenizer.model, "unk_token", None)
-    ends = unknown is not None and tokenizer.token_to_id(unknown) == encoder.end
     for encoding, (_, last) in zip(encodings, batch, strict=True):
         ids = np.array(encoding.ids, dtype)
-        if ends and (ids == encoder.end).any():
+        if encoder.unknown == encoder.end and (ids == encoder.end).any():
             raise BadInputError(
-                f"--tokenizer {encoder.name}: a text has what the vocabulary lacks, and {unknown} stands for "
-                "that and for a document's end; name another by --end"
+                f"--tokenizer {encoder.name}: a text has what the vocabulary lacks, and "
+                f"{tokenizer.id_to_token(encoder.end)} stands for that and for a document's end; name "
+                "another by --end"
             )
         yield np.append(ids, np.array([encoder.end] * last, dtype)).tobytes()
+
+
+def unknown_of(tokenizer: "Tokenizer") -> int | None:
+    """Returns the token that stands for what the vocabulary lacks; None if there is none."""
+    if hasattr(tokenizer.model, "unk_token"):
+        text = tokenizer.model.unk_token
+        return None if text is None else tokenizer.token_to_id(text)
+    said = strict_json.parse_quickly(tokenizer.to_str(), _LARGEST_TOKENIZER)["model"]  # of Unigram
+    number: int | None = said.get("unk_id")
+    return number
 
 
 def is_lossy(tokenizer: "Tokenizer") -> bool:

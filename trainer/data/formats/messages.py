@@ -169,7 +169,9 @@ def _objects(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call of a tool with its arguments as an object: a string would be quoted again by a template."""
-    if isinstance(inner := call.get("function"), dict):
+    if (inner := call.get("function")) is not None:
+        if not isinstance(inner, dict):
+            raise RowError(f"{where}: function is {_shown(inner)}, and should be an object")
         return {**call, "function": _call(inner, where)}
     if "arguments" not in call:
         return call

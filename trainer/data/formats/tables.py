@@ -307,8 +307,6 @@ def _page(file: int, at: int) -> tuple[int, int]:
 
 def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, int], int]:
     """Returns the integer fields of a struct by number, and the offset of its end."""
-    if depth > _DEEPEST:
-        raise ValueError("a header of a page is nested too deeply")
     field, numbers = 0, dict[int, int]()
     while kind := data[at]:
         at += 1
@@ -325,6 +323,8 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, int], int]:
 
 def _value_end(data: bytes, at: int, kind: int, depth: int) -> int:
     """Returns the offset of the end of a value in a list or struct."""
+    if depth > _DEEPEST:
+        raise ValueError("a header of a page is nested too deeply")
     if kind == _STRUCT:
         return _struct(data, at, depth + 1)[1]
     if kind in _NUMBERS:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import numpy as np
+
 from trainer.data.formats.encoders import encoded, read_tokenizer
 from trainer.data.formats.files import size_of
 from trainer.data.formats.tokens import TokenFile, about_path
@@ -56,7 +58,7 @@ def tokenize(
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise BadInputError(f"{target}: lies in what is to be tokenized; put it elsewhere")
     dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocabulary <= 1 << 16 else "uint32"
-    read, written, size = hashlib.sha256(), hashlib.sha256(), 0
+    read, written, size, unknown = hashlib.sha256(), hashlib.sha256(), 0, 0
     with writing(str(target), "give another place"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # The JSON file is removed first and written last: a token file without it is refused, with a wrong
@@ -67,11 +69,14 @@ def tokenize(
                 for part in encoded(documents, encoder, dtype):
                     written.update(part)
                     size += file.write(part)
+                    if encoder.unknown not in (None, encoder.end):
+                        unknown += int((np.frombuffer(part, dtype) == encoder.unknown).sum())
             facts = TokenFile(
                 dtype=dtype,
                 vocabulary=encoder.vocabulary,
                 tokens=size // (2 if dtype == "uint16" else 4),
                 documents=len(files),
+                unknown=unknown,
                 end_of_document=encoder.end,
                 tokenizer=encoder.name,
                 tokenizer_sha256=encoder.sha256,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from trainer.data.formats.chat import Chat, ChatError
+from trainer.data.formats.chat import Chat, ChatError, Encoded
 from trainer.data.formats.chat_template import TODAY
 from trainer.data.formats.conversations import RowSplit
 from trainer.data.formats.messages import Continuation, RowError, SkippedError, Talk, sample_of, unread_names
@@ -23,7 +24,7 @@ from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 4  # of the cache: raised where the same rows become other tokens
+_LAYOUT = 5  # of the cache: raised where the same rows become other tokens, or other notes
 _BATCH = 512  # rows that are tokenized together
 
 
@@ -51,36 +52,33 @@ class _Prepared(NamedTuple):
     whole: bool  # all of it counts: then it may be cut into samples
 
 
-class _Tally:
-    """Counts what is odd."""
+# What follows a number in a note.
+_STRADDLING = "tokens are partly of a prompt and partly of what follows it, and don't count"
+_UNENDED = (
+    "assistant turns end without a token of their own such as <|im_end|> that counts, so the model isn't "
+    "taught to stop"
+)
+_UNKNOWN = "tokens stand for what the tokenizer's vocabulary lacks"
+_CUT = "texts are longer than language.sequence_length, and cut into several samples"
+_CONTROLS = "rows hold the text of a special token in their content, which becomes that token"
 
-    def __init__(self) -> None:
-        self.left_out = list[LeftOut]()
-        self.tokens = self.counting = self.straddling = self.unended = self.cut = self.controls = 0
-        self.first_control = ""
 
-    def notes(self, chat: Chat, rows: int) -> Iterator[str]:
-        """Lines for people."""
-        yield f"{rows:,} rows of {self.tokens:,} tokens, {self.counting:,} of which count in the loss"
-        if self.straddling:
-            yield (
-                f"{self.straddling:,} tokens are partly of a prompt and partly of what follows it, and don't "
-                "count"
-            )
-        if self.unended:
-            yield (
-                f"{self.unended:,} assistant turns end without a token of their own such as <|im_end|> that "
-                "counts, so the model isn't taught to stop"
-            )
-        if self.cut:
-            yield f"{self.cut:,} texts are longer than language.sequence_length, and cut into several samples"
-        if self.controls:
-            yield (
-                f"{self.controls:,} rows hold the text of a special token in their content, which becomes "
-                f"that token ({self.first_control})"
-            )
-        if chat.asks_date:
-            yield f"the chat template asks for today's date and is given {TODAY}, so that runs repeat"
+class _Tally(NamedTuple):
+    """Rows that are left out, numbers of what is odd, and rows that hold the text of a special token."""
+
+    left_out: list[LeftOut]
+    odd: Counter[str]
+    controls: list[LeftOut]
+
+
+def _notes(totals: _Tally, chat: Chat, size: str) -> Iterator[str]:
+    """Yields lines for people."""
+    yield size
+    odd = ((totals.odd[what], what) for what in (_STRADDLING, _UNENDED, _UNKNOWN, _CUT))
+    yield from (f"{count:,} {what}" for count, what in odd if count)
+    yield from map(str, tally(totals.controls))
+    if chat.asks_date:
+        yield f"the chat template asks for today's date and is given {TODAY}, so that runs repeat"
 
 
 def tokenized(split: RowSplit, chat: Chat, learn: str, length: int) -> Tokenized:
@@ -112,7 +110,7 @@ _Parts = tuple["np.ndarray", "np.ndarray", "np.ndarray", tuple[LeftOut, ...], tu
 
 
 def _made(split: RowSplit, chat: Chat, learn: str, length: int) -> _Parts:
-    totals, found = _Tally(), list[Counted]()
+    totals, found = _Tally([], Counter(), []), list[Counted]()
     batch = list[_Prepared]()
     for row in _prepared(split, chat, learn, totals):
         batch.append(row)
@@ -130,8 +128,9 @@ def _made(split: RowSplit, chat: Chat, learn: str, length: int) -> _Parts:
     tokens = np.concatenate([each.ids for each in found]).astype(smallest_type(chat.vocabulary))
     counts = np.concatenate([each.counts for each in found]).astype(np.uint8)
     begins = np.cumsum(sizes) - sizes
-    totals.tokens, totals.counting = len(tokens), int(counts.sum() - counts[begins].sum())
-    return tokens, begins, counts, left_out, tuple(totals.notes(chat, len(found)))
+    counting = int(counts.sum() - counts[begins].sum())
+    size = f"{len(found):,} rows of {len(tokens):,} tokens, {counting:,} of which count in the loss"
+    return tokens, begins, counts, left_out, tuple(_notes(totals, chat, size))
 
 
 def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterator[_Prepared]:
@@ -139,25 +138,28 @@ def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterat
         try:
             sample = sample_of(row, learn, split.column)
             names = unread_names(row, split.column)
-            totals.left_out += [_left(f"row{{s}} with {name!r}, which isn't read", where) for name in names]
+            totals.left_out.extend(
+                _left(f"row{{s}} with {name!r}, which isn't read", where) for name in names
+            )
             if isinstance(sample, Continuation):
+                contents = [sample.prompt + sample.completion]
                 yield _plain(where, sample, chat)
-                continue
-            talk = _talk(where, sample, chat, learn)
-            unread = unread_keys(chat, sample.messages, sample.tools, talk.text)
-            totals.left_out += [
-                _left(f"conversation{{s}} with {what}, which the chat template doesn't read", where)
-                for what in unread
-            ]
-            yield talk
+            else:
+                contents = [message["content"] for message in sample.messages]
+                talk = _talk(where, sample, chat, learn)
+                unread = unread_keys(chat, sample.messages, sample.tools, talk.text)
+                totals.left_out.extend(
+                    _left(f"conversation{{s}} with {what}, which the chat template doesn't read", where)
+                    for what in unread
+                )
+                yield talk
         except SkippedError as reason:
             totals.left_out.append(_left(str(reason), where))
             continue
-        except (RowError, ChatError) as error:
+        except (RowError, ChatError, RecursionError) as error:  # the last of JSON in a string
             raise BadInputError(f"{where}: {error}") from error
-        if found := [end for end in chat.ends if any(end in one["content"] for one in sample.messages)]:
-            totals.controls += 1
-            totals.first_control = totals.first_control or f"{_name(where)}: {found[0]}"
+        if found := [end for end in chat.ends if any(end in content for content in contents)]:
+            totals.controls.append(one(_CONTROLS, f"{_name(where)}: {found[0]}"))
 
 
 def _left(reason: str, where: str) -> LeftOut:
@@ -195,10 +197,18 @@ def _counted(batch: Sequence[_Prepared], chat: Chat, length: int, totals: _Tally
         elif targets > length and not row.whole:
             totals.left_out.append(_left(f"conversation{{s}} of more than {length:,} tokens", row.where))
         else:
-            totals.straddling += found.straddling
-            totals.unended += found.unended
-            totals.cut += targets > length
+            totals.odd[_STRADDLING] += found.straddling
+            totals.odd[_UNENDED] += found.unended
+            totals.odd[_UNKNOWN] += _unknown(chat, row.text, encoded)
+            totals.odd[_CUT] += targets > length
             yield found
+
+
+def _unknown(chat: Chat, text: str, encoded: Encoded) -> int:
+    """Counts tokens that stand for what the vocabulary lacks, but for those that the text names."""
+    places = (encoded.ids == chat.unknown).nonzero()[0]
+    named = "" if chat.unknown is None else chat.tokenizer.id_to_token(chat.unknown)
+    return sum(text[encoded.starts[place] : encoded.ends[place]] != named for place in places)
 
 
 def _with_ends(found: Counted, chat: Chat) -> Counted:

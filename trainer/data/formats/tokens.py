@@ -99,6 +99,7 @@ class TokenFile(BaseModel):
     vocabulary: int = Key(ge=1, le=1 << 32)  # above every token
     tokens: int = Key(ge=1)
     documents: int = Key(ge=1)
+    unknown: int = Key(0, ge=0)  # tokens that stand for what the vocabulary lacks
     end_of_document: int = Key(ge=0)
     tokenizer: str
     tokenizer_sha256: str | None
@@ -129,10 +130,6 @@ class TokenDataset:
 
     def __init__(self, path: Path, length: int, dtype: str | None = None, *, whole: bool = False) -> None:
         """Opens the file and checks its size."""
-        if length < 1:
-            raise BadInputError(f"{length} tokens in a sample: there must be at least 1")
-        if dtype not in (None, "uint16", "uint32"):
-            raise BadInputError(f"dtype {dtype}: token files hold uint16 or uint32")
         self._path = path.absolute()  # a loader worker may have another working directory
         self._length = length
         self._file, facts = _opened(self._path)

@@ -131,9 +131,13 @@ def _end(chat: Chat, messages: Sequence[Message], number: int, tools: Any, text:
         return 0
     upto, following = _rendered(chat, messages[: number + 1], tools) or "", messages[number + 1]["content"]
     mark = next((one for one in chat.ends if upto.rstrip().endswith(one)), "")
-    end = text.find(mark, begin) + len(mark)
+    if not mark or mark in content:
+        return 0
+    # It may also end each call: it is as often in the turn as where that is the last one.
+    times = upto.count(mark) - text.count(mark, 0, begin)
+    end = begin + len(mark.join([*text[begin:].split(mark, times)[:times], ""]))
     before = _probed(chat, messages, number + 1, _PROBE + following, tools, text)
-    return end if mark and mark not in content and begin < end <= before else 0
+    return end if begin < end <= before else 0
 
 
 def _rendered(chat: Chat, messages: Sequence[Message], tools: Any) -> str | None:

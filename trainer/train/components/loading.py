@@ -81,6 +81,6 @@ def _sizes(recipe: Recipe, task: Task) -> Sizes:
     sets = (task.evaluation_data, *more_sets(task).values())
     measured = min(recipe.data.eval_batch_size, max(map(len, sets)))
     # A rank has no threads yet when it starts its loader workers.
-    return sizes_of(
-        task.train_data, recipe.data.micro_batch_size, measured, recipe.data.start_method, len(sets)
-    )
+    data = recipe.data
+    found = sizes_of(task.train_data, data.micro_batch_size, measured, data.start_method, len(sets))
+    return found._replace(workers=data.workers)
