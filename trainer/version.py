@@ -16,5 +16,6 @@ ARITHMETIC_CHANGES = {
     "of a run that is extended doesn't count steps twice; on a GPU attention does without cuDNN's kernels "
     "(torch takes them from 2.11 on), and compiled code without reductions in mixed order (from 2.10 on) and "
     "random numbers by four (from 2.13 on)",
+    7: "a turn of several tool calls, each with its mark, ends with the last of them",
 }
 ARITHMETIC = max(ARITHMETIC_CHANGES)

@@ -117,7 +117,7 @@ def hf_vocabulary(name: str, of_text: int) -> int:
     return known
 
 
-def config_hash(name: str) -> str:
+def hf_config_hash(name: str) -> str:
     """SHA-256 of a model's configuration, without what names its place and the library that wrote it."""
     config = read_config(name, find_model(name).folder)
     about = {key: value for key, value in config.items() if key not in _OF_NO_EFFECT}

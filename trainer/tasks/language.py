@@ -40,7 +40,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
-from trainer.models.hf_files import config_hash, hf_vocabulary
+from trainer.models.hf_files import hf_config_hash, hf_vocabulary
 from trainer.rng import Ints
 from trainer.tasks.conversations import concatenate_sets, open_chat
 
@@ -153,7 +153,7 @@ class Language:
             "end_of_document": about.end,
             "text": self._config.text,
             "padding": self.padding,
-            **({"model_config": config_hash(self._name)} if self._name.startswith(HF) else {}),
+            **({"model_config": hf_config_hash(self._name)} if self._name.startswith(HF) else {}),
             **({"chat_sha256": self.chat.sha256, "learn": self._config.learn} if self.chat else {}),
         }
 

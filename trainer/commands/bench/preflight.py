@@ -24,13 +24,8 @@ from typing import Any, NamedTuple
 
 from trainer.commands.bench.links import STREAM_SECONDS, Link, answer_peer, call_peer, listening
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
-<<<<<<< HEAD
-from trainer.host.interfaces import address_towards, addresses, from_files_alone, interface_of
-from trainer.launch.nodes.discover import find_nodes, forget_step_of_shell, is_rank, rank_variables
-=======
 from trainer.host.interfaces import addresses, from_files_alone, interface_of, own_address
-from trainer.launch.nodes.discover import find_nodes, is_rank, rank_variables
->>>>>>> h-sa
+from trainer.launch.nodes.discover import find_nodes, forget_step_of_shell, is_rank, rank_variables
 
 _SPARE_SECONDS = 2.0  # added to timeouts, for the time that isn't spent on sends and receives
 _POLL_SECONDS = 0.02  # between two looks at the store
