@@ -184,6 +184,12 @@ def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> Non
     with torch.inference_mode():
         assert normalize(second, True).data_ptr() == place
     assert not normalize(second, True).is_inference()
+    torch.set_default_dtype(torch.float64)  # as `trainer check` does, for a while
+    try:
+        assert normalize(second, True).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert normalize(second, True).dtype == torch.float32
 
 
 def test_a_crop_is_the_image_shifted_by_up_to_an_eighth() -> None:
