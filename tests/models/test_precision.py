@@ -261,6 +261,9 @@ def test_what_nobody_calls_cannot_be_kept_in_fp32(name: str, message: str) -> No
             model = build_model(ModelConfig(name="vit_b_32"), 3, 10)
     with pytest.raises(BadInputError, match=message):
         fp32_modules(model, [name])
+    if name != "features":  # kept with what reads it
+        attention = name.rpartition(".")[0]
+        assert list(fp32_modules(model, [f"{attention}*"])) == [attention]
 
 
 def test_in_a_run_too_and_in_its_average() -> None:

@@ -453,6 +453,8 @@ FILES = [
     ("RECIPE = {'model': {'name': 'resnet18'}}\n", "has a model of its own; leave the name out"),
     ("import nothing_like_it\n", "mine.py line 1: ModuleNotFoundError: No module named 'nothing_like_it'"),
     ("x = 1\n", "one class with the methods data, model, loss, measure is wanted; found none"),
+    ("from .foo import bar\n", "mine.py line 1: ModuleNotFoundError: No module named 'foo'; mend the file"),
+    ("B = type('B', (), {'loss': 0, '__module__': 'other'})\n", "found B, which it imports: define a class"),
     ("class A:\n    def loss(self): ...\nclass B(A): ...\n", "found A, B"),
     ("class A:\n    def loss(self): ...\n    def __init__(self, x): ...\n", "A() raised TypeError"),
     ("class A:\n    def loss(self): ...\n", "the method data is missing"),

@@ -68,6 +68,9 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     assert "Traceback" not in stopped.said
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "diverged" and manifest["reason"].endswith(stopped.line)
+    assert "lower optim.lr" in stopped.line
+    first = attempt(tmp_path / "first", recipe, before=poison([0], harm)).line
+    assert f"step 1: the {harm} isn't finite" in first and "no update was made before it" in first
     (anomaly,) = read_anomalies(folder)
     assert (anomaly["number"], anomaly["step"], anomaly["kind"]) == (1, 8, "nonfinite")
     assert anomaly["samples"] == samples_of(recipe, 7)

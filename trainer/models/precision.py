@@ -57,13 +57,17 @@ def fp32_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     """
     modules = {name: module for name, module in model.named_modules() if name}
     names = matching(modules, patterns, "precision.keep_fp32")
+    kept = {}
     for name in names:
         refuse_a_list(name, modules[name], "precision.keep_fp32")
-        if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+        around = name.rpartition(".")[0]
+        if not isinstance(modules.get(around), nn.MultiheadAttention):
+            kept[name] = modules[name]
+        elif around not in names:
             raise BadInputError(
                 f"precision.keep_fp32: '{name}' is only read by the attention around it; name that"
             )
-    return {name: modules[name] for name in names}
+    return kept
 
 
 def keep_in_fp32(modules: Iterable[nn.Module], device: torch.device) -> None:

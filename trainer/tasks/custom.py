@@ -1,5 +1,6 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,18 @@ def custom_task(path: Path) -> CustomTask:
     try:
         _, module = run_file(path, "task")
     except Exception as error:
+        # A relative import that fails names the package that the folder is here.
+        said = re.sub(rf"{re.escape(run_file.__module__)}\.\w+\.", "", str(error))
         raise BadInputError(
-            f"{path}{line_of(error, path)}: {type(error).__name__}: {error}; mend the file"
+            f"{path}{line_of(error, path)}: {type(error).__name__}: {said}; mend the file"
         ) from error
-    classes = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "loss")
-    ]
+    there = [one for one in vars(module).values() if isinstance(one, type) and hasattr(one, "loss")]
+    classes = [one for one in there if one.__module__ == module.__name__]
     if len(classes) != 1:
-        names = ", ".join(one.__name__ for one in classes) or "none"
+        names = ", ".join(one.__name__ for one in classes or there) or "none"
+        imported = ", which it imports: define a class of its own" if there and not classes else ""
         raise BadInputError(
-            f"{path}: one class with the methods {', '.join(WANTED)} is wanted; found {names}"
+            f"{path}: one class with the methods {', '.join(WANTED)} is wanted; found {names}{imported}"
         )
     return _made(classes[0], str(path), source_hash(path), getattr(module, "hooks", ()))
 

@@ -324,6 +324,11 @@ class AnomalyLog:
             return None
         if finding.one_too_many:
             return DivergedError(f"{finding}; it is anomaly {config.most}: anomaly.most={config.most}")
+        if finding.step == 0:
+            return DivergedError(
+                f"{finding}; no update was made before it: look for NaN in its samples, whose numbers are in "
+                f"{_NAME} in the run folder, and in the loss; precision.debug=true names the first module"
+            )
         return DivergedError(
             f"{finding}; lower optim.lr, set optim.max_grad_norm or anomaly.{finding.kind}=rollback, and go "
             f"on by --resume force; {_NAME} in the run folder has the samples"
