@@ -57,6 +57,36 @@ def test_a_run_on_two_ranks_is_told_in_objects(here: Path) -> None:
     assert only["rank"] is None and "is finished already" in only["message"], "the launcher's"
 
 
+TALKS = """
+import torch
+from trainer.observe.console import say
+
+class Talks:
+    def data(self):
+        say("the data is made")
+        return {"x": torch.ones(8, 2)}, {"x": torch.ones(4, 2)}
+    def model(self):
+        return torch.nn.Linear(2, 1)
+    def loss(self, model, batch):
+        return model(batch.fields["x"]).sum()
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
+
+
+def test_each_rank_says_whose_its_lines_are(here: Path) -> None:
+    (here / "mine.yaml").rename(here / "other.yaml")
+    (here / "mine.py").write_text(TALKS)
+    words = ["data.global_batch_size=4", "data.micro_batch_size=2", "epochs=1", "--out", "run"]
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "mine.py", *JSON, "--nproc-per-node", "2", *words],
+        cwd=here,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [one["rank"] for one in lines(done.stdout) if one["message"] == "the data is made"]
+    assert {0, 1} <= set(told)
+
+
 def test_what_goes_wrong_is_an_object_too(here: Path) -> None:
     """Bad input; and a rank that fails, with its traceback in one line."""
     (only,) = lines(train(here, *JSON, "optim.lrr=1").stderr)
