@@ -14,6 +14,7 @@ import trainer
 from tests.helpers import preloaded
 from tests.helpers.small_task import Small
 from trainer.cli import main
+from trainer.commands.check import training
 from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare, odd_order
 from trainer.commands.check.variants import NAMES
@@ -142,10 +143,32 @@ def test_constants_in_float32_are_the_same_in_both_loops() -> None:
         def loss(self, model: nn.Module, batch: Any) -> Any:
             return super().loss(model, batch) * self.scale.repeat(2).sum()
 
-    assert "float64" in check(Scaled, only=["plain"]).about
-    # Compiled dropout is plain PyTorch's here.
-    report = check("digits", {"model.dropout": 0.2, "data.jitter": 0.2}, only=["plain", "compile"])
-    assert report.ok and "float64" in report.about
+    assert "samples, float64," in check(Scaled, only=["plain"]).about
+    assert "samples, float64," in check("digits", {"data.jitter": 0.2}, only=["plain"]).about
+
+
+class Dropped(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+@pytest.mark.slow
+def test_compiled_dropout_is_that_of_plain_pytorch() -> None:
+    report = check(Dropped, only=["compile"])
+    assert [row.verdict for row in report.rows] == ["equal"], str(report)
+
+
+def test_compiled_code_is_to_draw_the_random_numbers_of_plain_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import config
+
+    def look(*_: Any) -> Any:
+        raise BadInputError(f"fallback_random={config.fallback_random}")
+
+    monkeypatch.setattr(training, "build", look)
+    (row,) = check(Dropped, only=["compile"]).rows
+    assert row.detail == "fallback_random=True" and not config.fallback_random
 
 
 def test_a_crash_is_a_difference_and_a_refusal_is_not() -> None:
