@@ -153,8 +153,10 @@ def stored_weights(
         for entry in listing(checkpoints_of(folder)):
             with contextlib.suppress(Damaged):
                 found = look_up(entry.path)
-                break
-            why = why or f" ({entry.path.name} is damaged: trainer checkpoints {folder} says where)"
+                if run.manifest.foreign(found.state) is None:
+                    break
+                found = None
+            why = why or f" ({entry.path.name} is damaged, or of another run: trainer checkpoints {folder})"
     except (OSError, Unreadable) as error:
         raise BadInputError(f"{folder / CHECKPOINTS}: can't be read ({error}); mend that") from error
     if found is None:
@@ -217,7 +219,7 @@ def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str |
     state, average, source = (
         (_final(folder / name, weights[name]), dict[str, torch.Tensor](), name)
         if checkpoint is None and name in weights
-        else _checkpointed(folder, checkpoint, averaged=name == "ema.safetensors")
+        else _checkpointed(run, checkpoint, averaged=name == "ema.safetensors")
     )
     averaged = merged({**state, **average}, _lora_scale(run))
     try:
@@ -259,18 +261,22 @@ def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
 
 
 def _checkpointed(
-    folder: Path, which: str | None, averaged: bool
+    run: RunFolder, which: str | None, averaged: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
     """Reads a checkpoint's weights and buffers, its average (empty without one), and its path in the run."""
     if which not in (None, "best", "last") and not (str(which).isascii() and str(which).isdigit()):
         raise BadInputError(f"--checkpoint {which}: give best, last or a step")
-    path = None
+    folder, path = run.path, None
     try:
         if which in (None, "last"):
-            found, skipped = newest_good(checkpoints_of(folder))
+            found, skipped = newest_good(checkpoints_of(folder), run.manifest.foreign)
+            for line in skipped if found else ():
+                warn(f"{folder}: skips {line}")
         else:
             path = chosen_checkpoint(folder, str(which), f"--checkpoint {which}")[1]
             found, skipped = read(path), []
+            if (reason := run.manifest.foreign(found.state)) is not None:
+                raise Damaged(reason)
     except Damaged as damage:
         raise BadInputError(f"{path}: {damage}; give another step") from damage
     except (OSError, Unreadable) as error:

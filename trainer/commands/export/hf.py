@@ -119,7 +119,7 @@ def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torc
     lora = run.manifest.config.get("model", {}).get("lora", {})
     if not lora.get("rank"):
         raise BadInputError(f"--to peft: {run.folder} was trained without model.lora; use --to transformers")
-    found, _ = newest_good(checkpoints_of(run.folder))
+    found, _ = newest_good(checkpoints_of(run.folder), run.manifest.foreign)
     if found is None:
         raise BadInputError(
             f"--to peft: {run.folder} has no checkpoint any more, which alone keeps what LoRA learned apart; "

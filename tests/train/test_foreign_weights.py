@@ -1,0 +1,35 @@
+"""Promise: what measures, exports or asks a run's model takes that run's weights, and no other's."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.forked import attempt, small
+from trainer.errors import BadInputError
+from trainer.train.model_of_run import open_run, stored_weights
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A run that was stopped after step 5; among its checkpoints is a newer one of a like run, of step 10."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert attempt(ours, stop_after=5).code == attempt(theirs, small(seed=1), stop_after=10).code == 75
+    shutil.copytree(theirs / "checkpoints/step-00000010", ours / "checkpoints/step-00000010")
+    return ours
+
+
+def test_the_newest_of_the_run_itself_is_taken(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert open_run(mixed).weights == "checkpoints/step-00000005/ema.safetensors"
+    assert "skips step-00000010: it is of another run" in capsys.readouterr().err
+    assert stored_weights(mixed)[1] == "checkpoints/step-00000005/ema.safetensors"
+    with pytest.raises(BadInputError, match="step-00000010: it is of another run"):
+        open_run(mixed, checkpoint="10")
+    assert open_run(mixed, checkpoint="5").weights == "checkpoints/step-00000005/ema.safetensors"
+
+
+def test_where_there_is_no_other_it_holds_none(mixed: Path) -> None:
+    shutil.rmtree(mixed / "checkpoints/step-00000005")
+    for opened in (open_run, stored_weights):
+        with pytest.raises(BadInputError, match=r"holds no weights yet.*of another run"):
+            opened(mixed)
