@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.forked import attempt, small
+from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.train.model_of_run import open_run, stored_weights
 
@@ -26,6 +27,12 @@ def test_the_newest_of_the_run_itself_is_taken(mixed: Path, capsys: pytest.Captu
     with pytest.raises(BadInputError, match="step-00000010: it is of another run"):
         open_run(mixed, checkpoint="10")
     assert open_run(mixed, checkpoint="5").weights == "checkpoints/step-00000005/ema.safetensors"
+
+
+def test_a_listing_tells_it(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(mixed)]) == 1
+    told = capsys.readouterr().out
+    assert "it is of another run" in told and "newest good: step 5" in told
 
 
 def test_where_there_is_no_other_it_holds_none(mixed: Path) -> None:

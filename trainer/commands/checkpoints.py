@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
     """Adds `checkpoints` to the commands."""
     checkpoints = commands.add_parser(
         "checkpoints",
-        help="list and verify the checkpoints of a run; exit code 1: one is damaged",
+        help="list and verify the checkpoints of a run; exit code 1: one is damaged or of another run",
         allow_abbrev=False,
     )
     checkpoints.add_argument("folder", type=run_path, metavar="RUN", help="run folder, or latest")
@@ -59,13 +59,27 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         size = sum(entry.size for entry in listing(folder))
         started = time.monotonic()
         with _progress(size) as advance:
-            entries = listing(folder, verify=True, advance=advance)
+            entries = [_of_this_run(run, one) for one in listing(folder, verify=True, advance=advance)]
         seconds = time.monotonic() - started
     good = next((entry for entry in entries if entry.problem is None), None)
     speed = sum(entry.size for entry in entries) / seconds / 1e6
     lines = (without_controls(line.replace("\n", "\\n")) for line in _lines(run, entries, good, speed))
     print(_json(entries, good, speed) if as_json else "\n".join(lines))
     return EXIT_FAILED if any(entry.problem for entry in entries) else EXIT_DONE
+
+
+def _of_this_run(run: Path, entry: Entry) -> Entry:
+    """Gives an intact checkpoint of another run, which would not be resumed from, that as its problem."""
+    from trainer.checkpoint.folder import read_state
+    from trainer.runs.manifest import read_run
+
+    if entry.problem is not None:
+        return entry
+    try:
+        manifest = read_run(run).manifest
+    except BadInputError:  # as above
+        return entry
+    return entry._replace(problem=manifest.foreign(read_state(entry.path)))
 
 
 @contextlib.contextmanager
@@ -106,4 +120,8 @@ def _lines(run: Path, entries: Sequence[Entry], good: Entry | None, speed: float
         yield f"{entry.step:>10}  {old:>8}  {size:>10}  {entry.problem or 'good'}"
     if speed:
         yield f"verified at {f'{speed:,.0f}' if speed >= 10 else f'{speed:.2g}'} MB/s"
-    yield f"newest good: step {good.step} ({good.path})" if good else "newest good: none; all are damaged"
+    yield (
+        f"newest good: step {good.step} ({good.path})"
+        if good
+        else "newest good: none; all are damaged or of another run"
+    )
