@@ -8,6 +8,9 @@ standard library is enough.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import hashlib
 import json
 import os
 import re
@@ -41,6 +44,7 @@ PORTS = {"JUPYTER_PORT": "8888", "TENSORBOARD_PORT": "6006", "SSH_PORT": "2222"}
 SERVICES = {"jupyter": "JUPYTER_PORT", "tensorboard": "TENSORBOARD_PORT", "ssh": "SSH_PORT"}
 COMPOSE, GPU_FILE = "docker-compose.yml", "scripts/compose/gpu.yml"
 PROJECT, ONE_OFF = "com.docker.compose.project", "com.docker.compose.oneoff=True"
+NAME = "COMPOSE_PROJECT_NAME"
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,7 @@ def up(options: argparse.Namespace) -> None:
     """`make up`: JupyterLab and TensorBoard, with the GPU file where it works."""
     stack = check_stack(options.stack)
     check_engine(compose=True)
+    name_project()
     image = options.image or f"trainer:{options.stack}-dev"
     environment = {**os.environ, "STACK": stack.name}
     if options.image:
@@ -247,6 +252,42 @@ def up(options: argparse.Namespace) -> None:
         _published("tensorboard", "6006") or os.environ.get("TENSORBOARD_PORT") or PORTS["TENSORBOARD_PORT"]
     )
     print(f"TensorBoard  http://127.0.0.1:{port}")
+
+
+def name_project() -> None:
+    """Writes the name of this checkout's Compose project to .env, where every `docker compose` reads it.
+
+    docker-compose.yml's own name loses dots, slashes, capitals and letters beyond ASCII: two checkouts can be
+    one project. A name that the user chose, in the environment or in .env, stays. A name that was written for
+    another path (the checkout was copied or moved, and .env with it) is replaced.
+    """
+    file, own = ROOT / ".env", "trainer-" + hashlib.sha256(os.fsencode(ROOT)).hexdigest()[:10]
+    new = not file.exists()
+    text = "" if new else file.read_bytes().decode("utf-8", "surrogateescape")
+    line = re.compile(rf"^[ \t]*(?:export[ \t]+)?{NAME}[ \t]*[=:][ \t]*[\"']?([^\s#\"']*).*\n?", re.MULTILINE)
+    name = (line.findall(text) or [""])[-1]  # of several lines the last one counts
+    copied = name != own and re.fullmatch("trainer-[0-9a-f]{10}", name) is not None
+    if os.environ.get(NAME) or (name and not copied):
+        return
+    here = f"label=com.docker.compose.project.working_dir={ROOT}"
+    running = call("docker", "ps", "--filter", here, "--format", f'{{{{.Label "{PROJECT}"}}}}').stdout.split()
+    if running:  # another name would leave these running beside the new ones
+        say(f"Compose project {running[0]}, which runs already: after make down, make up names it {own}")
+        os.environ[NAME] = running[0]
+        return
+    kept = line.sub("", text) if copied else text
+    kept += "\n" if kept and not kept.endswith("\n") else ""
+    try:
+        if file.is_symlink():  # other checkouts read the same file
+            raise OSError(errno.ELOOP, "it is a link")
+        file.write_bytes(f"{kept}{NAME}={own}\n".encode("utf-8", "surrogateescape"))
+    except OSError as error:
+        say(f".env isn't written ({error.strerror}): export {NAME}={own} for a project of its own")
+        return
+    with contextlib.suppress(OSError):  # after sudo the owner of the checkout must be able to change it
+        if new:
+            os.chown(file, ROOT.stat().st_uid, ROOT.stat().st_gid)
+    say(f"Compose project {own}: written to .env" + (f" in place of {name}" if copied else ""))
 
 
 def down(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.container.kernel import TERMINAL
-from tests.container.project import OWNER, Project, start_project
+from tests.container.project import OWNER, Project, copy_checkout, free_ports, start_project
 from tests.container.run import engine, wait_for
 from tests.helpers.packages import wheel
 from tests.helpers.ports import free_port
@@ -123,22 +124,57 @@ def test_without_the_entrypoint_a_login_shell_finds_everything(train_image: str)
     )
 
 
+# Compose keeps [a-z0-9_-] of a project's name, so each pair is one project by its path.
+PAIRS = [
+    ("trainer-0.1.0", "trainer-0.10"),
+    ("a/bc", "ab/c"),
+    ("Bob/x", "bob/x"),
+    ("my proj", "myproj"),
+    ("日本", "中国"),
+]
+NAMING = ("runtime", "container_words", "engine_checks")
+
+
 def test_each_checkout_is_a_project_of_its_own(project: Project, tmp_path: Path) -> None:
-    """Whatever its folder is called: by that alone, one user's `up` would replace another's JupyterLab."""
+    """`make up` names it; then plain `docker compose` words meet it, from any folder and without PWD."""
+    env = {key: value for key, value in project.env.items() if key not in ("COMPOSE_PROJECT_NAME", "PWD")}
     names, volumes = set(), set()
-    for path in ("anna/trainer", "ben/trainer", "Ben's/trainer", "a.b/Trainer 2", "c/ü"):
-        folder = tmp_path / path
-        folder.mkdir(parents=True)
-        (folder / "docker-compose.yml").write_bytes((project.root / "docker-compose.yml").read_bytes())
-        env = {key: value for key, value in project.env.items() if key != "COMPOSE_PROJECT_NAME"}
-        said = json.loads(
-            engine("compose", "config", "--format", "json", cwd=folder, env={**env, "PWD": str(folder)})
-        )
+    folders = [tmp_path / path for pair in PAIRS for path in (*pair, f"elsewhere/{pair[0]}")]
+    for folder in folders:
+        (folder / "scripts").mkdir(parents=True)
+        for name in ("docker-compose.yml", *(f"scripts/{one}.py" for one in NAMING)):
+            shutil.copy(project.root / name, folder / name)
+        named = [sys.executable, "-c", "import runtime; runtime.name_project()"]
+        where = {"PYTHONPATH": str(project.root)}
+        subprocess.run(named, cwd=folder / "scripts", env={**env, **where}, check=True)
+        file = str(folder / "docker-compose.yml")
+        said = json.loads(engine("compose", "-f", file, "config", "--format", "json", cwd=tmp_path, env=env))
         names.add(said["name"])
         volumes.add(said["volumes"]["cache"]["name"])
-    assert len(names) == len(volumes) == 5 and all(
-        re.fullmatch("trainer-[a-z0-9_-]+", name) for name in names
-    )
+    assert len(names) == len(volumes) == len(folders)
+
+
+def test_two_checkouts_run_beside_each_other(project: Project, tmp_path: Path) -> None:
+    """The second `make up` replaces nothing; `docker compose exec` enters each checkout's own container."""
+    env = {key: value for key, value in project.env.items() if key != "COMPOSE_PROJECT_NAME"}
+    folders = [copy_checkout(tmp_path / path) for path in PAIRS[0]]
+    ports = free_ports(4)
+    try:
+        for folder, jupyter, tensorboard in zip(folders, ports[:2], ports[2:], strict=True):
+            more = {"JUPYTER_PORT": jupyter, "TENSORBOARD_PORT": tensorboard, "PWD": str(folder)}
+            up = [sys.executable, "scripts/runtime.py", "up", "--", "jupyter"]
+            done = subprocess.run(
+                up, cwd=folder, env={**env, **more}, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert (folder / ".env").stat().st_uid == OWNER
+            (folder / "mine").write_text(folder.name)
+        for folder in folders:
+            words = ("compose", "exec", "-T", "jupyter", "cat", "/workspace/mine")
+            assert engine(*words, cwd=folder, env={**env, "PWD": str(folder)}) == folder.name
+    finally:
+        for folder in folders:
+            engine("compose", "down", "--volumes", "--timeout", "5", cwd=folder, env=env)
 
 
 def test_a_container_that_its_client_left_is_stopped_by_down(project: Project) -> None:

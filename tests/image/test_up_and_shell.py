@@ -66,6 +66,72 @@ def test_up_prints_the_ports_that_compose_took(machine: Machine) -> None:
     assert "TensorBoard  http://127.0.0.1:18888\n" in out
 
 
+PROJECT = "trainer-[0-9a-f]{10}"
+
+
+def project_of(machine: Machine) -> str:
+    """The last name that .env gives to the Compose project."""
+    found = re.findall(r"(?m)^COMPOSE_PROJECT_NAME=(.*)$", (machine.root / ".env").read_text())
+    return str(found[-1])
+
+
+@pytest.mark.usefixtures("ports")
+@pytest.mark.parametrize(
+    "before", ["", "STACK=torch2.6-cu124", "A=1\n\n# COMPOSE_PROJECT_NAME=x\n", "COMPOSE_PROJECT_NAME=\n"]
+)
+def test_up_names_the_compose_project_once(machine: Machine, before: str) -> None:
+    machine.engine()
+    if before:
+        (machine.root / ".env").write_text(before)
+    machine.run("up")
+    written = (machine.root / ".env").read_text()
+    assert written.startswith(before) and re.fullmatch(PROJECT, project_of(machine))
+    machine.run("up")
+    assert (machine.root / ".env").read_text() == written
+
+
+@pytest.mark.usefixtures("ports")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "COMPOSE_PROJECT_NAME=mine",
+        " export COMPOSE_PROJECT_NAME = 'mine' # ours",
+        'COMPOSE_PROJECT_NAME: "mine"\r',
+    ],
+)
+def test_up_leaves_a_chosen_project_name(machine: Machine, line: str) -> None:
+    machine.engine()
+    (machine.root / ".env").write_text(f"{line}\nA=1\n", newline="")
+    machine.run("up")
+    assert (machine.root / ".env").read_bytes() == f"{line}\nA=1\n".encode()
+    (machine.root / ".env").unlink()
+    machine.run("up", COMPOSE_PROJECT_NAME="mine")
+    assert not (machine.root / ".env").exists()
+
+
+@pytest.mark.usefixtures("ports")
+def test_a_copied_checkout_gets_a_project_name_of_its_own(machine: Machine) -> None:
+    machine.engine()
+    (machine.root / ".env").write_text("A=1\nCOMPOSE_PROJECT_NAME=trainer-0123456789\nB=2\n")
+    machine.run("up")
+    assert re.fullmatch(PROJECT, project_of(machine)) and project_of(machine) != "trainer-0123456789"
+    assert (machine.root / ".env").read_text().startswith("A=1\nB=2\n")
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_keeps_the_project_that_runs_and_writes_through_no_link(machine: Machine) -> None:
+    """With another name it would start a second JupyterLab; a linked .env belongs to other checkouts, too."""
+    machine.engine(**{"ps --filter": (0, "trainer-older\ntrainer-older\n", "")})
+    out, _ = machine.run("up")
+    assert "trainer-older" in out and not (machine.root / ".env").exists()
+    machine.engine()
+    shared = machine.tools / "shared.env"
+    shared.write_text("A=1\n")
+    (machine.root / ".env").symlink_to(shared)
+    out, _ = machine.run("up")
+    assert "COMPOSE_PROJECT_NAME" in out and shared.read_text() == "A=1\n"
+
+
 @pytest.mark.usefixtures("ports")
 def test_up_says_why_a_service_did_not_start(machine: Machine) -> None:
     machine.engine(
