@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import itertools
 import os
 import re
 import shlex
@@ -20,25 +21,13 @@ from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
 
-# Each is trainer/commands/NAME, a file or a folder, with a function `add_parser`.
-COMMANDS = (
-    "train",
-    "new",
-    "check",
-    "recipes",
-    "runs",
-    "checkpoints",
-    "evaluate",
-    "report",
-    "verify",
-    "tune",
-    "doctor",
-    "export",
-    "predict",
-    "data",
-    "submit",
-    "bench",
-)
+# Commands by group of `trainer --help`. Each is trainer/commands/NAME, a file or a folder, with `add_parser`.
+COMMANDS = {
+    "Train": ("train", "new", "check", "recipes", "tune"),
+    "Use a run": ("runs", "checkpoints", "report", "evaluate", "predict", "export", "verify"),
+    "Data": ("data",),
+    "Machine and cluster": ("doctor", "submit", "bench"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,14 +162,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Returns the parser of all commands; its help lists them by group."""
     parser = Parser(
         prog="trainer",
-        description="Trains PyTorch models, so that what was computed can be checked.",
+        usage="trainer [-h] [--version] COMMAND ...",
+        description="Trains PyTorch models: exact resume, any number of GPUs, results that can be checked.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"trainer {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for command in COMMANDS:
+    commands = parser.add_subparsers(
+        required=True, prog="trainer", metavar="COMMAND", dest="command", help=argparse.SUPPRESS
+    )
+    for command in itertools.chain(*COMMANDS.values()):
         named(f"trainer.commands.{command}:add_parser")(commands)
+    about = {one.dest: one.help for one in commands._choices_actions}
+    groups = (
+        "\n".join([f"{title}:", *(f"  {name:<13}{about[name]}" for name in names)])
+        for title, names in COMMANDS.items()
+    )
+    parser.epilog = "\n\n".join([*groups, "Options of a command: trainer COMMAND --help"])
     return parser

@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
     """Adds `checkpoints` to the commands."""
     checkpoints = commands.add_parser(
         "checkpoints",
-        help="list and verify the checkpoints of a run; exit code 1: one is damaged or of another run",
+        help="List and verify checkpoints. Exit code 1: one is damaged or belongs to another run.",
         allow_abbrev=False,
     )
     checkpoints.add_argument("folder", type=run_path, metavar="RUN", help="run folder, or latest")

@@ -6,7 +6,7 @@ from typing import Any
 
 def add_parser(commands: Any) -> None:
     """Adds `recipes` to the commands."""
-    recipes = commands.add_parser("recipes", help="list the recipes", allow_abbrev=False)
+    recipes = commands.add_parser("recipes", help="List the recipes.", allow_abbrev=False)
     recipes.set_defaults(run=_run)
 
 

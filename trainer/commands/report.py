@@ -18,7 +18,7 @@ _HEAD = 1 << 18  # bytes of a report that its style and its mark are in
 def add_parser(commands: Any) -> None:
     """Adds `report` to the commands."""
     report = commands.add_parser(
-        "report", help="write what a run did as one HTML file; several runs side by side", allow_abbrev=False
+        "report", help="Write an HTML report of a run, or compare runs.", allow_abbrev=False
     )
     report.add_argument("folders", type=run_path, nargs="+", metavar="RUN", help="run folder, or latest")
     report.add_argument(

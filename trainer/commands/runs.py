@@ -43,7 +43,7 @@ class FoundRun(NamedTuple):
 
 def add_parser(commands: Any) -> None:
     """Adds `runs` to the commands."""
-    runs = commands.add_parser("runs", help="list the runs of a folder, the newest first", allow_abbrev=False)
+    runs = commands.add_parser("runs", help="List runs, the newest first.", allow_abbrev=False)
     runs.add_argument(
         "folder", type=Path, nargs="?", default=RUNS, metavar="DIR", help=f"where they lie (default: {RUNS})"
     )

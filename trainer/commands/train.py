@@ -30,107 +30,159 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def add_parser(commands: Any) -> None:
     """Adds `train` to the commands."""
-    train = commands.add_parser("train", help="train a recipe", allow_abbrev=False)
+    train = commands.add_parser(
+        "train",
+        help="Train a recipe or a task file.",
+        usage="trainer train [RECIPE] [KEY=VALUE ...] [options]",
+        description="Train a recipe or a task file. Exit codes: 0 done, 1 failed, 2 bad input, 75 stopped "
+        "with a checkpoint (run the same command again), 76 a rank hung.",
+        allow_abbrev=False,
+    )
     train.add_argument(
         "recipe",
         metavar="RECIPE",
         nargs="?",
-        help="name of a recipe (trainer recipes), or path of a YAML file or of a Python file with a task; "
-        "left out with --resume RUN or --from RUN: that run's own configuration",
+        help="recipe (listed by `trainer recipes`), YAML file, or Python file with a task; not needed with "
+        "--resume RUN and --from RUN, which take the run's configuration",
     )
     train.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a key; repeatable; KEY=VALUE alone does the same",
+        help="set a configuration key (repeatable); KEY=VALUE alone does the same",
     )
     train.add_argument(
-        "--tuned", type=Path, metavar="FILE", help="what `trainer tune` chose (--set wins over it)"
+        "--tuned", type=Path, metavar="FILE", help="settings that `trainer tune` wrote (--set wins)"
     )
-    train.add_argument(
+    train.add_argument("--help-config", action="store_true", help="print all configuration keys and exit")
+    _add_run(train.add_argument_group("run folder, stop and resume"))
+    _add_processes(train.add_argument_group("GPUs and processes"))
+    _add_nodes(train.add_argument_group("several nodes (Slurm and Kubeflow set these)"))
+    _add_trials(train.add_argument_group("short runs and profiles"))
+    _add_output(train.add_argument_group("output"))
+    add_trust(train)
+    train.set_defaults(run=_run, source=None, values=None, named=None, verbosity="normal")
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>-<hash>-<n>)"
     )
-    train.add_argument("--name", metavar="NAME", help="name of the run folder: as --out runs/NAME")
-    train.add_argument(
+    group.add_argument("--name", metavar="NAME", help="same as --out runs/NAME")
+    group.add_argument(
         "--resume",
         metavar="MODE|RUN",
         default="auto",
-        help="auto: resume the run in --out, if there is one and its configuration is the same (a later end "
-        "extends a finished one); newest: the newest run of the recipe; force: also with a changed "
-        "configuration; never: not at all; or the run to resume: its folder, or latest (default: auto)",
+        help="auto: resume the run in --out if its configuration is the same (a larger max_steps or epochs "
+        "extends a finished run); newest: resume the newest run of the recipe; force: resume with a changed "
+        "configuration; never: refuse a folder that has a run; RUN (a folder, or latest): resume that run "
+        "(default: auto)",
     )
-    train.add_argument(
+    group.add_argument(
         "--from",
         dest="begin_from",
         metavar="RUN[@STEP|@best]",
-        help="begin a new run with the weights, their average and the optimizer's state of another run's "
-        "checkpoint (default: its newest); steps, data order and schedule start from the beginning",
+        help="start a new run from the weights, average and optimizer state of another run's checkpoint "
+        "(default: the newest); steps, data order and schedule start at 0",
     )
-    train.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start failed ranks again, up to N times"
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restart failed ranks up to N times (default: 0)",
     )
-    train.add_argument(
+    group.add_argument(
         "--grace",
         type=float,
         default=25.0,
         metavar="SECONDS",
-        help="how long ranks may take to stop after a signal, checkpoint included, before they are killed "
-        "(default: 25)",
+        help="time that ranks have to save a checkpoint after a signal, before they are killed (default: 25)",
     )
-    train.add_argument(
-        "--gpus", metavar="N|LIST", help="how many GPUs (2), or which (0,1 or id:1); default: all"
+
+
+def _add_processes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--gpus", metavar="N|LIST", help="number of GPUs (2) or their indices (0,1 or id:1); default: all"
     )
-    train.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
+    group.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="number of ranks on a machine without GPUs (default: 1)",
     )
-    _add_nodes(train)
-    train.add_argument(
+
+
+def _add_nodes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        help="number of nodes, each with its own launcher; MIN:MAX: train on while nodes leave and join "
+        "(default: from Slurm, Kubeflow or NNODES; else 1)",
+    )
+    group.add_argument(
+        "--node-rank", type=int, metavar="N", help="index of this node, from 0 (default: NODE_RANK)"
+    )
+    group.add_argument("--master-addr", metavar="HOST", help="address of node 0 (default: MASTER_ADDR)")
+    group.add_argument(
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        help="port of the ranks' store on node 0 (default: MASTER_PORT, else 29500)",
+    )
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="time to wait for all nodes (default: 600)",
+    )
+
+
+def _add_trials(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--stop-after",
         type=int,
         metavar="N",
-        help="stop after N steps of the run with a checkpoint, as a signal would (code 75)",
+        help="stop after step N with a checkpoint and code 75, as after a signal",
     )
-    train.add_argument(
+    group.add_argument(
         "--fast-dev-run",
         action="store_true",
-        help="try a recipe: one step, and one evaluation on as many samples; nothing is kept; "
-        "what --set says wins",
+        help="train one step and evaluate on as many samples, then delete the run folder (--set wins)",
     )
-    train.add_argument(
+    group.add_argument(
         "--profile",
         action="store_const",
         const="torch",
-        help="look at a few steps with torch's profiler: a trace in the run folder, and where the time "
-        "goes by operator and by module",
+        help="profile a few steps with torch's profiler: a trace in the run folder, times by operator",
     )
-    train.add_argument(
+    group.add_argument(
         "--nvtx",
         action="store_const",
         const="nvtx",
         dest="profile",
-        help="mark phases, modules and operators of these steps for Nsight Systems instead (make profile)",
+        help="mark phases, modules and operators for Nsight Systems instead (see make profile)",
     )
-    train.add_argument(
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--log-format",
         choices=("text", "json"),
         default="text",
-        help="json: each line of launcher and ranks is an object with time, level, rank and message, without "
-        "a progress bar (default: text)",
+        help="json: print each line as an object with time, level, rank and message (default: text)",
     )
-    train.add_argument(
-        "--no-progress",
-        action="store_true",
-        help="no progress bar on a terminal: a line now and then, as in a file (-q: neither)",
-    )
-    how_much = train.add_mutually_exclusive_group()
+    group.add_argument("--no-progress", action="store_true", help="print lines instead of a progress bar")
+    how_much = group.add_mutually_exclusive_group()
     how_much.add_argument(
         "-q",
         "--quiet",
         action="store_const",
         const="quiet",
         dest="verbosity",
-        help="warnings and errors only; all else is in the run folder",
+        help="print warnings and errors only; the run folder has everything",
     )
     how_much.add_argument(
         "-v",
@@ -138,39 +190,7 @@ def add_parser(commands: Any) -> None:
         action="store_const",
         const="verbose",
         dest="verbosity",
-        help="also what a start does, and when",
-    )
-    add_trust(train)
-    train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
-    train.set_defaults(run=_run, source=None, values=None, named=None, verbosity="normal")
-
-
-def _add_nodes(train: argparse.ArgumentParser) -> None:
-    """Adds the options of several nodes; Slurm's, Kubeflow's and plain variables need none."""
-    train.add_argument(
-        "--nnodes",
-        metavar="N|MIN:MAX",
-        help="nodes of the job, each with a launcher of its own; with MIN:MAX it goes on while nodes leave "
-        "and come (default: as Slurm, Kubeflow or NNODES say; else 1)",
-    )
-    train.add_argument(
-        "--node-rank", type=int, metavar="N", help="which of them this is, from 0 (default: NODE_RANK)"
-    )
-    train.add_argument(
-        "--master-addr", metavar="HOST", help="where node 0 is: its name or address (default: MASTER_ADDR)"
-    )
-    train.add_argument(
-        "--master-port",
-        type=int,
-        metavar="PORT",
-        help="its port, where the ranks' store is (default: MASTER_PORT, else 29500)",
-    )
-    train.add_argument(
-        "--join-timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long nodes may take to come together (default: 600)",
+        help="also print the steps of the start, with their times",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 def add_parser(commands: Any) -> None:
     """Adds `bench` and its subcommands to the commands."""
-    bench = commands.add_parser("bench", help="try the links between the hosts of a job")
+    bench = commands.add_parser("bench", help="Measure the network links between hosts.")
     benches = bench.add_subparsers(required=True, metavar="BENCH")
     _add_links(benches)
 

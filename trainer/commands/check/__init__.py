@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
     """Adds `check` to the commands."""
     check = commands.add_parser(
         "check",
-        help="train a few steps as plain PyTorch does and compare; exit code 1: they differ",
+        help="Compare training with plain PyTorch, tensor by tensor. Exit code 1: they differ.",
         allow_abbrev=False,
     )
     check.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a .yaml or .py file")

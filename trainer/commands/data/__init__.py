@@ -20,7 +20,9 @@ _SHOWN = 20
 
 def add_parser(commands: Any) -> None:
     """Adds `data` and its subcommands to the commands."""
-    data = commands.add_parser("data", help="pack, index, verify and describe data sets", allow_abbrev=False)
+    data = commands.add_parser(
+        "data", help="Pack, index, tokenize, verify and describe data.", allow_abbrev=False
+    )
     kinds = data.add_subparsers(required=True, metavar="WHAT")
 
     pack = kinds.add_parser(

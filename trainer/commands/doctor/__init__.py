@@ -15,7 +15,7 @@ from trainer.runs.flags import add_settings
 def add_parser(commands: Any) -> None:
     """Adds `doctor` to the commands."""
     doctor = commands.add_parser(
-        "doctor", help="say what is wrong with this box; exit code 1: something is bad", allow_abbrev=False
+        "doctor", help="Check this machine. Exit code 1: a check failed.", allow_abbrev=False
     )
     doctor.add_argument("recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether it fits")
     add_settings(doctor)

@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
     """Adds `evaluate` to the commands."""
     evaluate = commands.add_parser(
         "evaluate",
-        help="measure a run's model again, on its own or other data; or weights of a file (--weights)",
+        help="Evaluate a run, or a file of weights.",
         allow_abbrev=False,
     )
     evaluate.add_argument(

@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
     """Adds `export` to the commands."""
     export = commands.add_parser(
         "export",
-        help="write a run's model for use elsewhere, checked in a fresh process; exit code 1: it differs",
+        help="Export a model for use elsewhere. Exit code 1: the exported model differs.",
         allow_abbrev=False,
     )
     export.add_argument(

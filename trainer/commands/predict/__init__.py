@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
     """Adds `predict` to the commands."""
     predict = commands.add_parser(
         "predict",
-        help="what a run's model says of files; without any, of its evaluation data",
+        help="Predict on files, or on the evaluation data.",
         allow_abbrev=False,
     )
     predict.add_argument(

@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
     """Adds `submit` to the commands."""
     launch = commands.add_parser(
         "submit",
-        help="run a recipe on an engine or a cluster, or print the file for it; exit code 1: not submitted",
+        help="Run a recipe on Docker, Slurm or Kubernetes. Exit code 1: not submitted.",
         description="@FILE in place of an option: options from a file, those that a site needs, say.",
         allow_abbrev=False,
     )

@@ -11,8 +11,7 @@ def add_parser(commands: Any) -> None:
     """Adds `tune` to the commands."""
     tune = commands.add_parser(
         "tune",
-        help="find the largest micro-batch that fits, keeping the global batch; exit code 1 (--check): the "
-        "recipe's own micro-batch doesn't fit",
+        help="Find the largest micro-batch that fits in memory. Exit code 1 (--check): the recipe's doesn't.",
         allow_abbrev=False,
     )
     tune.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")

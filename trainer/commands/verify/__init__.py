@@ -15,7 +15,9 @@ from trainer.runs.flags import add_settings, add_trust
 def add_parser(commands: Any) -> None:
     """Adds `verify` to the commands."""
     verify = commands.add_parser(
-        "verify", help="train a run again and compare the bits; exit code 1: they differ", allow_abbrev=False
+        "verify",
+        help="Train a run again and compare every bit. Exit code 1: they differ.",
+        allow_abbrev=False,
     )
     verify.add_argument(
         "folder", type=run_path, metavar="RUN", help="run folder, or latest; it stays as it is"
