@@ -166,7 +166,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="trainer",
         usage="trainer [-h] [--version] COMMAND ...",
-        description="Trains PyTorch models: exact resume, any number of GPUs, results that can be checked.",
+        description="Trains PyTorch models. A stopped run resumes exactly; every result can be checked.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
