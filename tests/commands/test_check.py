@@ -16,7 +16,8 @@ from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.commands.check import training
 from trainer.commands.check.check import check
-from trainer.commands.check.compare import compare, odd_order
+from trainer.commands.check.compare import compare
+from trainer.commands.check.order import odd_order
 from trainer.commands.check.variants import NAMES
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
@@ -218,7 +219,7 @@ def test_an_order_that_leaves_one_out_is_found(monkeypatch: pytest.MonkeyPatch) 
     plan = Plan(10, 4, 2, 1, "cross", 0)
     assert odd_order(plan) == ""
     monkeypatch.setattr(Plan, "_sample", lambda _plan, _epoch, position: position // 2 * 2)
-    assert odd_order(plan) == "sample 0 comes 2 times in the first epoch"
+    assert "sample 0 comes 2 times" in odd_order(plan)
 
 
 def test_nan_and_missing_tensors_differ() -> None:

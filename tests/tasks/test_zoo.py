@@ -53,7 +53,7 @@ _DDP = {**next(one.edits for one in VARIANTS if one.name == "ranks-ddp")}
 
 def _trained(world: World, path: str) -> list[StepTensors]:
     with torch.random.fork_rng(devices=[]):
-        return train_steps(open_subject(path, load_recipe(path, [])), _DDP, world)
+        return train_steps(open_subject(path, load_recipe(path, [])), _DDP, world).steps
 
 
 @pytest.mark.slow

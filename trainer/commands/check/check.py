@@ -1,8 +1,12 @@
 """Runs `trainer check`, for the command and for `trainer.check` in a notebook; its table."""
 
 import argparse
+import contextlib
+import io
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +15,8 @@ from typing import Any
 import torch
 
 from trainer.commands.check.exchange import launched
-from trainer.commands.check.training import BATCH, STEPS, Subject, open_subject
-from trainer.commands.check.variants import NAMES, VariantLaunch, VariantRow, check_all, draws
+from trainer.commands.check.training import BATCH, SAMPLES, STEPS, Subject, open_subject
+from trainer.commands.check.variants import BAD, NAMES, VariantLaunch, VariantRow, check_all, draws
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.suggest import nearest
@@ -27,6 +31,16 @@ from trainer.train.components.task import check_request, make_task
 _ELSEWHERE = (
     "needs another process, which can't see a class of a notebook: put it in a file, trainer check FILE"
 )
+_NOT_LOOKED_AT = (
+    f"steps after the first {STEPS}, samples after the first {SAMPLES} (only `order` takes all)",
+    "GPUs: their kernels, NCCL, and several hosts",
+    "hooks, further evaluation sets, early stopping",
+    "what the trainer and the plain loop share: the task's methods, the keys of random numbers, the "
+    "assignment of samples to micro-batches, the rounding of the learning rate to float32",
+)
+_NARROWEST, _WIDEST = 60, 140  # columns of the table
+_INDENT = 34
+_OURS = "trainer: "  # begins the lines of `warn`
 
 
 @dataclass(frozen=True)
@@ -37,16 +51,20 @@ class Report:
         name: The recipe or task.
         about: Device, precision and sizes, in a line.
         rows: One for each variant: name, what, verdict, detail, tensor, step.
+        warnings: Warnings of the trainer about the task.
+        not_looked_at: What no variant looks at.
     """
 
     name: str
     about: str
     rows: tuple[VariantRow, ...]
+    warnings: tuple[str, ...] = ()
+    not_looked_at: tuple[str, ...] = _NOT_LOOKED_AT
 
     @property
     def ok(self) -> bool:
-        """Returns True if no variant differs, other than as documented."""
-        return not any(row.verdict == "differs" for row in self.rows)
+        """True if no variant differs, other than as documented, and none crashed."""
+        return not any(row.verdict in BAD for row in self.rows)
 
     def __str__(self) -> str:
         """The table."""
@@ -66,7 +84,8 @@ def check(
         only: Names of the variants to run, such as "plain" and "ema"; by default all.
 
     Returns:
-        A table to print; `ok`: no variant differs, other than as documented; `rows`: the variants.
+        A table to print; `ok`: no variant differs, other than as documented, and none crashed; `rows`: the
+        variants.
 
     Raises:
         BadInputError: If the task can't be trained, with the remedy.
@@ -87,7 +106,7 @@ def run_check(options: argparse.Namespace) -> int:
     """Runs `trainer check`.
 
     Returns:
-    0 if all variants are equal or differ as documented, else 1.
+    0 if no variant differs, other than as documented, and none crashed; else 1.
     """
     words = list(options.set)
     if not any(word.startswith("data.micro_batch_size=") for word in words):
@@ -120,10 +139,13 @@ def _check(
         torch.set_num_threads(1)
         with random_state_kept():
             opened = make_task(recipe) if task is None else task
-            subject = open_subject(name, recipe, opened)
-            check_request(subject.recipe, opened, 1)
+            said = list[str]()
+            with _warnings_taken(said):
+                subject = open_subject(name, recipe, opened)
+                check_request(subject.recipe, opened, 1)
             rows = tuple(check_all(subject, only, here, tell))
-            return Report(name, check_conditions(subject, draws(subject)), rows)
+            about = check_conditions(subject, draws(subject))
+            return Report(name, about, rows, tuple(dict.fromkeys(said)))
     finally:
         tell("")
         torch.set_num_threads(threads)
@@ -146,25 +168,58 @@ def check_conditions(subject: Subject, draws: bool) -> str:
     return f"{STEPS} steps of {BATCH} samples, {kind}, on the CPU, one thread; {drawn}"
 
 
+@contextlib.contextmanager
+def _warnings_taken(said: list[str]) -> Iterator[None]:
+    """Context that takes the trainer's warnings from standard error; other lines stay there."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            yield
+    finally:
+        for line in text.getvalue().splitlines():
+            if line.startswith(_OURS):
+                said.append(line.removeprefix(_OURS))
+            else:
+                print(line, file=sys.stderr)
+
+
 def report_lines(report: Report) -> Iterator[str]:
-    """Yields the lines of the table, and its summary."""
-    yield f"{report.name}: the trainer against plain PyTorch; {report.about}"
+    """Yields the lines of the table, as wide as the terminal, and its summary."""
+    columns = min(max(shutil.get_terminal_size((100, 24)).columns, _NARROWEST), _WIDEST)
+    yield from textwrap.wrap(
+        f"{report.name}: the trainer against plain PyTorch; {report.about}", columns, subsequent_indent="  "
+    )
     for row in report.rows:
-        yield row_line(row)
+        yield from row_lines(row, columns)
+    for title, lines in (("warning", report.warnings), ("not looked at", report.not_looked_at)):
+        for line in lines:
+            yield from textwrap.wrap(
+                f"{title}: {line}", columns, initial_indent="  ", subsequent_indent="    "
+            )
     counts = {
         v: sum(row.verdict == v for row in report.rows)
-        for v in ("equal", "documented", "differs", "not compared")
+        for v in ("equal", "documented", "differs", "crashed", "not compared")
     }
     tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     yield f"  {tally}" + ("" if report.ok else "; what each verdict means: docs/check.md")
 
 
-def row_line(row: VariantRow) -> str:
-    """Formats a row of the table."""
-    return f"  {row.name:<16} {row.verdict:<13} {row.what}: {row.detail}"
+def row_lines(row: VariantRow, columns: int) -> list[str]:
+    """Formats a row of the table, on as many lines as it needs."""
+    return textwrap.wrap(
+        f"{row.what}: {row.detail}",
+        columns,
+        initial_indent=f"  {row.name:<16} {row.verdict:<13} ",
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def report_json(report: Report) -> str:
     """Formats the whole report as JSON."""
     rows: Sequence[dict[str, object]] = [asdict(row) for row in report.rows]
-    return json.dumps({"name": report.name, "about": report.about, "ok": report.ok, "rows": rows}, indent=2)
+    told = {"warnings": report.warnings, "not_looked_at": report.not_looked_at}
+    return json.dumps(
+        {"name": report.name, "about": report.about, "ok": report.ok, "rows": rows, **told}, indent=2
+    )

@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from trainer.commands.check.plain import StepTensors
-from trainer.data.sampling.mix_order import MixDraws
-from trainer.data.sampling.plan import Plan
 
 _ULPS = 256  # of a tensor's largest value: sums of other order in the few steps that are compared
 _SPREADS = 32  # times what the plain loop itself differs by if it is rounded otherwise
-_NOISE = 0.01
+_NOISE, _WEAK = 0.01, 1e-4
 # Adam's first update is the gradient's sign times the rate, and where numbers are short rounding turns some.
 _FLIPS, _PRECISE = 0.02, 1e-12
 
@@ -53,11 +51,17 @@ class Compared:
     bound: float
     noise: tuple[str, ...] = ()
 
+    def and_then(self, other: "Compared") -> "Compared":
+        """Returns the result of both comparisons."""
+        both = max(self.largest, other.largest), max(self.bound, other.bound)
+        return Compared(self.first or other.first, *both, self.noise + other.noise)
+
     def __str__(self) -> str:
         """The bound to which the trainings are equal, as a sentence."""
         if not self.largest:
             return "every bit"
-        apart = f"to {self.largest:.0e} of the largest value (bound {self.bound:.0e})"
+        weak = ", which is weak" if self.bound > _WEAK else ""
+        apart = f"to {self.largest:.0e} of the largest value (bound {self.bound:.0e}{weak})"
         return (
             f"{apart}, but {len(self.noise)} that are rounding alone: {self.noise[0]}"
             if self.noise
@@ -130,24 +134,3 @@ def as_float64(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.
     """Converts to a float64 array, which holds all narrower floats exactly."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.detach().double().numpy()
-
-
-def odd_order(plan: Plan) -> str:
-    """Describes what is wrong with the sample order of an epoch, in which each must come once; "" if nothing
-    is.
-
-    For samples drawn with replacement, names a class that can never be drawn.
-    """
-    steps = -(-plan.samples // plan.global_batch_size)
-    epoch, sample, weight = plan.read(np.arange(steps * plan.micro_batches))
-    if isinstance(plan.draws, MixDraws):
-        return ""  # sets are drawn by weight: none of them comes once in an epoch
-    if plan.draws is not None:
-        never = plan.draws.by_class[np.repeat(plan.draws.chances == 0, plan.draws.counts)]
-        return "a sample of a class of weight 0 is drawn" if np.isin(sample, never).any() else ""
-    counts = np.bincount(sample[(weight > 0) & (epoch == 0)].reshape(-1), minlength=plan.samples)
-    if plan.last == "drop":
-        counts = np.bincount(counts, minlength=2)[2:]  # some are left out, and none comes twice
-        return "a sample comes twice in an epoch" if counts.any() else ""
-    odd = np.flatnonzero(counts != 1)
-    return f"sample {odd[0]} comes {counts[odd[0]]} times in the first epoch" if len(odd) else ""

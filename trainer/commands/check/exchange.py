@@ -11,7 +11,7 @@ import torch
 
 from trainer.commands.check.compare import as_float64
 from trainer.commands.check.plain import StepTensors
-from trainer.commands.check.training import Subject
+from trainer.commands.check.training import Subject, Training
 from trainer.commands.check.variants import Trained, Variant, VariantLaunch
 from trainer.errors import EXIT_BAD_INPUT
 from trainer.host.files import write_whole
@@ -30,7 +30,9 @@ def launched(ranks: int) -> VariantLaunch:
             "name": subject.name,
             "recipe": subject.recipe.model_dump(mode="json"),
             "double": subject.double,
-            "variants": [{**one._asdict(), "edits": dict(one.edits)} for one in variants],
+            "variants": [
+                {"name": one.name, "edits": dict(one.edits), "stop_after": one.stop_after} for one in variants
+            ],
             "folder": str(folder),
         }
         local = plan_local_ranks(subject.recipe, None, ranks)
@@ -55,9 +57,11 @@ def leave(folder: Path, name: str, found: Trained) -> None:
     if isinstance(found, str):
         write_whole(folder / f"{name}.txt", found)
         return
-    arrays = {f"{step}/{key}": as_float64(t) for step, seen in enumerate(found) for key, t in seen.items()}
+    steps = enumerate(found.steps)
+    arrays = {f"{step}/{key}": as_float64(t) for step, seen in steps for key, t in seen.items()}
+    did = {f"did {key}": np.array(value) for key, value in found.did.items()}
     with (folder / f"{name}.npz").open("wb") as file:
-        np.savez(file, count=np.array(len(found)), **arrays)  # type: ignore[arg-type]
+        np.savez(file, count=np.array(len(found.steps)), **did, **arrays)  # type: ignore[arg-type]
 
 
 def _taken(folder: Path, name: str, ended: str) -> Trained:
@@ -71,4 +75,5 @@ def _taken(folder: Path, name: str, ended: str) -> Trained:
             step, slash, tensor = key.partition("/")
             if slash:
                 seen[int(step)][tensor] = torch.from_numpy(file[key])
-    return seen
+        did = {key.removeprefix("did "): int(file[key]) for key in file.files if key.startswith("did ")}
+    return Training(seen, did)

@@ -5,23 +5,33 @@ process group or loader of the package. It shares with a run: the keys of random
 task's data, model, loss and metrics, and the assignment of samples to micro-batches.
 
 A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer
-of torch.optim (`formulas`), the average. With several micro-batches in a step, buffers and frozen parameters
-that a forward pass changes start each micro-batch at their values before the step; after it they are the mean
-of the values that the micro-batches left.
+of torch.optim (`formulas`), the average. Three rules of the trainer stand here, too:
+  micro-batches  buffers and frozen parameters that a forward pass changes start each micro-batch at their
+                 values before the step; after it they are the mean of the values that the micro-batches left
+  evaluation     what training changes so is put back after an evaluation
+  items          in fp16, where samples differ in their items, a loss is divided by the most that a step can
+                 have, and gradients are corrected before they are clipped
+The second rule can be left out (`ruled`), and three causes of a difference can be kept from working
+(`still`), so that a reason is found by trying it.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
+from trainer.commands.check.alike import draws_alike
 from trainer.commands.check.formulas import learning_rate, plain_optimizer
 from trainer.config.recipe import Recipe
+from trainer.models.activation_checkpointing import blocks
 from trainer.models.finetune import fine_tune
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
@@ -30,7 +40,8 @@ from trainer.tasks import loss_rows
 
 StepTensors = dict[
     str, torch.Tensor
-]  # after a step, by name: loss, lr, updates, model/…, optimizer/…, ema/…, metric/…
+]  # after a step, by name: loss, lr, updates, scale, model/…, optimizer/…, ema/…, metric/…
+Cause = Literal["batchnorm", "random", "state"]
 
 
 class _Samples(NamedTuple):
@@ -50,6 +61,9 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     epoch_length: float,
     evaluated: Collection[int],
     nudged: bool = False,
+    ruled: bool = True,
+    still: Collection[Cause] = (),
+    pretend: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[StepTensors]:
     """Trains, and returns a snapshot after each step.
 
@@ -59,6 +73,10 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         evaluated: Steps (from 1) after which it evaluates.
         nudged: Whether to round differently: the first weights are moved by one unit in the last place, and
             each gradient is that of a third of the loss, times three.
+        ruled: Whether what training changes is put back after an evaluation.
+        still: Causes kept from working: BatchNorm uses its running statistics; random numbers don't depend on
+            how samples are divided; buffers and frozen parameters keep their values.
+        pretend: Context of backward passes, in which the task computes in another precision.
     """
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model: nn.Module = task.model()
@@ -71,6 +89,8 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             for p in trained.values():
                 p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
     off = [part for part in model.modules() if not part.training] if model.training else []
+    for block in blocks(model).values() if recipe.memory.checkpointing != "none" else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     optimizer, scheduler = plain_optimizer(task, recipe, model, len(order))
     own_rate = scheduler is None and not hasattr(task, "optimizer")
     averaged = trained if recipe.ema.decay else {}
@@ -84,27 +104,35 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         enabled=mixed == torch.float16,
     )
     first, thirds = key(recipe.seed, Purpose.MICRO_BATCH) >> 2, 3 if nudged else 1
-    seen = list[StepTensors]()
+    seen, moving = list[StepTensors](), set[str]()
     for step, micro_batches in enumerate(order):
         model.train()
         for part in off:  # what the task's model() has put into evaluation stays so
             part.eval()
+        for part in model.modules() if "batchnorm" in still else ():
+            part.train(part.training and not isinstance(part, _BatchNorm))
         batches = [plain_samples(task.train_data, *one, recipe.seed, task.uniforms) for one in micro_batches]
-        items = max(1, sum(batch.num_items for batch in batches))
+        items = most = max(1, sum(batch.num_items for batch in batches))
+        if mixed == torch.float16 and "num_items" in task.train_data.fields:
+            most = task.train_data.num_items * sum(len(samples) for _, samples in micro_batches)
         before, after, total = untrained(model), list[StepTensors](), StepTensors()
         for number, batch in enumerate(batches):
             put(model, before)
             if not len(next(iter(batch.fields.values()))):  # padding alone
                 continue
             torch.default_generator.manual_seed(first + step * len(batches) + number)
-            with torch.autocast("cpu", mixed) if mixed else nullcontext():
+            with (
+                torch.autocast("cpu", mixed) if mixed else nullcontext(),
+                draws_alike() if "random" in still else nullcontext(),
+            ):
                 parts = losses(task, model, batch)
-            scaler.scale(parts["loss"] / (items * thirds)).backward()
+            after.append(untrained(model))  # a checkpointed block runs again in the backward pass
+            with pretend():
+                scaler.scale(parts["loss"] / (most * thirds)).backward()
             total = {n: total.get(n, 0) + part.detach().double() / items for n, part in parts.items()}
-            after.append(untrained(model))
         scaler.unscale_(optimizer)
-        for p in trained.values() if nudged else ():
-            p.grad = None if p.grad is None else p.grad * thirds
+        for p in trained.values() if nudged or most != items else ():
+            p.grad = None if p.grad is None else p.grad * (thirds * most / items)
         if recipe.optim.max_grad_norm:
             nn.utils.clip_grad_norm_(list(trained.values()), recipe.optim.max_grad_norm)
         if own_rate:
@@ -118,10 +146,12 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        made = {name: mean(before[name], [one[name] for one in after]) for name in before}
         if scaler.get_scale() < scale:  # the gradients overflowed: no update, and nothing moves
             put(model, before)
         else:
-            put(model, {name: mean(before[name], [one[name] for one in after]) for name in before})
+            put(model, before if "state" in still else made)
+            moving |= {name for name, tensor in made.items() if not torch.equal(tensor, before[name])}
             updates += 1
             if scheduler is not None:
                 scheduler.step()
@@ -133,12 +163,15 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
                 average[name] += share * (p.detach() - average[name])
             moved = updates
         total["updates"] = torch.tensor(updates)
+        if scaler.is_enabled():
+            total["scale"] = torch.tensor(scaler.get_scale())
         now = {**total, **tensors(model, optimizer, average)}
         if step + 1 in evaluated:
             kept = {name: p.detach().clone() for name, p in averaged.items()}
+            changed = untrained(model) if ruled else {}
             put(model, average)
             now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
-            put(model, kept)
+            put(model, {**kept, **{name: tensor for name, tensor in changed.items() if name in moving}})
         seen.append(now)
     return seen
 

@@ -24,7 +24,7 @@ def main(request: dict[str, Any]) -> int:
     subject = open_subject(request["name"], recipe, double=request["double"])
     with joined_world("cpu", recipe.parallel.timeout_s) as world:
         for variant in request["variants"]:
-            stopped = folder if variant["resumed"] else None
+            stopped = folder / variant["name"] if variant["stop_after"] else None
             try:
                 found = train_steps(subject, variant["edits"], world, stopped)
             except Exception as error:

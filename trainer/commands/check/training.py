@@ -2,16 +2,18 @@
 
 import contextlib
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +28,7 @@ from trainer.data.dataset import ArrayDataset
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
+from trainer.models.precision import scale_of
 from trainer.observe.console import warn
 from trainer.observe.log import MetricLogger
 from trainer.tasks import Task
@@ -33,7 +36,7 @@ from trainer.tasks.custom import CustomTask
 from trainer.train.anomaly import AnomalyLog
 from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint
 from trainer.train.components.run import build
-from trainer.train.components.task import make_task
+from trainer.train.components.task import make_plan, make_task
 from trainer.train.evaluate import next_evaluation
 from trainer.train.loop import train
 from trainer.train.outputs import Outputs
@@ -80,6 +83,7 @@ class Subject:
         double: Whether it is in float64.
         why: The reason if it isn't.
         narrow: The task in float32.
+        plan: Order of all samples of the task.
     """
 
     name: str
@@ -88,10 +92,15 @@ class Subject:
     double: bool
     why: str
     narrow: Any
+    plan: Plan
 
-    def single(self) -> "Subject":
-        """Returns the subject in float32, which autocast needs."""
-        return replace(self, task=self.narrow, double=False)
+    def single(self, why: str = "") -> "Subject":
+        """Returns the subject in float32, which autocast needs; `why`: why it can't be in float64."""
+        return replace(self, task=self.narrow, double=False, why=why or self.why)
+
+    def pretend(self) -> contextlib.AbstractContextManager[object]:
+        """Returns the context in which code of the task computes, outside of its methods too."""
+        return _doubled() if self.double else contextlib.nullcontext()
 
     @property
     def eps(self) -> float:
@@ -108,12 +117,26 @@ def open_subject(name: str, recipe: Recipe, task: Task | None = None, double: bo
     small = changed(recipe, _SMALL)
     if small.optim.warmup_steps >= 1:  # else the rate would be next to nothing in all of the steps
         small = changed(small, {"optim.warmup_steps": min(2, small.optim.warmup_steps)})
-    cut = _cut(make_task(small) if task is None else task)
+    whole = make_task(small) if task is None else task
+    cut = _cut(whole)
     if not _wants_all(cut):
         small = changed(small, {"data.eval_batch_size": min(BATCH, small.data.eval_batch_size)})
     why = _not_in_double(cut) if double is None else ""
     double = not why if double is None else double
-    return Subject(name, small, _in_double(cut) if double else cut, double, why, cut)
+    plan = make_plan(small, whole)
+    return Subject(name, small, _in_double(cut) if double else cut, double, why, cut, plan)
+
+
+class Training(NamedTuple):
+    """A training of a few steps.
+
+    Attributes:
+        steps: Tensors after each step; empty for the steps before a resumed one.
+        did: Numbers of what happened, by name: module calls, loader workers, ranks, the first step.
+    """
+
+    steps: list[StepTensors]
+    did: Mapping[str, int]
 
 
 def changed(recipe: Recipe, edits: Edits) -> Recipe:
@@ -140,8 +163,8 @@ def train_steps(
     folder: Path | None = None,
     stop_after: int | None = None,
     workers: int = 0,
-) -> list[StepTensors]:
-    """Trains, and returns a snapshot after each step; empty ones for steps before a resumed one.
+) -> Training:
+    """Trains, and returns a snapshot after each step.
 
     Args:
         folder: Run folder, for the checkpoint of `stop_after` or the one to resume from.
@@ -153,6 +176,8 @@ def train_steps(
     recipe = changed(subject.recipe, edits)
     torch.set_num_threads(int(recipe.parallel.threads))
     rows, seen = list[Mapping[str, Any]](), dict[int, StepTensors]()
+    did = {"calls": 0, "workers": 0, "ranks": world.size, "begun": 0}
+    children = len(multiprocessing.active_children())
     with contextlib.ExitStack() as stack:
         if recipe.compile.mode != "none":
             # Compiled for float64, torch's fused attention on a CPU takes the row sums that it keeps for
@@ -166,6 +191,20 @@ def train_steps(
         stack.callback(run.close)
         if recipe.compile.mode != "none" and not run.compiled:
             raise BadInputError(next(note for note in run.notes if note.startswith("compile.mode")))
+        if recipe.compile.mode == "none":
+
+            def called(*_: Any) -> None:
+                did["calls"] += 1
+
+            stack.callback(register_module_forward_pre_hook(called).remove)
+            if world.size == 1:  # activation checkpointing repeats forward passes there
+                backward = run.precision.backward
+
+                def pretending(loss: torch.Tensor) -> torch.Tensor:
+                    with subject.pretend():
+                        return backward(loss)
+
+                setattr(run.precision, "backward", pretending)  # noqa: B010
         writer = None
         if folder is not None and stop_after is None:
             load_checkpoint(run, newest_checkpoint(folder, "auto", world)[0])
@@ -178,6 +217,7 @@ def train_steps(
             metrics = run.state.metrics if done in measured else {}
             measured_now = {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
             seen[done] = {**_state(run), **measured_now}
+            did["workers"] = max(did["workers"], len(multiprocessing.active_children()) - children)
 
         logger = MetricLogger(
             run.plan, world.device, [rows.append], partial(take_metrics, run), logged=run.state.logged
@@ -193,7 +233,8 @@ def train_steps(
             }
             numbers = {n: torch.tensor(float(v), dtype=torch.float64) for n, v in figures.items()}
             seen[row["step"]] = {**numbers, **seen[row["step"]]}
-    return [seen.get(step, {}) for step in range(1, max(seen) + 1)]
+    did["begun"] = min(seen) - 1
+    return Training([seen.get(step, {}) for step in range(1, max(seen) + 1)], did)
 
 
 def _state(run: Run) -> StepTensors:
@@ -211,6 +252,8 @@ def _state(run: Run) -> StepTensors:
     ours = {n for n in tensors["optimizer"] if n == "updates" or n.startswith(("ema/", "scaler/"))}
     tensors["optimizer"] = {n: t for n, t in tensors["optimizer"].items() if n not in ours}
     updates = {"updates": state.lr.updates[0].clone()}
+    if state.scaler is not None:
+        updates["scale"] = scale_of(state.scaler).clone()
     return updates | {
         f"{kind}/{name}": value.detach().clone()
         for kind, group in tensors.items()

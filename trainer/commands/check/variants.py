@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -15,17 +16,40 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.commands.check import plain
-from trainer.commands.check.compare import compare, odd_order
-from trainer.commands.check.plain import StepTensors
-from trainer.commands.check.training import STEPS, Edits, Subject, changed, evaluated, train_steps
+from trainer.commands.check.compare import Compared, compare
+from trainer.commands.check.happened import (
+    Evidence,
+    Needed,
+    average_apart,
+    epoch_crossed,
+    loaded_by,
+    micro_batches_added,
+    narrowed,
+    on_two_ranks,
+    overflowed,
+    recomputed,
+    resumed_at,
+    update_made,
+)
+from trainer.commands.check.order import odd_order, told_order
+from trainer.commands.check.plain import Cause, StepTensors
+from trainer.commands.check.reasons import reason
+from trainer.commands.check.training import STEPS, Edits, Subject, Training, changed, evaluated, train_steps
+from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
+from trainer.rng import Ints
 from trainer.train.components.task import check_request, make_plan
 
-_Verdict = Literal["equal", "documented", "differs", "not compared"]
-Trained = list[StepTensors] | str  # or why there is nothing
+Verdict = Literal["equal", "documented", "differs", "crashed", "not compared"]
+BAD: tuple[Verdict, ...] = ("differs", "crashed")
+Trained = Training | str  # or why there is nothing
+_CRASH = "crash: "
 _ALONE = World(0, 1, 0, torch.device("cpu"), None)
 _HALF = STEPS // 2
+_LATE = STEPS - 2  # in the second epoch
+_SCALES = range(-24, 120)  # powers of two
+_COUNTED = ("updates", "lr", "scale")
 
 
 class Variant(NamedTuple):
@@ -37,7 +61,8 @@ class Variant(NamedTuple):
         edits: Changed keys of the configuration.
         where: Place of training: this process, two ranks of a launch, or a fresh process.
         same_as: The variant that it must equal bit for bit; "": it is compared with the plain loop.
-        resumed: Whether it resumes from a checkpoint that this process wrote.
+        stop_after: The step after which this process stops a training, which the variant resumes; 0: none.
+        needs: What must have happened; else there is nothing to compare.
     """
 
     name: str
@@ -45,31 +70,83 @@ class Variant(NamedTuple):
     edits: Edits = MappingProxyType({})
     where: Literal["here", "ranks", "fresh"] = "here"
     same_as: str = ""
-    resumed: bool = False
+    stop_after: int = 0
+    needs: tuple[Needed, ...] = (update_made,)
 
 
 _TWO, _FOUR = {"data.micro_batch_size": 4}, {"data.micro_batch_size": 2}
 _LOADED = {"data.resident": False}
+_EMA = {"ema.decay": 0.9, "evaluation.every": "2 steps"}
+_ADDED = (update_made, micro_batches_added)
+_ON_RANKS = (update_made, on_two_ranks)
 VARIANTS = (
-    Variant("plain", "nothing: one micro-batch a step"),
-    Variant("micro-batches-2", "2 micro-batches a step", _TWO),
-    Variant("micro-batches-4", "4 micro-batches a step", _FOUR),
-    Variant("ema", "EMA, evaluated every 2 steps", {"ema.decay": 0.9, "evaluation.every": "2 steps"}),
-    Variant("tree", "2 micro-batches, added in a tree", {**_TWO, "parallel.reduction": "tree"}),
-    Variant("checkpointing", "activation checkpointing", {"memory.checkpointing": "blocks"}),
+    Variant("plain", "nothing: one micro-batch a step", needs=(update_made, epoch_crossed)),
+    Variant("micro-batches-2", "2 micro-batches a step", _TWO, needs=_ADDED),
+    Variant("micro-batches-4", "4 micro-batches a step", _FOUR, needs=_ADDED),
+    Variant("ema", "EMA, evaluated every 2 steps", _EMA, needs=(update_made, average_apart)),
+    Variant("tree", "2 micro-batches, added in a tree", {**_TWO, "parallel.reduction": "tree"}, needs=_ADDED),
+    Variant(
+        "checkpointing",
+        "activation checkpointing",
+        {"memory.checkpointing": "blocks"},
+        needs=(update_made, recomputed),
+    ),
     Variant("compile", "torch.compile", {"compile.mode": "default"}),
-    Variant("bf16", "bfloat16 autocast", {"precision.mode": "bf16"}),
-    Variant("fp16", "float16 autocast with a loss scale", {"precision.mode": "fp16"}),
+    Variant("bf16", "bfloat16 autocast", {"precision.mode": "bf16"}, needs=(update_made, narrowed)),
+    Variant(
+        "fp16",
+        "float16 autocast with a loss scale",
+        {"precision.mode": "fp16"},
+        needs=(update_made, overflowed),
+    ),
     Variant("again", "a second run in the same process", same_as="plain"),
     Variant("workers-0", "loaded in this process", {**_LOADED, "data.workers": 0}, same_as="plain"),
-    Variant("workers-2", "loaded by 2 workers", {**_LOADED, "data.workers": 2}, "fresh", "plain"),
+    Variant(
+        "workers-2",
+        "loaded by 2 workers",
+        {**_LOADED, "data.workers": 2},
+        "fresh",
+        "plain",
+        needs=(update_made, loaded_by(2)),
+    ),
     Variant("hash-seed", "another process and hash seed", {}, "fresh", "plain"),
-    Variant("resume", f"stopped after step {_HALF}, resumed", {}, "fresh", "plain", resumed=True),
-    Variant("ranks-ddp", "2 ranks, DDP", {**_TWO, "parallel.find_unused_parameters": True}, "ranks"),
-    Variant("ranks-tree", "2 ranks, tree", {**_TWO, "parallel.reduction": "tree"}, "ranks", "tree"),
-    Variant("ranks-fsdp", "2 ranks, FSDP", {**_TWO, "parallel.strategy": "fsdp"}, "ranks"),
+    Variant(
+        "resume",
+        f"stopped after step {_HALF}, resumed",
+        {},
+        "fresh",
+        "plain",
+        _HALF,
+        (update_made, resumed_at(_HALF)),
+    ),
+    Variant(
+        "resume-late",
+        f"stopped after step {_LATE}, in the second epoch, resumed",
+        {},
+        "fresh",
+        "plain",
+        _LATE,
+        (resumed_at(_LATE), epoch_crossed),
+    ),
+    Variant(
+        "ranks-ddp",
+        "2 ranks, DDP",
+        {**_TWO, "parallel.find_unused_parameters": True},
+        "ranks",
+        needs=_ON_RANKS,
+    ),
+    Variant(
+        "ranks-tree",
+        "2 ranks, tree",
+        {**_TWO, "parallel.reduction": "tree"},
+        "ranks",
+        "tree",
+        needs=_ON_RANKS,
+    ),
+    Variant("ranks-fsdp", "2 ranks, FSDP", {**_TWO, "parallel.strategy": "fsdp"}, "ranks", needs=_ON_RANKS),
 )
-NAMES = ("order", *(variant.name for variant in VARIANTS))
+_BY_NAME = {variant.name: variant for variant in VARIANTS}
+NAMES = ("order", *_BY_NAME)
 
 
 @dataclass(frozen=True)
@@ -79,7 +156,7 @@ class VariantRow:
     Attributes:
         name: Name of the variant.
         what: The changed setting.
-        verdict: equal; documented (differs as the documentation says); differs; or not compared.
+        verdict: equal; documented (differs as the documentation says); differs; crashed; or not compared.
         detail: The bound; the first difference and its step; or why it wasn't compared.
         tensor: The first tensor that differs, or "".
         step: The step after which it differs, or 0.
@@ -87,7 +164,7 @@ class VariantRow:
 
     name: str
     what: str
-    verdict: _Verdict
+    verdict: Verdict
     detail: str
     tensor: str = ""
     step: int = 0
@@ -109,57 +186,280 @@ def check_all(
         launches: The launch for "ranks" and for "fresh", or why there is none.
         tell: Called with the name of each variant as it starts.
     """
-    chosen = [variant for variant in VARIANTS if not only or variant.name in only]
-    found, references = dict[str, Trained](), dict[str, tuple[list[StepTensors], list[StepTensors]]]()
     if not only or "order" in only:
-        plan = make_plan(subject.recipe, subject.task)
-        odd = odd_order(plan)
-        samples = f"each of {plan.samples:,} samples once an epoch"
-        if plan.draws is not None:
-            samples = f"{plan.samples:,} draws by class_weights an epoch"
-        yield VariantRow("order", "the order of the samples", "differs" if odd else "equal", odd or samples)
+        tell("the order of the samples")
+        odd = odd_order(subject.plan)
+        yield VariantRow(
+            "order",
+            "the order of the samples",
+            "differs" if odd else "equal",
+            odd or told_order(subject.plan),
+        )
+    chosen = [variant for variant in VARIANTS if not only or variant.name in only]
     with tempfile.TemporaryDirectory(prefix="trainer-check-", ignore_cleanup_errors=True) as temporary:
-        folder = Path(temporary)
-
-        def trained(variant: Variant) -> Trained:
-            if variant.name not in found:
-                tell(variant.what)
-                found[variant.name] = tried(
-                    lambda: train_steps(of(subject, variant.edits), variant.edits, _ALONE)
-                )
-            return found[variant.name]
-
-        def reference(edits: Edits) -> tuple[list[StepTensors], list[StepTensors]]:
-            recipe = changed(subject.recipe, edits)
-            micro, ema, mode = recipe.data.micro_batch_size, recipe.ema, recipe.precision.mode
-            of = json.dumps([micro, ema.model_dump(), mode, recipe.evaluation.every])
-            if of not in references:
-                plainly = (train_plainly(subject, edits, nudged) for nudged in (False, True))
-                references[of] = next(plainly), next(plainly)
-            return references[of]
-
+        trainings = Trainings(subject, chosen, launches, Path(temporary), tell)
         for variant in chosen:
-            if variant.where != "here" and variant.name not in found:
-                tell(variant.what)
-                beside = [one for one in chosen if one.where == variant.where]
-                found.update(_launched(subject, beside, launches[variant.where], folder))
-            got = trained(variant)
-            if isinstance(got, str):
-                crashed = got.startswith("crash: ")
-                yield VariantRow(variant.name, variant.what, "differs" if crashed else "not compared", got)
-            elif variant.same_as:
-                base = trained(next(one for one in VARIANTS if one.name == variant.same_as))
-                yield _same_bits(variant, got, base)
-            else:
-                tell(f"{variant.what}: by the plain loop")
+            try:
+                yield trainings.row(variant)
+            except BadInputError:
+                raise
+            except Exception as error:  # the user's code
+                yield VariantRow(
+                    variant.name, variant.what, "not compared", f"the plain loop fails: {_line(error)}"
+                )
+
+
+class Trainings:
+    """The trainings of a check, each made when it is first asked for."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        chosen: list[Variant],
+        launches: dict[str, VariantLaunch | str],
+        folder: Path,
+        tell: Callable[[str], object],
+    ) -> None:
+        """Takes what `check_all` takes, and a folder for checkpoints."""
+        self._subject, self._chosen, self._launches = subject, chosen, launches
+        self._folder, self._tell = folder, tell
+        self._found = dict[str, tuple[Trained, Subject]]()
+        self._references = dict[str, list[StepTensors]]()
+        self._reasons = dict[int, str]()
+
+    def row(self, variant: Variant) -> VariantRow:
+        """Compares a variant."""
+        got, subject = self._trained(variant)
+        if isinstance(got, str):
+            crash = got.startswith(_CRASH)
+            error = self._error_of_plain(variant, subject) if crash else ""
+            if error:
+                return VariantRow(
+                    variant.name, variant.what, "not compared", f"plain PyTorch fails, too: {error}"
+                )
+            verdict: Verdict = "crashed" if crash else "not compared"
+            return VariantRow(variant.name, variant.what, verdict, got.removeprefix(_CRASH))
+        row = self._same_bits(variant, got) if variant.same_as else self._against_plain(variant, got, subject)
+        if row.verdict in BAD:
+            return row
+        seen = [need(self._evidence(variant, got, subject)) for need in variant.needs]
+        if lacking := [one.what for one in seen if not one.enough]:
+            return VariantRow(variant.name, variant.what, "not compared", "; ".join(lacking))
+        told = [row.detail, *(one.what for one in seen if one.what)]
+        if subject.double != of(self._subject, variant.edits).double:
+            told.append(f"in float32, as in float64 it fails: {subject.why}")
+        return VariantRow(variant.name, variant.what, row.verdict, "; ".join(told), row.tensor, row.step)
+
+    def _trained(self, variant: Variant) -> tuple[Trained, Subject]:
+        if variant.name not in self._found:
+            self._tell(variant.what)
+            subject = of(self._subject, variant.edits)
+            self._train(variant, subject)
+            got = self._found[variant.name][0]
+            if isinstance(got, str) and got.startswith(_CRASH) and subject.double and not variant.same_as:
+                self._train(variant, subject.single(got.removeprefix(_CRASH)))
+        return self._found[variant.name]
+
+    def _train(self, variant: Variant, subject: Subject) -> None:
+        """Trains a variant, and those that a launch can train beside it."""
+        if variant.where == "here":
+            edits = self._edits(variant)
+            got = edits if isinstance(edits, str) else tried(lambda: train_steps(subject, edits, _ALONE))
+            self._found[variant.name] = got, subject
+            return
+        beside = [one for one in self._chosen if one.where == variant.where and one.name not in self._found]
+        for name, got in self._launched(subject, beside or [variant]).items():
+            self._found[name] = got, subject
+
+    def _error_of_plain(self, variant: Variant, subject: Subject) -> str:
+        """Returns the error of the plain loop with a variant's settings, or ""."""
+        try:
+            self._reference(subject, variant.edits)
+        except Exception as error:  # the user's code
+            return _line(error)
+        return ""
+
+    def _edits(self, variant: Variant) -> Edits | str:
+        """Returns a variant's changed keys, or why there are none: with fp16 a scale that overflows."""
+        if variant.edits.get("precision.mode") != "fp16":
+            return variant.edits
+        if (scale := self._overflowing_scale) is None:
+            return "nothing overflows in float16, whatever the loss scale"
+        return {**variant.edits, "precision.initial_scale": scale}
+
+    @cached_property
+    def _overflowing_scale(self) -> float | None:
+        """Returns the smallest power of two with which the plain loop skips the first step."""
+
+        def skips(power: int) -> bool:
+            edits = {"precision.mode": "fp16", "precision.initial_scale": 2.0**power}
+            return not int(train_plainly(of(self._subject, edits), edits, most=1)[0]["updates"])
+
+        low, high = _SCALES.start, _SCALES.stop
+        if skips(low) or not skips(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if skips(middle) else (middle, high)
+        return 2.0**high
+
+    def _reference(
+        self,
+        subject: Subject,
+        edits: Edits,
+        nudged: bool = False,
+        ruled: bool = True,
+        still: Collection[Cause] = (),
+    ) -> list[StepTensors]:
+        recipe = changed(subject.recipe, edits)
+        sections = recipe.model_dump(
+            mode="json", include={"data", "ema", "precision", "evaluation", "memory"}
+        )
+        name = json.dumps([sections, subject.double, nudged, ruled, sorted(still)], sort_keys=True)
+        if name not in self._references:
+            self._references[name] = train_plainly(subject, edits, nudged, ruled, still)
+        return self._references[name]
+
+    def _launched(self, subject: Subject, variants: list[Variant]) -> dict[str, Trained]:
+        """Trains variants in other processes; one that can't be trained there gets its error instead."""
+        launch = self._launches[variants[0].where]
+        if isinstance(launch, str):
+            return {variant.name: launch for variant in variants}
+        found, able = dict[str, Trained](), []
+        ranks = 2 if variants[0].where == "ranks" else 1
+        for variant in variants:
+            try:
+                check_request(changed(subject.recipe, variant.edits), subject.narrow, ranks)
+                if variant.stop_after:
+                    folder, after = self._folder / variant.name, variant.stop_after
+                    folder.mkdir()
+                    stopped = tried(lambda: train_steps(subject, {}, _ALONE, folder, stop_after=after))  # noqa: B023
+                    if isinstance(stopped, str):
+                        raise BadInputError(stopped)
+                able.append(variant)
+            except BadInputError as error:
+                found[variant.name] = str(error)
+        return {**found, **(launch(subject, able, self._folder) if able else {})}
+
+    def _same_bits(self, variant: Variant, got: Training) -> VariantRow:
+        base, _ = self._trained(_BY_NAME[variant.same_as])
+        if isinstance(base, str):
+            detail = f"{variant.same_as} has no result: {base.removeprefix(_CRASH)}"
+            return VariantRow(variant.name, variant.what, "not compared", detail)
+        compared = compare(got.steps, base.steps, begin=variant.stop_after)
+        if (first := compared.first) is not None:
+            detail = f"not the bits of {variant.same_as}: {first}"
+            return VariantRow(variant.name, variant.what, "differs", detail, first.tensor, first.step)
+        return VariantRow(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
+
+    def _against_plain(self, variant: Variant, got: Training, subject: Subject) -> VariantRow:
+        edits = self._edits(variant)
+        assert not isinstance(edits, str)
+        self._tell(f"{variant.what}: by the plain loop")
+        plainly = {name: value for name, value in edits.items() if not name.startswith("memory.")}
+        compared = self._compared(subject, got.steps, plainly)
+        if (first := compared.first) is not None:
+            if plainly != edits and (compared := self._compared(subject, got.steps, edits)).first is None:
+                detail = (
+                    f"as plain PyTorch with torch.utils.checkpoint ({compared}); without, {first}: the "
+                    "repeated forward pass begins with the buffers that the first one left"
+                )
+                return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
+            return VariantRow(variant.name, variant.what, "differs", str(first), first.tensor, first.step)
+        recipe = changed(subject.recipe, edits)
+        count = recipe.data.global_batch_size // recipe.data.micro_batch_size
+        wanted = self._reference(subject, plainly)
+        if count > 1 and (first := self._compared(subject, wanted, {}).first) is not None:
+            why = self._reason(subject, count, edits)
+            detail = f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why}"
+            return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
+        unruled = self._reference(subject, plainly, ruled=False)
+        if (first := compare(unruled, wanted).first) is not None:
+            detail = (
+                f"as plain PyTorch ({compared}) where what training changes is put back after an evaluation; "
+                f"without that rule, {first}"
+            )
+            return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
+        return VariantRow(variant.name, variant.what, "equal", str(compared))
+
+    def _compared(
+        self, subject: Subject, found: list[StepTensors], edits: Edits, still: Collection[Cause] = ()
+    ) -> Compared:
+        """Compares with the plain loop that has these settings; in low precision up to the first update.
+
+        From the second update on rounding decides there, but not the number of updates, rate and loss scale.
+        """
+        wanted = self._reference(subject, edits, still=still)
+        nudged = self._reference(subject, edits, nudged=True, still=still)
+        moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]
+        if "precision.mode" not in edits:
+            return compare(found, wanted, nudged, subject.eps, moved=moved)
+        cut = 1 + next((step for step, seen in enumerate(wanted) if seen["updates"]), STEPS)
+        compared = compare(found, wanted[:cut], nudged[:cut], subject.eps, moved=moved)
+        ours, theirs = (
+            [{n: step[n] for n in _COUNTED if n in step} for step in steps] for steps in (found, wanted)
+        )
+        if compared.first is not None:
+            return compared
+        return compared.and_then(compare(ours, theirs, theirs, subject.eps))
+
+    def _reason(self, subject: Subject, count: int, edits: Edits) -> str:
+        """Finds why so many micro-batches give something else than one."""
+        if count not in self._reasons:
+            self._tell("why several micro-batches differ from one")
+            small = {"data.micro_batch_size": changed(subject.recipe, edits).data.micro_batch_size}
+
+            def alike(still: Collection[Cause]) -> bool | None:
                 try:
-                    yield _against_plain(subject, variant, got, reference)
-                except BadInputError:
-                    raise
-                except Exception as error:  # somebody's code
-                    yield VariantRow(
-                        variant.name, variant.what, "not compared", f"the plain loop fails: {_line(error)}"
-                    )
+                    wanted = self._reference(subject, small, still=still)
+                    return self._compared(subject, wanted, {}, still).first is None
+                except Exception:  # the user's code, where nothing random is expected
+                    return None
+
+            self._reasons[count] = reason(causes(subject), alike)
+        return self._reasons[count]
+
+    def _evidence(self, variant: Variant, got: Training, subject: Subject) -> Evidence:
+        edits = self._edits(variant)
+        assert not isinstance(edits, str)
+        order = real_order(make_plan(changed(subject.recipe, edits), subject.task))
+        epochs = len({int(one) for step in order for epoch, _ in step for one in epoch})
+        most = max(sum(len(samples) > 0 for _, samples in step) for step in order)
+
+        def base() -> Training:
+            training = self._trained(_BY_NAME["plain"])[0]
+            if isinstance(training, str):
+                raise RuntimeError(training)
+            return training
+
+        def wanted(own: bool) -> list[StepTensors]:
+            return self._reference(subject, edits if own else {})
+
+        return Evidence(got, epochs, most, base, wanted)
+
+
+def causes(subject: Subject) -> list[Cause]:
+    """Returns the causes that a task has for a difference between one micro-batch and several."""
+    model = subject.task.model().train()
+    found: list[Cause] = []
+    if any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
+        found.append("batchnorm")
+    if draws(subject):
+        found.append("random")
+    if plain.untrained(model):
+        found.append("state")
+    return found
+
+
+def real_order(plan: Plan) -> list[list[tuple[Ints, Ints]]]:
+    """Returns epochs and indices of the samples in the micro-batches of each step, without padding."""
+    order = []
+    for step in range(plan.steps):
+        epoch, sample, weight = plan.read(
+            np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches)
+        )
+        order.append([(e[w > 0], s[w > 0]) for e, s, w in zip(epoch, sample, weight, strict=True)])
+    return order
 
 
 def of(subject: Subject, edits: Edits) -> Subject:
@@ -167,21 +467,26 @@ def of(subject: Subject, edits: Edits) -> Subject:
     return subject.single() if "precision.mode" in edits else subject
 
 
-def train_plainly(subject: Subject, edits: Edits, nudged: bool = False) -> list[StepTensors]:
-    """Trains by the plain loop, with the samples that the plan gives."""
-    recipe, task = changed(subject.recipe, edits), of(subject, edits).task
+def train_plainly(
+    subject: Subject,
+    edits: Edits,
+    nudged: bool = False,
+    ruled: bool = True,
+    still: Collection[Cause] = (),
+    most: int = STEPS,
+) -> list[StepTensors]:
+    """Trains by the plain loop, with the samples that the plan gives; `most`: only the first steps."""
+    recipe = changed(subject.recipe, edits)
     torch.set_num_threads(int(recipe.parallel.threads))
-    plan, order = make_plan(recipe, task), []
-    for step in range(plan.steps):
-        epoch, sample, weight = plan.read(
-            np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches)
-        )
-        order.append([(e[w > 0], s[w > 0]) for e, s, w in zip(epoch, sample, weight, strict=True)])
+    plan = make_plan(recipe, subject.task)
+    order, due = real_order(plan)[:most], evaluated(recipe, plan)
     with torch.random.fork_rng(devices=[]):
-        return plain.reference_steps(task, recipe, order, plan.epoch_length, evaluated(recipe, plan), nudged)
+        return plain.reference_steps(
+            subject.task, recipe, order, plan.epoch_length, due, nudged, ruled, still, subject.pretend
+        )
 
 
-def tried(train: Callable[[], list[StepTensors]]) -> Trained:
+def tried(train: Callable[[], Training]) -> Trained:
     """Returns the result of a training, or its error as one line."""
     try:
         with (
@@ -192,79 +497,11 @@ def tried(train: Callable[[], list[StepTensors]]) -> Trained:
     except BadInputError as error:
         return " ".join(str(error).split())
     except Exception as error:
-        return f"crash: {_line(error)}"
+        return f"{_CRASH}{_line(error)}"
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
-
-
-def _launched(
-    subject: Subject, variants: list[Variant], launch: VariantLaunch | str, folder: Path
-) -> dict[str, Trained]:
-    """Trains variants in other processes; one that can't be trained there gets its error instead."""
-    if isinstance(launch, str):
-        return {variant.name: launch for variant in variants}
-    found, able = dict[str, Trained](), []
-    ranks = 2 if variants[0].where == "ranks" else 1
-    for variant in variants:
-        try:
-            check_request(changed(subject.recipe, variant.edits), subject.narrow, ranks)
-            if variant.resumed:
-                stopped = tried(lambda: train_steps(subject, {}, _ALONE, folder, stop_after=_HALF))
-                if isinstance(stopped, str):
-                    raise BadInputError(stopped)
-            able.append(variant)
-        except BadInputError as error:
-            found[variant.name] = str(error)
-    return {**found, **(launch(subject, able, folder) if able else {})}
-
-
-def _same_bits(variant: Variant, got: list[StepTensors], base: Trained) -> VariantRow:
-    if isinstance(base, str):
-        return VariantRow(
-            variant.name, variant.what, "not compared", f"{variant.same_as} has no result: {base}"
-        )
-    compared = compare(got, base, begin=_HALF if variant.resumed else 0)
-    if (first := compared.first) is not None:
-        detail = f"not the bits of {variant.same_as}: {first}"
-        return VariantRow(variant.name, variant.what, "differs", detail, first.tensor, first.step)
-    return VariantRow(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
-
-
-def _against_plain(
-    subject: Subject,
-    variant: Variant,
-    got: list[StepTensors],
-    reference: Callable[[Edits], tuple[list[StepTensors], list[StepTensors]]],
-) -> VariantRow:
-    wanted, nudged = reference(variant.edits)
-    moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]
-    if "precision.mode" in variant.edits:  # from the second update on, rounding has the say
-        wanted = wanted[: 1 + next((step for step, seen in enumerate(wanted) if seen["updates"]), STEPS)]
-    compared = compare(got, wanted, nudged, of(subject, variant.edits).eps, moved=moved)
-    if (first := compared.first) is not None:
-        return VariantRow(variant.name, variant.what, "differs", str(first), first.tensor, first.step)
-    recipe = changed(subject.recipe, variant.edits)
-    count = recipe.data.global_batch_size // recipe.data.micro_batch_size
-    if count > 1:
-        one_batch = compare(wanted, *reference({}), subject.eps, moved=moved)
-        if (first := one_batch.first) is not None:
-            detail = (
-                f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why(subject)}"
-            )
-            return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
-    return VariantRow(variant.name, variant.what, "equal", str(compared))
-
-
-def why(subject: Subject) -> str:
-    """Explains why several micro-batches per step give another result than one, in plain PyTorch too."""
-    model = subject.task.model().train()
-    if any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
-        return "BatchNorm sees one micro-batch at a time"
-    if draws(subject):
-        return "random numbers are drawn for each micro-batch"
-    return "the loss compares the samples of a micro-batch, or keeps something from one to the next"
 
 
 def draws(subject: Subject) -> bool:
