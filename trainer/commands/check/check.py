@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from trainer.commands.check.exchange import launched
+from trainer.commands.check.faults import BY_NAME
+from trainer.commands.check.self_test import SeenFault, self_test
 from trainer.commands.check.training import BATCH, SAMPLES, STEPS, Subject, open_subject
 from trainer.commands.check.variants import BAD, NAMES, VariantLaunch, VariantRow, check_all, draws
 from trainer.config.recipe import Recipe
@@ -108,15 +110,64 @@ def run_check(options: argparse.Namespace) -> int:
     Returns:
     0 if no variant differs, other than as documented, and none crashed; else 1.
     """
+    shown = sys.stderr.isatty() and not options.json
+    tell = _show_progress if shown else str
+    if options.self_test:
+        return _self_test(options, tell)
+    if options.recipe is None:
+        raise BadInputError("trainer check: give a recipe or a file with a task, or --self-test")
     words = list(options.set)
     if not any(word.startswith("data.micro_batch_size=") for word in words):
         words += [f"data.global_batch_size={BATCH}", f"data.micro_batch_size={BATCH}"]  # or it may be `auto`
     recipe = load_recipe(options.recipe, words)
     check_recipe(options.recipe, recipe, words)
-    shown = sys.stderr.isatty() and not options.json
-    report = _check(options.recipe, recipe, None, options.only, _show_progress if shown else str)
+    report = _check(options.recipe, recipe, None, options.only, tell)
     print(report_json(report) if options.json else without_controls(str(report)))
     return EXIT_DONE if report.ok else EXIT_FAILED
+
+
+def _self_test(options: argparse.Namespace, tell: Callable[[str], object]) -> int:
+    """Runs `trainer check --self-test`; returns 0 if all faults are seen, else 1."""
+    if options.recipe is not None or options.set:
+        raise BadInputError("--self-test has tasks of its own: leave out the recipe and --set")
+    for one in options.only:
+        if one not in BY_NAME:
+            raise BadInputError(f"--only {one}: no such fault{nearest(one, BY_NAME)}")
+    found = list[SeenFault]()
+    with _deterministic(tell):
+        for one in self_test(tell, options.only):
+            found.append(one)
+            if not options.json:
+                tell("")
+                print(_fault_line(one), flush=True)
+    missed = [one for one in found if not one.seen]
+    if options.json:
+        print(json.dumps({"ok": not missed, "faults": [asdict(one) for one in found]}, indent=2))
+    else:
+        print(f"  {len(found) - len(missed)} of {len(found)} as they must be")
+    return EXIT_FAILED if missed else EXIT_DONE
+
+
+def _fault_line(one: SeenFault) -> str:
+    """Formats a fault of the self-test."""
+    if not one.fault:
+        return f"  {'-':<26} {'clean' if one.seen else 'FALSE ALARM':<12} {one.what}"
+    by = ", ".join(row.name for row in one.rows if row.verdict in BAD)
+    return f"  {one.fault:<26} {f'seen by {by}' if by else 'MISSED':<24} {one.what}"
+
+
+@contextlib.contextmanager
+def _deterministic(tell: Callable[[str], object]) -> Iterator[None]:
+    """Context with one thread and torch's random state and switches put back."""
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.set_num_threads(1)
+        with random_state_kept():
+            yield
+    finally:
+        tell("")
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
 
 
 def _check(
@@ -134,22 +185,15 @@ def _check(
     here: dict[str, VariantLaunch | str] = {"ranks": launched(2), "fresh": launched(1)}
     if task is not None:
         here = dict.fromkeys(here, _ELSEWHERE)
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    try:
-        torch.set_num_threads(1)
-        with random_state_kept():
-            opened = make_task(recipe) if task is None else task
-            said = list[str]()
-            with _warnings_taken(said):
-                subject = open_subject(name, recipe, opened)
-                check_request(subject.recipe, opened, 1)
-            rows = tuple(check_all(subject, only, here, tell))
-            about = check_conditions(subject, draws(subject))
-            return Report(name, about, rows, tuple(dict.fromkeys(said)))
-    finally:
-        tell("")
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict)
+    with _deterministic(tell):
+        opened = make_task(recipe) if task is None else task
+        said = list[str]()
+        with _warnings_taken(said):
+            subject = open_subject(name, recipe, opened)
+            check_request(subject.recipe, opened, 1)
+        rows = tuple(check_all(subject, only, here, tell))
+        about = check_conditions(subject, draws(subject))
+        return Report(name, about, rows, tuple(dict.fromkeys(said)))
 
 
 def _show_progress(what: str) -> None:

@@ -22,8 +22,13 @@ _RANK = "trainer.commands.check.rank"
 _GRACE_SECONDS = 5.0
 
 
-def launched(ranks: int) -> VariantLaunch:
-    """Starts processes that train variants on so many ranks, one after another, with another hash seed."""
+def launched(ranks: int, fault: str = "") -> VariantLaunch:
+    """Starts processes that train variants on so many ranks, one after another, with another hash seed.
+
+    Args:
+        ranks: Number of processes.
+        fault: Name of a fault that is put into them (`faults`), or "".
+    """
 
     def train(subject: Subject, variants: Sequence[Variant], folder: Path) -> dict[str, Trained]:
         request = {
@@ -34,6 +39,7 @@ def launched(ranks: int) -> VariantLaunch:
                 {"name": one.name, "edits": dict(one.edits), "stop_after": one.stop_after} for one in variants
             ],
             "folder": str(folder),
+            "fault": fault,
         }
         local = plan_local_ranks(subject.recipe, None, ranks)
         seed = "1" if os.environ.get("PYTHONHASHSEED", "0") != "1" else "2"

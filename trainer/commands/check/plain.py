@@ -97,13 +97,13 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     average = {name: p.detach().clone() for name, p in averaged.items()}
     updates = moved = 0
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision.mode)
+    first, thirds = key(recipe.seed, Purpose.MICRO_BATCH) >> 2, 3 if nudged else 1
     scaler = GradScaler(
         "cpu",
-        init_scale=recipe.precision.initial_scale,
+        init_scale=recipe.precision.initial_scale * thirds,  # so that the same steps overflow
         growth_interval=recipe.precision.growth_interval,
         enabled=mixed == torch.float16,
     )
-    first, thirds = key(recipe.seed, Purpose.MICRO_BATCH) >> 2, 3 if nudged else 1
     seen, moving = list[StepTensors](), set[str]()
     for step, micro_batches in enumerate(order):
         model.train()

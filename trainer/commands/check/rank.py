@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ def main(request: dict[str, Any]) -> int:
     from trainer.distributed.parallel import joined_world
     from trainer.errors import BadInputError
 
+    fault: AbstractContextManager[object] = nullcontext()
+    if request["fault"]:
+        from trainer.commands.check.faults import BY_NAME
+
+        fault = BY_NAME[request["fault"]].put_in()
     recipe = validated(Recipe, request["recipe"], request["name"])
     subject = open_subject(request["name"], recipe, double=request["double"])
-    with joined_world("cpu", recipe.parallel.timeout_s) as world:
+    with fault, joined_world("cpu", recipe.parallel.timeout_s) as world:
         for variant in request["variants"]:
             stopped = folder / variant["name"] if variant["stop_after"] else None
             try:

@@ -1,0 +1,1 @@
+"""Tasks of `trainer check --self-test`: BatchNorm, dropout, clipping; with and without items."""
