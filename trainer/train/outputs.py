@@ -79,14 +79,16 @@ class Outputs:
     advisor: Advisor | None = None
     profile: Profile | None = None
 
-    def leave(self, status: str, line: str) -> None:
+    def leave(self, status: str, line: str, step: int) -> None:
         """Closes an attempt that stops early: its status and reason go to console and manifest, on rank 0."""
         if self.progress_bar is not None and self.manifest is not None and self.anomalies.folder is not None:
             self.progress_bar.close()
             if status == "stopped":
                 self.progress_bar.say(f"  {line}")
             with contextlib.suppress(OSError):  # such as a full disk: it must not hide the reason
-                update_manifest(self.anomalies.folder, self.manifest, status=status, reason=line)
+                update_manifest(
+                    self.anomalies.folder, self.manifest, status=status, reason=line, steps_done=step
+                )
 
 
 def bare_outputs(

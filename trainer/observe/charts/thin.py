@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+Weight = Callable[[str, Mapping[str, Any], int], float]
+
 # Beyond this no figure of a training is one.
 _LARGEST = 1e200
 
@@ -15,17 +17,21 @@ class Cell(NamedTuple):
         high: Its maximum.
         total: Its sum.
         rows: Number of records that have it. 0: they have null, for a value that wasn't finite.
+        weighted: Sum of its values times the records' weights: for a rate, the total of what it counts.
+        weight: Sum of the weights: for a rate, the time.
     """
 
     low: float
     high: float
     total: float
     rows: int
+    weighted: float
+    weight: float
 
     @property
     def mean(self) -> float:
-        """Returns the mean."""
-        return self.total / self.rows
+        """Returns the weighted mean: for a rate, the total over the time."""
+        return self.weighted / self.weight
 
 
 class Point(NamedTuple):
@@ -39,17 +45,25 @@ class Point(NamedTuple):
 class ThinnedRows:
     """Collects records one by one and keeps a bounded number of points."""
 
-    def __init__(self, most: int, wanted: Callable[[str], bool]) -> None:
-        """Starts empty."""
-        self._most, self._wanted = most, wanted
+    def __init__(self, most: int, wanted: Callable[[str], bool], weight: Weight = lambda *_: 1.0) -> None:
+        """Starts empty.
+
+        Args:
+            most: Number of points to keep, or up to twice as many.
+            wanted: True for the name of a figure that is kept.
+            weight: Weight of a figure by its name, the record, and the steps since the record before.
+        """
+        self._most, self._wanted, self._weight = most, wanted, weight
+        self._before = 0
         self._keep: dict[str, bool] = {}
         self._points: list[Point] = []
-        self._block: list[tuple[int, Mapping[str, Any]]] = []
+        self._block: list[tuple[int, int, Mapping[str, Any]]] = []
         self._stride = 1
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
         """Adds a record; values that aren't numbers are ignored."""
-        self._block.append((step, row))
+        self._block.append((step, step - self._before, row))
+        self._before = step
         if len(self._block) < self._stride:
             return
         self._flush()
@@ -58,22 +72,31 @@ class ThinnedRows:
             self._stride *= 2
 
     def _flush(self) -> None:
-        columns: dict[str, list[Any]] = {}
-        for _, row in self._block:
-            for name, value in row.items():
-                if name in columns:
-                    columns[name].append(value)
-                else:
-                    columns[name] = [value]
+        columns: dict[str, list[tuple[Mapping[str, Any], int]]] = {}
+        for _, steps, row in self._block:
+            for name in row:
+                columns.setdefault(name, []).append((row, steps))
         keep = self._keep
         for name in columns.keys() - keep.keys():
             if len(keep) > 1000 or len(name) > 100:  # somebody makes up names
                 columns.pop(name)
                 continue
             keep[name] = self._wanted(name)
-        cells = {name: cell for name, values in columns.items() if keep[name] and (cell := _cell(values))}
-        self._points.append(Point(max(step for step, _ in self._block), len(self._block), cells))
+        cells = {
+            name: cell
+            for name, rows in columns.items()
+            if keep[name] and (cell := joined(self._cell(name, *one) for one in rows))
+        }
+        self._points.append(Point(max(step for step, *_ in self._block), len(self._block), cells))
         self._block = []
+
+    def _cell(self, name: str, row: Mapping[str, Any], steps: int) -> Cell | None:
+        """Returns the figure of one record; None if it is neither a number nor null."""
+        value = row[name]
+        if type(value) in (float, int) and -_LARGEST < value < _LARGEST:
+            weight = self._weight(name, row, steps)
+            return Cell(float(value), float(value), float(value), 1, value * weight, weight)
+        return Cell(0.0, 0.0, 0.0, 0, 0.0, 0.0) if value is None or type(value) in (float, int) else None
 
     def points(self) -> list[Point]:
         """Returns all points, in the order of their steps; at most twice the requested number."""
@@ -82,14 +105,14 @@ class ThinnedRows:
         return sorted(self._points, key=lambda point: point.step)
 
 
-def _cell(values: Iterable[Any]) -> Cell | None:
-    """Joins those values that are numbers; None if there is neither a number nor null among them."""
-    values = list(values)
-    numbers = [value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST]
-    if numbers:
-        return Cell(float(min(numbers)), float(max(numbers)), float(sum(numbers)), len(numbers))
-    odd = any(value is None or type(value) in (float, int) for value in values)
-    return Cell(0.0, 0.0, 0.0, 0) if odd else None
+def joined(cells: Iterable[Cell | None]) -> Cell | None:
+    """Merges cells of one figure; None if there are none."""
+    there = [cell for cell in cells if cell is not None]
+    filled = [cell for cell in there if cell.rows]
+    if len(filled) < 2:
+        return next(iter(filled or there), None)
+    low, high, total, rows, weighted, weight = zip(*filled, strict=True)
+    return Cell(min(low), max(high), sum(total), sum(rows), sum(weighted), sum(weight))
 
 
 def thinned(points: list[Point], most: int) -> list[Point]:
@@ -102,20 +125,12 @@ def thinned(points: list[Point], most: int) -> list[Point]:
 
 def _halved(points: list[Point]) -> list[Point]:
     pairs = zip(points[::2], points[1::2], strict=False)
-    joined = [_joined(one, other) for one, other in pairs]
-    return joined + points[2 * len(joined) :]
+    merged = [_merged(one, other) for one, other in pairs]
+    return merged + points[2 * len(merged) :]
 
 
-def _joined(one: Point, other: Point) -> Point:
-    cells = dict(one.cells)
-    for name, cell in other.cells.items():
-        before = cells.get(name)
-        cells[name] = cell if before is None or not before.rows else _sum(before, cell)
-    return Point(max(one.step, other.step), one.rows + other.rows, cells)
-
-
-def _sum(one: Cell, other: Cell) -> Cell:
-    if not other.rows:
-        return one
-    low, high = min(one.low, other.low), max(one.high, other.high)
-    return Cell(low, high, one.total + other.total, one.rows + other.rows)
+def _merged(one: Point, other: Point) -> Point:
+    names = dict.fromkeys((*one.cells, *other.cells))
+    cells = {name: joined((one.cells.get(name), other.cells.get(name))) for name in names}
+    there = {name: cell for name, cell in cells.items() if cell is not None}
+    return Point(max(one.step, other.step), one.rows + other.rows, there)
