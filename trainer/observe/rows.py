@@ -36,20 +36,22 @@ _SPANS = ("seconds", "time/wall")
 _LONGEST_SPAN = 1e12  # seconds; beyond it a file was made up
 
 
-def span_of(name: str, row: Mapping[str, object], steps: int) -> float:
-    """Returns the weight of a figure in the mean of several train records; 1 for one that is no rate.
+def span_of(name: str) -> str:
+    """Returns the span of a rate, by its name; "" for other figures."""
+    head, slash, _ = name.partition("/")
+    return RATES.get(head + slash, "")
+
+
+def length_of(span: str, row: Mapping[str, object], steps: int) -> float:
+    """Returns the length of a record's span.
 
     Args:
-        name: Name of the figure.
+        span: From `span_of`.
         row: The record. Older ones don't have all spans: then the next best is taken, at last the steps.
         steps: Steps since the record before.
     """
-    head, slash, _ = name.partition("/")
-    wanted = RATES.get(head + slash)
-    if wanted is None:
-        return 1.0
-    for span in (wanted, *_SPANS) if wanted != "step" else ():
-        value = row.get(span)
+    for name in (span, *_SPANS) if span != "step" else ():
+        value = row.get(name)
         if type(value) in (int, float) and 0 < value < _LONGEST_SPAN:  # type: ignore[operator]
             return float(value)  # type: ignore[arg-type]
     return float(max(1, steps))

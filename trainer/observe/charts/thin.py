@@ -1,9 +1,11 @@
 """Reduces the records of a run to bounded memory: neighbors are joined, with their minimum and maximum."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from operator import mul
 from typing import Any, NamedTuple
 
-Weight = Callable[[str, Mapping[str, Any], int], float]
+Row = Mapping[str, Any]
 
 # Beyond this no figure of a training is one.
 _LARGEST = 1e200
@@ -45,22 +47,29 @@ class Point(NamedTuple):
 class ThinnedRows:
     """Collects records one by one and keeps a bounded number of points."""
 
-    def __init__(self, most: int, wanted: Callable[[str], bool], weight: Weight = lambda *_: 1.0) -> None:
+    def __init__(
+        self,
+        most: int,
+        wanted: Callable[[str], bool],
+        span_of: Callable[[str], str] = lambda _: "",
+        length_of: Callable[[str, Row, int], float] = lambda *_: 1.0,
+    ) -> None:
         """Starts empty.
 
         Args:
             most: Number of points to keep, or up to twice as many.
             wanted: True for the name of a figure that is kept.
-            weight: Weight of a figure by its name, the record, and the steps since the record before.
+            span_of: Name of the span by which a figure is weighted; "": each record counts once.
+            length_of: Length of a span, by its name, the record, and the steps since the record before.
         """
-        self._most, self._wanted, self._weight = most, wanted, weight
-        self._before = 0
+        self._most, self._wanted = most, wanted
+        self._span_of, self._length_of = span_of, length_of
         self._keep: dict[str, bool] = {}
         self._points: list[Point] = []
-        self._block: list[tuple[int, int, Mapping[str, Any]]] = []
-        self._stride = 1
+        self._block: list[tuple[int, int, Row]] = []
+        self._stride, self._before = 1, 0
 
-    def add(self, step: int, row: Mapping[str, Any]) -> None:
+    def add(self, step: int, row: Row) -> None:
         """Adds a record; values that aren't numbers are ignored."""
         self._block.append((step, step - self._before, row))
         self._before = step
@@ -72,31 +81,35 @@ class ThinnedRows:
             self._stride *= 2
 
     def _flush(self) -> None:
-        columns: dict[str, list[tuple[Mapping[str, Any], int]]] = {}
-        for _, steps, row in self._block:
-            for name in row:
-                columns.setdefault(name, []).append((row, steps))
+        columns: dict[str, list[Any]] = {}
+        for _, _, row in self._block:
+            for name, value in row.items():
+                if name in columns:
+                    columns[name].append(value)
+                else:
+                    columns[name] = [value]
         keep = self._keep
         for name in columns.keys() - keep.keys():
             if len(keep) > 1000 or len(name) > 100:  # somebody makes up names
                 columns.pop(name)
                 continue
             keep[name] = self._wanted(name)
-        cells = {
-            name: cell
-            for name, rows in columns.items()
-            if keep[name] and (cell := joined(self._cell(name, *one) for one in rows))
-        }
+        lengths = dict[str, list[float]]()
+        cells = dict[str, Cell]()
+        for name, values in columns.items():
+            if not keep[name]:
+                continue
+            weights, span = None, self._span_of(name)
+            if span and span not in lengths:
+                lengths[span] = [self._length_of(span, row, steps) for _, steps, row in self._block]
+            if span:
+                weights = [
+                    each for each, (_, _, row) in zip(lengths[span], self._block, strict=True) if name in row
+                ]
+            if cell := _cell(values, weights):
+                cells[name] = cell
         self._points.append(Point(max(step for step, *_ in self._block), len(self._block), cells))
         self._block = []
-
-    def _cell(self, name: str, row: Mapping[str, Any], steps: int) -> Cell | None:
-        """Returns the figure of one record; None if it is neither a number nor null."""
-        value = row[name]
-        if type(value) in (float, int) and -_LARGEST < value < _LARGEST:
-            weight = self._weight(name, row, steps)
-            return Cell(float(value), float(value), float(value), 1, value * weight, weight)
-        return Cell(0.0, 0.0, 0.0, 0, 0.0, 0.0) if value is None or type(value) in (float, int) else None
 
     def points(self) -> list[Point]:
         """Returns all points, in the order of their steps; at most twice the requested number."""
@@ -105,14 +118,41 @@ class ThinnedRows:
         return sorted(self._points, key=lambda point: point.step)
 
 
-def joined(cells: Iterable[Cell | None]) -> Cell | None:
+def _cell(values: list[Any], weights: list[float] | None) -> Cell | None:
+    """Joins those values that are numbers; None if there is neither a number nor null among them."""
+    numbers = [value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST]
+    if not numbers:
+        odd = any(value is None or type(value) in (float, int) for value in values)
+        return Cell(0.0, 0.0, 0.0, 0, 0.0, 0.0) if odd else None
+    total = float(sum(numbers))
+    weighted, weight = total, float(len(numbers))
+    if weights is not None:
+        if len(numbers) < len(values):
+            odd_ones = [
+                type(value) not in (float, int) or not -_LARGEST < value < _LARGEST for value in values
+            ]
+            weights = [length for length, odd in zip(weights, odd_ones, strict=True) if not odd]
+        weighted, weight = float(sum(map(mul, numbers, weights))), sum(weights)
+    return Cell(float(min(numbers)), float(max(numbers)), total, len(numbers), weighted, weight)
+
+
+def joined(cells: Iterable[Cell]) -> Cell | None:
     """Merges cells of one figure; None if there are none."""
-    there = [cell for cell in cells if cell is not None]
-    filled = [cell for cell in there if cell.rows]
-    if len(filled) < 2:
-        return next(iter(filled or there), None)
-    low, high, total, rows, weighted, weight = zip(*filled, strict=True)
-    return Cell(min(low), max(high), sum(total), sum(rows), sum(weighted), sum(weight))
+    there = list(cells)
+    return reduce(_sum, there) if there else None
+
+
+def _sum(one: Cell, other: Cell) -> Cell:
+    if not one.rows or not other.rows:
+        return one if one.rows else other
+    return Cell(
+        min(one.low, other.low),
+        max(one.high, other.high),
+        one.total + other.total,
+        one.rows + other.rows,
+        one.weighted + other.weighted,
+        one.weight + other.weight,
+    )
 
 
 def thinned(points: list[Point], most: int) -> list[Point]:
@@ -130,7 +170,7 @@ def _halved(points: list[Point]) -> list[Point]:
 
 
 def _merged(one: Point, other: Point) -> Point:
-    names = dict.fromkeys((*one.cells, *other.cells))
-    cells = {name: joined((one.cells.get(name), other.cells.get(name))) for name in names}
-    there = {name: cell for name, cell in cells.items() if cell is not None}
-    return Point(max(one.step, other.step), one.rows + other.rows, there)
+    cells = dict(one.cells)
+    for name, cell in other.cells.items():
+        cells[name] = _sum(cells[name], cell) if name in cells else cell
+    return Point(max(one.step, other.step), one.rows + other.rows, cells)

@@ -14,7 +14,7 @@ from trainer.host import strict_json
 from trainer.host.files import lines_inside, oddity
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.console import warn
-from trainer.observe.rows import FILES, PICTURES, span_of
+from trainer.observe.rows import FILES, PICTURES, length_of, span_of
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.folder import is_abandoned, read_json
 from trainer.runs.manifest import read_facts
@@ -164,7 +164,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
 
 def _read_rows(run: RecordedRun) -> None:
     rows = {
-        "train": ThinnedRows(_POINTS, _known(KNOWN), span_of),
+        "train": ThinnedRows(_POINTS, _known(KNOWN), span_of, length_of),
         "eval": ThinnedRows(_POINTS, _known(set(), "eval/")),
         "memory start": ThinnedRows(_POINTS, _known(set())),
         "memory end": ThinnedRows(_POINTS, _known(set())),
@@ -215,7 +215,7 @@ def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
     if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
         slow = run.slow.setdefault((rank, str(row.get("slow_phase"))[:80]), Slow())
         slow.rows += 1
-        span = span_of("slow_excess", row, 1)
+        span = length_of(span_of("slow_excess"), row, 1)
         slow.seconds, slow.wall = slow.seconds + excess * span, slow.wall + span
         if excess > slow.most:
             slow.most, slow.step = excess, step
