@@ -619,6 +619,7 @@ def test_every_phase_of_a_run_has_its_words() -> None:
 
 UNEVEN = [(100, 8.0, 10.0), (1, 0.01, 1.0), (99, 7.0, 9.0), (2, 0.3, 4.0), (98, 7.5, 8.0), (3, 0.02, 5.0)]
 SPANS = {"seconds": 1, "time/wall": 2}
+SPEEDS = ("samples_per_s", "tokens_per_s", "flops_per_s", "mfu")  # others are of the whole wall time
 
 
 def uneven_run(
@@ -637,7 +638,7 @@ def uneven_run(
         spans = [record[SPANS[name]] for name in ("seconds", "time/wall") if name in row] or [record[0]]
         for name, sum_ in sums.items():
             row[name] = float(draw.random()) * (1 if record[0] > 50 else 1000)
-            wanted = SPANS[RATES[name if name in RATES else name.partition("/")[0] + "/"]]
+            wanted = 1 if name in SPEEDS else 2
             weight = spans[0] if len(spans) == 1 else record[wanted]
             sum_[0], sum_[1] = sum_[0] + row[name] * weight, sum_[1] + weight
         lines.append(json.dumps(row) + "\n")
