@@ -273,7 +273,7 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) 
     assert done.code == 0, done.said
     assert "resumes after step 6: the run ended at step 6 and is extended" in done.said
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["steps"], manifest["status"]) == (12, "finished")
+    assert (manifest["steps_done"], manifest["status"]) == (12, "finished")
     assert attempt(tmp_path / "long", long).code == 0
     assert same(folder, tmp_path / "long")
     assert "is finished already; nothing to do" in attempt(folder, long, "force").said

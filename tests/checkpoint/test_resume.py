@@ -258,7 +258,7 @@ def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Pa
     with pytest.raises(BadInputError, match=rf"arithmetic: 1, now {ARITHMETIC} \(2: .*; 3: .*--resume force"):
         check_resumable(folder, before, now.config, "cpu", {}, "auto", 1)
     check_resumable(folder, before, now.config, "cpu", {}, "force", 1)
-    finished = before.model_copy(update={"status": "finished", "steps": 4})
+    finished = before.model_copy(update={"status": "finished", "planned_steps": 4})
     check_resumable(folder, finished, now.config, "cpu", {}, "auto", 4)
     with pytest.raises(BadInputError, match="arithmetic: 1"):
         check_resumable(folder, finished, now.config, "cpu", {}, "auto", 5)

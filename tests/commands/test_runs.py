@@ -53,10 +53,10 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], 
 
 def test_the_newest_is_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heading, *lines = listed(capsys)[0]
-    assert heading.split() == ["run", "recipe", "status", "step", "best", "size", "age"]
+    assert heading.split() == ["run", "recipe", "status", "step", "of", "best", "size", "age"]
     assert [line.split() for line in lines] == [
-        ["new", "mine", "finished", "12", "0.625", "error", "0", "KiB", "3", "d"],
-        ["old", "digits", "finished", "12", "0.75", "accuracy", "0", "KiB", "9", "d"],
+        ["new", "mine", "finished", "12", "12", "0.625", "error", "0", "KiB", "3", "d"],
+        ["old", "digits", "finished", "12", "12", "0.75", "accuracy", "0", "KiB", "9", "d"],
     ]
     assert listed(capsys, str(runs))[0] == [heading, *lines]
     assert len(listed(capsys, "runs/old")[0]) == 2, "a run folder is that run"
@@ -69,7 +69,7 @@ def test_for_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size, age_s = one.pop("bytes"), one.pop("age_s")
     assert size == sum(file.stat().st_size for file in (runs / "old").iterdir())
     assert 9 * 86400 <= age_s < 9 * 86400 + 600
-    named = {"name": "old", "recipe": "digits", "status": "finished", "step": 12}
+    named = {"name": "old", "recipe": "digits", "status": "finished", "step": 12, "planned_steps": 12}
     assert one == {**named, "metric": "accuracy", "best": 0.75}
     assert told["unreadable"] == []
 
@@ -142,3 +142,47 @@ def test_names_that_steer_a_terminal_are_shown_on_their_line(
     text = "".join([*rows, told, shown.out, shown.err])
     assert all(each.isprintable() or each == "\n" for each in text)
     assert (shown.out + shown.err).count("\n") == 2
+
+
+def checkpoint(folder: Path, step: int, run_id: str = "1") -> None:
+    saved = folder / "checkpoints" / f"step-{step:08}"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text(json.dumps({"format": 1, "step": step, "state": {"run_id": run_id}}))
+
+
+TRAIN, EVAL = "metrics.jsonl", "evaluations.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("status", "rows", "saved", "step"),
+    [
+        ("diverged", {TRAIN: [10, 20]}, [], 20),
+        ("failed", {}, [], 0),
+        ("stopped", {}, [(5, "1")], 5),
+        ("stopped", {TRAIN: [10, 20]}, [(10, "1"), (25, "1")], 25),
+        ("stopped", {TRAIN: [20], EVAL: [10]}, [(15, "1")], 20),
+        ("running", {EVAL: [30]}, [], 30),
+        ("stopped", {TRAIN: [10]}, [(5, "1"), (50, "another run's")], 10),
+        ("finished", {"summary.jsonl": [17]}, [], 17),
+    ],
+)
+@pytest.mark.parametrize(
+    "facts", [{"planned_steps": 60, "steps_done": 59}, {"steps": 60}], ids=["now", "older"]
+)
+def test_the_steps_done_are_those_of_the_last_record_or_checkpoint(
+    facts: dict[str, int],
+    status: str,
+    rows: dict[str, list[int]],
+    saved: list[tuple[int, str]],
+    step: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told: dict[str, Any] = {"steps": None, **facts}
+    folder = made(tmp_path, "one", 1, status=status, run_id="1", **told)
+    for name, steps in rows.items():
+        (folder / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+    for at, run_id in saved:
+        checkpoint(folder, at, run_id)
+    (one,) = json.loads("\n".join(listed(capsys, str(tmp_path), "--json")[0]))["runs"]
+    assert (one["step"], one["planned_steps"]) == (step, 60)

@@ -153,8 +153,12 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "manifest.json: status is stopped, though summary.jsonl has the row of the run's end",
     ),
     "steps": (
-        manifest(lambda m: m.update(steps=14)),
+        manifest(lambda m: m.update(steps_done=14)),
         "manifest.json: steps is 14, and 16 by its config",
+    ),
+    "planned steps": (
+        manifest(lambda m: m.update(planned_steps=99)),
+        "manifest.json: planned_steps is 99, and 16 by its config",
     ),
 }
 

@@ -20,6 +20,7 @@ from trainer.data.formats.coco import CocoPictures
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.sharded import in_shards
+from trainer.data.formats.tables import in_table
 from trainer.data.formats.tar_shards import index_shards
 from trainer.data.formats.tokens import TokenDataset
 from trainer.data.left_out import left_out_line, one, tally
@@ -420,3 +421,272 @@ def only_crowds(told: dict[str, Any]) -> None:
 def test_a_class_of_crowds_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"category 1 \('cat'\) has no box .* but around crowds"):
         CocoPictures(coco(tmp_path, only_crowds), "train", "fail")
+
+
+def count_of(found: Any, word: str) -> int:
+    """Of what is left out, how many for the one reason with this word."""
+    counts = [each.count for each in found.left_out if word in each.reason]
+    assert len(counts) < 2
+    return sum(counts)
+
+
+def flagged(**flags: Any) -> Callable[[dict[str, Any]], object]:
+    """Sets keys of annotations 2 and 4, which are image 0's; no box is without area."""
+
+    def change(told: dict[str, Any]) -> None:
+        for each in told["annotations"]:
+            each["bbox"] = [1, 1, 9, 9]
+        for number in (2, 4):
+            told["annotations"][number] |= flags
+
+    return change
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0])
+def test_boxes_to_ignore_are_not_trained_on(value: Any, tmp_path: Path) -> None:
+    coco(tmp_path, flagged(ignore=value))
+    train = CocoPictures(tmp_path, "train", "fail")
+    assert (count_of(train, "ignore"), count_of(train, "crowd")) == (2, 0)
+    assert [train.read(n).crowd.tolist() for n in (0, 1)] == [[False, True, True], [False] * 3]
+    # To pycocotools they are objects like others, so that evaluation counts them, of any split.
+    for measured in (
+        CocoPictures(tmp_path, "val", "fail"),
+        CocoPictures(tmp_path, "train", "fail", training=False),
+    ):
+        assert not measured.left_out
+        assert not measured.read(0).crowd.any()
+        assert "2 boxes" in measured.remarks(everything=True)
+
+
+@pytest.mark.parametrize("value", [0, False, None, 0.0])
+def test_boxes_with_ignore_0_are_objects(value: Any, tmp_path: Path) -> None:
+    train = CocoPictures(coco(tmp_path, flagged(ignore=value)), "train", "fail")
+    assert not train.left_out and train.remarks(everything=True).startswith("4 boxes")
+
+
+@pytest.mark.parametrize("value", ["1", "0", 2, -1, [1], {"a": 1}])
+def test_an_ignore_that_is_neither_0_nor_1_is_named(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="annotation 2 of image 0: ignore is"):
+        CocoPictures(coco(tmp_path, flagged(ignore=value)), "train", "skip")
+
+
+def test_a_crowd_to_ignore_is_counted_once(tmp_path: Path) -> None:
+    coco(tmp_path, flagged(ignore=1, iscrowd=1))
+    train, val = (CocoPictures(tmp_path, part, "fail") for part in ("train", "val"))
+    assert (count_of(train, "ignore"), count_of(train, "crowd")) == (0, 2)
+    assert val.read(0).crowd.tolist() == [False, True, True]
+
+
+def all_ignored(told: dict[str, Any]) -> None:
+    for each in told["annotations"]:
+        each |= {"bbox": [1, 1, 9, 9], "ignore": 1}
+
+
+def of_image_0_ignored(told: dict[str, Any]) -> None:
+    for each in told["annotations"]:
+        each |= {"bbox": [1, 1, 9, 9], "ignore": int(each["image_id"] == 0)}
+
+
+def test_an_image_and_a_class_of_boxes_to_ignore(tmp_path: Path) -> None:
+    train = CocoPictures(coco(tmp_path / "some", of_image_0_ignored), "train", "fail")
+    assert (len(train), count_of(train, "ignore"), count_of(train, "without a box")) == (1, 3, 1)
+    with pytest.raises(BadInputError, match=r"category 1 \('cat'\) has no box"):
+        CocoPictures(coco(tmp_path / "all", all_ignored), "train", "fail")
+    assert len(CocoPictures(tmp_path / "all", "val", "fail")) == 2
+
+
+def sized(*sizes: tuple[float, float], **more: Any) -> Callable[[dict[str, Any]], object]:
+    def change(told: dict[str, Any]) -> None:
+        del told["annotations"][len(sizes) :]
+        for each, size in zip(told["annotations"], sizes, strict=True):
+            each |= {"bbox": [0.2, 0.1, *size], **more}
+
+    return change
+
+
+@pytest.mark.parametrize("on_corrupt", ["fail", "skip"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        sized(*[(0.5, 0.25)] * 6),
+        sized((0.5, 0.25)),
+        sized((0.5, 0.25), (1, 1), (1.0000001, 0.3)),
+        sized((0.5, 0.25), (0.5, 0.25), iscrowd=1),
+        sized((0.5, 0.25), (0, 0)),
+        sized((0.5, 0.25), (1e-9, 1e-9)),
+    ],
+    ids=["six", "one", "whole", "crowds", "empty", "tiny"],
+)
+def test_boxes_as_fractions_of_the_image_are_refused(change: Any, on_corrupt: Any, tmp_path: Path) -> None:
+    coco(tmp_path, change)
+    for part in ("train", "val"):
+        with pytest.raises(BadInputError, match=rf"instances_{part}.json: no box is wider"):
+            CocoPictures(tmp_path, part, on_corrupt)
+
+
+def test_small_boxes_beside_a_larger_one_are_read(tmp_path: Path) -> None:
+    assert CocoPictures(coco(tmp_path, sized((0.5, 0.25), (0.5, 3))), "train", "fail").most == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "keys", "counts"),
+    [
+        ("annotations", {"difficult": 1}, {"'difficult'": 2}),
+        (
+            "annotations",
+            {"attributes": {"occluded": True, "rotation": 45.0, "keyframe": False}},
+            {"'attributes.occluded'": 2, "'attributes.rotation'": 2},
+        ),
+        ("images", {"neg_category_ids": [3], "not_exhaustive_category_ids": []}, {"'neg_category_ids'": 2}),
+        ("categories", {"ignore": 1}, {"'ignore'": 1}),
+        ("annotations", {"bbox_mode": "XYXY", "isCrowd": 1}, {"'bbox_mode'": 2, "'isCrowd'": 2}),
+        ("", {"videos": [{"id": 1}]}, {"'videos'": 1}),
+        (
+            "annotations",
+            {"odd": 0, "other": "", "third": [], "fourth": {}, "fifth": None, "at": {"x": 0}},
+            {},
+        ),
+        ("annotations", {"segmentation": [[1, 2]], "keypoints": [1], "caption": "a", "score": 1.0}, {}),
+        ("images", {"license": 1, "date_captured": "today", "extra": {"name": "x"}}, {}),
+        ("", {"info": {"year": 1}, "licenses": [{"id": 1}], "type": "instances"}, {}),
+    ],
+)
+def test_keys_that_nothing_reads_are_counted(
+    where: str, keys: dict[str, Any], counts: dict[str, int], tmp_path: Path
+) -> None:
+    def change(told: dict[str, Any]) -> None:
+        sized((9, 9), (9, 9))(told)
+        for each in told[where] if where else [told]:
+            each.update(keys)
+
+    for part in ("train", "val"):
+        found = CocoPictures(coco(tmp_path / part, change), part, "fail")
+        assert sum(each.count for each in found.left_out) == sum(counts.values())
+        assert {name: count_of(found, name) for name in counts} == counts
+
+
+def test_many_keys_that_nothing_reads_take_few_words(tmp_path: Path) -> None:
+    many = flagged(**{f"key{n:03}": 1 for n in range(300)})
+    found = CocoPictures(coco(tmp_path, many), "train", "fail").left_out
+    assert len(found) < 12 and sum(each.count for each in found) == 600
+
+
+def spare(root: Path, *names: str, data: bytes = JPEG) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def test_images_that_coco_doesnt_name_are_counted(tmp_path: Path) -> None:
+    coco(tmp_path, sized((9, 9), (9, 9)))
+    spare(tmp_path / "train", "z.jpg", "more/z.PNG", ".hidden.jpg", "._x.jpg", ".cache/a.jpg", "notes.txt")
+    (tmp_path / "train" / "loop").symlink_to(".")
+    (tmp_path / "train" / "linked").symlink_to("more")
+    train, val = (CocoPictures(tmp_path, part, "fail") for part in ("train", "val"))
+    assert (count_of(train, "doesn't name"), train.left_out[-1].first) == (2, "more/z.PNG")
+    assert not val.left_out
+
+
+@pytest.mark.parametrize("spelled", ["./x.jpg", "more/../x.jpg", ".//x.jpg"])
+def test_a_name_in_another_spelling_is_named(spelled: str, tmp_path: Path) -> None:
+    if ".." in spelled:
+        table = spare(tmp_path, "x.jpg", "more/y.jpg") / "train.csv"
+        table.write_text(f"path,label\n{spelled},a\nmore/y.jpg,b\n")
+        assert not in_table(table).left_out
+        return
+    coco(tmp_path, lambda told: (sized((9, 9), (9, 9))(told), told["images"][0].update(file_name=spelled)))
+    assert not CocoPictures(tmp_path, "train", "fail").left_out
+
+
+def table_of(root: Path, name: str, *paths: str) -> Path:
+    (root / name).write_text("path,label\n" + "".join(f"{path},a\n" for path in paths))
+    return root / name
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "others", "count"),
+    [
+        (["i/a.jpg", "i/b.jpg"], ["i/a.jpg"], {}, 1),
+        (
+            ["i/a.jpg", "i/b.jpg", "i/c.jpg"],
+            ["i/a.jpg"],
+            {"val.csv": ["i/b.jpg"], "test.csv": ["./i/c.jpg"]},
+            0,
+        ),
+        (["i/a.jpg", "i/b.jpg", "i/c.jpg"], ["i/a.jpg"], {"val.csv": ["i/b.jpg"]}, 1),
+        (
+            ["train/x/a.jpg", "train/y/b.jpg", "train/z/c.jpg", "val/a.jpg"],
+            ["train/x/a.jpg", "train/y/b.jpg"],
+            {},
+            1,
+        ),
+        (["a.jpg", "b.jpg", "deep/c.jpg"], ["a.jpg"], {}, 2),
+        (["i/a.jpg", "i/b.txt", "i/c.heic", "i/.d.jpg"], ["i/a.jpg"], {}, 0),
+        (["i/a.jpg", "j/b.jpg"], ["i/a.jpg"], {}, 0),
+        (["i/a.jpg", "i/b.jpg"], ["{root}/i/a.jpg"], {}, 1),
+        (["i/a.jpg", "i/b.jpg"], ["i/a.jpg"], {"notes.csv": [], "broken.csv": ["", "x"]}, 1),
+    ],
+)
+def test_images_that_no_table_names_are_counted(
+    files: list[str], train: list[str], others: dict[str, list[str]], count: int, tmp_path: Path
+) -> None:
+    root = spare(tmp_path / "d", *files)
+    for name, paths in others.items():
+        table_of(root, name, *paths)
+    found = in_table(table_of(root, "train.csv", *(path.format(root=root) for path in train)))
+    assert (count_of(found, "doesn't name"), len(found)) == (count, len(train))
+
+
+def test_images_elsewhere_on_the_disk_are_looked_for_in_their_folders_only(tmp_path: Path) -> None:
+    spare(tmp_path, "one/a.jpg", "one/b.jpg", "one/deep/c.jpg", "two/a.jpg", "three/a.jpg")
+    (tmp_path / "d").mkdir()
+    table = table_of(tmp_path / "d", "train.csv", f"{tmp_path}/one/a.jpg", "../two/a.jpg")
+    assert count_of(in_table(table), "doesn't name") == 1
+
+
+def indexed_splits(root: Path) -> Path:
+    for part in ("train", "val"):
+        spare(root / part, "0.tar", data=BOTH)
+    assert main(["data", "index", str(root)]) == 0
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "word", "count"),
+    [
+        (["1.tar"], "doesn't name", 1),
+        (["1.tar", "2.TAR"], "doesn't name", 2),
+        (["1.tar.gz", "1.tgz"], "compressed", 2),
+        (["._1.tar", "notes.txt", "more/1.tar"], "doesn't name", 0),
+    ],
+)
+def test_a_shard_that_came_after_the_index_is_counted(
+    names: list[str], word: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    indexed_splits(tmp_path)
+    assert not in_shards(tmp_path / "train").left_out
+    spare(tmp_path / "train", *names, data=BOTH)
+    data = load_images(DataConfig(name="shards", path=tmp_path), 0)
+    assert (count_of(data.train, word), count_of(data.evaluation, word)) == (count, 0)
+    capsys.readouterr()
+    assert main(["data", "verify", str(tmp_path)]) == 0
+    assert (names[0] in capsys.readouterr().out) is bool(count)
+    assert main(["data", "index", str(tmp_path)]) == 0
+    assert not count_of(in_shards(tmp_path / "train"), "doesn't name"), "the new index knows it"
+
+
+def test_compressed_shards_that_are_gone_are_not_counted(tmp_path: Path) -> None:
+    spare(tmp_path, "1.tgz")
+    (tmp_path / "0.tar").write_bytes(BOTH)
+    index_shards(tmp_path)
+    assert count_of(in_shards(tmp_path), "compressed") == 1
+    (tmp_path / "1.tgz").unlink()
+    assert not in_shards(tmp_path).left_out
+
+
+def test_a_file_beside_a_pack_is_counted(tmp_path: Path) -> None:
+    pack(in_folder(class_folder(tmp_path / "f", ["0.jpg"])), tmp_path / "p", PackSettings())
+    assert not in_shards(tmp_path / "p").left_out
+    spare(tmp_path / "p", "00001.bin", data=b"x")
+    assert count_of(in_shards(tmp_path / "p"), "doesn't name") == 1

@@ -21,7 +21,7 @@ def least_manifest(**changes: Any) -> dict[str, Any]:
         "fingerprint": {},
         "attempts": [{**attempt, **more, "config_hash": "", "job": {}}],
         "run_id": "1",
-        "steps": 1,
+        "planned_steps": 1,
         "weights": {},
         **changes,
     }

@@ -343,7 +343,7 @@ def test_fit_goes_on_without_what_it_started_from(tmp_path: Path) -> None:
     fit("digits", settings, out=tmp_path / "run")
     start.unlink()
     fit("digits", {**settings, "max_steps": 2}, out=tmp_path / "run")
-    assert manifest(tmp_path / "run")["steps"] == 2
+    assert manifest(tmp_path / "run")["steps_done"] == 2
     with pytest.raises(BadInputError, match="can't read"):
         fit("digits", settings, out=tmp_path / "new")
 

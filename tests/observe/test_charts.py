@@ -50,10 +50,10 @@ def test_thinned_rows_keep_the_least_the_largest_and_the_sum(values: list[float 
 
 
 def test_a_figure_that_was_not_finite_is_a_gap() -> None:
-    cells = [(n, Cell(1.0, 1.0, 1.0, int(n != 3))) for n in range(1, 6)]
+    cells = [(n, Cell(1.0, 1.0, 1.0, int(n != 3), 1.0, 1.0)) for n in range(1, 6)]
     drawn = line_chart("Loss", [Line("loss", cells)], last=5)
     assert len(re.findall(r'<path d="M[^"]*"/>', drawn)) == 2
-    assert line_chart("Loss", [Line("loss", [(1, Cell(0, 0, 0, 0))])], last=5) == ""
+    assert line_chart("Loss", [Line("loss", [(1, Cell(0, 0, 0, 0, 0, 0))])], last=5) == ""
     assert line_chart("Loss", [Line("limit", cells, -1)], last=5) == ""
 
 

@@ -14,8 +14,9 @@ from tests.slowdown.cases import FIRST
 from tests.slowdown.healthy import HEALTHY
 from tests.slowdown.held_out import HELD_OUT
 from tests.slowdown.run import execute
+from trainer.config.training import CheckpointConfig, EvaluationConfig
 from trainer.observe.advice import host_clock
-from trainer.observe.diagnosis import Facts, diagnose_run
+from trainer.observe.diagnosis import Facts, diagnose_run, fewer_checkpoints, fewer_evaluations
 from trainer.observe.phases import enter_phase
 
 RECORDS = {kept.name: kept for kept in record.read_all()}
@@ -158,3 +159,45 @@ def test_a_case_of_make_slowdowns_is_run_and_says_something(tmp_path: Path) -> N
     assert ending.code == 0, ending.text
     assert ending.verdict["text"]
     assert sum(row.get("time/gc", 0.0) for row in ending.rows if row["kind"] == "train") > 0
+
+
+EVERY, MINUTES, BEST, EVALUATED = (
+    "checkpoint.every",
+    "checkpoint.minutes",
+    "checkpoint.best",
+    "evaluation.every",
+)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "evaluation", "named"),
+    [
+        ({}, {"every": "1 steps"}, {MINUTES, BEST, EVALUATED}),
+        ({"minutes": 0}, {"every": "1 steps"}, {BEST, EVALUATED}),
+        ({"every": 5, "minutes": 0, "best": False}, {}, {EVERY}),
+        ({"every": 5}, {"every": "end"}, {EVERY, MINUTES}),
+        ({"best": False}, {}, {MINUTES}),
+        ({"minutes": 0, "best": True}, {"every": "end"}, set()),
+        ({"minutes": 0, "best": False}, {}, set()),
+    ],
+)
+def test_a_remedy_for_checkpoints_names_the_keys_that_make_some(
+    checkpoint: dict[str, Any], evaluation: dict[str, Any], named: set[str]
+) -> None:
+    remedy = fewer_checkpoints(CheckpointConfig(**checkpoint), EvaluationConfig(**evaluation))
+    assert {key for key in (EVERY, MINUTES, BEST, EVALUATED) if key in remedy} == named
+    facts = dataclasses.replace(ALONE, fewer_checkpoints=remedy)
+    verdict = diagnose_run({**LONG, "time/wall": 15.0, "time/checkpoint": 5.0}, facts)
+    assert verdict.cause == "checkpoint" and verdict.text.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("every", "named"), [("end", "data.eval_batch_size"), ("1 epoch", EVALUATED), ("5 steps", EVALUATED)]
+)
+def test_a_remedy_for_evaluations_names_the_key_that_helps(every: str, named: str) -> None:
+    remedy = fewer_evaluations(EvaluationConfig(every=every))
+    verdict = diagnose_run(
+        {**LONG, "time/wall": 35.0, "time/evaluation": 25.0},
+        dataclasses.replace(ALONE, fewer_evaluations=remedy),
+    )
+    assert verdict.cause == "evaluation" and named in verdict.text and remedy in verdict.text

@@ -15,8 +15,10 @@ from trainer.version import ARITHMETIC
 KEYS = [
     *("format", "recipe", "run_id", "from", "config", "config_hash", "seed", "command", "started", "ended"),
     *("restarts", "attempts", "commit", "dirty", "lock", "image", "versions", "arithmetic", "device", "data"),
-    *("fingerprint", "pretrained", "host", "pid", "world_size", "threads", "waiting", "parameters", "steps"),
+    *("fingerprint", "pretrained", "host", "pid", "world_size", "threads", "waiting", "parameters"),
     *(
+        "planned_steps",
+        "steps_done",
         "gradient_accumulation_steps",
         "notes",
         "trackers",
@@ -43,10 +45,10 @@ def test_what_is_written_is_read_again_with_the_same_keys(tmp_path: Path) -> Non
     assert read_stored(tmp_path) == manifest
     (tmp_path / "anomalies.jsonl").write_text("{}\n{}\n")
     begun = {"folder": "runs/a", "run_id": "2", "step": 3, "hash": "0", "differs": []}
-    update_manifest(tmp_path, manifest, status="finished", steps=7, summary={"loss": None})
+    update_manifest(tmp_path, manifest, status="finished", steps_done=7, summary={"loss": None})
     facts = read_facts(tmp_path)
     assert list(facts) == [*KEYS, "summary"]
-    assert (facts["status"], facts["steps"], facts["anomalies"]) == ("finished", 7, 2)
+    assert (facts["status"], facts["steps_done"], facts["anomalies"]) == ("finished", 7, 2)
     assert facts["ended"] and facts["summary"] == {"loss": None}
     write(tmp_path, {**facts, "from": begun})
     assert read_run(tmp_path).manifest.as_facts()["from"] == begun
@@ -69,7 +71,7 @@ def test_the_least_that_any_version_wrote_is_enough_and_more_is_no_harm(tmp_path
     ("change", "said"),
     [
         ({"status": "over"}, "status: Input should be"),
-        ({"steps": "4"}, "steps: Input should be a valid integer"),
+        ({"planned_steps": "4"}, "planned_steps: Input should be a valid integer"),
         ({"seed": [1]}, "seed: "),
         ({"trackers": {"wandb": 3}}, "trackers.wandb: "),
         ({"attempts": []}, "attempts: "),

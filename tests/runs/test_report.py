@@ -21,7 +21,7 @@ from trainer.config.recipe_file import load_recipe
 from trainer.errors import BadInputError
 from trainer.observe import phases
 from trainer.observe.charts.lines import line
-from trainer.observe.rows import FILES
+from trainer.observe.rows import FILES, RATES
 from trainer.observe.text import (
     share,
 )
@@ -347,7 +347,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert "<td>0.4</td><td>0.1</td>" in differences
     figures_ = html[html.index('id="key-figures"') : html.index('id="differences"')]
     first, second = re.findall(r"<tr style=.*?</tr>", figures_)
-    assert "<b>1\u00a0h</b>" in second and "<b>8" not in first  # the shorter one is the better
+    assert "<b>1\u00a0h</b>" in second and "<b>8\u00a0h" not in first  # the shorter one is the better
     place = re.findall(r'id="by(\d+)"[^>]*>([^<]*)', figures_)
     wall = next(n for n, title in place if title == "Wall time")
     assert f"--by{wall}:1;" in first and f"--by{wall}:0;" in second
@@ -615,3 +615,106 @@ def test_the_colors_can_be_told_apart_by_all(palette: dict[str, str]) -> None:
 
 def test_every_phase_of_a_run_has_its_words() -> None:
     assert {*phases.PHASES, "unexplained"} == set(PHASES_EXPLAINED)
+
+
+UNEVEN = [(100, 8.0, 10.0), (1, 0.01, 1.0), (99, 7.0, 9.0), (2, 0.3, 4.0), (98, 7.5, 8.0), (3, 0.02, 5.0)]
+SPANS = {"seconds": 1, "time/wall": 2}
+SPEEDS = ("samples_per_s", "tokens_per_s", "flops_per_s", "mfu")  # others are of the whole wall time
+
+
+def uneven_run(
+    folder: Path, repeats: int = 1, without: tuple[str, ...] = (), **end: Any
+) -> tuple[Path, dict[str, Any]]:
+    """A run whose records have each rate and cover unlike spans; and what is right for each rate."""
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps(manifest(303)))
+    draw, step, lines = np.random.default_rng(0), 0, []
+    sums = {rate.name: [0.0, 0.0] for rate in figures.RATES}
+    for record in UNEVEN * repeats:  # steps, seconds, wall time
+        step += record[0]
+        row: dict[str, Any] = {"kind": "train", "step": step, "seconds": record[1], "time/wall": record[2]}
+        for span in without:
+            del row[span]
+        spans = [record[SPANS[name]] for name in ("seconds", "time/wall") if name in row] or [record[0]]
+        for name, sum_ in sums.items():
+            row[name] = float(draw.random()) * (1 if record[0] > 50 else 1000)
+            wanted = 1 if name in SPEEDS else 2
+            weight = spans[0] if len(spans) == 1 else record[wanted]
+            sum_[0], sum_[1] = sum_[0] + row[name] * weight, sum_[1] + weight
+        lines.append(json.dumps(row) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    if end:
+        (folder / "summary.jsonl").write_text(json.dumps({"kind": "end", "step": step, **end}) + "\n")
+    return folder, {name: total / span for name, (total, span) in sums.items()}
+
+
+@pytest.mark.parametrize("repeats", [1, 700], ids=["six", "thinned"])
+@pytest.mark.parametrize("without", [(), ("seconds",), ("time/wall",), ("seconds", "time/wall")])
+def test_a_rate_is_a_total_over_a_time(without: tuple[str, ...], repeats: int, tmp_path: Path) -> None:
+    folder, right = uneven_run(tmp_path / "run", repeats, without)
+    run = read_recorded_run(folder)
+    assert len(run.train) <= 801
+    for rate in figures.RATES:
+        shown = rate.of(run)
+        assert shown is not None and shown.value == pytest.approx(right[rate.name]), rate.name
+    by_title = {kind.name: kind for kind in figures.KEY_FIGURES}
+    assert all(by_title[rate.title].of(run) == rate.of(run) for rate in figures.RATES)
+
+
+def test_a_rate_of_the_whole_run_is_that_of_its_end(tmp_path: Path) -> None:
+    folder, right = uneven_run(tmp_path / "run", samples_per_s=7.0)
+    run = read_recorded_run(folder)
+    shown = {rate.name: rate.of(run) for rate in figures.RATES}
+    assert shown.pop("samples_per_s")[0] == 7.0  # type: ignore[index]
+    assert all(one and one.value == pytest.approx(right[name]) for name, one in shown.items())
+
+
+def test_what_records_say_of_a_span_is_a_rate() -> None:
+    """Every figure of a record is a total, a value of its moment, or has its span in the table."""
+    import random
+
+    moments = ("time/", "energy/", "memory/")  # totals, totals, and the memory of that moment
+    others = {
+        "kind",
+        "step",
+        "epoch",
+        "lr",
+        "updates",
+        "grad_norm",
+        "memory_bytes",
+        "seconds",
+        "slow_rank",
+        "slow_phase",
+    }
+    for n in range(1, 101):
+        for name in train_row(n, 100, random.Random(n)).keys() - others:
+            head, slash, _ = name.partition("/")
+            assert name.startswith(moments) or head + slash in RATES, name
+    assert {rate.name.partition("/")[0] + "/" * ("/" in rate.name) for rate in figures.RATES} <= {*RATES}
+
+
+def test_a_run_without_records_or_with_one(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for facts in (manifest(60), {**{k: v for k, v in manifest(60).items() if "steps" not in k}, "steps": 60}):
+        (empty / "manifest.json").write_text(json.dumps(facts))
+        run = read_recorded_run(empty)
+        assert [rate.of(run) for rate in figures.RATES] == [None] * len(figures.RATES)
+        assert figures.end_step(run) == 60 and "0 of 60" in _report(empty)[1].text
+    row = {"kind": "train", "step": 1, "loss": 1.0, "cpu/used": 2.0, "time/wall": 0.0, "flops_per_s": None}
+    (empty / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    shown = {rate.name: rate.of(read_recorded_run(empty)) for rate in figures.RATES}
+    assert {name for name, one in shown.items() if one} == {"cpu/used"}
+    assert "1 of 60" in _report(empty)[1].text
+
+
+def test_the_slowest_rank_costs_time_and_not_records(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest(100)))
+    slow = {"kind": "train", "slow_rank": 3, "slow_phase": "data"}
+    rows = [
+        {**slow, "step": 99, "time/wall": 99.0, "slow_excess": 0.1},
+        {**slow, "step": 100, "time/wall": 1.0, "slow_excess": 0.9},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = read_recorded_run(tmp_path).slow.values()
+    assert found.rows == 2 and found.seconds / found.wall == pytest.approx(0.108)

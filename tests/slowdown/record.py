@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from tests.slowdown.run import Ending
 from trainer.config.data import is_url
-from trainer.observe.diagnosis import Facts, Verdict, diagnose, merge
+from trainer.config.training import CheckpointConfig, EvaluationConfig
+from trainer.observe.diagnosis import Facts, Verdict, diagnose, fewer_checkpoints, fewer_evaluations, merge
 
 FOLDER = Path(__file__).parents[1] / "verdicts"
 _NOT_PLACES = ("epoch", "lr", "updates", "loss", "grad_norm", "kind", "step", "loss_scale")
@@ -78,6 +79,11 @@ def record_of(
         remote=is_url(str(data["path"])),
         decodes=data["name"] in ("folder", "table", "shards", "pack"),
         waits=waits[1] if waits else "",
+        fewer_checkpoints=fewer_checkpoints(
+            CheckpointConfig(**manifest["config"]["checkpoint"]),
+            EvaluationConfig(**manifest["config"]["evaluation"]),
+        ),
+        fewer_evaluations=fewer_evaluations(EvaluationConfig(**manifest["config"]["evaluation"])),
     )
     said = {key: _short(ending.verdict.get(key, "")) for key in ("cause", "share", "text")}
     return Record(name, cause, also, kept, facts, said, "cpu", {k: _short(v) for k, v in run.items()})

@@ -234,6 +234,9 @@ def test_the_lists_of_speech_commands_split_its_folder(tmp_path: Path) -> None:
         chosen.model_copy(update={"audio": chosen.audio.model_copy(update={"part": "testing"})})
     )
     assert len(testing.evaluation_data) == 1
+    # Recordings of the other list are neither trained on nor measured, nor is the noise.
+    for made, count in ((task, [1, 1]), (testing, [2, 1])):
+        assert [each.count for each in made.train_data.left_out] == count  # type: ignore[attr-defined]
     (tmp_path / "validation_list.txt").write_text("no/1.wav\nno/77.wav\n")
     with pytest.raises(BadInputError, match=r"validation_list.txt: line 2: no recording 'no/77.wav'"):
         make_task(chosen)

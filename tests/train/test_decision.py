@@ -26,7 +26,7 @@ def decided(folder: Path | None, resume: Any = "auto", source: Any = None) -> An
 
 def stored(folder: Path, status: str) -> Path:
     config, steps = RECIPE.model_dump(mode="json"), make_plan(RECIPE, TASK).steps
-    more = {"fingerprint": data_of(RECIPE, TASK), "config_hash": config_hash(RECIPE), "steps": steps}
+    more = {"fingerprint": data_of(RECIPE, TASK), "config_hash": config_hash(RECIPE), "planned_steps": steps}
     update_manifest(folder, Manifest.model_validate(least_manifest(config=config, status=status, **more)))
     return folder
 

@@ -77,7 +77,7 @@ def look_into(folder: Path, end: dict[str, Any]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
     assert manifest["summary"]["accuracy"] == end["accuracy"]
-    assert manifest["steps"] == end["step"]
+    assert manifest["steps_done"] == end["step"]
     assert manifest["data"]["classes"] == list("0123456789")
     assert (manifest["data"]["mean"], manifest["data"]["std"]) == ([0.287], [0.354])
     assert yaml.safe_load((folder / "config.yaml").read_text()) == manifest["config"]

@@ -165,7 +165,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_patience_ends_a_run(patient: Path) -> None:
     assert evaluated(patient) == [2, 4, 6, 8, 10, 12]
-    assert (manifest(patient)["status"], manifest(patient)["steps"]) == ("finished", ENDS)
+    assert (manifest(patient)["status"], manifest(patient)["steps_done"]) == ("finished", ENDS)
     assert read_rows(patient, ("end",))[-1]["step"] == ENDS
     assert read_rows(patient, ("train",))[-1]["step"] == ENDS
     assert checkpoints(patient) == {BEST, ENDS}, "the best and the last"
@@ -184,7 +184,7 @@ def test_stopped_between_two_evaluations_it_ends_at_the_same_step(patient: Path,
     assert attempt(folder, PATIENT, stop_after=9, before=scored()).code == 75
     assert attempt(folder, PATIENT, before=scored()).code == 0
     assert evaluated(folder) == evaluated(patient)
-    assert manifest(folder)["steps"] == ENDS
+    assert manifest(folder)["steps_done"] == ENDS
     assert learned(folder) == learned(patient)
 
 
@@ -199,7 +199,7 @@ def test_killed_after_its_last_checkpoint_it_finishes(patient: Path, tmp_path: P
     assert manifest(folder)["status"] == "running"
     assert attempt(folder, PATIENT, before=scored()).code == 0
     assert evaluated(folder) == evaluated(patient)
-    assert (manifest(folder)["status"], manifest(folder)["steps"]) == ("finished", ENDS)
+    assert (manifest(folder)["status"], manifest(folder)["steps_done"]) == ("finished", ENDS)
     assert learned(folder) == learned(patient)
 
 
@@ -208,7 +208,7 @@ def test_with_more_patience_it_can_be_forced_on(patient: Path, tmp_path: Path) -
     more = small(**{**PATIENT.model_dump(mode="json"), "evaluation": {"every": "2 steps"}})
     scores = {**SCORES, 16: 0.2}
     assert attempt(folder, more, "force", before=scored(scores)).code == 0
-    assert manifest(folder)["steps"] == 16
+    assert manifest(folder)["steps_done"] == 16
     unbroken = attempt(tmp_path / "whole", more, before=scored(scores))
     assert unbroken.code == 0, unbroken.said
     assert learned(folder) == learned(tmp_path / "whole")
@@ -234,7 +234,7 @@ def test_more_steps_alone_do_not_extend_a_run_that_is_out_of_patience(patient: P
     done = attempt(folder, again(evaluation={"patience": 9}), before=scored(scores))
     assert done.code == 0, done.line
     assert f"the run ended at step {ENDS}, out of patience, and is extended" in done.said
-    assert (manifest(folder)["steps"], manifest(folder)["out_of_patience"]) == (16, 0)
+    assert (manifest(folder)["steps_done"], manifest(folder)["out_of_patience"]) == (16, 0)
 
 
 def test_what_is_no_number_is_not_better(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_on_two_ranks_and_replayed_it_ends_there_too(tmp_path: Path) -> None:
     done = command(tmp_path, "train", "mine.yaml", "--nproc-per-node", "2", "--out", "run")
     assert done.returncode == 0, done.stderr
     assert evaluated(tmp_path / "run") == [1, 2, 3]
-    assert (manifest(tmp_path / "run")["status"], manifest(tmp_path / "run")["steps"]) == ("finished", 3)
+    assert (manifest(tmp_path / "run")["status"], manifest(tmp_path / "run")["steps_done"]) == ("finished", 3)
     assert {1, 3} <= checkpoints(tmp_path / "run")
     proof = command(tmp_path, "verify", "run")
     assert proof.returncode == 0, proof.stdout + proof.stderr

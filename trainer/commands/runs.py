@@ -1,6 +1,7 @@
 """`trainer runs [DIR]`: lists the runs in a folder, newest first."""
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -24,7 +25,8 @@ class FoundRun(NamedTuple):
         name: Name of its folder.
         recipe: Name of the recipe.
         status: finished, running, stopped, failed, diverged; killed: marked as running, without a process.
-        step: Step of the last metrics record.
+        step: Steps done: those of the last metrics record or checkpoint, whichever is later.
+        planned_steps: Steps of the whole run; None if its manifest doesn't say.
         metric: First metric of its evaluations; "" without one.
         best: Best value of that metric.
         bytes: Total size of its files.
@@ -35,6 +37,7 @@ class FoundRun(NamedTuple):
     recipe: str
     status: str
     step: int
+    planned_steps: int | None
     metric: str
     best: float | None
     bytes: int
@@ -70,15 +73,16 @@ def _run(options: argparse.Namespace) -> int:
     if not found:
         print(f"{options.folder}: no run lies there")
         return EXIT_DONE
-    names = ("run", "recipe", "status", "step", "best", "", "size", "age")
-    print(table(names, [_cells(one) for one in found], left=(0, 1, 2, 5)))
+    names = ("run", "recipe", "status", "step", "of", "best", "", "size", "age")
+    print(table(names, [_cells(one) for one in found], left=(0, 1, 2, 6)))
     return EXIT_DONE
 
 
 def _cells(one: FoundRun) -> tuple[str, ...]:
     best = "" if one.best is None else number(one.best)
+    planned = "" if one.planned_steps is None else f"{one.planned_steps:,}"
     return (
-        *(one.name, one.recipe, one.status, f"{one.step:,}", best, one.metric),
+        *(one.name, one.recipe, one.status, f"{one.step:,}", planned, best, one.metric),
         *(rough_size(one.bytes), age(one.age_s)),
     )
 
@@ -107,18 +111,26 @@ def _folders(root: Path) -> Iterator[Path]:
 def _read(folder: Path) -> FoundRun:
     from trainer.observe.rows import FILES
     from trainer.runs.folder import is_abandoned
-    from trainer.runs.manifest import read_facts
+    from trainer.runs.manifest import planned_steps, read_facts
 
     facts = redact(read_facts(folder))
     status = "killed" if is_abandoned(folder, facts) else str(facts.get("status", "unknown"))
     metric, best, measured = _measured(folder)
-    steps = [facts.get("steps"), measured, _last_row(folder / FILES["train"]).get("step")]
+    rows = [_last_row(folder / FILES[kind]).get("step") for kind in ("train", "end")]
     size, newest = _size(folder)
     return FoundRun(
         folder.name,
         str(facts.get("recipe", "")),
         status,
-        max([0, *(step for step in steps if type(step) is int)]),
+        max(
+            [
+                0,
+                measured,
+                _newest_checkpoint(folder, facts.get("run_id")),
+                *(step for step in rows if type(step) is int),
+            ]
+        ),
+        planned_steps(facts),
         metric,
         best,
         size,
@@ -142,6 +154,19 @@ def _measured(folder: Path) -> tuple[str, float | None, int]:
             better = max if more_is_better(metric) else min
             best = float(value) if best is None else better(best, float(value))
     return metric, best, step
+
+
+def _newest_checkpoint(folder: Path, run_id: object) -> int:
+    """Returns the step of the run's newest checkpoint; 0 without one. Those of other runs don't count."""
+    from trainer.runs.checkpoint_place import checkpoints_of
+    from trainer.runs.folder import read_json
+    from trainer.runs.report.read import saved_checkpoints
+
+    for saved in saved_checkpoints(folder):
+        with contextlib.suppress(BadInputError, OSError, ValueError, KeyError, TypeError):
+            if read_json(checkpoints_of(folder) / saved.name / "state.json")["state"]["run_id"] == run_id:
+                return saved.step
+    return 0
 
 
 def _last_row(path: Path) -> dict[str, Any]:

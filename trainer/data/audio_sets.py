@@ -11,7 +11,7 @@ from trainer.config.data import DataConfig
 from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, SUFFIXES, AudioFolder
-from trainer.data.formats.files import Files, in_folder, readable
+from trainer.data.formats.files import Files, counted, in_folder, readable, unlisted
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import LABEL
 from trainer.data.formats.signatures import what_it_is
@@ -121,6 +121,13 @@ def split_by_lists(root: Path, part: str) -> tuple[Files, Files]:
     wanted = lists[VALIDATION if part == "validation" else TESTING]
     held_out = set(lists[VALIDATION]) | set(lists[TESTING])
     rest = [sample for sample in range(len(files)) if sample not in held_out]
+    unused = TESTING if part == "validation" else VALIDATION
+    others = sorted(set(lists[unused]) - set(wanted))
+    files.left_out = (
+        *files.left_out,
+        *counted(f"recording{{s}} of {unused}", [files.file_name(sample) for sample in others]),
+        *counted(f"recording{{s}} in {_NOISE}", unlisted(root / _NOISE, (), SUFFIXES)),
+    )
     if not rest or not wanted:
         raise BadInputError(f"{root}: its lists leave nothing {'to measure on' if rest else 'to train on'}")
     return files.only(np.array(rest)), files.only(np.array(sorted(set(wanted))))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trainer.config.training import CheckpointConfig, EvaluationConfig
 from trainer.observe.phases import PHASES
 from trainer.observe.timeline import OF_HOST
 
@@ -37,6 +38,8 @@ class Facts:
         waits: "file:line" of what makes the model wait for the device, or "".
         memory_bytes: That the host's part of the job may use, or None where nothing limits it.
         profiled: Whether a profiler looks on, whose own cost is in every time.
+        fewer_checkpoints: What makes them cheaper in this configuration, see `fewer_checkpoints`.
+        fewer_evaluations: Likewise for evaluations.
     """
 
     on_gpu: bool
@@ -51,6 +54,8 @@ class Facts:
     waits: str = ""
     memory_bytes: float | None = None
     profiled: bool = False
+    fewer_checkpoints: str = "raise checkpoint.every, or use a faster disk"
+    fewer_evaluations: str = "raise evaluation.every"
 
 
 class Verdict(NamedTuple):
@@ -300,10 +305,30 @@ def _memory(e: _Evidence) -> Verdict | None:
     return _verdict("memory", 0.3, what, "lower data.micro_batch_size, or memory.checkpointing=blocks")
 
 
-def _share_of(phase: str, least: float, what: str, do: str) -> Callable[[_Evidence], Verdict | None]:
+def fewer_checkpoints(checkpoint: CheckpointConfig, evaluation: EvaluationConfig) -> str:
+    """Returns what makes checkpoints cheaper: the keys that make some in this configuration, and the disk."""
+    intervals = [f"checkpoint.{name}" for name in ("every", "minutes") if getattr(checkpoint, name)]
+    raised = [f"raise {' and '.join(intervals)}"] if intervals else []
+    # A better evaluation is saved at once, but for that of the end, which is saved anyway.
+    best = ["raise evaluation.every or set checkpoint.best=false"] * (
+        checkpoint.best and evaluation.every != "end"
+    )
+    return ", or ".join([*raised, *best, "use a faster disk"])
+
+
+def fewer_evaluations(config: EvaluationConfig) -> str:
+    """Returns which key makes evaluations rarer, or faster if there is one only, at the end."""
+    return "raise data.eval_batch_size" if config.every == "end" else "raise evaluation.every"
+
+
+def _share_of(
+    phase: str, least: float, what: str, do: Callable[[Facts], str]
+) -> Callable[[_Evidence], Verdict | None]:
     def rule(e: _Evidence) -> Verdict | None:
         share = e.share(phase)
-        return _verdict(phase, share, f"{what} {share:.0%} of the time", do) if share >= least else None
+        if share < least:
+            return None
+        return _verdict(phase, share, f"{what} {share:.0%} of the time", do(e.facts))
 
     return rule
 
@@ -315,10 +340,15 @@ _LOSSES = (
         "checkpoint",
         0.1,
         "writing checkpoints stops the training",
-        "raise checkpoint.every, or use a faster disk",
+        lambda facts: facts.fewer_checkpoints,
     ),
-    _share_of("evaluation", 0.5, "evaluation takes", "raise evaluation.every"),
-    _share_of("logging", 0.1, "writing metrics stops the training", "raise log.every, or use a faster disk"),
+    _share_of("evaluation", 0.5, "evaluation takes", lambda facts: facts.fewer_evaluations),
+    _share_of(
+        "logging",
+        0.1,
+        "writing metrics stops the training",
+        lambda _: "raise log.every, or use a faster disk",  # it is 1 or more
+    ),
 )
 
 

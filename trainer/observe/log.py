@@ -269,7 +269,7 @@ class MetricLogger:
         if samples and seconds > 0:  # a clock may stand still between two rows: then there is no speed
             self.logged.seconds += seconds
             self.logged.samples += samples
-            row |= self._speed(samples / seconds)
+            row |= {"seconds": seconds, **self._speed(samples / seconds)}
         row |= staged.split
         if staged.table is not None:
             row |= straggler(staged.table.tolist(), staged.split["time/wall"])

@@ -25,6 +25,38 @@ OWN = frozenset(
         *("slow_rank", "slow_phase", "at", "text", "cause"),
     }
 )
+# Figures of train records that are averages of the record's span, by name or by beginning, and the span: its
+# seconds, those since the record before, or its steps. Merged, they are a total over the total span.
+RATES = {
+    **dict.fromkeys(("samples_per_s", "tokens_per_s", "flops_per_s", "mfu"), "seconds"),
+    **dict.fromkeys(("cpu/", "gpu/", "disk/", "network/", "loader/", "slow_excess"), "time/wall"),
+    **dict.fromkeys(("loss", "loss/", "watched/"), "step"),
+}
+_SPANS = ("seconds", "time/wall")
+_LONGEST_SPAN = 1e12  # seconds; beyond it a file was made up
+
+
+def span_of(name: str) -> str:
+    """Returns the span of a rate, by its name; "" for other figures."""
+    head, slash, _ = name.partition("/")
+    return RATES.get(head + slash, "")
+
+
+def length_of(span: str, row: Mapping[str, object], steps: int) -> float:
+    """Returns the length of a record's span.
+
+    Args:
+        span: From `span_of`.
+        row: The record. Older ones don't have all spans: then the next best is taken, at last the steps.
+        steps: Steps since the record before.
+    """
+    for name in (span, *_SPANS) if span != "step" else ():
+        value = row.get(name)
+        if type(value) in (int, float) and 0 < value < _LONGEST_SPAN:  # type: ignore[operator]
+            return float(value)  # type: ignore[arg-type]
+    return float(max(1, steps))
+
+
 _OWN_PARTS = ("eval/", "time/", "energy/", "cost/")
 _LONGEST = 120
 

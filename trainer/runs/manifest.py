@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError, DivergedError, StopRun
@@ -131,7 +131,9 @@ class Manifest(BaseModel):
         world_size: Number of ranks.
         threads: Intra-op threads per rank; part of the arithmetic on a CPU.
         waiting: Environment variables for the waiting of OpenMP's threads, see `trainer.host.startup`.
-        steps: Steps of the whole run.
+        planned_steps: Steps of the whole run by its configuration; `steps` in older manifests, which have the
+            steps that were done there once the run has ended.
+        steps_done: Steps done at the end of the newest attempt; None while it trains, and if it was killed.
         trackers: Ids of its runs at trackers, by their names in `log.to`.
         trust: Signs and marks of its own code, see `trainer.runs.trust`.
         rows: "SHA-256 SIZE" of the records files at the end of the newest attempt.
@@ -174,7 +176,8 @@ class Manifest(BaseModel):
     threads: int = Field(ge=1, le=1 << 16)
     waiting: str = ""
     parameters: dict[str, int] = Field(default_factory=dict)
-    steps: int = Field(ge=1)
+    planned_steps: int = Field(ge=1, validation_alias=AliasChoices("planned_steps", "steps"))
+    steps_done: int | None = Field(None, ge=0)
     gradient_accumulation_steps: int = 1
     notes: list[str] = Field(default_factory=list)
     trackers: dict[str, str] = Field(default_factory=dict)
@@ -204,6 +207,11 @@ class Manifest(BaseModel):
     def extended(self) -> bool:
         """True if it was ever extended after it had finished."""
         return any(attempt.extends for attempt in self.attempts)
+
+    @property
+    def last_step(self) -> int:
+        """Step at which the run ended, if it has final weights; else the planned one."""
+        return self.steps_done if self.weights and self.steps_done else self.planned_steps
 
     def foreign(self, state: Mapping[str, Any]) -> str | None:
         """Returns the reason why a checkpoint with this state isn't one of this run, or None."""
@@ -279,6 +287,12 @@ def _odd_manifest(path: Path, why: str) -> BadInputError:
     return BadInputError(
         f"{path}: can't be read as a run's manifest ({why}); bring it back, or give another folder"
     )
+
+
+def planned_steps(facts: Mapping[str, Any]) -> int | None:
+    """Returns the planned steps of a manifest as plain JSON, older ones included; None without a number."""
+    steps = facts.get("planned_steps", facts.get("steps"))
+    return steps if type(steps) is int else None
 
 
 def read_run(folder: Path) -> RunFolder:

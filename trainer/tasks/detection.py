@@ -180,7 +180,7 @@ def _more_pictures(data: DataConfig, split: str | None, seed: int) -> Pictures:
 
     root = at_home(data.path, "data.path")
     check_folder(root)
-    return CocoPictures(root, split or "val", data.on_corrupt, reading_of(data))
+    return CocoPictures(root, split or "val", data.on_corrupt, reading_of(data), training=False)
 
 
 def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:

@@ -21,7 +21,7 @@ from trainer.host.limits import read_limits
 from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.checksums import Checksums
 from trainer.observe.console import ProgressBar, warn
-from trainer.observe.diagnosis import Facts
+from trainer.observe.diagnosis import Facts, fewer_checkpoints, fewer_evaluations
 from trainer.observe.flops import peak_flops
 from trainer.observe.log import MetricLogger, Row, Sink, Sources
 from trainer.observe.machine import Machine
@@ -79,14 +79,16 @@ class Outputs:
     advisor: Advisor | None = None
     profile: Profile | None = None
 
-    def leave(self, status: str, line: str) -> None:
+    def leave(self, status: str, line: str, step: int) -> None:
         """Closes an attempt that stops early: its status and reason go to console and manifest, on rank 0."""
         if self.progress_bar is not None and self.manifest is not None and self.anomalies.folder is not None:
             self.progress_bar.close()
             if status == "stopped":
                 self.progress_bar.say(f"  {line}")
             with contextlib.suppress(OSError):  # such as a full disk: it must not hide the reason
-                update_manifest(self.anomalies.folder, self.manifest, status=status, reason=line)
+                update_manifest(
+                    self.anomalies.folder, self.manifest, status=status, reason=line, steps_done=step
+                )
 
 
 def bare_outputs(
@@ -305,6 +307,8 @@ def _add_advisor(run: Run, logger: MetricLogger, sources: Sources, profiled: boo
         remote=is_url(str(recipe.data.path)),
         decodes=isinstance(images, ImageDataset) and not images.records.raw,
         profiled=profiled,
+        fewer_checkpoints=fewer_checkpoints(recipe.checkpoint, recipe.evaluation),
+        fewer_evaluations=fewer_evaluations(recipe.evaluation),
     )
     price, logged = recipe.log.price_per_hour, run.state.logged
     advisor = Advisor(facts, sources.count, logger.emit, price, logged)

@@ -109,7 +109,7 @@ def make_manifest(
             "all": sum(p.numel() for p in run.state.model.parameters()),
             "trained": sum(p.numel() for p in run.gradients.parameters),
         },
-        steps=run.steps,
+        planned_steps=run.steps,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         notes=[*_support(lock_hash(Path(sys.prefix))), *notes],
         trackers=dict(stored.trackers) if stored else {},

@@ -80,7 +80,10 @@ def open_recording(
             if os.getpid() == process:  # not in a process that user code forked
                 reason = f"{type(error).__name__}: {error}"
                 with contextlib.suppress(OSError):  # such as a full disk: it must not hide the error
-                    update_manifest(folder, manifest, status=status_after(error), reason=reason)
+                    step = run.state.step
+                    update_manifest(
+                        folder, manifest, status=status_after(error), reason=reason, steps_done=step
+                    )
             raise
 
 

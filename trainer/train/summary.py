@@ -86,7 +86,7 @@ def finish(
             manifest,
             weights=weights,
             summary=finite(summary),
-            steps=run.state.step,
+            steps_done=run.state.step,
             out_of_patience=run.state.no_better if out_of_patience(run) else 0,
             status="diverged" if diverged else "finished",
         )

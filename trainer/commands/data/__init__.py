@@ -237,6 +237,7 @@ def _verify(options: argparse.Namespace) -> int:
         if len(lines) > _SHOWN:
             say(f"… and {len(lines) - _SHOWN:,} more")
         say(f"{folder}: {len(records) - len(lines):,} of {len(records):,} samples are as they were indexed")
+        _tell_left_out(records.left_out)
         bad += len(lines)
     return EXIT_FAILED if bad else EXIT_DONE
 

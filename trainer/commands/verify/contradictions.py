@@ -89,8 +89,8 @@ def _of_trace(run: Recorded) -> Iterator[str]:
     for (kind, step), times in Counter((row.kind, row.step) for row in run.rows).items():
         if times > 1:
             yield f"checksums.jsonl: the row of {kind} metrics of step {step} is there {times} times"
-        if step > run.manifest.steps:
-            yield f"checksums.jsonl: a row of step {step}, and the run has {run.manifest.steps}"
+        if step > run.manifest.last_step:
+            yield f"checksums.jsonl: a row of step {step}, and the run has {run.manifest.last_step}"
     yield from _of_the_end(run, "summary", run.manifest.summary)
 
 
@@ -109,7 +109,7 @@ def _of_metrics(run: Recorded) -> Iterator[str]:
         if bad:
             yield f"{bad} lines of {name} can't be read, or are there twice"
     yield from _rows_that_differ(run, kept, rows)
-    end = rows.get(("end", run.manifest.steps))
+    end = rows.get(("end", run.manifest.last_step))
     if kept[-1].jsonl:
         yield from _of_the_end(run, FILES["end"], end)
     if end is not None and run.manifest.status == "stopped":
@@ -149,7 +149,7 @@ def _of_the_end(run: Recorded, where: str, recorded: object) -> Iterator[str]:
 
 def _last_evaluation(run: Recorded) -> Mapping[str, str]:
     """Returns the metrics of the last evaluation, as text; none if it is missing from checksums.jsonl."""
-    last = ("eval", run.manifest.steps)
+    last = ("eval", run.manifest.last_step)
     return next((row.metrics for row in run.rows if (row.kind, row.step) == last), {})
 
 

@@ -66,7 +66,7 @@ def last_step(run: Recorded, steps: int | None) -> int:
     """
     rows = sorted(row.step for row in run.rows)
     if steps is None:
-        return min(max(rows[-1], _last_row_due(run)), run.manifest.steps)
+        return min(max(rows[-1], _last_row_due(run)), run.manifest.last_step)
     if not rows[0] <= steps <= rows[-1]:
         recorded = (
             f"only step {rows[0]} was recorded; leave --steps out"
@@ -80,7 +80,7 @@ def last_step(run: Recorded, steps: int | None) -> int:
 def _last_row_due(run: Recorded) -> int:
     """Returns the step of the last record that must exist, given how far the run is known to have come."""
     if run.manifest.weights or run.manifest.status == "finished":
-        return run.manifest.steps
+        return run.manifest.last_step
     if run.manifest.status == "diverged":
         return 0
     kept = kept_attempts(run.manifest)
@@ -91,7 +91,7 @@ def _last_row_due(run: Recorded) -> int:
         for attempt, end in zip(kept, ends, strict=True)
         if attempt.checksums
     ]
-    return max((end for start, end in due if start < end < run.manifest.steps), default=0)
+    return max((end for start, end in due if start < end < run.manifest.last_step), default=0)
 
 
 def kept_attempts(manifest: Manifest) -> list[Attempt]:

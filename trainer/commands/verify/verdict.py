@@ -77,10 +77,10 @@ def identical(
     """Formats the verdict on a run that was replayed bit for bit."""
     metrics = sum(len(row.metrics) for row in rows)
     tensors = sum(len(row.tensors) for row in rows)
-    files = [*run.manifest.weights] if until == run.manifest.steps else []
+    files = [*run.manifest.weights] if until == run.manifest.last_step else []
     lines = [
         f"{run.path}: identical",
-        f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} records with "
+        f"  {until:,} of {run.manifest.last_step:,} steps on {_who(parts)}: {len(rows)} records with "
         f"{metrics} metrics, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
     ]
     if files:

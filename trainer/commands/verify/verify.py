@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from trainer.observe.checksums import first_difference, read_checksums
 from trainer.observe.console import say, warn
 from trainer.runs.altered import unhashed_rows
 from trainer.runs.checkpoint_place import checkpoints_of
-from trainer.runs.manifest import read_run
+from trainer.runs.manifest import Manifest, read_run
 from trainer.train.anomaly import ending_at, first_stop, read_anomalies, rolled_back
 
 
@@ -37,8 +38,8 @@ def verify(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         begin(run, folder, rolled_back(anomalies))
-        say(f"{run.path}: training steps 1 to {until} of {run.manifest.steps} again, in {temporary}")
-        code = replay(config, parts, run.manifest.steps, folder, options.gpus)
+        say(f"{run.path}: training steps 1 to {until} of {run.manifest.last_step} again, in {temporary}")
+        code = replay(config, parts, run.manifest.last_step, folder, options.gpus)
         if code != EXIT_DONE:
             return code
         again = read_run(folder).manifest
@@ -46,15 +47,24 @@ def verify(options: argparse.Namespace) -> int:
         compared = [row for row in run.rows if row.step <= until]
         again_due = [row for row in rows if row.step <= until and had_checksums(run, row.step)]
         found = first_difference(compared, again_due)
-        weights = differing_weights(run, folder) if until == run.manifest.steps else []
+        weights = differing_weights(run, folder) if until == run.manifest.last_step else []
     here = differences_here(run.manifest.model_dump(exclude_unset=True), again.model_dump())
-    if run.manifest.steps != again.steps and not parts[-1].settings:
-        odd.append(f"manifest.json: steps is {run.manifest.steps}, and {again.steps} by its config")
+    if not parts[-1].settings:
+        odd += _other_steps(run.manifest, again)
     if found is None and not weights and not odd:
         say(identical(run, compared, until, parts, here))
         return EXIT_DONE
     say(different(run, found, weights, here, odd))
     return EXIT_FAILED
+
+
+def _other_steps(recorded: Manifest, again: Manifest) -> Iterator[str]:
+    """Compares the steps of the manifest with those of the replay, which its configuration gives."""
+    if recorded.last_step != again.last_step:
+        yield f"manifest.json: steps is {recorded.last_step}, and {again.last_step} by its config"
+    elif recorded.steps_done is not None and recorded.planned_steps != again.planned_steps:
+        by_config = again.planned_steps
+        yield f"manifest.json: planned_steps is {recorded.planned_steps}, and {by_config} by its config"
 
 
 def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
@@ -97,7 +107,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         say(f"{run.path}: training {steps} again, in {temporary}")
         parts = parts_of(run, step, ranks_wanted(options, run.manifest.device.kind))
         parts = [part for part in parts if part.until > start]
-        code = replay(config, parts, run.manifest.steps, folder, options.gpus)
+        code = replay(config, parts, run.manifest.last_step, folder, options.gpus)
         if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the anomaly comes again
             return code
         again = [one for one in read_anomalies(folder)[len(refused) :] if one["step"] == step]

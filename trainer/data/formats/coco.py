@@ -19,7 +19,7 @@ from trainer.config.data import OnCorrupt
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import WRONG_BOX, Picture
-from trainer.data.formats.files import Files, Listed
+from trainer.data.formats.files import IMAGES, Files, Listed, counted, unlisted
 from trainer.data.formats.labels import folded, quoted
 from trainer.data.formats.names import hint
 from trainer.data.formats.orientation import SWAPPED, UPRIGHT, orientation
@@ -37,6 +37,41 @@ _LOOKED_AT, _THREADS = 1000, 16
 _LARGEST = 16 << 30  # COCO's own have 0.5 GB, LVIS 1.1, Objects365 6
 _LARGEST_NUMBER = 1 << 62
 _EDGE = 1.0  # pixels that a box may extend beyond its image: COCO's are rounded
+_FRACTION = 1.001  # width and height of the largest box if all are fractions of the image, with rounding
+_IGNORED = "box{es} with ignore=1"
+
+# Keys that are read, and notes: what they say changes nothing about a box.
+_KNOWN = {
+    "annotation": {
+        *("id", "image_id", "category_id", "bbox", "iscrowd", "ignore", "area", "segmentation"),
+        *("keypoints", "num_keypoints", "caption", "score"),
+        # Notes of COCO Annotator, pycococreator, trackers and others.
+        *("width", "height", "color", "isbbox", "metadata", "creator", "events", "milliseconds"),
+        *("uuid", "uid", "track_id", "instance_id", "date_captured"),
+    },
+    "image": {
+        *("id", "file_name", "width", "height", "license", "date_captured", "flickr_url", "coco_url"),
+        # Roboflow's note is the name before the export; the others are COCO Annotator's and of videos.
+        *(
+            "extra",
+            "url",
+            "path",
+            "dataset_id",
+            "category_ids",
+            "num_annotations",
+            "metadata",
+            "milliseconds",
+        ),
+        *("regenerate_thumbnail", "annotated", "annotating", "events", "video_id", "frame_id"),
+    },
+    "category": {
+        *("id", "name", "supercategory", "keypoints", "skeleton", "keypoint_colors", "color", "metadata"),
+        *("creator", "isthing", "synset", "synonyms", "def", "frequency", "image_count", "instance_count"),
+    },
+    "top-level": {"info", "licenses", "images", "annotations", "categories", "type"},
+}
+_KEYS = 5  # unknown keys that are named; further ones are counted together
+_CROWD, _IGNORE = 1, 2
 
 
 class CocoPictures:
@@ -47,6 +82,9 @@ class CocoPictures:
         part: "train" or "val".
         on_corrupt: "fail": an invalid box is an error; else it is left out.
         reading: Settings for reading pixels.
+        training: True to train on it: images without boxes are left out, and boxes with `ignore: 1` are
+            flagged as crowds, which training leaves out. For evaluation they are objects, as `ignore` has no
+            effect in pycocotools. None: if `part` is "train".
 
     Raises:
         BadInputError: If a file is missing or invalid, with the id of the image.
@@ -61,6 +99,7 @@ class CocoPictures:
         part: str,
         on_corrupt: OnCorrupt,
         reading: Reading = Reading(),  # noqa: B008  (a tuple)
+        training: bool | None = None,
     ) -> None:
         """Reads the file of instances; `check.check_data` checks that all images exist."""
         from trainer.data.formats import decode
@@ -73,21 +112,38 @@ class CocoPictures:
         self.categories = _categories(file, instances, left_out)
         self.classes: Sequence[str] = tuple(self.categories.values())
         images = _images(file, folder, instances)
+        _no_fractions(file, instances["annotations"])
         boxes = _boxes(file, instances, images, self.categories, on_corrupt == "fail", left_out)
         self.boxes = len(instances["annotations"])
-        if part == "train":
+        ignored = Counter(name for n, (name, *_) in images.items() for box in boxes[n] if box[5] == _IGNORE)
+        self._ignored = ""
+        named = [os.fsencode(name) for name, *_ in images.values()]
+        if training is None:
+            training = part == "train"
+        if training:
             # As in torchvision's reference, images without boxes aren't trained on.
             bare = {number for number in images if all(box[5] for box in boxes[number])}
             left_out += [
                 one("image{s} without a box", f"{file.name}: {images[number][0]}") for number in sorted(bare)
             ]
-            crowds = [file_of[0] for n, file_of in images.items() for box in boxes[n] if box[5]]
+            crowds = [file_of[0] for n, file_of in images.items() for box in boxes[n] if box[5] == _CROWD]
             left_out += [one("box{es} around a crowd", f"{file.name}: {name}") for name in crowds]
+            left_out += [one(_IGNORED, f"{file.name}: {name}") for name in ignored.elements()]
             images = {number: image for number, image in images.items() if number not in bare}
             _no_empty_class(file, self.categories, [row for each in boxes.values() for row in each])
+        elif ignored:
+            self._ignored = (
+                f"{ignored.total():,} boxes of {file.name} have ignore=1, the first in {min(ignored)}; "
+                "evaluation takes them for objects, as pycocotools does, and training leaves such boxes out"
+            )
+            boxes = {
+                n: [(*box[:5], int(box[5] == _CROWD), box[6]) for box in each] for n, each in boxes.items()
+            }
+        left_out += _unread_keys(file, instances)
+        left_out += counted(f"image{{s}} that {file.name} doesn't name", unlisted(folder, named, IMAGES))
         self.left_out = tally(left_out)
         if not images:
-            raise BadInputError(f"{file}: holds no images{' with boxes' if part == 'train' else ''}")
+            raise BadInputError(f"{file}: holds no images{' with boxes' if training else ''}")
         rows = [boxes[number] for number in images]
         again = [len(each) - len({box[:6] for box in each}) for each in rows]
         first = next((name for (name, *_), more in zip(images.values(), again, strict=True) if more), "")
@@ -166,7 +222,7 @@ class CocoPictures:
         return f"; its EXIF orientation is {turn}: data.exif_orientation=apply turns it"
 
     def remarks(self, everything: bool) -> str:
-        """Returns a line on boxes that are there twice, and on an EXIF orientation that isn't applied, or "".
+        """Returns a line on boxes that are there twice or measured in spite of `ignore`, and on EXIF, or "".
 
         Their size doesn't show whether boxes were drawn on the stored or the upright image if it is square,
         mirrored or upside down.
@@ -174,8 +230,9 @@ class CocoPictures:
         Args:
             everything: True to read every image, not 1000 of them.
         """
+        of_boxes = "; ".join(filter(None, (self._twice, self._ignored)))
         if self.records.reading.upright:
-            return self._twice
+            return of_boxes
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
 
         def is_turned(sample: int) -> bool:
@@ -187,9 +244,9 @@ class CocoPictures:
         with ThreadPoolExecutor(_THREADS) as pool:
             turned = [sample for sample, odd in zip(chosen, pool.map(is_turned, chosen), strict=True) if odd]
         if not turned:
-            return self._twice
+            return of_boxes
         looked = "" if len(chosen) == len(self) else f" that were looked at of {len(self):,}"
-        return f"{self._twice}; " * bool(self._twice) + (
+        return f"{of_boxes}; " * bool(of_boxes) + (
             f"{len(turned):,} of {len(chosen):,} images{looked} are to be turned or mirrored by their EXIF "
             f"orientation, the first: {self.name(turned[0])}; they are taken as they are stored, and so must "
             "their boxes be: if they were drawn on upright images, set data.exif_orientation=apply"
@@ -330,20 +387,23 @@ def _boxes(
     strict: bool,
     left_out: list[LeftOut],
 ) -> dict[int, list[tuple[float, ...]]]:
-    """Returns left, top, right, bottom, class, iscrowd and area of each box, by image id."""
+    """Returns left, top, right, bottom, class, _CROWD, _IGNORE or 0, and area of each box, by image id."""
     class_of = {number: index for index, number in enumerate(categories)}
     boxes: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
     for entry in instances["annotations"]:
         number, where = _as_id(entry.get("image_id")), f"{file}: annotation {entry['id']}"
         if number is None or number not in images:
             raise BadInputError(f"{where}: there is no image {quoted(entry.get('image_id'))}")
-        category, crowd = _as_id(entry.get("category_id")), entry.get("iscrowd", 0)
+        category = _as_id(entry.get("category_id"))
         if category is None or category not in class_of:
             raise BadInputError(
                 f"{where} of image {number}: there is no category {quoted(entry.get('category_id'))}"
             )
-        if crowd not in (0, 1):
-            raise BadInputError(f"{where} of image {number}: iscrowd is {crowd!r}, neither 0 nor 1")
+        # Without a value `ignore` says nothing; pycocotools can't read an `iscrowd` without one.
+        crowd, ignore = entry.get("iscrowd", 0), entry.get("ignore") or 0
+        for key, flag in (("iscrowd", crowd), ("ignore", ignore)):
+            if flag not in (0, 1):
+                raise BadInputError(f"{where} of image {number}: {key} is {quoted(flag)}, neither 0 nor 1")
         name, height, width = images[number]
         wrong = _wrong(entry.get("bbox"), height, width)
         if wrong and strict:
@@ -362,8 +422,51 @@ def _boxes(
             # The annotated area is of the outline.
             area = entry.get("area")
             area = area if _is_number(area) and area >= 0 else wide * high
-            boxes[number].append((*box, class_of[category], int(crowd), area))
+            flag = _CROWD if crowd else _IGNORE if ignore else 0
+            boxes[number].append((*box, class_of[category], flag, area))
     return boxes
+
+
+def _no_fractions(file: Path, annotations: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that a box is larger than a pixel; which unit boxes have, only all of them together show.
+
+    Raises:
+        BadInputError: If no box is wider or higher than a pixel.
+    """
+    boxes = [
+        box
+        for entry in annotations
+        if isinstance(box := entry.get("bbox"), list) and len(box) == 4 and all(map(_is_number, box))
+    ]
+    if boxes and all(max(wide, high) <= _FRACTION for _, _, wide, high in boxes):
+        raise BadInputError(
+            f"{file}: no box is wider or higher than a pixel, so boxes look like fractions of the image; "
+            "multiply left and width by the image's width, top and height by its height"
+        )
+
+
+def _unread_keys(file: Path, instances: Mapping[str, Any]) -> list[LeftOut]:
+    """Counts the values of keys that no reader knows, unless they are 0, false or empty."""
+    tables = {"annotation": "annotations", "image": "images", "category": "categories"}
+    counts, first = Counter[str](), dict[str, str]()
+    for kind, known in _KNOWN.items():
+        for entry in instances[tables[kind]] if kind in tables else [instances]:
+            for key in entry.keys() - known:
+                for name in _names(key, entry[key]):
+                    counts[what := f"{kind} key {quoted(name)}"] += 1
+                    if what not in first:
+                        first[what] = f"{file.name}: {kind} {entry['id']}" if kind in tables else file.name
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    entries = [(f"value{{s}} of the {what}", what, count) for what, count in ordered[:_KEYS]]
+    entries += [("value{s} of other keys", what, count) for what, count in ordered[_KEYS:]]
+    return [LeftOut(reason=reason, count=count, first=first[what]) for reason, what, count in entries]
+
+
+def _names(key: str, value: Any) -> list[str]:
+    """Returns the name of a key, or "key.inner" for each of an object's, if the value isn't 0 or empty."""
+    if isinstance(value, dict):
+        return [f"{key}.{inner}" for inner, each in value.items() if each]
+    return [key] if value else []
 
 
 def _wrong(box: Any, height: int, width: int) -> str:

@@ -279,6 +279,57 @@ def _below(
                 left_out.append(one(by_suffix(name), path))
 
 
+def unlisted(
+    root: Path, names: Iterable[bytes], suffixes: Sequence[str], below: bytes = b"", deep: bool = True
+) -> list[bytes]:
+    """Returns the files that lie in a folder and that a list doesn't name: paths relative to `root`, sorted.
+
+    Each folder is listed once; no file is looked up. A folder that can't be listed counts as empty.
+
+    Args:
+        root: Folder that the names are relative to.
+        names: Paths of the list, relative or absolute.
+        suffixes: Suffixes of the files that count, in lower case. Hidden files and folders don't.
+        below: Path of the folder that is searched, relative to `root`; empty: `root` itself.
+        deep: True to search the folders below, too.
+    """
+    start, ends = os.fsencode(root), tuple(map(os.fsencode, suffixes))
+    found, seen = set[bytes](), set[tuple[int, int]]()
+    # Links last, so that a folder inside that is linked, too, is looked at by its own path.
+    folders, links = [below + b"/" if below else b""], list[bytes]()
+    while folders or links:
+        place = folders.pop() if folders else links.pop()
+        with contextlib.suppress(OSError):
+            path = os.path.join(start, place)  # noqa: PTH118  (bytes)
+            if (inode := _inode(os.stat(path))) in seen:  # noqa: PTH116
+                continue
+            seen.add(inode)
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.name.startswith(b"."):
+                        continue
+                    if _is_folder(entry):
+                        (links if entry.is_symlink() else folders).append(place + entry.name + b"/")
+                    elif entry.name.lower().endswith(ends):
+                        found.add(place + entry.name)
+        if not deep:
+            break
+    return sorted(found.difference(plain_names(root, names)))
+
+
+def plain_names(root: Path, names: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields paths relative to a folder in one spelling: "./a.png" and "/data/a.png" may be "a.png"."""
+    start = os.fsencode(root)
+    for name in names:
+        odd = name.startswith(b"/") or b"./" in name or b"//" in name
+        yield os.path.relpath(os.path.join(start, name), start) if odd else name  # noqa: PTH118  (bytes)
+
+
+def counted(reason: str, places: Sequence[str | bytes]) -> list[LeftOut]:
+    """Returns one entry for all places, [] if there are none."""
+    return [one(reason, places[0]).model_copy(update={"count": len(places)})] if places else []
+
+
 def _inode(facts: os.stat_result) -> tuple[int, int]:
     return facts.st_dev, facts.st_ino
 

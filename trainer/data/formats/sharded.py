@@ -24,7 +24,14 @@ from trainer.config.data import DataConfig
 from trainer.config.section import first_problem
 from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.files import LARGEST_FILE, fill_exactly, open_sample_file, readable
+from trainer.data.formats.files import (
+    LARGEST_FILE,
+    counted,
+    fill_exactly,
+    open_sample_file,
+    readable,
+    unlisted,
+)
 from trainer.data.formats.names import hint
 from trainer.data.formats.records import Reading, Records
 from trainer.data.left_out import LeftOut
@@ -34,6 +41,9 @@ from trainer.host import files as disk, strict_json
 from trainer.rng import Ints
 
 INDEX, COLUMNS = "index.json", "index.safetensors"
+
+COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".lzma", ".z")
+PACKED, TAR_SHARDS = "compressed shard{s}", "tar shards"
 
 _OPEN_FILES = 512  # per process; the limit is often 1024
 
@@ -324,4 +334,22 @@ def in_shards(folder: Path) -> ShardedRecords:
         BadInputError: If there is no valid index.
     """
     about, columns = read_index(folder)
-    return ShardedRecords(about, columns, ShardFolder(folder))
+    records = ShardedRecords(about, columns, ShardFolder(folder))
+    records.left_out = (*_of_today(folder, about), *_added(folder, about))
+    return records
+
+
+def _of_today(folder: Path, about: About) -> list[LeftOut]:
+    """Returns what the index left out; compressed shards are those that lie there now."""
+    if about.source != TAR_SHARDS:
+        return about.left_out
+    packed = counted(PACKED, unlisted(folder, (), COMPRESSED, deep=False))
+    now = {each.reason: each for each in about.left_out if each.reason != PACKED or packed}
+    return list((now | {each.reason: each for each in packed}).values())
+
+
+def _added(folder: Path, about: About) -> list[LeftOut]:
+    """Counts shards that came after the index was made."""
+    names = [os.fsencode(shard.name) for shard in about.shards]
+    suffixes = {os.path.splitext(shard.name)[1].lower() for shard in about.shards} - {""}  # noqa: PTH122
+    return counted(f"shard{{s}} that {INDEX} doesn't name", unlisted(folder, names, [*suffixes], deep=False))

@@ -1,5 +1,6 @@
 """Image files listed in a table, CSV or Parquet, with the columns path and label."""
 
+import contextlib
 import csv
 import os
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.data import DataConfig
-from trainer.data.formats.files import Files, Listed
+from trainer.data.formats.files import IMAGES, Files, Listed, counted, plain_names, unlisted
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line, reading
@@ -67,7 +68,34 @@ def in_table(file: Path) -> Files:
         numbers, classes = numbered(labels)
     except LabelError as error:
         raise BadInputError(f"{file}: {unit} {lines[error.at]}: {error}; write both alike") from error
-    return Files(file.parent, paths, numbers, classes, Listed(file, unit, lines))
+    left_out = counted(f"image{{s}} that {file.name} doesn't name", _unlisted(file, paths))
+    return Files(file.parent, paths, numbers, classes, Listed(file, unit, lines), left_out)
+
+
+def _unlisted(file: Path, paths: Sequence[bytes]) -> list[bytes]:
+    """Returns the images beside those of a table that neither it nor another table of its folder names.
+
+    The innermost folder that holds all images of the table is searched. If it isn't below the table's folder,
+    only the folders of the images are: it may be the whole disk.
+    """
+    root = os.path.abspath(os.fsencode(file.parent))  # noqa: PTH100  (bytes)
+    folders = {path.rpartition(b"/")[0] for path in paths}
+    places = {os.path.normpath(os.path.join(root, folder)) for folder in folders}  # noqa: PTH118
+    top = os.path.commonpath(places)
+    if top == root or top.startswith(root + b"/"):
+        found = set(unlisted(file.parent, paths, IMAGES, below=top[len(root) + 1 :]))
+    else:
+        found = {
+            name
+            for place in places
+            for name in unlisted(file.parent, paths, IMAGES, below=os.path.relpath(place, root), deep=False)
+        }
+    others = (each for each in file.parent.iterdir() if each.suffix in (".csv", ".parquet") and each != file)
+    for other in others if found else ():
+        with contextlib.suppress(BadInputError, OSError):  # not a table of images, or another split's fault
+            rows = _parquet(other) if other.suffix == ".parquet" else _csv(other)
+            found.difference_update(plain_names(file.parent, (path for _, path, _ in rows)))
+    return sorted(found)
 
 
 def _csv(file: Path) -> Iterator[_Row]:

@@ -18,7 +18,17 @@ from pydantic import ValidationError
 
 from trainer.data.formats.files import IMAGES, read_exactly, readable
 from trainer.data.formats.labels import LabelError, label_of, numbered
-from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, content_hash, write_index
+from trainer.data.formats.sharded import (
+    COLUMNS,
+    COMPRESSED,
+    INDEX,
+    PACKED,
+    TAR_SHARDS,
+    About,
+    Shard,
+    content_hash,
+    write_index,
+)
 from trainer.data.formats.signatures import what_it_is
 from trainer.data.left_out import LeftOut, by_suffix, left_out_line, one, tally
 from trainer.data.shared import name_columns
@@ -194,9 +204,7 @@ def _is_header(block: bytes) -> bool:
 
 
 _LARGEST_LABEL = 1 << 20
-_PACKED = "compressed shard{s}"
 _LABELS = ("cls", "json")
-_COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz", ".tbz2", ".xz", ".txz", ".zst", ".tzst", ".lz4", ".lzma", ".z")
 
 _Group = dict[str, tarfile.TarInfo]
 
@@ -222,7 +230,7 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
     """
     files, left_out = tar_files(folder)
     if not files:
-        compressed = next((folder / one.first for one in left_out if one.reason == _PACKED), None)
+        compressed = next((folder / one.first for one in left_out if one.reason == PACKED), None)
         if compressed:
             raise BadInputError(f"{compressed}: compressed tar can't be read at random; unpack it to .tar")
         raise BadInputError(f"{folder}: no .tar files here")
@@ -262,7 +270,7 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         "hash": np.array([sample.digest for sample in samples], np.uint64),
         **name_columns([sample.name for sample in samples]),
     }
-    return write_index(folder, shards, columns, classes, "files", "tar shards", {}, left_out)
+    return write_index(folder, shards, columns, classes, "files", TAR_SHARDS, {}, left_out)
 
 
 def tar_files(folder: Path) -> tuple[list[Path], list[LeftOut]]:
@@ -276,8 +284,8 @@ def tar_files(folder: Path) -> tuple[list[Path], list[LeftOut]]:
             files.append(file)
         elif reason == ".tar" and not file.is_dir():
             left_out.append(one("pipe{s}, device{s} and link{s} to nowhere", file.name))
-        elif reason in _COMPRESSED:
-            left_out.append(one(_PACKED, file.name))
+        elif reason in COMPRESSED:
+            left_out.append(one(PACKED, file.name))
         else:
             left_out.append(one("folder{s} beside the shards" if file.is_dir() else reason, file.name))
     return files, left_out

@@ -1,7 +1,11 @@
 """Reduces the records of a run to bounded memory: neighbors are joined, with their minimum and maximum."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from operator import mul
 from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
 
 # Beyond this no figure of a training is one.
 _LARGEST = 1e200
@@ -15,17 +19,21 @@ class Cell(NamedTuple):
         high: Its maximum.
         total: Its sum.
         rows: Number of records that have it. 0: they have null, for a value that wasn't finite.
+        weighted: Sum of its values times the records' weights: for a rate, the total of what it counts.
+        weight: Sum of the weights: for a rate, the time.
     """
 
     low: float
     high: float
     total: float
     rows: int
+    weighted: float
+    weight: float
 
     @property
     def mean(self) -> float:
-        """Returns the mean."""
-        return self.total / self.rows
+        """Returns the weighted mean: for a rate, the total over the time."""
+        return self.weighted / self.weight
 
 
 class Point(NamedTuple):
@@ -39,17 +47,32 @@ class Point(NamedTuple):
 class ThinnedRows:
     """Collects records one by one and keeps a bounded number of points."""
 
-    def __init__(self, most: int, wanted: Callable[[str], bool]) -> None:
-        """Starts empty."""
+    def __init__(
+        self,
+        most: int,
+        wanted: Callable[[str], bool],
+        span_of: Callable[[str], str] = lambda _: "",
+        length_of: Callable[[str, Row, int], float] = lambda *_: 1.0,
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            most: Number of points to keep, or up to twice as many.
+            wanted: True for the name of a figure that is kept.
+            span_of: Name of the span by which a figure is weighted; "": each record counts once.
+            length_of: Length of a span, by its name, the record, and the steps since the record before.
+        """
         self._most, self._wanted = most, wanted
+        self._span_of, self._length_of = span_of, length_of
         self._keep: dict[str, bool] = {}
         self._points: list[Point] = []
-        self._block: list[tuple[int, Mapping[str, Any]]] = []
-        self._stride = 1
+        self._block: list[tuple[int, int, Row]] = []
+        self._stride, self._before = 1, 0
 
-    def add(self, step: int, row: Mapping[str, Any]) -> None:
+    def add(self, step: int, row: Row) -> None:
         """Adds a record; values that aren't numbers are ignored."""
-        self._block.append((step, row))
+        self._block.append((step, step - self._before, row))
+        self._before = step
         if len(self._block) < self._stride:
             return
         self._flush()
@@ -59,7 +82,7 @@ class ThinnedRows:
 
     def _flush(self) -> None:
         columns: dict[str, list[Any]] = {}
-        for _, row in self._block:
+        for _, _, row in self._block:
             for name, value in row.items():
                 if name in columns:
                     columns[name].append(value)
@@ -71,8 +94,21 @@ class ThinnedRows:
                 columns.pop(name)
                 continue
             keep[name] = self._wanted(name)
-        cells = {name: cell for name, values in columns.items() if keep[name] and (cell := _cell(values))}
-        self._points.append(Point(max(step for step, _ in self._block), len(self._block), cells))
+        lengths = dict[str, list[float]]()
+        cells = dict[str, Cell]()
+        for name, values in columns.items():
+            if not keep[name]:
+                continue
+            weights, span = None, self._span_of(name)
+            if span and span not in lengths:
+                lengths[span] = [self._length_of(span, row, steps) for _, steps, row in self._block]
+            if span:
+                weights = [
+                    each for each, (_, _, row) in zip(lengths[span], self._block, strict=True) if name in row
+                ]
+            if cell := _cell(values, weights):
+                cells[name] = cell
+        self._points.append(Point(max(step for step, *_ in self._block), len(self._block), cells))
         self._block = []
 
     def points(self) -> list[Point]:
@@ -82,14 +118,41 @@ class ThinnedRows:
         return sorted(self._points, key=lambda point: point.step)
 
 
-def _cell(values: Iterable[Any]) -> Cell | None:
+def _cell(values: list[Any], weights: list[float] | None) -> Cell | None:
     """Joins those values that are numbers; None if there is neither a number nor null among them."""
-    values = list(values)
     numbers = [value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST]
-    if numbers:
-        return Cell(float(min(numbers)), float(max(numbers)), float(sum(numbers)), len(numbers))
-    odd = any(value is None or type(value) in (float, int) for value in values)
-    return Cell(0.0, 0.0, 0.0, 0) if odd else None
+    if not numbers:
+        odd = any(value is None or type(value) in (float, int) for value in values)
+        return Cell(0.0, 0.0, 0.0, 0, 0.0, 0.0) if odd else None
+    total = float(sum(numbers))
+    weighted, weight = total, float(len(numbers))
+    if weights is not None:
+        if len(numbers) < len(values):
+            odd_ones = [
+                type(value) not in (float, int) or not -_LARGEST < value < _LARGEST for value in values
+            ]
+            weights = [length for length, odd in zip(weights, odd_ones, strict=True) if not odd]
+        weighted, weight = float(sum(map(mul, numbers, weights))), sum(weights)
+    return Cell(float(min(numbers)), float(max(numbers)), total, len(numbers), weighted, weight)
+
+
+def joined(cells: Iterable[Cell]) -> Cell | None:
+    """Merges cells of one figure; None if there are none."""
+    there = list(cells)
+    return reduce(_sum, there) if there else None
+
+
+def _sum(one: Cell, other: Cell) -> Cell:
+    if not one.rows or not other.rows:
+        return one if one.rows else other
+    return Cell(
+        min(one.low, other.low),
+        max(one.high, other.high),
+        one.total + other.total,
+        one.rows + other.rows,
+        one.weighted + other.weighted,
+        one.weight + other.weight,
+    )
 
 
 def thinned(points: list[Point], most: int) -> list[Point]:
@@ -102,20 +165,12 @@ def thinned(points: list[Point], most: int) -> list[Point]:
 
 def _halved(points: list[Point]) -> list[Point]:
     pairs = zip(points[::2], points[1::2], strict=False)
-    joined = [_joined(one, other) for one, other in pairs]
-    return joined + points[2 * len(joined) :]
+    merged = [_merged(one, other) for one, other in pairs]
+    return merged + points[2 * len(merged) :]
 
 
-def _joined(one: Point, other: Point) -> Point:
+def _merged(one: Point, other: Point) -> Point:
     cells = dict(one.cells)
     for name, cell in other.cells.items():
-        before = cells.get(name)
-        cells[name] = cell if before is None or not before.rows else _sum(before, cell)
+        cells[name] = _sum(cells[name], cell) if name in cells else cell
     return Point(max(one.step, other.step), one.rows + other.rows, cells)
-
-
-def _sum(one: Cell, other: Cell) -> Cell:
-    if not other.rows:
-        return one
-    low, high = min(one.low, other.low), max(one.high, other.high)
-    return Cell(low, high, one.total + other.total, one.rows + other.rows)

@@ -6,8 +6,9 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeGuard
 
 from trainer.observe.charts.axis import AxisKind as Scale
-from trainer.observe.charts.thin import Cell, Point
+from trainer.observe.charts.thin import Cell, Point, joined
 from trainer.observe.text import count, duration, number, plain, scaled, share, size
+from trainer.runs.manifest import planned_steps
 from trainer.runs.report.phases import PHASES_EXPLAINED
 from trainer.runs.report.read import RecordedRun
 
@@ -45,18 +46,14 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def over_rows(points: Iterable[Point], name: str) -> Cell | None:
     """Merges a figure over all records."""
-    cells = [cell for point in points if (cell := point.cells.get(name)) and cell.rows]
-    if not cells:
-        return None
-    low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
-    return Cell(low, high, sum(cell.total for cell in cells), sum(cell.rows for cell in cells))
+    return joined(cell for point in points if (cell := point.cells.get(name)) and cell.rows)
 
 
 def end_step(run: RecordedRun) -> int:
     """Returns the last step of the records or of the end; at least 1."""
     ends = [points[-1].step for points in (run.train, run.evaluation) if points]
-    if not ends and is_number(run.manifest.get("steps")):
-        ends = [int(run.manifest["steps"])]
+    if not ends and (planned := planned_steps(run.manifest)) is not None:
+        ends = [planned]
     return max([1, *(end for end in ends if end < 10**15)])
 
 
@@ -119,28 +116,35 @@ def _wall(run: RecordedRun) -> Figure | None:
     return Figure(seconds, duration(seconds), f"{tries} attempts, pauses included" if tries > 1 else "")
 
 
-def _rate(name: str, unit: str) -> Callable[[RecordedRun], Figure | None]:
-    """Makes a figure of a rate: that of the whole run, or, if it didn't finish, the mean of its records."""
+def _speed(value: float) -> str:
+    return count(value) if 100 <= value < 1e7 else scaled(value)
 
-    def of(run: RecordedRun) -> Figure | None:
-        cell, value = over_rows(run.train, name), run.end.get(name)
+
+class Rate(NamedTuple):
+    """Rate of a whole run: a total over a time, that of its `end` record, or else of all train records.
+
+    Attributes:
+        title: Its title.
+        name: Its name in records; a row of `trainer.observe.rows.RATES` has the time.
+        text: Formats it.
+        note: Note to display below it.
+        better: 1 if more is better, 0 if neither is.
+    """
+
+    title: str
+    name: str
+    text: Callable[[float], str]
+    note: str
+    better: int = 1
+
+    def of(self, run: RecordedRun) -> Figure | None:
+        """Returns the rate of a run; None if its records don't have it."""
+        value, cell = run.end.get(self.name), over_rows(run.train, self.name)
         if not is_number(value):
             if cell is None:
                 return None
             value = cell.mean
-        return Figure(float(value), count(value) if 100 <= value < 1e7 else scaled(value), unit)
-
-    return of
-
-
-def _mean(
-    name: str, text: Callable[[float], str], note: str = "mean"
-) -> Callable[[RecordedRun], Figure | None]:
-    def of(run: RecordedRun) -> Figure | None:
-        cell = over_rows(run.train, name)
-        return None if cell is None else Figure(cell.mean, text(cell.mean), note)
-
-    return of
+        return Figure(float(value), self.text(value), self.note)
 
 
 def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
@@ -226,19 +230,27 @@ def _cost(name: str, text: Callable[[float], str], note: str) -> Callable[[Recor
 money = _cost("cost/money", number, "in the currency of its price")
 money_per_thousand = _cost("cost/per_thousand_samples", lambda cost: number(cost, 3), "in the same currency")
 
+_SPEEDS = (
+    Rate("Throughput", "samples_per_s", _speed, "samples/s"),
+    Rate("Tokens", "tokens_per_s", _speed, "tokens/s"),
+    Rate("Arithmetic", "flops_per_s", lambda v: scaled(v, "FLOP/s"), "mean over the time"),
+    Rate("MFU", "mfu", share, "mean over the time, of the peak"),
+)
+_MACHINE = (
+    Rate("GPU busy", "gpu/utilization", share, "mean over the time"),
+    Rate("CPUs used", "cpu/used", lambda v: number(v, 3), "mean over the time", 0),
+)
+RATES = (*_SPEEDS, *_MACHINE)
+
 _COMPUTE = ("forward", "backward", "update")
 
 KEY_FIGURES = (
     KeyFigure("Training loss", _loss, -1),
     KeyFigure("Wall time", _wall, -1),
-    KeyFigure("Throughput", _rate("samples_per_s", "samples/s"), 1),
-    KeyFigure("Tokens", _rate("tokens_per_s", "tokens/s"), 1),
-    KeyFigure("Arithmetic", _mean("flops_per_s", lambda v: scaled(v, "FLOP/s")), 1),
-    KeyFigure("MFU", _mean("mfu", share, "mean, of the peak"), 1),
+    *(KeyFigure(rate.title, rate.of, rate.better) for rate in _SPEEDS),
     KeyFigure("Computing", _share_of(_COMPUTE), 1),
     KeyFigure("Waiting for data", _share_of(["data"]), -1),
-    KeyFigure("GPU busy", _mean("gpu/utilization", share), 1),
-    KeyFigure("CPUs used", _mean("cpu/used", lambda v: number(v, 3))),
+    *(KeyFigure(rate.title, rate.of, rate.better) for rate in _MACHINE),
     KeyFigure(
         "Device memory",
         _most({"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "most, as nvidia-smi shows it"}),

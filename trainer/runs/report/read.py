@@ -14,7 +14,7 @@ from trainer.host import strict_json
 from trainer.host.files import lines_inside, oddity
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.console import warn
-from trainer.observe.rows import FILES, PICTURES
+from trainer.observe.rows import FILES, PICTURES, length_of, span_of
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.folder import is_abandoned, read_json
 from trainer.runs.manifest import read_facts
@@ -40,8 +40,9 @@ _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at
 
 
 class SavedCheckpoint(NamedTuple):
-    """Checkpoint in the folder: its step, bytes, time of writing, and whether it is the best."""
+    """Checkpoint in the folder: its name, step, bytes, time of writing, and whether it is the best."""
 
+    name: str
     step: int
     size: int
     written: float
@@ -74,10 +75,19 @@ class FirstAndLast:
 
 @dataclass
 class Slow:
-    """Rank that was the slowest in a phase: how often, and its cost as fractions of the wall time."""
+    """Rank that was the slowest in a phase: how often, and its cost as fractions of the wall time.
+
+    Attributes:
+        rows: Records in which it was.
+        seconds: What it cost in them.
+        wall: Wall time of them, in seconds.
+        most: Largest fraction of a record.
+        step: Step of that record.
+    """
 
     rows: int = 0
-    total: float = 0.0
+    seconds: float = 0.0
+    wall: float = 0.0
     most: float = 0.0
     step: int = 0
 
@@ -148,13 +158,13 @@ def read_recorded_run(folder: Path) -> RecordedRun:
             run.unreadable += 1
         else:
             run.anomalies.add(anomaly)
-    run.checkpoints = _checkpoints(folder)
+    run.checkpoints = saved_checkpoints(folder)
     return run
 
 
 def _read_rows(run: RecordedRun) -> None:
     rows = {
-        "train": ThinnedRows(_POINTS, _known(KNOWN)),
+        "train": ThinnedRows(_POINTS, _known(KNOWN), span_of, length_of),
         "eval": ThinnedRows(_POINTS, _known(set(), "eval/")),
         "memory start": ThinnedRows(_POINTS, _known(set())),
         "memory end": ThinnedRows(_POINTS, _known(set())),
@@ -205,7 +215,8 @@ def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
     if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
         slow = run.slow.setdefault((rank, str(row.get("slow_phase"))[:80]), Slow())
         slow.rows += 1
-        slow.total += excess
+        span = length_of(span_of("slow_excess"), row, 1)
+        slow.seconds, slow.wall = slow.seconds + excess * span, slow.wall + span
         if excess > slow.most:
             slow.most, slow.step = excess, step
     reason = row.get("gpu/throttle_reason")
@@ -256,7 +267,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield b""
 
 
-def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
+def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """Lists folders named as checkpoints. They aren't verified, see `trainer checkpoints`."""
     found = list[tuple[int, int, float, Path]]()
     try:
@@ -270,7 +281,9 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
         pass
     found.sort(reverse=True)
     best = _best_step(found[0][3]) if found else None
-    return [SavedCheckpoint(step, size, written, step == best) for step, size, written, _ in found]
+    return [
+        SavedCheckpoint(path.name, step, size, written, step == best) for step, size, written, path in found
+    ]
 
 
 def _best_step(newest: Path) -> int | None:

@@ -9,6 +9,7 @@ from markupsafe import Markup
 from trainer.config.idle import is_read
 from trainer.observe.text import DASH, count, number, plain, scaled, share, size
 from trainer.runs.differences import flat
+from trainer.runs.manifest import planned_steps
 from trainer.runs.report.figures import energy, figures_of_runs, is_number, money, money_per_thousand, status
 from trainer.runs.report.parts import html, items, moment, pairs
 from trainer.runs.report.read import RecordedRun
@@ -60,9 +61,10 @@ def key_figures(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _progress(run: RecordedRun) -> str:
-    steps = run.manifest.get("steps")
-    done = max([0, *(points[-1].step for points in (run.train, run.evaluation) if points)])
-    return f"{count(done)} of {count(steps)} steps" if is_number(steps) else f"{count(done)} steps"
+    saved = [one.step for one in run.checkpoints[:1]]
+    done = max([0, *saved, *(points[-1].step for points in (run.train, run.evaluation) if points)])
+    planned = planned_steps(run.manifest)
+    return f"{count(done)} steps" if planned is None else f"{count(done)} of {count(planned)} steps"
 
 
 def what(run: RecordedRun) -> Markup:
@@ -113,11 +115,11 @@ def findings(run: RecordedRun) -> Markup:
             rank,
             plain(phase, 40),
             count(one.rows),
-            share(one.total / one.rows),
+            share(one.seconds / one.wall),
             share(one.most),
             count(one.step),
         ]
-        for (rank, phase), one in sorted(run.slow.items(), key=lambda item: -item[1].total)[:10]
+        for (rank, phase), one in sorted(run.slow.items(), key=lambda item: -item[1].seconds)[:10]
     ]
     every = [one for one in run.verdicts.all() if one is not run.verdict or run.verdicts.count == 1]
     told = [(*_cause_and_sentence(one), one) for one in every]

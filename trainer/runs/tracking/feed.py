@@ -189,7 +189,7 @@ def _about(folder: Path, recipe: Recipe, step: int, manifest: Manifest, name: st
         "config": redact(recipe.model_dump(mode="json")),
         "id": manifest.trackers.get(name),
         "step": step,
-        "steps": manifest.steps,
+        "steps": manifest.planned_steps,
     }
 
 

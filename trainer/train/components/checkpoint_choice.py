@@ -68,9 +68,9 @@ def newest_checkpoint(
         raise BadInputError(
             f"{folder}: the finished run has no checkpoint to be extended from; give another --out"
         )
-    if found.step < stored.steps and mode != "force":
+    if found.step < stored.last_step and mode != "force":
         raise BadInputError(
-            f"{folder}: it ended at step {stored.steps}, and its newest good checkpoint is of step "
+            f"{folder}: it ended at step {stored.last_step}, and its newest good checkpoint is of step "
             f"{found.step}: what came between would be trained again; do that by --resume force, or give "
             "another --out"
         )
@@ -163,7 +163,7 @@ def load_checkpoint(
             f"--stop-after {stop_after}: {found.path} is of step {found.step} already; give a later one"
         )
     # A run whose last checkpoint is at its end lacks only its final weights: these are written again.
-    at_its_end = stored is not None and found.step == run.plan.steps == stored.steps
+    at_its_end = stored is not None and found.step == run.plan.steps == stored.last_step
     if found.step >= run.plan.steps and not (at_its_end and found.state.get("metrics")):
         raise BadInputError(
             f"{found.path} is of step {found.step}, and this configuration ends at {run.plan.steps}: "
@@ -212,9 +212,9 @@ def resume_notes(
     notes.append(f"resumes after step {step}")
     if stored.status == "finished":
         early = ", out of patience," if stored.out_of_patience else ""
-        notes[-1] += f": the run ended at step {stored.steps}{early} and is extended"
-    elif stored.extended and steps > stored.steps:
-        notes[-1] += f": its end moves from step {stored.steps} to {steps}"
+        notes[-1] += f": the run ended at step {stored.last_step}{early} and is extended"
+    elif stored.extended and steps > stored.last_step:
+        notes[-1] += f": its end moves from step {stored.last_step} to {steps}"
     if stored.world_size != world.size:
         tree = stored.config.get("parallel", {}).get("reduction") == "tree"
         repeats = world.device.type == "cpu" or stored.config.get("deterministic", False)

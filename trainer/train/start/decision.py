@@ -114,12 +114,12 @@ def check_resumable(
     if mode == "never":
         raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
     differing = differences(stored.config, config)
-    if (stored.status == "finished" or stored.extended) and steps > stored.steps:
+    if (stored.status == "finished" or stored.extended) and steps > stored.last_step:
         differing = [line for line in differing if not of_end(line)]
     if stored.device.kind != device:
         differing.append(f"trained on {stored.device.kind}, now {device}")
     differing += other_data(stored, data)
-    if stored.status != "finished" or steps > stored.steps:
+    if stored.status != "finished" or steps > stored.last_step:
         differing += other_arithmetic(stored.arithmetic)
     if differing and mode != "force":
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
@@ -167,14 +167,14 @@ def ended(
         BadInputError: If the run is to be extended but stopped early, out of patience.
     """
     later = any(map(of_end, differences(stored.config, config)))
-    extended = (mode == "force" or later) and steps > stored.steps
+    extended = (mode == "force" or later) and steps > stored.last_step
     if stored.status == "finished" and extended:
         spent = stored.out_of_patience
         if 0 < config["evaluation"]["patience"] <= spent:
             if later:
                 raise BadInputError(
-                    f"{folder}: ended at step {stored.steps} out of patience ({spent} evaluations in a row "
-                    f"were no better), which more steps don't change: raise evaluation.patience above "
+                    f"{folder}: ended at step {stored.last_step} out of patience ({spent} evaluations in a "
+                    f"row were no better), which more steps don't change: raise evaluation.patience above "
                     f"{spent}, too, or set it to 0"
                 )
             extended = False

@@ -171,7 +171,8 @@ def _attempt(
             if not number:
                 return None
         if ending.how != "finished":
-            out.leave("stopped", _how_to_resume(number, run.state.step, out.checkpoints, request.command))
+            line = _how_to_resume(number, run.state.step, out.checkpoints, request.command)
+            out.leave("stopped", line, run.state.step)
             return EXIT_REQUEUE
         out.checkpoints.close()
         gathered = gather_weights(run)
@@ -210,7 +211,7 @@ def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) 
     if out.progress_bar is not None:
         out.progress_bar.close()
     if end and out.manifest is not None:
-        out.leave("diverged", str(end))
+        out.leave("diverged", str(end), run.state.step)
         leave_report(request.folder)
     # Collective, so that the ranks wait for each other until all is written.
     number = torch.tensor([int(requested() or 0)])
