@@ -305,7 +305,7 @@ def _folder_of_rank(options: TrainOptions, recipe: Recipe) -> Path:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     marker = RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
     if restarted and marker.exists():
-        return Path(marker.read_text())
+        return Path(marker.read_text("utf-8"))
     if options.resume == "newest":
         return newest_run(RUNS, options.recipe)
     if os.environ["RANK"] != "0":
