@@ -47,6 +47,7 @@ from trainer.train.outputs import Outputs, memory_explained, open_outputs
 from trainer.train.request import Request
 from trainer.train.saving import Checkpoints
 from trainer.train.start.decision import Finished, From, New, Resume, decide
+from trainer.train.start.process_state import switches_kept
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_replaced, gather_weights
@@ -128,6 +129,7 @@ def _attempt(
     """Trains from the newest checkpoint; returns the exit code, or None to roll back and try again."""
     recipe, folder = request.recipe, request.folder
     with contextlib.ExitStack() as stack:
+        switches_are_set = stack.enter_context(switches_kept())
         # Hosts may have different numbers of CPUs, but all ranks must use as many threads.
         threads, notes = choose_threads(recipe, stored, request.resume, world)
         torch.set_num_threads(least_over_ranks(threads, world))
@@ -145,6 +147,7 @@ def _attempt(
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
         run, loading = _build(request, task, world, fresh)
+        switches_are_set()
         stack.callback(run.close)
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
         load_checkpoint(run, checkpoint, request.stop_after, stored)
