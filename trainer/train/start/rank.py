@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,13 +108,27 @@ def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> 
             assert_never(decision)
     if kind == "cuda":
         check_allocator(recipe.memory.allocator, os.environ, driver_version)
-    with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watchdog:
+    with (
+        joined_world(kind, recipe.parallel.timeout_s) as world,
+        watching(world, recipe.parallel) as watchdog,
+        _late_marked(),
+    ):
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
         while (done := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:
             PHASE_TIMER.step = 0  # the watchdog allows as long as for the first start
             enter_phase("start")
             stored = read_stored(folder)
         return done
+
+
+@contextlib.contextmanager
+def _late_marked() -> Iterator[None]:
+    """Marks bad input as late where steps were trained in this process before it was met, in any attempt."""
+    try:
+        yield
+    except BadInputError as error:
+        error.late = PHASE_TIMER.spent["update"] > 0
+        raise
 
 
 def _attempt(
