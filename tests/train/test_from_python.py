@@ -677,6 +677,71 @@ def test_in_a_daemonic_process() -> None:
         ]
 
 
+FORKS = """
+import multiprocessing, os, sys, tempfile, threading
+import torch
+from trainer import BadInputError, fit
+from tests.train.test_from_python import Points, SETTINGS
+
+def one(threads):
+    settings = {{**SETTINGS, "parallel.threads": threads}}
+    try:
+        return f"{{fit(Points, settings, out=tempfile.mkdtemp()).metrics['loss']:.4f}}"
+    except BadInputError as error:
+        return "spawn" if 'get_context("spawn")' in str(error) and "\\n" not in str(error) else str(error)
+
+def forked(threads, call=one):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(call, (threads,))
+
+def nested(threads):
+    ready, told = os.pipe()
+    if not os.fork():
+        os.write(told, forked(threads).encode()), os._exit(0)
+    return os.read(ready, 99).decode()
+
+def computed():
+    (torch.ones(1 << 22) + 1).sum()
+
+def in_a_thread():
+    thread = threading.Thread(target=computed)
+    thread.start(), thread.join()
+
+torch.set_num_threads(2)
+{before}
+print("told", {call})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="OpenMP's threads of other systems aren't GNU's")
+@pytest.mark.parametrize(
+    ("before", "call", "refused"),
+    [
+        ("computed()", "forked(2)", True),
+        ("computed()", "forked('auto')", True),
+        ("one(2), computed()", "forked(2)", True),
+        ("computed()", "nested(2)", True),
+        ("computed()", "forked(1)", False),
+        ("computed()", "nested(1)", False),
+        ("", "forked(2)", False),
+        ("torch.set_num_threads(1), computed()", "forked(2)", False),
+        ("one(1)", "forked(1)", False),
+        ("in_a_thread()", "forked(2)", False),  # its threads went with it
+    ],
+)
+def test_a_fork_in_which_torch_would_hang_is_refused(
+    here: Path, before: str, call: str, refused: bool
+) -> None:
+    """OpenMP's threads don't come through a fork, and its library waits for them."""
+    wanted = f"{quick(out='wanted').metrics['loss']:.4f}"
+    (here / "script.py").write_text(FORKS.format(before=before, call=call))
+    environment = {**os.environ, "PYTHONPATH": str(preloaded.ROOT), "OMP_NUM_THREADS": "2"}
+    done = preloaded.run([sys.executable, "script.py"], cwd=here, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    assert told == ("told spawn" if refused else f"told {wanted}")
+
+
 def test_an_ascii_output(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
