@@ -115,7 +115,7 @@ def others_work() -> None:
     sys.path.insert(0, "/nowhere")
     logging.root.addHandler(logging.NullHandler())
     logging.root.setLevel(logging.CRITICAL)
-    warnings.filters.insert(0, ("ignore", None, FutureWarning, None, 7))
+    warnings.filterwarnings("ignore", category=FutureWarning, lineno=7)
     torch.set_default_dtype(torch.float64)
     torch.autograd.set_detect_anomaly(True, check_nan=False)
     torch.backends.cudnn.benchmark_limit = 3

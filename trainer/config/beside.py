@@ -145,11 +145,11 @@ def run_file(path: Path, whose: str) -> tuple[Beside, ModuleType]:
     own = Beside(Path(_absolute(str(path.parent))))
     _latest[path] = weakref.ref(own)
     open_folder(own, whose)
-    before = list(sys.path)
+    entries = list(sys.path)
     try:
         return own, own.run(path)
     finally:
-        _added.extend(entry for entry in sys.path if entry not in before)
+        _added.extend(entry for entry in sys.path if entry not in entries)
 
 
 def add_first(folder: str) -> None:

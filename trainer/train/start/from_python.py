@@ -90,7 +90,7 @@ def fit(
     """Trains in this process, on one GPU or on the CPU, as `trainer train` does without its launcher.
 
     After an interruption, a call with the same `out` resumes from the newest checkpoint. A process does one
-    fit at a time; its random state, torch's switches, current folder and environment are restored at the end.
+    fit at a time. What fit sets (torch's random state and switches, the current folder) is undone at its end.
 
     Args:
         task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task

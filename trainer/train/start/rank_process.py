@@ -14,7 +14,7 @@ def main(folder: str) -> int:
         from trainer.train.start.rank import train_rank
 
         request = from_json(worker.request)
-        worker.code = train_rank(request, *(make_task(request.recipe, task.anew()) for task in handed))
+        worker.code = train_rank(request, make_task(request.recipe, handed[0].anew()) if handed else None)
     return worker.exit_code
 
 
