@@ -1,4 +1,4 @@
-"""What `fit` sets in the user's process, and undoes at its end.
+"""State of the user's process that `fit` sets, and undoes at its end.
 
 Only that: what other threads, or the user's own code, set meanwhile stays. A switch is put back only if it
 still has the value that the training gave it.
