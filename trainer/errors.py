@@ -31,7 +31,14 @@ class OutOfMemory(Exception):  # noqa: N818  (torch's own has that name)
 
 
 class BadInputError(Exception):
-    """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2."""
+    """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2.
+
+    Attributes:
+        late: True if steps were trained before: the exit code is 1, as of every run that ends without a
+            checkpoint of its last step.
+    """
+
+    late = False
 
 
 class OwnCodeError(BadInputError):

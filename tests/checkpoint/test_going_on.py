@@ -25,7 +25,7 @@ from trainer.host import files
 from trainer.runs.folder import (
     write_json,
 )
-from trainer.train import summary
+from trainer.train import loop, recording, summary
 from trainer.train.start import resolve as start
 from trainer.train.start.rank import words_to_resume
 
@@ -314,7 +314,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole:
 
     folder = tmp_path / "run"
     ended = attempt(folder, before=full)
-    assert ended.code == 2 and "Traceback" not in ended.said
+    assert ended.code == 1 and "Traceback" not in ended.said
     assert "the final weights can't be written (No space left on device)" in ended.line
     assert "the checkpoint of step 16 is kept: mend that, and the same command ends from there" in ended.line
     assert not list(folder.glob("*.safetensors")) and not list(folder.glob(".tmp-*"))
@@ -334,7 +334,7 @@ def test_a_disk_that_is_full_at_the_last_line_is_one_line(tmp_path: Path) -> Non
 
     folder = tmp_path / "run"
     ended = attempt(folder, small(max_steps=4), before=full)
-    assert ended.code == 2 and "Traceback" not in ended.said
+    assert ended.code == 1 and "Traceback" not in ended.said
     assert "manifest.json can't be written (No space left on device); the checkpoint of step 4" in ended.line
     assert attempt(folder, small(max_steps=4)).code == 0
     assert [row["step"] for row in read_rows(folder, ("end",))] == [4]
@@ -366,3 +366,55 @@ def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: p
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert start._folder_of_rank(options, recipe) == made
+
+
+# What fails, and by how many steps it is preceded in that attempt: then the code is 1, else it is bad input.
+LATE: dict[str, tuple[int, Callable[[], object], dict[str, Any]]] = {
+    "the first manifest": (0, lambda: full(recording, "update_manifest"), {}),
+    "the last manifest": (4, lambda: full(summary, "update_manifest"), {}),
+    "the last weights": (4, lambda: full(summary, "save_weights"), {}),
+    "a batch": (2, lambda: refusing(loop, "train_step", 2), {}),
+    "the first batch": (0, lambda: refusing(loop, "train_step", 0), {}),
+    "an evaluation": (4, lambda: refusing(loop, "evaluate_run"), {}),
+    "a stop": (1, lambda: refusing(loop, "requested"), {}),
+    "no checkpoint for --stop-after": (3, failing(3), {"stop_after": 3}),
+}
+
+
+def full(module: Any, name: str) -> None:
+    """Lets a function fail as on a full disk."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert hasattr(module, name)
+    replace(module, name, refuse)
+
+
+def refusing(module: Any, name: str, at: int | None = None) -> None:
+    """Lets a function of the loop raise bad input: a step, or any call of another one."""
+    true = getattr(module, name)
+
+    def refuse(*given: Any) -> Any:
+        if at is None or given[-1] == at:
+            raise BadInputError("a file is gone; bring it back")
+        return true(*given)
+
+    replace(module, name, refuse)
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_bad_input_after_a_step_was_trained_is_a_failure(what: str, tmp_path: Path) -> None:
+    """One line, and code 1: the run has begun, so the same command may help, as after any other failure."""
+    steps, fault, options = LATE[what]
+    ended = attempt(tmp_path / "run", small(max_steps=4), before=fault, **options)
+    assert ended.code == (1 if steps else 2), ended
+    assert ended.line and "\n" not in ended.line and "Traceback" not in ended.said
+    assert attempt(tmp_path / "run", small(max_steps=4)).code == 0
+
+
+def test_bad_input_of_an_attempt_that_trains_nothing_more_is_bad_input(tmp_path: Path) -> None:
+    """Nothing was trained before it was met: repeating the command can't help."""
+    assert attempt(tmp_path / "run", stop_after=3).code == 75
+    refused = attempt(tmp_path / "run", small(seed=3))
+    assert refused.code == 2 and "seed" in refused.line

@@ -1,15 +1,18 @@
 """The environment variables of our own: few, in one module, with a table."""
 
+import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from trainer.cli import main
 from trainer.host import environment
+from trainer.host.startup import any_character
 
 PACKAGE = Path(environment.__file__).parents[1]
 NAME = re.compile(r"\bTRAINER_[A-Z_]+")
@@ -46,6 +49,42 @@ def test_a_closed_stream_leads_nowhere(closed: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, check=True, input=b"")
     assert (tmp_path / "file").read_text() == "True"
+
+
+@pytest.mark.parametrize(
+    ("environment", "written"),
+    [
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, rb"\xfc"),
+        ({"PYTHONIOENCODING": "ascii:surrogateescape"}, rb"\xfc"),
+        ({"PYTHONIOENCODING": "ascii"}, rb"\xfc"),
+        ({"PYTHONIOENCODING": "latin-1:surrogatepass"}, b"\xfc"),
+        ({"PYTHONIOENCODING": "cp1252"}, b"\xfc"),
+        ({"PYTHONIOENCODING": "utf-8"}, b"\xc3\xbc"),
+        ({"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}, b"\xc3\xbc"),  # surrogateescape, too
+    ],
+)
+def test_standard_output_takes_any_character(environment: dict[str, str], written: bytes) -> None:
+    """Whatever its encoding and error handler: a class's name may hold an u with dots, or half an emoji."""
+    code = (
+        "from trainer.host.startup import print_anything; print_anything()\n"
+        "for text in ('\\xfc', '\\udcff', '\\ud83d', '\\xfc\\udcff\\u0416'): print(text)"
+    )
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith(("LC_", "LANG", "PYTHON"))}
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, "PYTHONPATH": str(PACKAGE.parent), **environment},
+        check=True,
+        capture_output=True,
+    )
+    assert told.stdout.splitlines()[:3] == [written, b"\xff", rb"\ud83d"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-le", "utf-7", "cp037"])
+def test_wide_and_odd_encodings_take_any_character_too(encoding: str) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding, "surrogateescape")
+    with mock.patch("sys.stdout", stream), any_character():
+        print("\xfc\udcff\ud83d\u0416", file=stream, flush=True)
+    assert stream.errors == "surrogateescape"
 
 
 def test_a_current_folder_that_was_deleted_is_one_line(

@@ -1,8 +1,10 @@
 """Promise: a custom task in ten minutes, with all of the trainer behind it: runs, resumes, exports."""
 
+import json
 import os
 import re
 import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch import nn
 
 import trainer
 from tests.helpers import forked, preloaded
+from tests.helpers.luck import forked_or_skipped
 from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
 from trainer.cli import main
@@ -91,14 +94,21 @@ def test_it_resumes_to_the_same_bits(here: Path) -> None:
 COUNTING = """
 
 {opened}
-with open(__file__ + ".loaded", "a") as file:
-    file.write("once\\n")
+def note(word):
+    with open(__file__ + ".noted", "a") as file:
+        print(word, file=file)
+
+
+note("loaded")
 
 
 class Counting(Spirals):
     made = 0
 
     def model(self):  # depends on what this object was called for before
+        from trainer.launch.forked import handed
+
+        note("forked" if handed else "started")
         self.made += 1
         model = super().model()
         for parameter in model.parameters():
@@ -113,16 +123,91 @@ del Spirals
 def test_a_forked_rank_has_the_file_once_and_an_object_of_its_own(here: Path) -> None:
     """The same bits as a rank in a new process, which a file that was left open needs."""
     main(["new", "mine.py"])
-    task, weights = (here / "mine.py").read_text(), []
-    for name, opened, loaded in (("forked", "", 1), ("started", "HELD = open(__file__)", 2)):
-        (here / "mine.py.loaded").unlink(missing_ok=True)
+    task, weights, notes = (here / "mine.py").read_text(), [], here / "mine.py.noted"
+
+    def as_fork(name: str, opened: str) -> bool:
+        notes.unlink(missing_ok=True)
+        shutil.rmtree(here / name, ignore_errors=True)
         (here / "mine.py").write_text(task + COUNTING.format(opened=opened))
         words = ["train", "mine.py", "max_steps=6", "parallel.threads=1", "data.workers=0", "--out", name]
         done = preloaded.run([sys.executable, "-m", "trainer", *words])
         assert done.returncode == 0, done.stderr
-        assert len((here / "mine.py.loaded").read_text().split()) == loaded
+        is_fork = notes.read_text().split()[-1] == "forked"
+        assert notes.read_text().count("loaded") == (1 if is_fork else 2)
         weights.append((here / name / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+        return is_fork
+
+    assert not as_fork("started", "HELD = open(__file__)")
+    forked_or_skipped(lambda: as_fork("forked", ""))
+    assert len(set(weights)) == 1
+
+
+LIMITED = """
+import numpy as np
+import torch
+from torch import nn
+
+{opened}
+class Points:
+    def data(self):
+        y = np.arange(130, dtype=np.float32)[:, None] / 130
+        kept = {kind}
+        return kept({{"y": y[:80]}}), kept({{"y": y[80:]}})
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def loss(self, model, batch):
+        (y,) = batch.fields.values()
+        return (model(y) - y).square().sum()
+
+    def measure(self, model, batch):
+        return {{"loss": self.loss(model, batch)}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("opened", "kind", "ranks", "words", "limits"),
+    [
+        pytest.param("", "dict", 1, ["data.limit=20"], (20, 20), id="forked"),
+        pytest.param("", "dict", 2, ["data.limit=20"], (20, 20), id="two, forked"),
+        pytest.param(
+            "",
+            "lambda d: torch.utils.data.TensorDataset(torch.from_numpy(d['y']))",
+            1,
+            ["data.limit=20"],
+            (20, 20),
+            id="items",
+        ),
+        pytest.param("HELD = open(__file__)\n", "dict", 1, ["data.limit=20"], (20, 20), id="started"),
+        pytest.param("", "dict", 1, ["data.limit=60"], (60, 50), id="more than the evaluation's"),
+        pytest.param("", "dict", 1, [], (80, 50), id="no limit"),
+    ],
+)
+def test_a_limit_of_the_samples_holds_however_a_rank_is_started(
+    here: Path, opened: str, kind: str, ranks: int, words: list[str], limits: tuple[int, int]
+) -> None:
+    """Also in the next attempt, which the same command makes, and after it."""
+    (here / "mine.py").write_text(LIMITED.format(opened=opened, kind=kind))
+    keys = ["max_steps=4", "data.global_batch_size=10", "data.micro_batch_size=5", "parallel.threads=1"]
+    command = ["train", "mine.py", *keys, *words, "data.workers=0", "checkpoint.every=2", "--out", "run"]
+    more = ["--nproc-per-node", str(ranks)]
+    for last, code in ((["--stop-after", "2"], 75), ([], 0), ([], 0)):
+        done = preloaded.run([sys.executable, "-m", "trainer", *command, *more, *last])
+        assert done.returncode == code, done.stderr
+    told = json.loads((here / "run" / "manifest.json").read_text())["fingerprint"]
+    assert tuple(int(told[f"{what} data"].split()[0]) for what in ("training", "evaluation")) == limits
+
+
+def test_a_fast_try_has_few_samples_too(here: Path) -> None:
+    """It keeps no run folder: the task itself tells how many there were to measure."""
+    text = LIMITED.format(opened="", kind="dict")
+    note = "with open(__file__ + '.noted', 'a') as file: print(batch.num_items, file=file)\n        "
+    (here / "mine.py").write_text(text.replace('return {"loss"', f'{note}return {{"loss"'))
+    words = ["train", "mine.py", "--fast-dev-run", "data.micro_batch_size=8", "data.global_batch_size=8"]
+    done = preloaded.run([sys.executable, "-m", "trainer", *words, "parallel.threads=1"])
+    assert done.returncode == 0, done.stderr
+    assert max(map(int, (here / "mine.py.noted").read_text().split())) == 8
 
 
 def test_a_changed_file_is_another_task(here: Path) -> None:

@@ -1,7 +1,11 @@
 """Promise: what is wrong in a custom task is said before it trains; what is right passes."""
 
+import copy
+import functools
 import re
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,16 +216,140 @@ def test_a_count_without_effect_is_a_warning(capsys: pytest.CaptureFixture[str])
     assert "model.steps changes with each forward pass, and no checkpoint holds it" in capsys.readouterr().err
 
 
-def test_a_trial_leaves_no_trace() -> None:
-    """Where the same model is given each time, as by a class of a notebook."""
-    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_trial_leaves_no_trace(trained: bool) -> None:
+    """Also in a part that is given each time, as a class of a notebook does: frozen, or refused."""
+    part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(trained).eval()
+    before = {name: value.clone() for name, value in part.state_dict().items()}
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    check(model=lambda _: model)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(BadInputError) if trained else nullcontext():
+        check(model=lambda _: nn.Sequential(part, nn.Linear(2, 1)))
+    assert all(torch.equal(before[name], value) for name, value in part.state_dict().items())
+    assert all(p.grad is None for p in part.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
+
+
+# --- a model that isn't new each time: what one run learns, the next one begins with ---
+
+NET = nn.Linear(2, 1)
+FROZEN = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+FLAT, ARRAY = torch.zeros(6), np.zeros((1, 2), np.float32)
+SAVED = {name: value.clone() for name, value in NET.state_dict().items()}
+
+
+def with_weight(weight: torch.Tensor, assigned: Any = None) -> nn.Module:
+    net = nn.Linear(2, 1)
+    net.weight = nn.Parameter(weight)
+    if assigned is not None:
+        net.load_state_dict(assigned, assign=True)
+    return net
+
+
+class Averaged(nn.Module):
+    """A student, and a teacher that is the average of it, which each forward pass moves."""
+
+    def __init__(self, teacher: nn.Linear, quietly: bool) -> None:
+        super().__init__()
+        self.student, self.teacher, self.quietly = nn.Linear(2, 1), teacher.requires_grad_(False), quietly
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            moved, to = self.teacher.weight, self.student.weight.detach()
+            (moved.data if self.quietly else moved).lerp_(to, 0.1)
+        return self.student(x) + 0 * self.teacher(x)
+
+
+@functools.cache
+def cached() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+SHARED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
+    "itself": (lambda _: NET, "weight, bias"),
+    "in a cache": (lambda _: cached(), "weight, bias"),
+    "in a new wrapper": (lambda _: nn.Sequential(NET, nn.Linear(1, 1)), "0.weight, 0.bias"),
+    "in a list": (lambda _: nn.Sequential(nn.Sequential(nn.ModuleList([NET])[0])), "0.0.weight"),
+    "a shallow copy": (lambda _: copy.copy(NET), "weight, bias"),
+    "a view": (lambda _: with_weight(FLAT[2:4].view(1, 2)), "weight"),
+    "an array": (lambda _: with_weight(torch.from_numpy(ARRAY)), "weight"),
+    "part of an array": (lambda _: with_weight(torch.from_numpy(ARRAY[:, 0:2])), "weight"),
+    "a state that was assigned": (lambda _: with_weight(FLAT[:2].view(1, 2).clone(), SAVED), "weight, bias"),
+    "frozen, with statistics": (lambda _: nn.Sequential(FROZEN.train(), nn.Linear(2, 1)), "0.1.running_mean"),
+    "an average": (lambda _: Averaged(NET, False), "teacher.weight"),
+    "an average of .data": (lambda _: Averaged(NET, True), "teacher.weight"),
+}
+
+
+@pytest.mark.parametrize("how", SHARED)
+def test_a_model_that_is_not_a_new_one_each_time_is_refused(how: str) -> None:
+    """Whole or in part, by whatever way the memory is the same; what is shared stays as it is."""
+    make, tensors = SHARED[how]
+    kept = copy.deepcopy([NET.state_dict(), FROZEN.state_dict(), FLAT, ARRAY, SAVED])
+    NET.requires_grad_(True)
+    with pytest.raises(BadInputError, match=re.escape(f" {tensors}")) as refused:
+        check(model=make)
+    assert "copy.deepcopy" in str(refused.value) and "\n" not in str(refused.value)
+    assert str(kept) == str([NET.state_dict(), FROZEN.state_dict(), FLAT, ARRAY, SAVED])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.two.weight, self.head = self.one.weight, nn.Linear(2, 1)
+        self.register_buffer("scale", FLAT[:2])  # a constant that all models have in common
+        self.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.two(self.one(x)) + self.scale)
+
+
+KEPT = list[nn.Module]()
+
+
+def remembered() -> nn.Module:
+    KEPT.append(nn.Linear(2, 1))
+    return KEPT[-1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda _: copy.deepcopy(NET.requires_grad_(True)), id="a deep copy"),
+        pytest.param(lambda _: Tied(), id="tied within, with constants"),
+        pytest.param(
+            lambda _: nn.Sequential(FROZEN.eval(), nn.Linear(2, 1)), id="frozen, without statistics"
+        ),
+        pytest.param(lambda _: remembered(), id="remembered, but a new one"),
+        pytest.param(lambda _: with_weight(torch.from_numpy(np.ones((1, 2), np.float32))), id="new arrays"),
+        pytest.param(lambda _: with_weight(FLAT[2:4].view(1, 2).clone()), id="a copy of a view"),
+    ],
+)
+def test_what_is_new_or_is_never_changed_passes(make: Callable[[Any], nn.Module]) -> None:
+    check(model=make)
+
+
+def test_a_trial_has_one_model_at_a_time() -> None:
+    """A large one needs its memory once."""
+    made = list[weakref.ref[nn.Module]]()
+
+    def model(_: Any) -> nn.Module:
+        assert not any(one() for one in made)
+        net = nn.Linear(2, 1)
+        made.append(weakref.ref(net))
+        return net
+
+    check(model=model)
+    assert len(made) > 1
+
+
+def test_a_trial_draws_no_numbers_that_the_training_would_have_had() -> None:
+    np.random.seed(3)
+    check(model=lambda _: with_weight(torch.from_numpy(np.random.rand(1, 2).astype(np.float32))))
+    drawn = np.random.rand()
+    np.random.seed(3)
+    assert drawn == [np.random.rand() for _ in range(3)][-1]  # those of one model, as ever
 
 
 @pytest.mark.parametrize(

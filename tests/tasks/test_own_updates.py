@@ -397,6 +397,13 @@ def sgd(_: Any, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
+def kept(owner: Any, make: Callable[[], Any]) -> Any:
+    """As a class that makes its optimizer once."""
+    if not hasattr(owner, "kept"):
+        owner.kept = make()
+    return owner.kept
+
+
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer": lambda *_: None}, {}, "optimizer gave nothing; it gives a torch.optim.Optimizer"),
     ({"optimizer": lambda *_: 1 / 0}, {}, "in optimizer: ZeroDivisionError"),
@@ -416,6 +423,15 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "in optimizer: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
     ),
     ({"optimizer": lambda _, m: Forgetful(m.parameters(), 0.1)}, {}, "the second update differs after"),
+    ({"optimizer": lambda s, m: kept(s, lambda: sgd(s, m))}, {}, "optimizer gave the same one twice"),
+    (
+        {
+            "optimizer": lambda s, m: kept(s, lambda: sgd(s, m)),
+            "scheduler": lambda _, o: lr_scheduler.StepLR(o, 2),
+        },
+        {},
+        "optimizer gave the same one twice",
+    ),
     ({"scheduler": lambda *_: 3}, {}, "scheduler gave a int without step"),
     (
         {"scheduler": lambda _, o: lr_scheduler.ReduceLROnPlateau(o)},

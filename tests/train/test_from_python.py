@@ -96,27 +96,34 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 
 class Meddler(Points):
-    """Changes whatever somebody's code may change, where it can."""
+    """Changes what is put back all the same: it is this thread's alone, or the training sets it, too."""
 
     def data(self) -> Any:
-        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        torch.manual_seed(3)
         Path("elsewhere").mkdir(exist_ok=True)
         os.chdir("elsewhere")
-        os.environ["MEDDLED"] = "1"
-        os.environ.pop("TO_BE_KEPT", None)
-        sys.path.insert(0, "/nowhere")
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        warnings.simplefilter("ignore", FutureWarning)
-        logging.root.addHandler(logging.NullHandler())
-        logging.root.setLevel(logging.CRITICAL)
-        np.seterr(all="ignore")
         os.sched_setaffinity(0, {min(allowed_cpus())})
-        torch.set_num_threads(2)
-        torch.set_default_dtype(torch.float64)
-        torch.set_default_dtype(torch.float32)
-        torch.autograd.set_detect_anomaly(True, check_nan=False)
-        torch.backends.cudnn.benchmark_limit = 3
         return super().data()
+
+
+def others_work() -> None:
+    """What another thread of a server, or a cell's own code, may do while a training runs."""
+    os.environ["FROM_A_REQUEST"] = "1"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/nowhere"
+    os.environ.pop("TO_BE_KEPT", None)
+    sys.path.insert(0, "/nowhere")
+    logging.root.addHandler(logging.NullHandler())
+    logging.root.setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", category=FutureWarning, lineno=7)
+    torch.set_default_dtype(torch.float64)
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    torch.backends.cudnn.benchmark_limit = 3
+    torch.backends.cudnn.deterministic = True
+    torch.set_float32_matmul_precision("medium")
+    torch.set_deterministic_debug_mode("warn")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    random.random(), np.random.rand()
 
 
 def process_state() -> dict[str, Any]:
@@ -217,6 +224,96 @@ def test_a_process_has_back_what_it_had(here: Path, end: str) -> None:
         for name, value in before.items():
             assert after[name] == value, (end, name)
         assert not (run / ".lock").exists() or free(run)
+
+
+@pytest.fixture
+def undone() -> Iterator[None]:
+    """Undoes what `others_work` did."""
+    handlers, level, variables = list(logging.root.handlers), logging.root.level, dict(os.environ)
+    path, filters, limit = list(sys.path), list(warnings.filters), torch.backends.cudnn.benchmark_limit
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.autograd.set_detect_anomaly(False)
+    torch.backends.cudnn.benchmark_limit, torch.backends.cudnn.deterministic = limit, False
+    logging.root.handlers[:], logging.root.level = handlers, level
+    sys.path[:], warnings.filters[:] = path, filters  # type: ignore[index]
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+ONE_LATER: dict[str, Callable[[], object]] = {
+    "in another thread": lambda: _in_a_thread(others_work),
+    "in a hook": others_work,
+}
+
+
+def _in_a_thread(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.usefixtures("odd_switches", "undone")
+@pytest.mark.parametrize("how", ONE_LATER)
+def test_what_others_set_meanwhile_stays(here: Path, how: str) -> None:
+    """Also numbers that they drew: they don't come twice."""
+    quick(out="first")  # may import what stays
+    wanted = dict[str, Any]()
+
+    def work() -> None:
+        ONE_LATER[how]()
+        wanted.update(process_state())
+
+    quick(out="run", hooks=[At2(work)])
+    after, same = process_state(), ("environment", "path", "logging", "attention", "deterministic")
+    assert {name: after[name] for name in same} == {name: wanted[name] for name in same}
+    assert after["cudnn"][1:] == wanted["cudnn"][1:]  # the first one is what the training has set
+    assert after["random"][:2] == wanted["random"][:2]
+    assert after["tf32"][0] == "medium" and after["default"][0] is torch.float64
+    assert after["modes"][1] and after["warnings"][0][4] == 7
+    assert after["folder"] == here
+
+
+def test_so_does_what_a_task_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when it is called without us, however the training ends."""
+    monkeypatch.setenv("MEDDLED", "0")
+
+    class Own(Points):
+        def model(self) -> nn.Module:
+            os.environ["MEDDLED"] = "1"
+            np.random.seed(3)
+            return super().model()
+
+    with pytest.raises(KeyError):
+        quick(Own, hooks=[At2(raises(KeyError("x")))])
+    assert os.environ["MEDDLED"] == "1"
+    drawn = np.random.rand()
+    np.random.seed(3)
+    assert drawn == np.random.rand()
+
+
+@pytest.mark.parametrize("before", ["cpu", "meta", None, "in a model"])
+def test_after_torchs_way_back_to_its_default_device(before: str | None) -> None:
+    """After set_default_device(None) torch can't tell the default device: up to 2.9 it raises."""
+    wanted = quick(out="before").metrics
+
+    class Resets(Points):
+        def model(self) -> nn.Module:
+            if before == "in a model":
+                torch.set_default_device(None)
+            return super().model()
+
+    try:
+        torch.set_default_device(None if before == "in a model" else before)
+        torch.set_default_device(None)
+        for out in ("run", "again"):
+            assert quick(Resets, out=out).metrics == wanted
+            assert not torch.zeros(()).is_meta
+        with torch.device("meta"):
+            assert quick(Resets, out="within").metrics == wanted
+            assert torch.zeros(()).is_meta
+    finally:
+        vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # as in a process that has never set one
 
 
 def test_what_surrounds_the_call_changes_nothing(here: Path) -> None:
@@ -578,6 +675,71 @@ def test_in_a_daemonic_process() -> None:
             "others: set data.workers=0, or take concurrent.futures.ProcessPoolExecutor",
             "2",
         ]
+
+
+FORKS = """
+import multiprocessing, os, sys, tempfile, threading
+import torch
+from trainer import BadInputError, fit
+from tests.train.test_from_python import Points, SETTINGS
+
+def one(threads):
+    settings = {{**SETTINGS, "parallel.threads": threads}}
+    try:
+        return f"{{fit(Points, settings, out=tempfile.mkdtemp()).metrics['loss']:.4f}}"
+    except BadInputError as error:
+        return "spawn" if 'get_context("spawn")' in str(error) and "\\n" not in str(error) else str(error)
+
+def forked(threads, call=one):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(call, (threads,))
+
+def nested(threads):
+    ready, told = os.pipe()
+    if not os.fork():
+        os.write(told, forked(threads).encode()), os._exit(0)
+    return os.read(ready, 99).decode()
+
+def computed():
+    (torch.ones(1 << 22) + 1).sum()
+
+def in_a_thread():
+    thread = threading.Thread(target=computed)
+    thread.start(), thread.join()
+
+torch.set_num_threads(2)
+{before}
+print("told", {call})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="OpenMP's threads of other systems aren't GNU's")
+@pytest.mark.parametrize(
+    ("before", "call", "refused"),
+    [
+        ("computed()", "forked(2)", True),
+        ("computed()", "forked('auto')", True),
+        ("one(2), computed()", "forked(2)", True),
+        ("computed()", "nested(2)", True),
+        ("computed()", "forked(1)", False),
+        ("computed()", "nested(1)", False),
+        ("", "forked(2)", False),
+        ("torch.set_num_threads(1), computed()", "forked(2)", False),
+        ("one(1)", "forked(1)", False),
+        ("in_a_thread()", "forked(2)", False),  # its threads went with it
+    ],
+)
+def test_a_fork_in_which_torch_would_hang_is_refused(
+    here: Path, before: str, call: str, refused: bool
+) -> None:
+    """OpenMP's threads don't come through a fork, and its library waits for them."""
+    wanted = f"{quick(out='wanted').metrics['loss']:.4f}"
+    (here / "script.py").write_text(FORKS.format(before=before, call=call))
+    environment = {**os.environ, "PYTHONPATH": str(preloaded.ROOT), "OMP_NUM_THREADS": "2"}
+    done = preloaded.run([sys.executable, "script.py"], cwd=here, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    assert told == ("told spawn" if refused else f"told {wanted}")
 
 
 def test_an_ascii_output(monkeypatch: pytest.MonkeyPatch) -> None:

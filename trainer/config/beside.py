@@ -32,6 +32,7 @@ _NUMBERS = itertools.count(1)
 _by_key: "weakref.WeakValueDictionary[str, Beside]" = weakref.WeakValueDictionary()
 _latest: dict[Path, "weakref.ref[Beside]"] = {}  # last run of each file
 _open: dict[str, "Beside"] = {}  # by owner, see `open_folder`
+_added: list[str] = []  # entries of `sys.path` that are ours, or of a file that was run here
 
 
 class Beside:
@@ -144,7 +145,18 @@ def run_file(path: Path, whose: str) -> tuple[Beside, ModuleType]:
     own = Beside(Path(_absolute(str(path.parent))))
     _latest[path] = weakref.ref(own)
     open_folder(own, whose)
-    return own, own.run(path)
+    entries = list(sys.path)
+    try:
+        return own, own.run(path)
+    finally:
+        _added.extend(entry for entry in sys.path if entry not in entries)
+
+
+def add_first(folder: str) -> None:
+    """Puts a folder first on `sys.path`, until the end of `imports_kept`; nothing if it is there."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        _added.append(folder)
 
 
 def open_folder(own: Beside, whose: str) -> None:
@@ -174,11 +186,12 @@ def _close(own: Beside) -> None:
 
 @contextmanager
 def imports_kept() -> Iterator[None]:
-    """Context manager that restores `sys.path` and the open folders.
+    """Context manager that takes what was put on `sys.path` here off it again, and restores the open folders.
 
-    Modules found in folders that it put on `sys.path` are removed from `sys.modules`.
+    That is what `add_first` and the files that were run put there; their modules are removed from
+    `sys.modules`. What other threads do with `sys.path` stays.
     """
-    path, opened = list(sys.path), dict(_open)
+    path, opened, before = list(sys.path), dict(_open), len(_added)
     try:
         yield
     finally:
@@ -187,10 +200,12 @@ def imports_kept() -> Iterator[None]:
         _open.update(opened)
         # A package may have put a folder of its own there when it was imported, as setuptools does.
         installed = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
-        theirs = [entry for entry in sys.path if entry not in path and entry.startswith(installed)]
-        added = {_absolute(entry) for entry in sys.path if entry not in {*path, *theirs}}
-        _drop(name for name, module in sys.modules.items() if _found_in(module, added))
-        sys.path[:] = [*path, *theirs]
+        ours = {entry for entry in _added[before:] if entry not in path and not entry.startswith(installed)}
+        del _added[before:]
+        folders = {_absolute(entry) for entry in ours}
+        _drop(name for name, module in sys.modules.items() if _found_in(module, folders))
+        for entry in ours & {*sys.path}:
+            sys.path.remove(entry)
 
 
 def _drop(names: Iterable[str]) -> None:

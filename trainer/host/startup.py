@@ -1,5 +1,6 @@
 """Settings that a process makes before anything else is imported. Imports no torch."""
 
+import codecs
 import io
 import math
 import os
@@ -33,26 +34,43 @@ def print_anything() -> None:
 def _take_anything(stream: object) -> bool:
     """Lets a stream write any character; returns True if that changed it.
 
-    Bytes of a path that are no text are written as they came.
+    Bytes of a path that are no text are written as they came, other characters that it lacks as \\xNN.
     """
-    if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors not in _RAISING:
         return False
-    utf = stream.encoding.lower().startswith("utf")
-    stream.reconfigure(errors="surrogateescape" if utf else "backslashreplace")
+    stream.reconfigure(errors=_ANY)
     return True
+
+
+# Those that raise; in a C locale Python sets surrogateescape, which can't write an ü in ASCII.
+_RAISING = ("strict", "surrogateescape", "surrogatepass")
+_ANY = "trainer.any-character"
+
+
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replaces what an encoding lacks, and never raises for that: an error handler for `codecs`."""
+    wide = isinstance(error, UnicodeEncodeError) and re.search("16|32", error.encoding)
+    try:
+        return codecs.lookup_error("backslashreplace" if wide else "surrogateescape")(error)
+    except UnicodeEncodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+codecs.register_error(_ANY, _escaped)
 
 
 @contextmanager
 def any_character() -> Iterator[None]:
     """Makes both standard streams write any character within the block, also those put in their place."""
     streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
-    changed = [stream for stream in streams if _take_anything(stream)]
+    before = [getattr(stream, "errors", "") for stream in streams]
+    changed = [(one, errors) for one, errors in zip(streams, before, strict=True) if _take_anything(one)]
     try:
         yield
     finally:
-        for stream in changed:
-            if not stream.closed:
-                stream.reconfigure(errors="strict")
+        for stream, errors in changed:
+            if not stream.closed and stream.errors == _ANY:
+                stream.reconfigure(errors=errors)
 
 
 # Turns of libgomp's waiting loop, about 0.1 ms: docs/results/waits.md.

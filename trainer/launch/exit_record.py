@@ -82,8 +82,9 @@ class ExitRecord:
 def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitRecord:
     """Makes the exit record of a rank.
 
-    BadInputError means 2; Stopped, StopRun, DivergedError and OutOfMemory 1, each with one line; OwnCodeError
-    1 with a line and a traceback; any other exception means 1 with its traceback.
+    BadInputError means 2, but 1 after steps were trained; Stopped, StopRun, DivergedError and OutOfMemory 1,
+    each with one line; OwnCodeError 1 with a line and a traceback; any other exception means 1 with its
+    traceback.
 
     Args:
         rank: Its global number.
@@ -95,7 +96,7 @@ def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitR
         return ExitRecord(rank, code or EXIT_DONE, time=now)
     if isinstance(error, BadInputError):
         line, trace = " ".join(str(error).split()), getattr(error, "trace", "")
-        code = EXIT_FAILED if isinstance(error, OwnCodeError) else EXIT_BAD_INPUT
+        code = EXIT_FAILED if isinstance(error, OwnCodeError) or error.late else EXIT_BAD_INPUT
         return ExitRecord(rank, code, line, trace, now, for_all=True)
     if isinstance(error, Stopped | StopRun | DivergedError | OutOfMemory):
         for_all = not isinstance(error, OutOfMemory)  # which can be of one rank alone

@@ -13,12 +13,38 @@ from pathlib import Path
 from runpy import run_module
 from typing import Any, NamedTuple
 
+from trainer.host.processes import openmp_threads
 from trainer.host.reading import text_of
 
 _ENDING_S = 1.0  # for threads that are about to end
 
 # What a launcher hands to a rank that is a fork of it: a user's task, so that its file is run once.
 handed: list[Any] = []
+
+
+_pool_at_fork = False
+_without_pool = False
+
+
+def _before_fork() -> None:
+    global _pool_at_fork  # noqa: PLW0603
+    _pool_at_fork = bool(openmp_threads())
+
+
+def _in_a_fork() -> None:
+    global _without_pool  # noqa: PLW0603
+    _without_pool = _without_pool or _pool_at_fork
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_a_fork)
+
+
+def hangs_in_parallel() -> bool:
+    """True in a fork of a process in which torch had computed with several threads: here that would hang.
+
+    OpenMP's threads don't come through a fork, and the library waits for them. One thread can compute.
+    """
+    return _without_pool
 
 
 class Footprint(NamedTuple):
@@ -49,7 +75,8 @@ def can_fork(before: Footprint, *, files: bool) -> bool:
     """True if a fork of this process can replace a new process.
 
     That needs Linux, no other Python thread, and no native thread that was started since `before`: those of a
-    library are missing in a fork, and a call that waits for one hangs (OpenMP's, pyarrow's, a tracker's).
+    library are missing in a fork, and a call that waits for one hangs (OpenMP's, pyarrow's, a tracker's). A
+    process that is such a fork itself can't.
 
     Args:
         before: Footprint before any code was run that may start threads.
@@ -62,7 +89,8 @@ def can_fork(before: Footprint, *, files: bool) -> bool:
         now = footprint()
     # By id: OpenBLAS's threads end where a process is forked, and as many of another library may follow.
     alone = threading.active_count() == 1 and now.threads and now.threads <= before.threads
-    return sys.platform == "linux" and bool(alone) and not (files and now.files - before.files)
+    able = sys.platform == "linux" and bool(alone) and not hangs_in_parallel()
+    return able and not (files and now.files - before.files)
 
 
 def _is_running(thread: str) -> bool:

@@ -150,11 +150,15 @@ def csv_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:  #
         if new:
             earlier = _rows_of(path) if known else []
             known.extend(new)
-            with written_whole(path, lasting=False) as beside, beside.open("w", newline="") as file:
+            with (
+                written_whole(path, lasting=False) as beside,
+                beside.open("w", encoding="utf-8", newline="") as file,
+            ):
                 table = csv.DictWriter(file, known)
                 table.writeheader()
                 table.writerows(earlier)
-        with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", newline="") as file:
+        number = open_own(path, os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(number, "a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, known, extrasaction="ignore").writerow(row)
 
     return write, columns.clear
@@ -168,7 +172,7 @@ def _header(path: Path) -> list[str]:
 
 
 def _rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 

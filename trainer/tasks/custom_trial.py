@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.data.dataset import NUM_ITEMS, spread
+from trainer.data.items import state_kept
 from trainer.data.loader import Batch, is_field_name
 from trainer.errors import BadInputError
 from trainer.models.buffers import few
@@ -25,6 +26,8 @@ from trainer.tasks.trial import (
     expanded,
     fall_short_when_doubled,
     find_no_sums,
+    memory_of,
+    moving,
     outside_of_checkpoint,
     resumes_alike,
     snapshot,
@@ -49,6 +52,17 @@ def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> 
         model = task.model()
         batch = _training_batch(task)
 
+        made = list[HostSchedule]()
+
+        def make_another() -> HostSchedule:
+            made.append(make(model))
+            if made[0].optimizer is made[-1].optimizer and len(made) > 1:
+                raise BadInputError(
+                    f"{task._source}: optimizer gave the same one twice: it keeps learning rates and moments "
+                    "of an earlier run; make a new one each time"
+                )
+            return made[-1]
+
         def update(rates: HostSchedule) -> None:
             model.zero_grad(set_to_none=True)
             task.loss(model, batch).backward()
@@ -56,7 +70,7 @@ def try_updates(task: OwnMethods, make: Callable[[nn.Module], HostSchedule]) -> 
             task._call("scheduler", rates.advance)
 
         try:
-            alike = resumes_alike(model, partial(make, model), update)
+            alike = resumes_alike(model, make_another, update)
         except ValueError as error:
             raise BadInputError(
                 f"{task._source}: what optimizer or scheduler keep can't be put into a checkpoint "
@@ -85,6 +99,8 @@ def try_task(task: OwnMethods) -> None:
         if odd := [name for name in data.fields if not is_field_name(name)]:
             raise task._wrong("data", f"a field {odd[0]!r:.80} of the {what} data; its name is a text")
     with torch.random.fork_rng(devices=[]):
+        with state_kept():
+            memory = memory_of(task.model())  # nothing holds that model, so there is one at a time
         torch.default_generator.manual_seed(0)
         model = task.model()
         if name := expanded(model):
@@ -93,6 +109,7 @@ def try_task(task: OwnMethods) -> None:
                 "was expanded), which nothing can update; add .clone()"
             )
         begin_training(model)
+        _reject_shared(task, model, memory.shared(model))
         first = snapshot(model)
         with in_evaluation_mode(model):
             _try_loss(task, model)
@@ -112,6 +129,26 @@ def try_task(task: OwnMethods) -> None:
         json.dumps(dict(task.describe()), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{task._source}: describe gave what JSON can't hold ({error})") from error
+
+
+def _reject_shared(task: OwnMethods, model: nn.Module, shared: Mapping[str, torch.Tensor]) -> None:
+    """Rejects tensors that a second model has in common with the first and that a training changes."""
+    if not shared:
+        return
+    trained = [name for name, tensor in shared.items() if tensor.requires_grad]
+
+    def forward() -> None:
+        batch = _training_batch(task)
+        with _dtypes_explained(model, batch):
+            task._call("loss", task._own.loss, model, batch)
+
+    if changes := trained or moving(shared, forward):
+        raise BadInputError(
+            f"{task._source}: model gave the same {few(changes)} twice, and training changes that: a second "
+            "run, such as the next fold, would begin with the first one's values; give a new one each time, "
+            "for example copy.deepcopy(…) of what you keep (what has requires_grad_(False), and no forward "
+            "pass changes, may be shared)"
+        )
 
 
 def _reject_new_tensors(task: OwnMethods, first: Snapshot, model: nn.Module) -> None:

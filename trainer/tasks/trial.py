@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import BadInputError
@@ -26,6 +27,7 @@ _ZERO = 1e-6
 _APART = 0.05  # relative difference from a sum that rounding can't explain
 _EQUAL = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
 _LARGEST_BYTES = 1 << 20  # of an attribute that is compared: larger ones are data
+_MARKED = 4096  # elements of a tensor that are compared
 _DEEPEST = 2  # depth of nested lists and dicts that are searched
 _MOVED = 0.01  # added to weights for a trial with other weights
 
@@ -325,6 +327,65 @@ def expanded(model: nn.Module) -> str:
         if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             return name
     return ""
+
+
+class Memory(NamedTuple):
+    """Memory of a model's tensors, noted without keeping the model.
+
+    Attributes:
+        storages: Weak references: while one is there, no other storage has its number.
+        foreign: Storages of arrays and mapped files, which several may share; kept, so that no other array
+            is put into the same place.
+    """
+
+    storages: list[StorageWeakRef]
+    foreign: list[torch.UntypedStorage]
+
+    def shared(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the tensors of another model that lie in this memory, wholly or in part, by name."""
+        known = {one.cdata for one in self.storages}
+        places = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in self.foreign]
+
+        def is_known(one: torch.UntypedStorage) -> bool:
+            begin = one.data_ptr()
+            return one._cdata in known or any(begin < e and b < begin + one.nbytes() for b, e in places)
+
+        return {name: tensor for name, tensor, storage in _storages(model) if is_known(storage)}
+
+
+def memory_of(model: nn.Module) -> Memory:
+    """Returns the memory of a model's parameters and buffers."""
+    storages = [storage for _, _, storage in _storages(model)]
+    foreign = [one for one in storages if not one.resizable() and one.device.type == "cpu"]
+    return Memory([*map(StorageWeakRef, storages)], foreign)
+
+
+def _storages(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.UntypedStorage]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # lazy and sparse ones
+            yield name, tensor, tensor.untyped_storage()
+
+
+def moving(tensors: Mapping[str, torch.Tensor], act: Callable[[], object]) -> list[str]:
+    """Returns the names of tensors that a function changes; small ones have their values back afterwards.
+
+    Args:
+        tensors: The tensors by name. Of a large one some of the elements are compared.
+        act: The function.
+    """
+    kept = {name: value.detach().clone() for name, value in tensors.items() if value.nbytes <= _LARGEST_BYTES}
+    before = {name: _mark(value) for name, value in tensors.items()}
+    act()
+    moved = [name for name, mark in before.items() if _mark(tensors[name]) != mark]
+    with torch.no_grad():
+        for name in kept.keys() & {*moved}:
+            tensors[name].copy_(kept[name])
+    return moved
+
+
+def _mark(value: torch.Tensor) -> tuple[int, bytes]:
+    some = value.detach().flatten()[:: max(1, value.numel() // _MARKED)]
+    return (0 if value.is_inference() else value._version), _digest(some)
 
 
 class Snapshot(NamedTuple):

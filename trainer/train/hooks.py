@@ -6,7 +6,6 @@ wait. A hook that only reads changes no bit of the run: all randomness of the tr
 
 import importlib
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.config.beside import Beside, open_folder, run_file
+from trainer.config.beside import Beside, add_first, open_folder, run_file
 from trainer.config.sinks import FILE_SINKS
 from trainer.config.suggest import nearest
 from trainer.config.task_file import source_bytes, source_hash
@@ -309,8 +308,8 @@ def _load(place: str, key: str) -> Any:
     where, _, name = place.rpartition(":")
     path = from_here(Path(where)).absolute() if where.endswith(".py") else None
     here = str(from_here(Path()).absolute())
-    if path is None and here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: modules in the current folder can be imported
+    if path is None:
+        add_first(here)  # as `python -m` does: modules in the current folder can be imported
     if path:
         with reading(f"{key}: {where}", "give another file"):
             source_bytes(path)

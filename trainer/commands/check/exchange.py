@@ -72,7 +72,7 @@ def leave(folder: Path, name: str, found: Trained) -> None:
 
 def _taken(folder: Path, name: str, ended: str) -> Trained:
     if (folder / f"{name}.txt").exists():
-        return (folder / f"{name}.txt").read_text()
+        return (folder / f"{name}.txt").read_text("utf-8")
     if not (folder / f"{name}.npz").exists():
         return ended
     with np.load(folder / f"{name}.npz", allow_pickle=False) as file:

@@ -68,7 +68,9 @@ def failure_reported(folder: Path) -> Iterator[None]:
     """Writes the report where the body raises: for a rank without a launcher."""
     try:
         yield
-    except BadInputError:
+    except BadInputError as error:
+        if error.late:
+            report_failure(folder, EXIT_FAILED)
         raise
     except StopRun:
         leave_report(folder)

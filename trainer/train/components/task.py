@@ -40,13 +40,17 @@ _TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = "initial weights"  # in the fingerprint of a run
 
 
-def make_task(recipe: Recipe) -> Task:
+def make_task(recipe: Recipe, own: Task | None = None) -> Task:
     """Opens the data with all evaluation sets, and makes the task that a recipe names.
+
+    Args:
+        recipe: The configuration.
+        own: A custom task that was made already; None: the one that the recipe names.
 
     Raises:
         BadInputError: If data is missing or has another format than the recipe says.
     """
-    task = _task_of(recipe)
+    task = own or _task_of(recipe)
     sets = dict[str, Dataset]()
     for name, one in recipe.evaluation.sets.items():
         assert isinstance(task, Extensible)

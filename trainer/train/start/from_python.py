@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.config.recipe import Recipe
@@ -19,6 +20,7 @@ from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.here import from_here, paths_from_here
+from trainer.launch.forked import hangs_in_parallel
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
 from trainer.observe.console import warn
@@ -88,7 +90,7 @@ def fit(
     """Trains in this process, on one GPU or on the CPU, as `trainer train` does without its launcher.
 
     After an interruption, a call with the same `out` resumes from the newest checkpoint. A process does one
-    fit at a time; its random state, torch's switches, current folder and environment are restored at the end.
+    fit at a time. What fit sets (torch's random state and switches, the current folder) is undone at its end.
 
     Args:
         task: A recipe's name, a YAML or Python file, or an object (or class) with the methods of a task
@@ -128,7 +130,16 @@ def _fit(
     wanted, runs = None if out is None else _absolute(out), RUNS if out is not None else _absolute(RUNS)
     source = None if from_run is None else parse_source(str(from_run))
     stored = None if wanted is None else read_stored(wanted)
+    if hangs_in_parallel():
+        torch.set_num_threads(1)  # from here on: more would wait for ever, also in a user's method
     name, recipe, opened = _open(task, words)
+    if hangs_in_parallel() and recipe.parallel.threads != 1:
+        raise BadInputError(
+            "fit was called in a fork of a process in which torch had computed with several threads, as in "
+            "an earlier fit: they don't come through a fork, and this one would wait for ever; start "
+            'it by multiprocessing.get_context("spawn") (ProcessPoolExecutor(mp_context=…)), or set '
+            "parallel.threads=1"
+        )
     if line := threads_line(recipe, stored, resume):
         warn(line)
     recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, resume, source)

@@ -1,7 +1,10 @@
-"""State of the user's process that `fit` restores at its end."""
+"""State of the user's process that `fit` sets, and undoes at its end.
+
+Only that: what other threads, or the user's own code, set meanwhile stays. A switch is put back only if it
+still has the value that the training gave it.
+"""
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -11,16 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainer.config.beside import imports_kept
+from trainer.data.items import state_kept
+from trainer.host.allocator import CUBLAS_WORKSPACE
 from trainer.host.here import folder_kept
 from trainer.host.limits import cpus_kept
 from trainer.host.startup import any_character
-from trainer.train.components.operations import random_state_kept
+from trainer.models.compiling import CACHE_VARIABLE
 
 _PRECISIONS = ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv")
+_VARIABLES = (CUBLAS_WORKSPACE[0], CACHE_VARIABLE, "LOGNAME")  # of the environment, which the training sets
 # Reader and setter; a switch that this version of torch lacks or can't read is left out.
 _Switch = tuple[Callable[[], Any], Callable[[Any], object]]
 
@@ -29,54 +34,32 @@ def _attribute(thing: Any, name: str) -> _Switch:
     return lambda: getattr(thing, name), lambda value: setattr(thing, name, value)
 
 
-def _set_default_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)
+def _variable(name: str) -> _Switch:
+    def write(value: str | None) -> None:
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
-
-def _set_environment(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
-def _set_handlers(before: list[logging.Handler]) -> None:
-    logging.root.handlers[:] = before
-
-
-def _set_current_gpu(number: int | None) -> None:
-    if number is not None:
-        torch.cuda.set_device(number)
+    return lambda: os.environ.get(name), write
 
 
 def _switches() -> Sequence[_Switch]:
     backends = torch.backends
     return (
         (torch.get_num_threads, torch.set_num_threads),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_default_device, _set_default_device),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
-        *(
-            _attribute(backends.cudnn, name)
-            for name in ("enabled", "benchmark", "benchmark_limit", "deterministic", "allow_tf32")
-        ),
+        *(_attribute(backends.cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
         (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        _attribute(backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        _attribute(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
         # Since torch 2.9; after the two older switches above, which set some of these.
         *(
             _attribute(attrgetter(place)(backends), "fp32_precision")
             for place in _PRECISIONS
             if hasattr(backends, "fp32_precision")
         ),
-        (np.geterr, lambda before: np.seterr(**before)),
-        (lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None, _set_current_gpu),
-        (lambda: dict(os.environ), _set_environment),
-        (lambda: list(logging.root.handlers), _set_handlers),
-        _attribute(logging.root, "level"),
+        *map(_variable, _VARIABLES),
         *(
             _attribute(module.config, "cache_size_limit")
             for module in [sys.modules.get("torch._dynamo")]
@@ -85,26 +68,36 @@ def _switches() -> Sequence[_Switch]:
     )
 
 
+_UNKNOWN = (AttributeError, RuntimeError, OSError, ValueError)
+
+
+def _value(read: Callable[[], Any]) -> Any:
+    """Returns the value of a switch; the function itself, which no switch has, if it can't be read."""
+    with warnings.catch_warnings(), contextlib.suppress(*_UNKNOWN):
+        warnings.simplefilter("ignore")
+        return read()
+    return read
+
+
 @contextlib.contextmanager
-def _switches_kept() -> Iterator[None]:
-    unknown = (AttributeError, RuntimeError, OSError, ValueError)
-    with warnings.catch_warnings():
-        kept = []
-        for read, write in _switches():
-            with warnings.catch_warnings(), contextlib.suppress(*unknown):
-                warnings.simplefilter("ignore")
-                kept.append((read, write, read()))
-        try:
-            yield
-        finally:
-            warnings.simplefilter("ignore")
-            for read, write, before in kept:
-                with contextlib.suppress(*unknown):
-                    now: Any = contextlib  # differs from any value, if the switch can't be read now
-                    with contextlib.suppress(*unknown):
-                        now = read()
-                    if now != before:
-                        write(before)
+def switches_kept() -> Iterator[Callable[[], None]]:
+    """Puts back, at its end, the switches that are set within.
+
+    Yields:
+        A function to call when they are set: what has another value in the end was set by somebody else, and
+        stays.
+    """
+    before = [(read, write, _value(read)) for read, write in _switches()]
+    ours = dict[Callable[[], Any], Any]()
+    try:
+        yield lambda: ours.update((read, _value(read)) for read, _, _ in before)
+    finally:
+        for read, write, value in before:
+            now = _value(read)
+            if value is not read and now != value and now == ours.get(read, now):
+                with warnings.catch_warnings(), contextlib.suppress(*_UNKNOWN):
+                    warnings.simplefilter("ignore")
+                    write(value)
 
 
 @contextlib.contextmanager
@@ -123,16 +116,38 @@ def _handlers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _gpu_randomness_kept() -> Iterator[None]:
-    """Restores the random state of all GPUs; if CUDA was initialized meanwhile, seeds it by torch's seed."""
-    before = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+def _own_thread_kept() -> Iterator[None]:
+    """Restores what each thread has for itself: whether gradients are on, and the current GPU."""
+    gradients = torch.is_grad_enabled()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
-        if before is not None:
-            torch.cuda.set_rng_state_all(before)
+        torch.set_grad_enabled(gradients)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+
+
+@contextlib.contextmanager
+def _randomness_kept() -> Iterator[None]:
+    """Restores torch's random state, which the training seeds; if CUDA is new, seeds it by torch's seed."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        if gpus is not None:
+            torch.cuda.set_rng_state_all(gpus)
         elif torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+def _default_device() -> str:
+    """Returns the kind of torch's default device."""
+    try:
+        return torch.get_default_device().type
+    except AttributeError:  # after set_default_device(None), torch's way back to the CPU (to 2.9 at least)
+        return "cpu"
 
 
 @contextlib.contextmanager
@@ -145,27 +160,29 @@ def _nothing_around() -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 entered.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":  # else not: a device context slows each call of torch
+        if _default_device() != "cpu":  # else not: a device context slows each call of torch
             entered.enter_context(torch.device("cpu"))
         yield
 
 
 @contextlib.contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Starts with default settings, and restores those of the process at the end.
+    """Starts with default settings, and undoes at the end what the training has set in this process.
 
-    These are torch's switches, threads, random state, default dtype and device; the current folder,
-    environment, search path, signal handlers, warning filters, root logger and CPUs.
+    These are torch's random state and switches (`switches_kept`, of each attempt), what was put on
+    `sys.path`, and the error handlers of the standard streams; of this thread also gradients, autocast, the
+    current GPU, its CPUs, and signal handlers. The current folder, which a task may leave, is restored, too.
     """
+    with state_kept():
+        import rich.style  # noqa: F401  (it draws from random when it is imported)
     with (
         any_character(),
         folder_kept(),
         imports_kept(),
         cpus_kept(),
         _handlers_kept(),
-        _switches_kept(),
-        _gpu_randomness_kept(),
-        random_state_kept(),
+        _own_thread_kept(),
+        _randomness_kept(),
         _nothing_around(),
     ):
         yield

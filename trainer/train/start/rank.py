@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from trainer.train.outputs import Outputs, memory_explained, open_outputs
 from trainer.train.request import Request
 from trainer.train.saving import Checkpoints
 from trainer.train.start.decision import Finished, From, New, Resume, decide
+from trainer.train.start.process_state import switches_kept
 from trainer.train.starting_weights import begin_from
 from trainer.train.state import Run
 from trainer.train.summary import finish, gather_replaced, gather_weights
@@ -107,13 +108,27 @@ def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> 
             assert_never(decision)
     if kind == "cuda":
         check_allocator(recipe.memory.allocator, os.environ, driver_version)
-    with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watchdog:
+    with (
+        joined_world(kind, recipe.parallel.timeout_s) as world,
+        watching(world, recipe.parallel) as watchdog,
+        _late_marked(),
+    ):
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
         while (done := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:
             PHASE_TIMER.step = 0  # the watchdog allows as long as for the first start
             enter_phase("start")
             stored = read_stored(folder)
         return done
+
+
+@contextlib.contextmanager
+def _late_marked() -> Iterator[None]:
+    """Marks bad input as late where steps were trained in this process before it was met, in any attempt."""
+    try:
+        yield
+    except BadInputError as error:
+        error.late = PHASE_TIMER.spent["update"] > 0
+        raise
 
 
 def _attempt(
@@ -128,6 +143,7 @@ def _attempt(
     """Trains from the newest checkpoint; returns the exit code, or None to roll back and try again."""
     recipe, folder = request.recipe, request.folder
     with contextlib.ExitStack() as stack:
+        switches_are_set = stack.enter_context(switches_kept())
         # Hosts may have different numbers of CPUs, but all ranks must use as many threads.
         threads, notes = choose_threads(recipe, stored, request.resume, world)
         torch.set_num_threads(least_over_ranks(threads, world))
@@ -145,6 +161,7 @@ def _attempt(
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
         run, loading = _build(request, task, world, fresh)
+        switches_are_set()
         stack.callback(run.close)
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
         load_checkpoint(run, checkpoint, request.stop_after, stored)

@@ -16,7 +16,7 @@ from trainer.errors import EXIT_FAILED, BadInputError, paths_explained
 from trainer.host.files import write_whole
 from trainer.host.here import folder_kept, from_here
 from trainer.launch.forked import Footprint, can_fork, footprint, handed
-from trainer.launch.launcher import launch
+from trainer.launch.launcher import LocalRanks, launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
 from trainer.observe.console import detail, say, warn
@@ -107,7 +107,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         if begins:
             keep_beginning(folder, asked.begun_from)
         if nodes is None:
-            fork = _may_fork(recipe, before)
+            fork = _may_fork(recipe, before, local)
             handed[:] = [task] if fork and isinstance(task, CustomTask) else []
             code = launch(
                 _RANK,
@@ -136,10 +136,13 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
             remove_unused(folder)
 
 
-def _may_fork(recipe: Recipe, before: Footprint) -> bool:
-    """True if the ranks may be forks: neither CUDA nor threads of a library survive a fork."""
+def _may_fork(recipe: Recipe, before: Footprint, local: LocalRanks) -> bool:
+    """True if the ranks may be forks: neither CUDA nor threads of a library survive a fork.
+
+    OpenMP's threads are pinned by variables that it reads when torch is imported, in a process of its own.
+    """
     own = bool(recipe.hooks.use or Path(recipe.task).suffix)
-    alone = device_kind(recipe) == "cpu" and torch.get_num_threads() == 1
+    alone = device_kind(recipe) == "cpu" and torch.get_num_threads() == 1 and not local.cpus.pinned
     return alone and can_fork(before, files=own)
 
 
@@ -305,7 +308,7 @@ def _folder_of_rank(options: TrainOptions, recipe: Recipe) -> Path:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     marker = RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
     if restarted and marker.exists():
-        return Path(marker.read_text())
+        return Path(marker.read_text("utf-8"))
     if options.resume == "newest":
         return newest_run(RUNS, options.recipe)
     if os.environ["RANK"] != "0":

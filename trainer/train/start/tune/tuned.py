@@ -104,7 +104,7 @@ def write_tuned(path: Path, tuned: Tuned) -> None:
     head = f"# Written by `trainer tune {tuned.recipe}`, for `trainer train {tuned.recipe} --tuned {path}`.\n"
     text = yaml.safe_dump(tuned.model_dump(mode="json", exclude_none=True), sort_keys=False, width=100)
     with writing(f"--out {path}"), written_whole(path) as file:
-        file.write_text(head + text)
+        file.write_text(head + text, "utf-8")
 
 
 def read_tuned(path: Path) -> Tuned:
