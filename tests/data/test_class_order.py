@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRando
 from tests.helpers.forked import attempt, small
 from tests.helpers.image_folders import opened
 from tests.helpers.run_folders import same
-from trainer.commands.check.compare import odd_order
+from trainer.commands.check.order import odd_order
 from trainer.config.data import Last
 from trainer.config.recipe_file import load_recipe
 from trainer.data.dataset import ArrayDataset, limited

@@ -286,7 +286,7 @@ FAULTS = (
           _sample(lambda right, epoch, at: right(epoch, np.where(epoch > 0, at // 2, at))), _ORDER),
     Fault("one-twice-in-epoch-2", "a sample comes twice in the third epoch",
           Plan, "_sample",
-          _sample(lambda right, epoch, at: right(epoch, np.where(epoch == 2, np.maximum(at, 1), at))), _ORDER),
+          _sample(lambda right, epoch, at: right(epoch, np.where((epoch == 2) & (at == 0), 1, at))), _ORDER),
     # loss and its divisor
     Fault("bound-of-items", "the loss is divided by the most items that a step can have",
           RaggedItemCount, "correct", _instead(lambda _, loss, __: loss), _PLAIN, "ragged"),
