@@ -188,8 +188,11 @@ def _attempt(
             if not number:
                 return None
         if ending.how != "finished":
-            line = _how_to_resume(number, run.state.step, out.checkpoints, request.command)
-            out.leave("stopped", line, run.state.step)
+            out.leave(
+                "stopped",
+                _how_to_resume(number, run.state.step, out.checkpoints, request.command),
+                run.state.step,
+            )
             return EXIT_REQUEUE
         out.checkpoints.close()
         gathered = gather_weights(run)
