@@ -555,7 +555,7 @@ _DERIVED: tuple[tuple[tuple[type, ...], _Make], ...] = (
 def _attributes_of(thing: object) -> list[tuple[str, Any]]:
     """Returns an object's attributes, sorted: of its `__dict__` and its slots, without properties."""
     found = dict(getattr(thing, "__dict__", None) or {})
-    for base in type(thing).__mro__:
+    for base in (one for one in type(thing).__mro__ if "__slots__" in vars(one)):
         for name, slot in vars(base).items():
             if isinstance(slot, MemberDescriptorType) and name not in found:
                 with contextlib.suppress(AttributeError):
@@ -666,7 +666,9 @@ def _is_installed_class(kind: type) -> bool:
     """True for a class of an installed module; False for one that it makes for the user, as `exec` does."""
     if not _is_installed(kind.__module__):
         return False
-    made = kind.__module__ in _MAKERS and "<locals>" not in kind.__qualname__
+    made = kind.__module__ in _MAKERS and (
+        kind.__module__ == "builtins" or "<locals>" not in kind.__qualname__
+    )
     return not made or inspect.getattr_static(sys.modules[kind.__module__], kind.__name__, None) is kind
 
 

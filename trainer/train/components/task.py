@@ -139,9 +139,7 @@ def task_notes(stored: Manifest | None, task: Task) -> list[str]:
         names = ", ".join(now.unknown)
         return [f"without a value that can be compared on resume: {names}"] if names else []
     if stored.identity is None:
-        return [
-            "begun by an earlier version, which kept less of its task: changes to its code aren't noticed"
-        ]
+        return ["begun by an earlier version of trainer: whether its task's code was changed isn't known"]
     notes = []
     if stored.identity.compiler != now.compiler:
         notes.append(
