@@ -210,7 +210,7 @@ def seeded(seed: int) -> random.Random:
     "make",
     [
         lambda n: n,
-        lambda n: float(n),
+        float,
         lambda n: "word" * n * 20,
         lambda n: {"deep": [{"a": (n, None)}]},
         lambda n: np.arange(4) * n,
@@ -225,7 +225,7 @@ def seeded(seed: int) -> random.Random:
         linear,
         lambda n: nn.Sequential(*[nn.ReLU()] * n),
         lambda n: nn.Dropout(n / 4),
-        lambda n: Config(n),
+        Config,
         lambda n: Config(1, ["a"] * n),
         lambda n: types.SimpleNamespace(a=types.SimpleNamespace(b=n)),
         Slotted,
@@ -240,7 +240,7 @@ def seeded(seed: int) -> random.Random:
         seeded,
         np.random.default_rng,
         lambda n: torch.Generator().manual_seed(n),
-        lambda n: range(n),
+        range,
         lambda n: logging.getLogger(f"l{n}"),
         lambda n: [torch.relu, torch.tanh][n - 1],
         lambda n: [torch.float32, torch.float64][n - 1],
@@ -266,7 +266,7 @@ def test_values_are_compared(make: Callable[[int], Any]) -> None:
     "make",
     [
         threading.Lock,
-        lambda: open(os.devnull),  # noqa: SIM115
+        Path(os.devnull).open,
         io.BytesIO,
         threading.Thread,
         np.random.default_rng,
@@ -366,7 +366,7 @@ def test_decorated_methods_and_other_members(old: str, name: str) -> None:
     assert DECORATED.count(old) == 1
     found = differing(identity_of(cell(DECORATED)()), identity_of(cell(DECORATED.replace(old, changed))()))
     assert found
-    assert {one for one in found if name.split()[-1] in one}, found
+    assert {one for one in found if name.rsplit(maxsplit=1)[-1] in one}, found
 
 
 def test_classes_by_type_and_names_of_classes() -> None:
