@@ -1,5 +1,7 @@
 """Promise: a task is the same if its code, the values that it reads and its attributes are; not its text."""
 
+import argparse
+import collections
 import dataclasses
 import enum
 import functools
@@ -7,6 +9,7 @@ import io
 import itertools
 import json
 import logging
+import operator
 import os
 import random
 import subprocess
@@ -164,6 +167,22 @@ class Config:
     names: list[str] = dataclasses.field(default_factory=list)
 
 
+class AttrDict(dict):  # type: ignore[type-arg]
+    """As many configurations are; it has every attribute, or raises what isn't expected."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Meta(type):
+    def __call__(cls, *arguments: Any) -> Any:
+        return super().__call__(*arguments)
+
+
+class Made(metaclass=Meta):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Slotted:
     __slots__ = ("kept",)
 
@@ -229,7 +248,21 @@ def seeded(seed: int) -> random.Random:
         lambda n: Config(1, ["a"] * n),
         lambda n: types.SimpleNamespace(a=types.SimpleNamespace(b=n)),
         Slotted,
+        Made,
         Color,
+        lambda n: AttrDict(a=AttrDict(b=n)),
+        lambda n: collections.defaultdict(int if n == 1 else list),
+        lambda n: collections.Counter("a" * n),
+        lambda n: collections.namedtuple("Pair", "a b")(1, n),
+        lambda n: argparse.Namespace(lr=n),
+        lambda n: torch.utils.data.TensorDataset(torch.ones(n)),
+        lambda n: torch.Size([n]),
+        lambda n: operator.itemgetter(n),
+        lambda n: (1,) if n == 1 else [1],
+        lambda n: True if n == 1 else 1,
+        lambda n: -0.0 if n == 1 else 0.0,
+        lambda n: nn.CrossEntropyLoss(label_smoothing=n / 4),
+        lambda n: nn.utils.parametrizations.weight_norm(linear(n)),
         lambda n: Rows([1] * n),
         lambda n: functools.partial(double, n),
         lambda n: functools.partial(double if n == 1 else triple, 1),

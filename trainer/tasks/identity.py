@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePath
@@ -65,7 +65,6 @@ _MOST = 200_000  # objects in one value
 _MAPPED_BYTES = 64 << 20  # of a file that is mapped: larger ones count by some of their pages
 _PAGES = 256
 _PLAIN = {bool, int, float, complex, str, type(None)}
-_BUILTIN = (list, tuple, dict, set, frozenset, str, int, float, complex, bytes, bytearray)
 # What enum, abc and typing put into a class.
 _ABOUT_CLASS = {"_abc_impl", "_is_protocol", "_is_runtime_protocol", "_member_map_", "_member_names_"} | {
     *("_value2member_map_", "_unhashable_values_", "_unhashable_values_map_", "_hashable_values_"),
@@ -75,6 +74,7 @@ _ABOUT_CLASS = {"_abc_impl", "_is_protocol", "_is_runtime_protocol", "_member_ma
 _ABOUT_MODULE = {"__name__", "__file__", "__doc__", "__builtins__", "__spec__", "__package__", "__loader__"}
 # Recorded with the run already (`versions` in the manifest).
 _KNOWN_VERSIONS = {"torch", "torchvision", "numpy", "PIL", "trainer"}
+_OF_PROCESS = ("_compiled_call_impl", "_flat_weight_refs")  # attributes of torch's modules
 # Objects of this process, or ones that reading would use up.
 _UNSTABLE = (io.IOBase, threading.Thread, weakref.ref, Iterator)
 # Modules that give their name to classes which they make for others.
@@ -104,7 +104,8 @@ def identity_of(own: object) -> Identity:
     """Returns the identity of a task's object, straight after its `__init__`."""
     walk = _Walk(own)
     for name, value in _attributes_of(own):
-        if name != "RECIPE":
+        cached = isinstance(inspect.getattr_static(type(own), name, None), functools.cached_property)
+        if name != "RECIPE" and not cached:
             walk.record(f"attribute {name}", value)
     walk.follow()
     return Identity(COMPILER, walk.code, walk.values, tuple(walk.unknown))
@@ -185,6 +186,8 @@ class _Walk:
     def _class(self, kind: type, label: str) -> None:
         """Walks over a class and its bases."""
         prefix, installed = f"{label}." if label else "", list[str]()
+        if not _is_installed_class(type(kind)):
+            self._label(type(kind), "class", self._path(type(kind)))
         for base in kind.__mro__:
             if _is_installed_class(base):
                 installed.append(f"{base.__module__}.{base.__qualname__}")
@@ -468,14 +471,14 @@ class _Walk:
         return scan(value).digest
 
     def _member_token(self, value: enum.Enum) -> str:
-        return f"{self._token(type(value))}.{value.name}"
+        return f"{self._token(type(value))}.{value.name} {self._token(value.value)}"
 
     def _scalar(self, value: Any) -> str:
         return f"{value.dtype} {value.item()!r}"
 
     def _callable(self, value: Any, kind: type) -> str:
         """Returns the token of a callable that wraps a function, or isn't written in Python; else ""."""
-        inner = inspect.getattr_static(value, "__wrapped__", None) or getattr(value, "__wrapped__", None)
+        inner = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(inner, FunctionType) and not isinstance(value, nn.Module):  # lru_cache
             return f"{self._token(kind)} of {self._token(inner)}"
         if not hasattr(value, "__dict__") and isinstance(name := getattr(value, "__qualname__", None), str):
@@ -501,19 +504,27 @@ class _Walk:
 
     def _object(self, value: Any, kind: type) -> str:  # noqa: PLR0911
         about = self._token(kind)
-        if callable(getattr(kind, "fingerprint", None)):  # a data set says which data it is
-            return f"{about} {value.fingerprint()}"
-        if isinstance(value, set | frozenset):  # a derived class; its pickle has the order of the hashes
-            return f"{about} {', '.join(sorted(map(self._token, value)))} {self._mapping(vars(value))}"
+        if isinstance(value, nn.Module):
+            kept = {n: v for n, v in vars(value).items() if "_hook" not in n and n not in _OF_PROCESS}
+            return f"{about} {self._mapping(kept)}"
+        if callable(getattr(kind, "fingerprint", None)) and hasattr(kind, "__len__"):
+            return f"{about} {value.fingerprint()}"  # a data set says which data it is
+        # Derived from a container or a number: by the methods of that, as the class may have changed them.
+        more = self._mapping(dict(_attributes_of(value)))
+        if isinstance(value, dict):
+            items = self._mapping(dict(dict.items(value)))
+            default = value.default_factory if isinstance(value, defaultdict) else None
+            return f"{about} {items} {self._token(default)} {more}"
+        for many in (list, tuple, set, frozenset):
+            if isinstance(value, many):
+                return f"{about} {self._token(many(many.__iter__(value)))} {more}"  # type: ignore[arg-type]
+        for one in (str, bytes, int, float, complex):
+            if isinstance(value, one):
+                return f"{about} {one.__repr__(value)} {more}"
         own = [name for base in kind.__mro__ if base is not object for name in vars(base)]
         pickled = {"__reduce__", "__reduce_ex__", "__getstate__"} & {*own} or kind in copyreg.dispatch_table
-        if isinstance(value, nn.Module):
-            kept = {n: v for n, v in vars(value).items() if "_hook" not in n and n != "_compiled_call_impl"}
-            return f"{about} {self._mapping(kept)}"
-        if not pickled and not isinstance(value, _BUILTIN):
-            found = dict(_attributes_of(value))
-            if found or hasattr(value, "__dict__") or any("__slots__" in vars(b) for b in kind.__mro__):
-                return f"{about} {self._mapping(found)}"
+        if not pickled and (more != "{}" or hasattr(value, "__dict__") or "__slots__" in own):
+            return f"{about} {more}"
         try:
             reduce = copyreg.dispatch_table.get(kind)
             reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)

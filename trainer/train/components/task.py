@@ -116,6 +116,12 @@ def identity_of_task(task: Task) -> TaskIdentity | None:
     )
 
 
+def methods_of(task: Task) -> list[str]:
+    """Returns the digests of a custom task's methods, which are equal on all ranks; values needn't be."""
+    identity = identity_of_task(task)
+    return [] if identity is None else [one for name, one in identity.code.items() if name[:7] == "method "]
+
+
 def task_changes(stored: Manifest, task: Task) -> list[str]:
     """Returns the changes in a run's custom task, in the format of `differences`.
 

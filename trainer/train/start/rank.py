@@ -47,6 +47,7 @@ from trainer.train.components.task import (
     device_kind,
     make_plan,
     make_task,
+    methods_of,
     task_notes,
 )
 from trainer.train.loop import train
@@ -150,7 +151,8 @@ def _attempt(
         fresh = checkpoint is None and begun is None
         check_request(recipe, task, world.size, fresh)
         where = f"{begin} of {begun.hash}" if begun else str(begin)
-        check_agreement(f"{config_hash(recipe)} {data} from {where} without {sorted(skipped)}", world)
+        same = f"{config_hash(recipe)} {data} {methods_of(task)} from {where} without {sorted(skipped)}"
+        check_agreement(same, world)
         losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
