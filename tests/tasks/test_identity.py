@@ -19,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -167,6 +167,11 @@ class Config:
     names: list[str] = dataclasses.field(default_factory=list)
 
 
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
 class AttrDict(dict):  # type: ignore[type-arg]
     """As many configurations are; it has every attribute, or raises what isn't expected."""
 
@@ -253,11 +258,11 @@ def seeded(seed: int) -> random.Random:
         lambda n: AttrDict(a=AttrDict(b=n)),
         lambda n: collections.defaultdict(int if n == 1 else list),
         lambda n: collections.Counter("a" * n),
-        lambda n: collections.namedtuple("Pair", "a b")(1, n),
+        lambda n: Pair(1, n),
         lambda n: argparse.Namespace(lr=n),
         lambda n: torch.utils.data.TensorDataset(torch.ones(n)),
         lambda n: torch.Size([n]),
-        lambda n: operator.itemgetter(n),
+        operator.itemgetter,
         lambda n: (1,) if n == 1 else [1],
         lambda n: True if n == 1 else 1,
         lambda n: -0.0 if n == 1 else 0.0,
