@@ -14,6 +14,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import types
@@ -306,6 +307,7 @@ def test_values_are_compared(make: Callable[[int], Any]) -> None:
         threading.Lock,
         Path(os.devnull).open,
         io.BytesIO,
+        tempfile.NamedTemporaryFile,
         threading.Thread,
         np.random.default_rng,
         lambda: iter([1]),

@@ -132,7 +132,7 @@ class _Walk:
         self._tokens: dict[int, str] = {id(own): "the task"}
         self._kept: list[object] = [own]  # so that no id is given twice
         self._above: list[int] = []  # containers and objects around the value
-        self._entry, self._count = "", 0
+        self._entry, self._count, self._missed = "", 0, 0
         self._modules: set[str] = set()
 
     def follow(self) -> None:
@@ -352,6 +352,7 @@ class _Walk:
     # --- values ---
 
     def _no_token(self) -> str:
+        self._missed += 1
         self.unknown[self._entry] = None
         return "?"
 
@@ -502,29 +503,45 @@ class _Walk:
         state = value.get_state() if bits is None else bits.state
         return f"{type(value).__name__} {self._token(state)}"
 
-    def _object(self, value: Any, kind: type) -> str:  # noqa: PLR0911
+    def _object(self, value: Any, kind: type) -> str:
+        """Returns the token of an object by its attributes.
+
+        One of an installed class with a lock or a file in it, such as a log writer, is a handle: its names
+        and times aren't compared, either.
+        """
+        missed = self._missed
+        token = self._object_token(value, kind)
+        if self._missed > missed and _is_installed_class(kind) and not isinstance(value, nn.Module):
+            return f"{self._token(kind)} ?"
+        return token
+
+    def _contained(self, value: Any) -> str:
+        """Returns the token of what a derived container or number holds, by Python's own methods; else ""."""
+        if isinstance(value, dict):
+            default = value.default_factory if isinstance(value, defaultdict) else None
+            return f"{self._mapping(dict(dict.items(value)))} {self._token(default)}"
+        for many in (list, tuple, set, frozenset):
+            if isinstance(value, many):
+                return self._token(many(many.__iter__(value)))  # type: ignore[arg-type]
+        for one in (str, bytes, int, float, complex):
+            if isinstance(value, one):
+                return one.__repr__(value)
+        return ""
+
+    def _object_token(self, value: Any, kind: type) -> str:
         about = self._token(kind)
         if isinstance(value, nn.Module):
             kept = {n: v for n, v in vars(value).items() if "_hook" not in n and n not in _OF_PROCESS}
             return f"{about} {self._mapping(kept)}"
         if callable(getattr(kind, "fingerprint", None)) and hasattr(kind, "__len__"):
             return f"{about} {value.fingerprint()}"  # a data set says which data it is
-        # Derived from a container or a number: by the methods of that, as the class may have changed them.
-        more = self._mapping(dict(_attributes_of(value)))
-        if isinstance(value, dict):
-            items = self._mapping(dict(dict.items(value)))
-            default = value.default_factory if isinstance(value, defaultdict) else None
-            return f"{about} {items} {self._token(default)} {more}"
-        for many in (list, tuple, set, frozenset):
-            if isinstance(value, many):
-                return f"{about} {self._token(many(many.__iter__(value)))} {more}"  # type: ignore[arg-type]
-        for one in (str, bytes, int, float, complex):
-            if isinstance(value, one):
-                return f"{about} {one.__repr__(value)} {more}"
-        own = [name for base in kind.__mro__ if base is not object for name in vars(base)]
-        pickled = {"__reduce__", "__reduce_ex__", "__getstate__"} & {*own} or kind in copyreg.dispatch_table
-        if not pickled and (more != "{}" or hasattr(value, "__dict__") or "__slots__" in own):
-            return f"{about} {more}"
+        own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
+        pickled = own & {"__reduce__", "__reduce_ex__", "__getstate__"} or kind in copyreg.dispatch_table
+        contained = self._contained(value)
+        if contained or not pickled:
+            more = self._mapping(dict(_attributes_of(value)))
+            if contained or more != "{}" or hasattr(value, "__dict__") or "__slots__" in own:
+                return f"{about} {contained} {more}"
         try:
             reduce = copyreg.dispatch_table.get(kind)
             reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
