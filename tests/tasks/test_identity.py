@@ -243,7 +243,7 @@ def seeded(seed: int) -> random.Random:
         lambda n: np.zeros(3, f"f{4 * n}"),
         lambda n: np.ma.masked_equal([1, 2, 3], n),
         lambda n: np.zeros((n, 0)),
-        lambda n: np.datetime64("2020-01-01") + n,
+        lambda n: np.datetime64("2020-01-01") + np.timedelta64(n, "D"),
         lambda n: torch.full((2, 2), n),
         lambda n: torch.eye(3).mul(n).to_sparse(),
         lambda n: torch.ones(2, requires_grad=n > 1),
