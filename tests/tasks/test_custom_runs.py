@@ -214,11 +214,14 @@ def test_a_changed_file_is_another_task(here: Path) -> None:
     main(["new", "mine.py"])
     recipe = recipe_of(here / "mine.py", epochs=1, log={"to": ["jsonl"]}, parallel={"threads": 1})
     assert forked.attempt(here / "run", recipe, stop_after=5).code == 75
-    with (here / "mine.py").open("a") as file:
-        file.write("# changed\n")
+    text = (here / "mine.py").read_text()
+    assert 'reduction="sum"' in text
+    (here / "mine.py").write_text(text.replace('reduction="sum"', 'reduction="sum", label_smoothing=0.1'))
     told = forked.attempt(here / "run", recipe)
     assert told.code == 2
-    assert "task: " in told.line
+    assert "method loss" in told.line
+    (here / "mine.py").write_text(f"# A comment.\n{text}\n# Another.\n")
+    assert forked.attempt(here / "run", recipe).code == 0
 
 
 @pytest.mark.compat
@@ -331,10 +334,12 @@ def test_fit_with_another_class_does_not_go_on() -> None:
     trainer.fit(Small, settings, out="run")
 
     class Other(Small):
-        pass
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().loss(model, batch)
+            return 2 * loss
 
     Other.__name__ = "Small"
-    with pytest.raises(BadInputError, match="task: "):
+    with pytest.raises(BadInputError, match="method loss"):
         trainer.fit(Other, settings, out="run")
 
 

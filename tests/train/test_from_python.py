@@ -616,10 +616,12 @@ def test_a_helper_that_was_changed_is_another_task(here: Path) -> None:
     quick(str(task))
     for name in ("net.py", "late.py"):
         text = (here / "a" / name).read_text()
-        (here / "a" / name).write_text(text + "# changed\n")
-        with pytest.raises(BadInputError, match="task: "):
+        changed = text.replace("super().__init__(1, 1)", "super().__init__(1, 1, True)")
+        (here / "a" / name).write_text(changed.replace("LATE = 'a'", "LATE = 'b'"))
+        assert (here / "a" / name).read_text() != text
+        with pytest.raises(BadInputError, match=r"method Net\.__init__|module late\.py"):
             quick(str(task), epochs=2)
-        (here / "a" / name).write_text(text)
+        (here / "a" / name).write_text(f"{text}# changed\n")
     quick(str(task), epochs=2)
 
 

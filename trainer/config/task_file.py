@@ -141,11 +141,6 @@ def _files(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
         yield from filter(Path.is_file, compiled)
 
 
-def text_hash(text: str) -> str:
-    """Returns the SHA-256 of a class's source, 16 hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def read_source(path: Path) -> str:
     """Returns the text of a task's file.
 

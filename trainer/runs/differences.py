@@ -1,6 +1,7 @@
 """Differences of two configurations, data sets or arithmetic, and which of them matter. Imports no torch."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -12,7 +13,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.config.redact import REDACTED, redact
 from trainer.errors import BadInputError
-from trainer.runs.manifest import Manifest, RunFolder
+from trainer.runs.manifest import Manifest, RunFolder, TaskIdentity
 from trainer.version import ARITHMETIC, ARITHMETIC_CHANGES
 
 # Keys that don't affect results: location and loading of data, logging. They may differ on resume.
@@ -46,6 +47,8 @@ FREE = (
     "checkpoint.*",
 )
 _PLACES = ("data.", "evaluation.sets.", "language.tokenizer")
+_ENVIRONMENT = "environment"  # of a trial's results
+_SAME = 1e-4  # relative: kernels round by where a batch lies in memory
 # Keys that decide where a run ends: a finished run is extended by raising them.
 _ENDS = ("epochs", "max_steps", "evaluation.patience")
 
@@ -105,12 +108,45 @@ def of_end(difference: str) -> bool:
 
 
 def other_data(stored: Manifest, data: Mapping[str, str]) -> list[str]:
-    """Returns the changes in a run's data (`components.task.data_of`), in the format of `differences`."""
+    """Returns the changes in a run's data (`components.task.data_of`), in the format of `differences`.
+
+    The hash of a task's file is left out where the task's identity was recorded (`other_task`), and where
+    there is no file.
+    """
     return [
         f"{name}: {before}, now {data.get(name)}"
         for name, before in stored.fingerprint.items()
-        if before != data.get(name)
+        if before != data.get(name) and (name != "task" or (stored.identity is None and name in data))
     ]
+
+
+def other_task(before: TaskIdentity, now: TaskIdentity) -> dict[str, str]:
+    """Returns the changes in a custom task by name, each in the format of `differences`.
+
+    Code is compared under the same compiler only, and results of the trial in the same environment.
+    """
+    changes = dict[str, str]()
+    if before.compiler == now.compiler:
+        for name in _differing(before.code, now.code):
+            changes[name] = f"{name}: {_change(before.code.get(name), now.code.get(name))}"
+    for name in _differing(before.values, now.values):
+        one, other = before.values.get(name), now.values.get(name)
+        shown = one and other and "#" not in (one[0], other[0])
+        changes[name] = f"{name}: {f'{one}, now {other}' if shown else _change(one, other)}"
+    if before.tried.get(_ENVIRONMENT) == now.tried.get(_ENVIRONMENT):
+        for name in sorted(before.tried.keys() & now.tried.keys() - {_ENVIRONMENT}):
+            one, other = before.tried[name], now.tried[name]
+            if one != other and not math.isclose(float(one), float(other), rel_tol=_SAME, abs_tol=_SAME):
+                changes[name] = f"{name}: {one}, now {other}"
+    return changes
+
+
+def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def _change(before: str | None, after: str | None) -> str:
+    return "new" if before is None else "gone" if after is None else "edited"
 
 
 def other_arithmetic(before: int) -> list[str]:

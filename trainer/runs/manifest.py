@@ -104,6 +104,26 @@ class Pretrained(BaseModel):
     sha256: str
 
 
+class TaskIdentity(BaseModel):
+    """Identity of a custom task, see `trainer.tasks.identity`; and the results of its trial.
+
+    Attributes:
+        compiler: Version of Python's compiler.
+        code: Digests of code, by name.
+        values: Values, or their digests, by name.
+        unknown: Names of values that aren't compared.
+        tried: Results of the trial, and their environment, see `trainer.tasks.custom_trial.try_task`.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    compiler: str
+    code: dict[str, str]
+    values: dict[str, str]
+    unknown: list[str] = []
+    tried: dict[str, str] = {}
+
+
 class Manifest(BaseModel):
     """Manifest of a run: its provenance, and the facts by which it is resumed, replayed and verified.
 
@@ -127,6 +147,7 @@ class Manifest(BaseModel):
         first_arithmetic: Version of the first attempt's arithmetic (`arithmetic` in the file).
         data: Description of the data by the task.
         fingerprint: Fingerprint of the data, see `trainer.train.components.task.data_of`.
+        identity: Identity of a custom task; None for other tasks, and of runs from before it was recorded.
         pretrained: Pretrained weights that it started from.
         world_size: Number of ranks.
         threads: Intra-op threads per rank; part of the arithmetic on a CPU.
@@ -169,6 +190,7 @@ class Manifest(BaseModel):
     device: Device
     data: dict[str, Any] = Field(default_factory=dict)
     fingerprint: dict[str, str]
+    identity: TaskIdentity | None = None
     pretrained: Pretrained | None = None
     host: str = ""
     pid: int | None = None
@@ -223,7 +245,7 @@ class Manifest(BaseModel):
 
     def as_facts(self) -> dict[str, Any]:
         """Returns the content of manifest.json; keys without a value yet are left out."""
-        later = {name for name in ("model", "reason", "summary") if getattr(self, name) is None}
+        later = {name for name in ("identity", "model", "reason", "summary") if getattr(self, name) is None}
         return self.model_dump(by_alias=True, exclude=later)
 
 

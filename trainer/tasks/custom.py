@@ -1,9 +1,12 @@
 """A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -12,12 +15,31 @@ from trainer.config.task_file import read_source, source_hash
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
-from trainer.tasks.custom_trial import try_task, try_updates
+from trainer.tasks.custom_trial import initial_weights, try_task, try_updates
+from trainer.tasks.identity import Identity, identity_of
 from trainer.tasks.own_methods import WANTED, OwnMethods, line_of
 
 
 class CustomTask(OwnMethods):
-    """A task from the user's class, with a trial of its methods before training."""
+    """A task from the user's class, with a trial of its methods before training.
+
+    Args:
+        own: See `OwnMethods`.
+        source: See `OwnMethods`.
+        identity: Identity of the first object of its class; None: this is the first.
+
+    Attributes:
+        identity: Identity of the object as it was given, see `trainer.tasks.identity`.
+        remake: Makes a new object of the class; None: the class itself.
+    """
+
+    remake: Callable[[], object] | None = None
+
+    def __init__(self, own: Any, source: str, identity: Identity | None = None) -> None:
+        """Opens the data."""
+        # Before a method changes anything.
+        self.identity = identity or _as_begun(own, identity_of(own))
+        super().__init__(own, source)
 
     def check(self) -> None:
         """Tries every method on a few samples, on the CPU.
@@ -25,7 +47,7 @@ class CustomTask(OwnMethods):
         Raises:
             BadInputError: Naming the method that is wrong, and the result that it should give.
         """
-        try_task(self)
+        self.tried = try_task(self)
 
     def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
         """Tries the optimizer and scheduler that `make` creates for a model; raises as `check` does."""
@@ -33,7 +55,58 @@ class CustomTask(OwnMethods):
 
     def anew(self) -> "CustomTask":
         """Returns the task of a new object of the same class: what a trial left in the old one is gone."""
-        return _made(type(self._own), self._source, self.source_hash, self.hooks)
+        task = _made(type(self._own), self._source, self.source_hash, self.hooks, self.identity)
+        task.tried, task.remake = self.tried, self.remake
+        return task
+
+    def remember_changes(self) -> None:
+        """Remembers what a run changed in this process: what it finds there again is as it was before.
+
+        Examples are an attribute that counts calls, and a list of a notebook that `loss` appends to.
+        """
+        with suppress(Exception):
+            left = identity_of(self._own)
+            pairs = ((self.identity.code, left.code), (self.identity.values, left.values))
+            for before, after in pairs:
+                for name in before.keys() | after.keys():
+                    if before.get(name) != after.get(name):
+                        _left_by_runs(self._own, name)[name, after.get(name)] = before.get(name)
+
+    @cached_property
+    def varying(self) -> frozenset[str]:
+        """Names of values and results that are new each time, such as a time of day: nothing to compare.
+
+        Two further objects are made for it, of a file that is run again.
+        """
+        make, names = self.remake or type(self._own), set[str]()
+        with suppress(Exception):  # a class that wants arguments
+            one, other = (identity_of(make()).values for _ in range(2))
+            names = {name for name in one | other if one.get(name) != other.get(name)}
+        with suppress(Exception):
+            if len({initial_weights(self) for _ in range(2)}) > 1 or names:
+                names |= {*self.tried}
+        return frozenset(names)
+
+
+_left_of_classes: "WeakKeyDictionary[type, dict[tuple[str, str | None], str | None]]" = WeakKeyDictionary()
+_left_in_globals: dict[tuple[str, str | None], str | None] = {}
+
+
+def _left_by_runs(own: object, name: str) -> dict[tuple[str, str | None], str | None]:
+    """Returns the values that runs began with, by the name and the value that they left."""
+    if name.startswith("global "):  # the class may be another by now: a cell that was run again
+        return _left_in_globals
+    return _left_of_classes.setdefault(type(own), {})
+
+
+def _as_begun(own: object, identity: Identity) -> Identity:
+    """Returns an identity without what earlier runs of this process have changed."""
+
+    def begun(entries: Mapping[str, str]) -> dict[str, str]:
+        found = {name: _left_by_runs(own, name).get((name, one), one) for name, one in entries.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    return identity._replace(code=begun(identity.code), values=begun(identity.values))
 
 
 def custom_task(path: Path) -> CustomTask:
@@ -44,6 +117,18 @@ def custom_task(path: Path) -> CustomTask:
     """
     path = from_here(path)
     read_source(path)
+    kind, hooks = _class_in(path)
+    task = _made(kind, str(path), source_hash(path), hooks)
+
+    def again() -> object:
+        return _class_in(path)[0]()
+
+    task.remake = again
+    return task
+
+
+def _class_in(path: Path) -> tuple[type, Any]:
+    """Runs a file and returns its class and its hooks."""
     try:
         _, module = run_file(path, "task")
     except Exception as error:
@@ -60,14 +145,16 @@ def custom_task(path: Path) -> CustomTask:
         raise BadInputError(
             f"{path}: one class with the methods {', '.join(WANTED)} is wanted; found {names}{imported}"
         )
-    return _made(classes[0], str(path), source_hash(path), getattr(module, "hooks", ()))
+    return classes[0], getattr(module, "hooks", ())
 
 
-def _made(kind: type, source: str, source_hash: str, hooks: Any) -> CustomTask:
+def _made(
+    kind: type, source: str, source_hash: str, hooks: Any, identity: Identity | None = None
+) -> CustomTask:
     try:
         own = kind()
     except Exception as error:
         raise BadInputError(f"{source}: {kind.__name__}() raised {type(error).__name__}: {error}") from error
-    task = CustomTask(own, source)
+    task = CustomTask(own, source, identity)
     task.source_hash, task.hooks = source_hash, hooks
     return task

@@ -19,6 +19,7 @@ from trainer.observe.console import warn
 from trainer.observe.rows import why_no_metric
 from trainer.optim.own import HostSchedule
 from trainer.rng import Ints
+from trainer.tasks.bytecode import COMPILER
 from trainer.tasks.figures import as_tensor, describe_value, why_unfit
 from trainer.tasks.own_methods import OwnMethods
 from trainer.tasks.trial import (
@@ -30,6 +31,7 @@ from trainer.tasks.trial import (
     moving,
     outside_of_checkpoint,
     resumes_alike,
+    size_of_weights,
     snapshot,
     stay_when_doubled,
 )
@@ -89,8 +91,12 @@ def _training_batch(task: OwnMethods) -> Batch:
     return _few(task, np.arange(max(2, count)) % count)  # BatchNorm needs two samples
 
 
-def try_task(task: OwnMethods) -> None:
+def try_task(task: OwnMethods) -> dict[str, str]:
     """Tries every method on a few samples, on the CPU, before training.
+
+    Returns:
+        The first loss and the initial weights, each as one number, for comparison with an earlier trial;
+        and the environment ("environment"), in which they are equal up to rounding.
 
     Raises:
         BadInputError: Naming the method that is wrong, and the result that it should give.
@@ -103,6 +109,7 @@ def try_task(task: OwnMethods) -> None:
             memory = memory_of(task.model())  # nothing holds that model, so there is one at a time
         torch.default_generator.manual_seed(0)
         model = task.model()
+        weights = size_of_weights(model)
         if name := expanded(model):
             raise BadInputError(
                 f"{task._source}: several elements of the model's '{name}' are one number in memory (it "
@@ -117,7 +124,7 @@ def try_task(task: OwnMethods) -> None:
             _try_measure(task, model)
         changed = before.changed(model)
         _reject_new_tensors(task, first, model)
-        _try_state(task, model)
+        loss = _try_state(task, model)
         _reject_new_tensors(task, first, model)
     if changed:
         warn(
@@ -129,6 +136,15 @@ def try_task(task: OwnMethods) -> None:
         json.dumps(dict(task.describe()), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{task._source}: describe gave what JSON can't hold ({error})") from error
+    environment = f"{COMPILER}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    return {"environment": environment, "initial weights": weights, "first loss": f"{loss:.9g}"}
+
+
+def initial_weights(task: OwnMethods) -> str:
+    """Returns the initial weights of another model as one number, as `try_task` does."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return size_of_weights(task.model())
 
 
 def _reject_shared(task: OwnMethods, model: nn.Module, shared: Mapping[str, torch.Tensor]) -> None:
@@ -285,11 +301,13 @@ def _try_sums(
         )
 
 
-def _try_state(task: OwnMethods, model: nn.Module) -> None:
-    batch = _training_batch(task)
+def _try_state(task: OwnMethods, model: nn.Module) -> float:
+    """Checks that checkpoints hold all state; returns the first loss in training, on one thread."""
+    batch, losses = _training_batch(task), list[torch.Tensor]()
 
     def loss() -> torch.Tensor:
-        return task._sum(task._own.loss(model, batch))
+        losses.append(task._sum(task._own.loss(model, batch)))
+        return losses[-1]
 
     with _dtypes_explained(model, batch):
         outside = task._call("loss", outside_of_checkpoint, model, loss, task._own)
@@ -312,6 +330,7 @@ def _try_state(task: OwnMethods, model: nn.Module) -> None:
             f"{task._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
             "training depends on it, make it a buffer (task.register_buffer), or a part of the model"
         )
+    return float(losses[0].detach())
 
 
 def _values(task: OwnMethods, model: nn.Module, batch: Batch) -> list[float]:

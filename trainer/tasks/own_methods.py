@@ -62,6 +62,10 @@ class OwnMethods:
             uniforms.
         source: Its origin, for messages: a file, or a class of a notebook.
 
+    Attributes:
+        tried: Results of the trial by name, see `trainer.tasks.custom_trial.try_task`; {} before it.
+        source_hash: Hash of the file and the modules beside it; "" for a class without a file.
+
     Raises:
         BadInputError: If a method is missing, `data` gives something else, or it isn't known which way the
             metric is better.
@@ -70,6 +74,7 @@ class OwnMethods:
     def __init__(self, own: Any, source: str) -> None:
         """Opens the data."""
         self._own, self._source = own, source
+        self.tried: Mapping[str, str] = {}
         self.source_hash = ""
         self.hooks: Any = ()
         for name, what in WANTED.items():

@@ -311,6 +311,15 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
+def size_of_weights(model: nn.Module) -> str:
+    """Returns the sum of the absolute values of a model's tensors, with 9 digits."""
+    total = 0.0
+    for tensor in _tensors(model).values():
+        if tensor.is_floating_point() and not (nn.parameter.is_lazy(tensor) or tensor.is_meta):
+            total += float(torch.linalg.vector_norm(tensor.detach(), 1, dtype=torch.float64))
+    return f"{total:.9g}"
+
+
 def _put_back(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
     """Restores a model's tensors in place, as a checkpoint does."""
     with torch.no_grad():

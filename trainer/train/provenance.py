@@ -25,7 +25,7 @@ from trainer.launch.nodes.discover import job_of
 from trainer.runs.differences import differences, extends, other_arithmetic, other_data
 from trainer.runs.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
 from trainer.runs.trust import marked
-from trainer.train.components.task import described_data
+from trainer.train.components.task import described_data, identity_of_task, task_changes
 from trainer.train.state import Run
 from trainer.version import ARITHMETIC, __version__
 
@@ -60,6 +60,7 @@ def make_manifest(
     if stored is not None:
         changed = [
             *differences(stored.config, config),
+            *task_changes(stored, run.task),
             *other_data(stored, fingerprint),
             *other_arithmetic(stored.arithmetic),
         ]
@@ -99,6 +100,7 @@ def make_manifest(
         device=_device(world.device),
         data=described_data(run.task),
         fingerprint=dict(fingerprint),
+        identity=identity_of_task(run.task),
         pretrained=pretrained,
         host=platform.node(),
         pid=os.getpid(),

@@ -36,6 +36,7 @@ class Request:
         command: The command as it was typed, without secrets.
         begun_from: Checkpoint of another run that a new run begins from, or None.
         pretrained: Source and hash of the pretrained weights, or None.
+        tried: Results of the trial of a custom task, see `trainer.tasks.custom_trial.try_task`.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class Request:
     command: str = field(default_factory=lambda: typed(sys.argv))
     begun_from: BegunFrom | None = None
     pretrained: Pretrained | None = None
+    tried: dict[str, str] = field(default_factory=dict)
 
 
 def as_json(request: Request) -> dict[str, Any]:

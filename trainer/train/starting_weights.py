@@ -48,7 +48,7 @@ from trainer.runs.manifest import BegunFrom, Manifest, Pretrained, read_run
 from trainer.tasks import Task
 from trainer.train.components.checkpoint_choice import chosen_checkpoint
 from trainer.train.components.operations import shapes_only
-from trainer.train.components.task import WEIGHTS, data_of
+from trainer.train.components.task import WEIGHTS, data_of, task_changes
 from trainer.train.options import Mode, StartingPoint
 from trainer.train.provenance import file_hash
 from trainer.train.state import Run, fitting, load_tensors, own_tensors, read_numbers, tensors_of
@@ -101,6 +101,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
         # Without that run's own initial weights: only the weights that it trained are taken.
         differs=[
             *differences(before, config),
+            *task_changes(run.manifest, task),
             *(
                 line
                 for line in other_data(run.manifest, data_of(recipe, task))

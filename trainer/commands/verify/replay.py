@@ -25,7 +25,7 @@ from trainer.runs.folder import KEPT, MANIFEST
 from trainer.runs.manifest import update_manifest
 from trainer.runs.trust import check_run
 from trainer.train.anomaly import write_anomalies
-from trainer.train.components.task import data_of, make_task
+from trainer.train.components.task import data_of, make_task, task_changes
 from trainer.train.options import TrainOptions
 from trainer.train.start.resolve import start
 from trainer.train.starting_weights import resolve_pretrained
@@ -88,12 +88,18 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
     # One that began from another run's checkpoint has that, and starts from nothing else.
     before = run.manifest if run.manifest.begun_from else None
     _, pretrained, _ = resolve_pretrained(recipe, before, run.path)
-    recorded, here = run.manifest.fingerprint, data_of(recipe, make_task(recipe), pretrained)
+    task = make_task(recipe)
+    recorded, here = run.manifest.fingerprint, data_of(recipe, task, pretrained)
     other = [
         f"{name}: {recorded.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
         for name in {**recorded, **here}
-        if recorded.get(name) != here.get(name)
+        if recorded.get(name) != here.get(name) and (name != "task" or run.manifest.identity is None)
     ]
+    if changes := task_changes(run.manifest, task):
+        raise BadInputError(
+            f"{run.path}: its task isn't the one that the run was trained with ({'; '.join(changes)}); bring "
+            "that back"
+        )
     if other:
         raise BadInputError(
             f"{run.path}: its data isn't here ({other[0]}); say where it lies with --set data.path=…, "

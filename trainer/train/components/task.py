@@ -30,7 +30,8 @@ from trainer.models.modes import begin_training
 from trainer.models.precision import fp32_modules
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
-from trainer.runs.manifest import Pretrained
+from trainer.runs.differences import other_task
+from trainer.runs.manifest import Manifest, Pretrained, TaskIdentity
 from trainer.tasks import Checked, Extensible, Task
 from trainer.train.components.operations import blank_batch, shapes_only
 from trainer.train.components.updates import brings_optimizer, check_updates
@@ -103,6 +104,62 @@ def data_of(recipe: Recipe, task: Task, pretrained: Pretrained | None = None) ->
         "order": draws.fingerprint() if draws else _order(task.train_data, shards_per_block),
         **({WEIGHTS: pretrained.sha256} if pretrained else {}),
     }
+
+
+def identity_of_task(task: Task) -> TaskIdentity | None:
+    """Returns the identity of a custom task for the manifest; None for others."""
+    identity = getattr(task, "identity", None)
+    if identity is None:
+        return None
+    return TaskIdentity(
+        compiler=identity.compiler,
+        code=identity.code,
+        values=identity.values,
+        unknown=list(identity.unknown),
+        tried=dict(getattr(task, "tried", {})),
+    )
+
+
+def methods_of(task: Task) -> list[str]:
+    """Returns the digests of a custom task's methods, which are equal on all ranks; values needn't be."""
+    identity = identity_of_task(task)
+    return [] if identity is None else [one for name, one in identity.code.items() if name[:7] == "method "]
+
+
+def task_changes(stored: Manifest, task: Task) -> list[str]:
+    """Returns the changes in a run's custom task, in the format of `differences`.
+
+    Left out are values that are new each time that an object is made.
+    """
+    now = identity_of_task(task)
+    if stored.identity is None or now is None or not (changes := other_task(stored.identity, now)):
+        return []
+    varying = frozenset[str]()
+    if not changes.keys() <= {*stored.identity.code, *now.code}:
+        varying = getattr(task, "varying", varying)
+    return [line for name, line in changes.items() if name not in varying]
+
+
+def task_notes(stored: Manifest | None, task: Task) -> list[str]:
+    """Returns lines for the user on what of a custom task isn't compared when its run is resumed."""
+    now = identity_of_task(task)
+    if now is None:
+        return []
+    if stored is None:
+        names = ", ".join(now.unknown)
+        return [f"without a value that can be compared on resume: {names}"] if names else []
+    if stored.identity is None:
+        return ["begun by an earlier version of trainer: whether its task's code was changed isn't known"]
+    notes = []
+    if stored.identity.compiler != now.compiler:
+        notes.append(
+            f"{stored.identity.compiler}, now {now.compiler}: instructions and constants of the task's code "
+            "differ anyway and weren't compared"
+        )
+    changes = other_task(stored.identity, now)
+    if varying := [name for name in changes if name in getattr(task, "varying", ())]:
+        notes.append(f"not compared, as new each time that the task is made: {', '.join(varying)}")
+    return notes
 
 
 def left_out_of(task: Task) -> dict[str, Sequence[LeftOut]]:

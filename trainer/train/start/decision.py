@@ -4,7 +4,8 @@ The launcher, ranks without a launcher and `fit` decide before a start. Each ran
 folder is locked, as another process may have trained there meanwhile.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from trainer.host.latest import LATEST
 from trainer.runs.differences import differences, of_end, other_arithmetic, other_data
 from trainer.runs.manifest import BegunFrom, Manifest, Pretrained, read_run, read_stored
 from trainer.tasks import Task
-from trainer.train.components.task import data_of, device_kind, make_plan
+from trainer.train.components.task import data_of, device_kind, make_plan, task_changes
 from trainer.train.options import Mode, StartingPoint
 from trainer.train.starting_weights import find_beginning
 
@@ -84,7 +85,10 @@ def decide(
         check_beginning(folder, stored, source)
     config, plan = recipe.model_dump(mode="json"), make_plan(recipe, task)
     data = data_of(recipe, task, pretrained)
-    check_resumable(folder, stored, config, device_kind(recipe), data, resume, plan.steps)
+    # Of rank 0 alone, which writes the manifest: an attribute may hold the rank.
+    first = os.environ.get("RANK", "0") == "0"
+    changes = task_changes(stored, task) if first and resume == "auto" else []
+    check_resumable(folder, stored, config, device_kind(recipe), data, resume, plan.steps, changes)
     return ended(path_shown(folder), stored, config, resume, plan.steps) or Resume(stored)
 
 
@@ -96,6 +100,7 @@ def check_resumable(
     data: Mapping[str, str],
     mode: Mode,
     steps: int,
+    changes: Sequence[str] = (),
 ) -> None:
     """Checks that the run in a folder may be resumed with this configuration, device and data.
 
@@ -107,6 +112,7 @@ def check_resumable(
         data: Fingerprints of the data now, from `data_of`.
         mode: The flag --resume.
         steps: Number of steps at which the run is to end now; more than before extend a finished run.
+        changes: Changes in its custom task, from `task_changes`.
 
     Raises:
         BadInputError: If --resume never forbids it, or anything differs without --resume force.
@@ -118,7 +124,7 @@ def check_resumable(
         differing = [line for line in differing if not of_end(line)]
     if stored.device.kind != device:
         differing.append(f"trained on {stored.device.kind}, now {device}")
-    differing += other_data(stored, data)
+    differing += [*changes, *other_data(stored, data)]
     if stored.status != "finished" or steps > stored.last_step:
         differing += other_arithmetic(stored.arithmetic)
     if differing and mode != "force":

@@ -1,7 +1,6 @@
 """`fit`: training from Python, in this process, as in a notebook."""
 
 import contextlib
-import inspect
 import json
 import math
 import multiprocessing
@@ -17,7 +16,6 @@ from torch import nn
 
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
-from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.here import from_here, paths_from_here
 from trainer.launch.forked import hangs_in_parallel
@@ -110,7 +108,8 @@ def fit(
     """
     with started_by("fit"), _one_at_a_time(), process_state_kept(), paths_from_here():
         try:
-            return _fit(task, settings or {}, out, resume, from_run, hooks)
+            with contextlib.ExitStack() as stack:
+                return _fit(stack, task, settings or {}, out, resume, from_run, hooks)
         except HookError as error:
             if not isinstance(error.__cause__, Exception):  # sys.exit() would look like a finished run
                 raise
@@ -118,6 +117,7 @@ def fit(
 
 
 def _fit(
+    stack: contextlib.ExitStack,
     task: str | Path | object,
     settings: Mapping[str, Any],
     out: str | Path | None,
@@ -140,6 +140,9 @@ def _fit(
             'it by multiprocessing.get_context("spawn") (ProcessPoolExecutor(mp_context=…)), or set '
             "parallel.threads=1"
         )
+    if not isinstance(task, str | Path):
+        assert isinstance(opened, CustomTask)
+        stack.callback(opened.remember_changes)
     if line := threads_line(recipe, stored, resume):
         warn(line)
     recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, resume, source)
@@ -199,8 +202,6 @@ def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe,
     name = type(own).__name__
     recipe = make_recipe({**getattr(own, "RECIPE", {}), "task": "own"}, words, name)
     opened = CustomTask(own, name)
-    with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
-        opened.source_hash = text_hash(inspect.getsource(type(own)))
     return name, recipe, limit_data(opened, recipe.data.limit)
 
 

@@ -35,12 +35,21 @@ from trainer.runs.folder import check_inside, lock
 from trainer.runs.manifest import Manifest, read_stored
 from trainer.runs.report.write import leave_report
 from trainer.tasks import Task
+from trainer.tasks.custom import CustomTask
 from trainer.train.anomaly import AnomalyDetector, Finding, anomalies_before, left_out, read_anomalies
 from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.components.loading import choose_loading
 from trainer.train.components.memory import memory_warning
 from trainer.train.components.run import build
-from trainer.train.components.task import check_request, data_of, device_kind, make_plan, make_task
+from trainer.train.components.task import (
+    check_request,
+    data_of,
+    device_kind,
+    make_plan,
+    make_task,
+    methods_of,
+    task_notes,
+)
 from trainer.train.loop import train
 from trainer.train.options import Mode
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
@@ -84,6 +93,8 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
 def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> int:
     recipe, folder = request.recipe, request.folder
     kind, task = device_kind(recipe), task or make_task(recipe)
+    if request.tried and isinstance(task, CustomTask):
+        task.tried = request.tried  # of the launcher's trial
     data = data_of(recipe, task, request.pretrained)
     detail(f"{len(task.train_data):,} samples to learn from, {len(task.evaluation_data):,} to measure on")
     # Before the ranks meet, so that each reads the folder as it was before rank 0 writes the manifest.
@@ -156,7 +167,9 @@ def _attempt(
         fresh = checkpoint is None and begun is None
         check_request(recipe, task, world.size, fresh)
         where = f"{begin} of {begun.hash}" if begun else str(begin)
-        check_agreement(f"{config_hash(recipe)} {data} from {where} without {sorted(skipped)}", world)
+        check_agreement(
+            f"{config_hash(recipe)} {data} {methods_of(task)} from {where} without {sorted(skipped)}", world
+        )
         losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
@@ -167,7 +180,7 @@ def _attempt(
         load_checkpoint(run, checkpoint, request.stop_after, stored)
         parallel = recipe.parallel.model_dump()
         resumed = resume_notes(stored, damaged, begin, world, skipped, run.steps, parallel)
-        notes += [*loading, *run.notes, *resumed]
+        notes += [*loading, *run.notes, *resumed, *task_notes(stored, task)]
         if begun is not None:
             notes += begin_from(run, folder, begun)
         out = open_outputs(stack, request, run, stored, data, notes, anomalies, skipped, hooks)

@@ -99,7 +99,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
     check_inside(folder)
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
     # An absolute path: the same after each restart.
-    asked = _request(options, recipe, folder.absolute(), decision, pretrained)
+    asked = _request(options, recipe, folder.absolute(), decision, pretrained, task)
     request = as_json(asked)
     try:
         if first:
@@ -185,18 +185,26 @@ def _of_rank(options: TrainOptions) -> tuple[Request, Task]:
     decision = _decided(options, recipe, folder, task, pretrained)
     if not isinstance(decision, Finished):
         check_start(Start(recipe, task, folder, decision, options.set), here)
-    request = _request(options, recipe, folder, decision, pretrained)
+    request = _request(options, recipe, folder, decision, pretrained, task)
     if request.begun_from is not None and os.environ["RANK"] == "0":
         keep_beginning(folder, request.begun_from)
     return request, task
 
 
 def _request(
-    options: TrainOptions, recipe: Recipe, folder: Path, decision: Decision, pretrained: Pretrained | None
+    options: TrainOptions,
+    recipe: Recipe,
+    folder: Path,
+    decision: Decision,
+    pretrained: Pretrained | None,
+    task: Task,
 ) -> Request:
     begun_from = decision.checkpoint if isinstance(decision, From) else None
     flags = (options.resume, options.stop_after, options.profile)
-    return Request(recipe, options.recipe, folder, *flags, begun_from=begun_from, pretrained=pretrained)
+    tried = dict(getattr(task, "tried", {}))
+    return Request(
+        recipe, options.recipe, folder, *flags, begun_from=begun_from, pretrained=pretrained, tried=tried
+    )
 
 
 def _decided(

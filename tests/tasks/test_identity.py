@@ -1,0 +1,546 @@
+"""Promise: a task is the same if its code, the values that it reads and its attributes are; not its text."""
+
+import argparse
+import collections
+import dataclasses
+import enum
+import functools
+import io
+import itertools
+import json
+import logging
+import operator
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainer.tasks.bytecode import digest_of_statements, scan
+from trainer.tasks.identity import Identity, identity_of
+
+CELL = '''
+SCALE, OTHER, TABLE = 2, [1, 2], {"a": 1, "b": 2}
+WORDS = {"one", "two", "three"}
+
+
+def helper(x, power=2):
+    return inner(x) ** power
+
+
+def inner(x):
+    return x + SCALE
+
+
+class Base:
+    width = 8
+
+    def model(self):
+        return (self.width, OTHER)
+
+
+def make(factor):
+    class Task(Base):
+        """The task."""
+
+        kinds = ("a", "b")
+
+        def __init__(self, weight=1):
+            self.weight = weight
+
+        def loss(self, x):
+            """The loss."""
+            return factor * helper(x) + sum(map(lambda one: one * 3, TABLE.values()))
+
+        def measure(self, x):
+            return x in {"left", "right"} or x in WORDS
+
+    return Task
+
+
+Task = make(5)
+'''
+_NUMBERS = itertools.count(1)
+
+
+def cell(text: str = CELL, *changes: tuple[str, str]) -> Any:
+    """Runs a cell of a notebook: there is no file of its name, and its module is `__main__`."""
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, f"/tmp/ipykernel_1/{next(_NUMBERS)}.py", "exec"), namespace)
+    return namespace["Task"]
+
+
+def differing(one: Identity, other: Identity) -> set[str]:
+    """Names of the entries that differ."""
+    pairs = ((one.code, other.code), (one.values, other.values))
+    return {name for a, b in pairs for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("\n\nclass Base", "\n\n# A comment.\n\n\nclass Base"),
+        ('"""The task."""', '"""Another docstring."""'),
+        ('            """The loss."""\n', ""),
+        ("return (self.width", '"""Now it has one."""\n        return (self.width'),
+        ("            return factor * helper(x) +", "            return factor * helper(\n x) +"),
+        ('WORDS = {"one", "two", "three"}', 'WORDS = {"three", "one", "two"}'),
+        ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}'),
+        ("\n\n\ndef inner(x):\n    return x + SCALE\n", ""),
+        ('x in {"left", "right"}', 'x in {"right", "left"}'),
+    ],
+    ids=lambda change: change[0].strip()[:20],
+)
+def test_what_changes_nothing(change: tuple[str, str]) -> None:
+    text = CELL
+    if "def inner" in change[0]:  # moved to the end
+        text += change[0]
+    assert text.count(change[0]) >= 1
+    changed = text.replace(change[0], change[1], 1)
+    assert identity_of(cell(changed)()) == identity_of(cell()())
+
+
+def test_a_moved_method_and_a_cell_that_is_run_twice() -> None:
+    before = identity_of(cell()())
+    assert identity_of(cell()()) == before
+    loss = CELL[CELL.index("        def loss") : CELL.index("        def measure")]
+    moved = CELL.replace(loss, "").replace("\n    return Task\n", f"\n{loss}    return Task\n")
+    assert moved != CELL
+    assert identity_of(cell(moved)()) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (("factor * helper", "factor + helper"), "method loss"),
+        (("one * 3", "one * 4"), "method loss"),
+        (('"right"', '"up"'), "method measure"),
+        (("(self.width, OTHER)", "[self.width, OTHER]"), "method model"),
+        (("width = 8", "width = 9"), "class attribute width"),
+        (('kinds = ("a", "b")', 'kinds = ("a", "c")'), "class attribute kinds"),
+        (("make(5)", "make(6)"), "closure factor of method loss"),
+        (("return inner(x)", "return 2 * inner(x)"), "function helper"),
+        (("return x + SCALE", "return x - SCALE"), "function inner"),
+        (("power=2", "power=3"), "default power of function helper"),
+        (("SCALE, OTHER, TABLE = 2", "SCALE, OTHER, TABLE = 3"), "global SCALE"),
+        (("[1, 2]", "[1, 3]"), "global OTHER"),
+        (('"b": 2}', '"b": 3}'), "global TABLE"),
+        (('"three"}', '"four"}'), "global WORDS"),
+        (("weight=1", "weight=2"), "attribute weight"),
+    ],
+    ids=str,
+)
+def test_what_changes_something_is_named(change: tuple[str, str], name: str) -> None:
+    assert name in differing(identity_of(cell()()), identity_of(cell(CELL, change)()))
+
+
+def test_arguments_of_the_constructor() -> None:
+    kind = cell()
+    one, three = identity_of(kind(1)), identity_of(kind(3))
+    assert differing(one, three) == {"attribute weight"}
+    assert (one.values["attribute weight"], three.values["attribute weight"]) == ("1", "3")
+
+
+class Holder:
+    """Holds a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+class AttrDict(dict):  # type: ignore[type-arg]
+    """As many configurations are; it has every attribute, or raises what isn't expected."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Meta(type):
+    def __call__(cls, *arguments: Any) -> Any:
+        return super().__call__(*arguments)
+
+
+class Made(metaclass=Meta):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: int) -> None:
+        self.kept = kept
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Rows(list):  # type: ignore[type-arg]
+    pass
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def triple(x: int) -> int:
+    return 3 * x
+
+
+def linear(bias: float) -> nn.Module:
+    net = nn.Linear(2, 1)
+    with torch.no_grad():
+        net.weight.fill_(1)
+        net.bias.fill_(bias)
+    return net
+
+
+def circle(number: int) -> list[Any]:
+    made: list[Any] = [number]
+    made.append(made)
+    return made
+
+
+def seeded(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: n,
+        float,
+        lambda n: "word" * n * 20,
+        lambda n: {"deep": [{"a": (n, None)}]},
+        lambda n: np.arange(4) * n,
+        lambda n: np.array(["a", "b" * n], object),
+        lambda n: np.zeros(3, f"f{4 * n}"),
+        lambda n: np.ma.masked_equal([1, 2, 3], n),
+        lambda n: np.zeros((n, 0)),
+        lambda n: np.datetime64("2020-01-01") + np.timedelta64(n, "D"),
+        lambda n: torch.full((2, 2), n),
+        lambda n: torch.eye(3).mul(n).to_sparse(),
+        lambda n: torch.ones(2, requires_grad=n > 1),
+        linear,
+        lambda n: nn.Sequential(*[nn.ReLU()] * n),
+        lambda n: nn.Dropout(n / 4),
+        Config,
+        lambda n: Config(1, ["a"] * n),
+        lambda n: types.SimpleNamespace(a=types.SimpleNamespace(b=n)),
+        Slotted,
+        Made,
+        Color,
+        lambda n: AttrDict(a=AttrDict(b=n)),
+        lambda n: collections.defaultdict(int if n == 1 else list),
+        lambda n: collections.Counter("a" * n),
+        lambda n: Pair(1, n),
+        lambda n: argparse.Namespace(lr=n),
+        lambda n: torch.utils.data.TensorDataset(torch.ones(n)),
+        lambda n: torch.Size([n]),
+        operator.itemgetter,
+        lambda n: (1,) if n == 1 else [1],
+        lambda n: True if n == 1 else 1,
+        lambda n: -0.0 if n == 1 else 0.0,
+        lambda n: nn.CrossEntropyLoss(label_smoothing=n / 4),
+        lambda n: nn.utils.parametrizations.weight_norm(linear(n)),
+        lambda n: Rows([1] * n),
+        lambda n: functools.partial(double, n),
+        lambda n: functools.partial(double if n == 1 else triple, 1),
+        lambda n: double if n == 1 else triple,
+        lambda n: lambda x: x * n,
+        lambda n: (lambda x: x * 1) if n == 1 else lambda x: x * 2,
+        lambda n: [seeded(n).random],
+        seeded,
+        np.random.default_rng,
+        lambda n: torch.Generator().manual_seed(n),
+        range,
+        lambda n: logging.getLogger(f"l{n}"),
+        lambda n: [torch.relu, torch.tanh][n - 1],
+        lambda n: [torch.float32, torch.float64][n - 1],
+        lambda n: [nn.Linear, nn.Bilinear][n - 1],
+        lambda n: {frozenset({"a", "b", "c" * n})},
+        circle,
+        lambda n: types.MappingProxyType({"a": n}),
+        lambda n: Path("folder") / str(n),
+        lambda n: __import__("re").compile("a" * n),
+        lambda n: __import__("datetime").timedelta(n),
+        lambda n: Holder(Holder(n)),
+        lambda n: [threading.Lock(), n],
+        lambda n: b"bytes" * n,
+    ],
+)
+def test_values_are_compared(make: Callable[[int], Any]) -> None:
+    one, again, other = (identity_of(Holder(make(number))) for number in (1, 1, 2))
+    assert differing(one, again) == set()
+    assert differing(one, other) != set()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        threading.Lock,
+        Path(os.devnull).open,
+        io.BytesIO,
+        tempfile.NamedTemporaryFile,
+        threading.Thread,
+        np.random.default_rng,
+        lambda: iter([1]),
+        lambda: (one for one in [1]),
+        lambda: [[threading.RLock()]],
+        lambda: Holder(sys._getframe()),
+    ],
+)
+def test_what_has_no_stable_value_is_named(make: Callable[[], Any]) -> None:
+    one, other = make(), make()
+    assert identity_of(Holder(one)).unknown == ("attribute value",)
+    assert differing(identity_of(Holder(one)), identity_of(Holder(other))) == set()
+
+
+def test_attributes_that_raise_and_depths_without_end() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+
+    class Odd:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError
+
+    identity = identity_of(types.SimpleNamespace(deep=deep, odd=Odd(), more=1))
+    assert {"attribute deep", "attribute odd"} <= {*identity.unknown}
+    assert identity.values["attribute more"] == "1"
+
+
+def test_secrets_are_neither_stored_nor_compared() -> None:
+    one, other = ({"api_key": f"sesame{n}", "path": f"https://me:pass{n}word@host/x"} for n in (1, 2))
+    first, second = (identity_of(types.SimpleNamespace(**each, all=each)) for each in (one, other))
+    assert differing(first, second) == set()
+    assert "sesame" not in json.dumps(first)
+    assert "word@" not in json.dumps(first)
+
+
+DECORATED = """
+import functools, torch
+from dataclasses import dataclass, field
+def wraps(by):
+    def outer(function):
+        @functools.wraps(function)
+        def called(*args):
+            return by * function(*args)
+        return called
+    return outer
+def add(x): return x + 1
+@dataclass
+class Settings:
+    size: int = 3
+    parts: list = field(default_factory=lambda: [1])
+class Task:
+    added = functools.partial(add, 2)
+    other = staticmethod(add)
+    settings = Settings()
+    @wraps(7)
+    def loss(self, x): return x * 10
+    @torch.no_grad()
+    def measure(self, x): return x * 20
+    @property
+    def size(self): return 30
+    @functools.cached_property
+    def cached(self): return 40
+    @functools.lru_cache
+    def kept(self): return 50
+    @classmethod
+    def made(cls): return cls() or 60
+    def uses(self): return self.added() or Settings(4).size
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [
+        ("x * 10", "function loss"),
+        ("by * function", "method loss"),
+        ("@wraps(7)", "closure by of method loss"),
+        ("x * 20", "method measure"),
+        ("return 30", "method size"),
+        ("return 40", "method cached"),
+        ("return 50", "function Task.kept"),
+        ("or 60", "method made"),
+        ("x + 1", "function add"),
+        ("add, 2", "class attribute added"),
+        ("int = 3", "class attribute Settings.size"),
+        ("lambda: [1]", "function <lambda>"),
+        ("Settings(4)", "method uses"),
+    ],
+)
+def test_decorated_methods_and_other_members(old: str, name: str) -> None:
+    changed = old.translate(str.maketrans("0123456789", "1234567890"))
+    if changed == old:
+        changed = old.replace("*", "+")
+    assert changed != old
+    assert DECORATED.count(old) == 1
+    found = differing(identity_of(cell(DECORATED)()), identity_of(cell(DECORATED.replace(old, changed))()))
+    assert found
+    assert {one for one in found if name.rsplit(maxsplit=1)[-1] in one}, found
+
+
+def test_classes_by_type_and_names_of_classes() -> None:
+    def loss(self: Any) -> int:  # noqa: ARG001
+        return 1
+
+    def other(self: Any) -> int:  # noqa: ARG001
+        return 2
+
+    made = [type(name, (Holder,), {"loss": one}) for name, one in (("A", loss), ("B", loss), ("A", other))]
+    first, renamed, edited = (identity_of(one(1)) for one in made)
+    assert differing(first, renamed) == set()
+    assert "method loss" in differing(first, edited)
+
+
+def test_a_class_without_a_module() -> None:
+    """`exec` with a namespace of its own says "builtins"."""
+    found = []
+    for text in (CELL, CELL.replace("one * 3", "one * 4")):
+        namespace: dict[str, Any] = {}
+        exec(text, namespace)
+        found.append(identity_of(namespace["Task"]()))
+    assert "method loss" in differing(*found)
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+
+
+def of_modules(folder: Path, **texts: str) -> Identity:
+    """Writes modules, imports `task` anew and returns the identity of its class."""
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+        sys.modules.pop(name, None)
+    import importlib
+
+    importlib.invalidate_caches()
+    sys.dont_write_bytecode = True
+    return identity_of(importlib.import_module("task").Task())
+
+
+def test_modules_of_the_user_count_by_what_is_used(importable: Path) -> None:
+    texts = {
+        "task": """
+            import numpy, helpers
+            from helpers import g as renamed
+            class Task:
+                def loss(self, x): return helpers.f(x) + renamed(x)
+                def model(self):
+                    from late import LATE
+                    return LATE
+        """,
+        "helpers": "SCALE = 2\ndef f(x): return x * SCALE\ndef g(x): return x\ndef unused(x): return x\n",
+        "late": "LATE = 1\n",
+    }
+    before = of_modules(importable, **texts)
+    changes = {
+        "x * SCALE": ("x + SCALE", {"function helpers.f"}),
+        "SCALE = 2": ("SCALE = 3", {"global helpers.SCALE"}),
+        "def g(x): return x": ("def g(x): return -x", {"function renamed"}),
+        "def unused(x): return x": ("def unused(x): return -x", set()),
+    }
+    for old, (new, names) in changes.items():
+        helpers = texts["helpers"].replace(old, new)
+        assert differing(before, of_modules(importable, **{**texts, "helpers": helpers})) == names
+    late = of_modules(importable, **{**texts, "late": "LATE = 2\n"})
+    assert differing(before, late) == {"module late.py"}
+    assert differing(before, of_modules(importable, **{**texts, "late": "# new\nLATE = 1\n"})) == set()
+
+
+def test_a_folder_that_was_moved_is_the_same(importable: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        (importable / name).mkdir()
+        (importable / name / "placed.py").write_text(
+            "from pathlib import Path\nHERE = Path(__file__).parent\nNAMES = [str(HERE / 'x')] * 50\n"
+            "class Task:\n    def __init__(self): self.root = str(HERE / 'data')\n"
+            "    def loss(self): return HERE, NAMES\n"
+        )
+        sys.modules.pop("placed", None)
+        sys.path.insert(0, str(importable / name))
+        found.append(identity_of(__import__("placed").Task()))
+        sys.path.remove(str(importable / name))
+        __import__("importlib").invalidate_caches()
+    assert differing(*found) == set()
+
+
+def test_another_hash_seed_is_the_same() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from tests.tasks.test_identity import cell\n"
+        "from trainer.tasks.identity import identity_of\n"
+        "import json; print(json.dumps(identity_of(cell()())))"
+    )
+    root = Path(__file__).parents[2]
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(root)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(said) == 1
+
+
+def test_large_arrays_are_hashed_once() -> None:
+    """Not once for each name."""
+    table = np.zeros(1 << 20)
+    one = types.SimpleNamespace(a=table, b=table, c=[table, {"d": table}])
+    assert identity_of(one).values["attribute a"] == identity_of(one).values["attribute b"]
+
+
+def test_statements_beside_definitions() -> None:
+    text = "'doc'\nimport os\nX = 1\ndef f(): pass\nif __name__ == '__main__':\n    f()\n"
+    assert digest_of_statements(text.encode()) == ""
+    one, two = (digest_of_statements(f"{text}import torch\ntorch.set_{n}(1)\n".encode()) for n in "ab")
+    assert one
+    assert one != two
+
+
+def test_names_that_code_reads() -> None:
+    def function(x: Any) -> Any:
+        class Inner:
+            kept = textwrap
+
+        return [np.random.rand(one) for one in x] + [json.dumps, Inner, lambda: pytest.mark.late]
+
+    reads = {*scan(function.__code__).reads}
+    assert {("textwrap",), ("np", "random", "rand"), ("json", "dumps"), ("pytest", "mark", "late")} <= reads
