@@ -116,10 +116,6 @@ def test_in_a_notebook_what_needs_processes_says_so() -> None:
 
 
 def test_batchnorm_is_documented_over_micro_batches() -> None:
-    class Normed(Small):
-        def model(self) -> nn.Module:
-            return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-
     (row,) = check(Normed, only=["micro-batches-2"]).rows
     assert row.verdict == "documented"
     assert (row.tensor, row.step) == ("model/1.running_var", 1)
@@ -170,6 +166,168 @@ def test_compiled_code_is_to_draw_the_random_numbers_of_plain_pytorch(
     monkeypatch.setattr(training, "build", look)
     (row,) = check(Dropped, only=["compile"]).rows
     assert row.detail == "fallback_random=True" and not config.fallback_random
+
+
+class Normed(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def test_a_variant_whose_subject_did_not_happen_is_not_compared() -> None:
+    class Still(Small):
+        def optimizer(self, model: nn.Module) -> Any:
+            return torch.optim.SGD(model.parameters(), 0.0)
+
+    class Whole(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            with torch.autocast("cpu", enabled=False):
+                return super().loss(model, batch)
+
+    rows = check(Still, only=["plain", "ema"]).rows
+    assert [row.verdict for row in rows] == ["not compared"] * 2
+    rows = check(Whole, only=["plain", "bf16", "micro-batches-2"]).rows
+    assert [row.verdict for row in rows] == ["equal", "equal", "not compared"]
+
+
+@pytest.mark.parametrize("task", [Small, Normed])
+def test_fp16_skips_an_update_and_makes_a_later_one(task: type) -> None:
+    (row,) = check(task, only=["fp16"]).rows
+    assert row.verdict == "equal"
+    skipped = int(row.detail.partition(" of 5 updates")[0].rpartition(" ")[2])
+    assert 0 < skipped < 5
+
+
+def test_what_fails_in_plain_pytorch_too_is_not_compared() -> None:
+    class Mixed(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            given = model(batch.fields["x"])
+            return torch.zeros_like(batch.fields["y"]).index_add(0, torch.arange(len(given)), given).sum()
+
+    rows = check(Mixed, only=["plain", "bf16"]).rows
+    assert [row.verdict for row in rows] == ["equal", "not compared"]
+
+
+def test_a_crash_of_the_trainer_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(step_module, "_update", broken)
+    report = check(Small, only=["plain", "again"])
+    assert [row.verdict for row in report.rows] == ["crashed", "crashed"] and not report.ok
+    assert "ZeroDivisionError" in report.rows[0].detail
+
+
+def test_what_moves_in_evaluation_is_documented() -> None:
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 1)
+            self.register_buffer("largest", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x)
+            self.largest = torch.maximum(self.largest, y.detach().abs().max())
+            return y / (1 + self.largest)
+
+    class Observed(Small):
+        def data(self) -> Any:
+            train, evaluation = super().data()
+            return train, {name: 3 * array for name, array in evaluation.items()}
+
+        def model(self) -> nn.Module:
+            return Observer()
+
+    report = check(Observed, only=["plain", "ema"])
+    assert [row.verdict for row in report.rows] == ["equal", "documented"]
+    assert report.rows[1].tensor == "model/largest"
+
+
+def test_reasons_are_found_by_trying() -> None:
+    """A BatchNorm that sees a table of weights and no sample is no reason."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Parameter(torch.randn(4, 2)), nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.norm(self.table).T
+
+    class Negatives(Small):
+        def model(self) -> nn.Module:
+            return Table()
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            one = model(batch.fields["x"])
+            wanted = torch.arange(len(one))
+            return nn.functional.cross_entropy(one @ one.T, wanted, reduction="sum")
+
+    class Noisy(Normed):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            x = batch.fields["x"]
+            return (model(x + torch.randn_like(x)) - batch.fields["y"]).square().sum()
+
+    told = {
+        task: check(task, only=["micro-batches-4"]).rows[0] for task in (Negatives, Normed, Noisy, Dropped)
+    }
+    assert {row.verdict for row in told.values()} == {"documented"}
+    named = {
+        task.__name__: [word for word in ("BatchNorm", "random", "compares") if word in row.detail]
+        for task, row in told.items()
+    }
+    assert named == {
+        "Negatives": ["compares"],
+        "Normed": ["BatchNorm"],
+        "Noisy": ["BatchNorm", "random"],
+        "Dropped": ["random"],
+    }
+
+
+def test_recomputed_code_that_asks_for_float32_is_no_crash() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).float().square().to(torch.float32) + x
+
+    class Blocks(Small):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Sequential(Wide()), nn.Sequential(Wide()), nn.Linear(2, 1))
+
+    report = check(Blocks, only=["plain", "checkpointing"])
+    assert [row.verdict for row in report.rows] == ["equal", "equal"] and "float64" in report.about
+
+
+def test_where_float64_fails_float32_is_compared() -> None:
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            if torch.is_grad_enabled() or (len(x) > 4 and x.dtype == torch.float64):
+                raise TypeError("float32 alone")
+            return grad
+
+    class Own(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return (Narrow.apply(model(batch.fields["x"])) - batch.fields["y"]).square().sum()
+
+    (row,) = check(Own, only=["plain"]).rows
+    assert row.verdict == "equal" and "float32" in row.detail
+
+
+def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    report = check(Normed, only=["plain", "micro-batches-2"])
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 70 and len(lines) > len(report.rows) + 2
+    assert all(line in " ".join(str(report).split()) for line in report.not_looked_at)
 
 
 def test_a_crash_is_a_difference_and_a_refusal_is_not() -> None:

@@ -170,7 +170,8 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             kept = {name: p.detach().clone() for name, p in averaged.items()}
             changed = untrained(model) if ruled else {}
             put(model, average)
-            now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
+            with draws_alike() if "random" in still else nullcontext():
+                now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
             put(model, {**kept, **{name: tensor for name, tensor in changed.items() if name in moving}})
         seen.append(now)
     return seen

@@ -374,7 +374,8 @@ class Trainings:
             detail = f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why}"
             return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
         unruled = self._reference(subject, plainly, ruled=False)
-        if (first := compare(unruled, wanted).first) is not None:
+        moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]
+        if (first := compare(unruled, wanted, moved=moved).first) is not None:
             detail = (
                 f"as plain PyTorch ({compared}) where what training changes is put back after an evaluation; "
                 f"without that rule, {first}"
