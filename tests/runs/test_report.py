@@ -21,7 +21,7 @@ from trainer.config.recipe_file import load_recipe
 from trainer.errors import BadInputError
 from trainer.observe import phases
 from trainer.observe.charts.lines import line
-from trainer.observe.rows import FILES, RATES
+from trainer.observe.rows import FILES, SPAN_OF_RATES
 from trainer.observe.text import (
     share,
 )
@@ -689,8 +689,10 @@ def test_what_records_say_of_a_span_is_a_rate() -> None:
     for n in range(1, 101):
         for name in train_row(n, 100, random.Random(n)).keys() - others:
             head, slash, _ = name.partition("/")
-            assert name.startswith(moments) or head + slash in RATES, name
-    assert {rate.name.partition("/")[0] + "/" * ("/" in rate.name) for rate in figures.RATES} <= {*RATES}
+            assert name.startswith(moments) or head + slash in SPAN_OF_RATES, name
+    assert {rate.name.partition("/")[0] + "/" * ("/" in rate.name) for rate in figures.RATES} <= {
+        *SPAN_OF_RATES
+    }
 
 
 def test_a_run_without_records_or_with_one(tmp_path: Path) -> None:

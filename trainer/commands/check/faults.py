@@ -33,7 +33,7 @@ from trainer.train.state import Run
 _KNOWN = Path(__file__).parent / "known"
 _SMALL = ("data.global_batch_size=8", "data.micro_batch_size=8")
 # Tasks by name: file, and settings beside its own.
-TASKS = MappingProxyType(
+KNOWN_TASKS = MappingProxyType(
     {
         "simple": ("simple.py", ()),
         "ragged": ("ragged.py", ()),
@@ -54,7 +54,7 @@ class Fault(NamedTuple):
         attribute: The attribute.
         change: Makes the faulty function of the right one.
         seen_by: Variants that must see it; one of them is enough.
-        task: A name of `TASKS`.
+        task: A name of `KNOWN_TASKS`.
         there: Whether it is put only into processes that the check starts.
     """
 
@@ -77,7 +77,7 @@ class Fault(NamedTuple):
 
 def task_of(name: str) -> Recipe:
     """Returns the recipe of one of the tasks, with its file."""
-    file, settings = TASKS[name]
+    file, settings = KNOWN_TASKS[name]
     return load_recipe(str(_KNOWN / file), [*_SMALL, *settings])
 
 
@@ -361,7 +361,7 @@ FAULTS = (
           lambda right: lambda own, _=0: right(own, 0), _RESUMED, there=True),
     Fault("resumed-in-epoch-0", "a resumed run takes the order of the first epoch", Plan, "_sample",
           _sample(lambda right, epoch, position: right(epoch * 0, position)), ("resume-late",), there=True),
-    Fault("resumed-keys", "dropout begins anew in a resumed run",
+    Fault("resumed-keys", "dropout begins again in a resumed run",
           loop, "train_step", _keyed(_since_start), _RESUMED),
     Fault("momentum-lost", "SGD's momentum isn't restored", state, "load_tensors",
           _after(_zero_slot("momentum_buffer")), _RESUMED, "weighted"),

@@ -41,8 +41,8 @@ from trainer.errors import BadInputError
 from trainer.rng import Ints
 from trainer.train.components.task import check_request, make_plan
 
-Verdict = Literal["equal", "documented", "differs", "crashed", "not compared"]
-BAD: tuple[Verdict, ...] = ("differs", "crashed")
+RowVerdict = Literal["equal", "documented", "differs", "crashed", "not compared"]
+BAD: tuple[RowVerdict, ...] = ("differs", "crashed")
 Trained = Training | str  # or why there is nothing
 _CRASH = "crash: "
 _ALONE = World(0, 1, 0, torch.device("cpu"), None)
@@ -164,7 +164,7 @@ class VariantRow:
 
     name: str
     what: str
-    verdict: Verdict
+    verdict: RowVerdict
     detail: str
     tensor: str = ""
     step: int = 0
@@ -237,7 +237,7 @@ class Trainings:
                 return VariantRow(
                     variant.name, variant.what, "not compared", f"plain PyTorch fails, too: {error}"
                 )
-            verdict: Verdict = "crashed" if crash else "not compared"
+            verdict: RowVerdict = "crashed" if crash else "not compared"
             return VariantRow(variant.name, variant.what, verdict, got.removeprefix(_CRASH))
         row = self._same_bits(variant, got) if variant.same_as else self._against_plain(variant, got, subject)
         if row.verdict in BAD:
