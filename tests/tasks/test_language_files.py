@@ -140,7 +140,7 @@ def test_text_becomes_tokens_and_text_again() -> None:
 
 
 def _generate(*arguments: Any) -> torch.Tensor:
-    return torch.tensor(list(generated(*arguments)))
+    return torch.tensor(list(generated(*arguments, window=True)))
 
 
 def test_generating_is_what_the_model_says() -> None:
