@@ -227,7 +227,8 @@ MARKS = "{% generation %}", "{% endgeneration %}"
 def thinking(said: str, prompt: str = "") -> str:
     """A template of ChatML that writes `said` of each message."""
     begin = "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}"
-    return f"{begin}{said}{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|>assistant\n{prompt}{{% endif %}}"
+    end = f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{prompt}{{% endif %}}"
+    return f"{begin}{said}{{% endfor %}}{end}"
 
 
 MARKED = (

@@ -1,7 +1,7 @@
 """Loss mask of a conversation: spans of the rendered text that the assistant writes, and their tokens."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -306,10 +306,15 @@ def _unread_of_calls(
             yield f"{key!r} in tool_calls"
 
 
+def _alike(one: str, other: str) -> int:
+    """Returns how many letters two texts begin alike with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 def _left_out(what: str, nth: int, number: int) -> ChatError:
     return ChatError(
-        f"the chat template leaves {what} out (call {nth + 1} of message {number + 1}); use the template of a "
-        "model that calls tools, or put the calls into content"
+        f"the chat template leaves {what} out (call {nth + 1} of message {number + 1}); use the template of "
+        "a model that calls tools, or put the calls into content"
     )
 
 
@@ -317,8 +322,7 @@ def _differs(found: str, text: str, spans: Spans | None) -> bool:
     """Whether two texts differ; where spans are given, in one of those."""
     if found == text or spans is None:
         return found != text
-    begin = len(os.path.commonprefix([found, text]))
-    end = len(text) - len(os.path.commonprefix([found[::-1], text[::-1]]))
+    begin, end = _alike(found, text), len(text) - _alike(found[::-1], text[::-1])
     # What both have may reach over an end, where the same letters follow.
     return any(first <= max(begin, end) and min(begin, end) <= stop for first, stop in spans)
 
