@@ -72,6 +72,26 @@ def test_a_text_goes_on_from_what_was_kept_of_it(family: str, tmp_path: Path) ->
         list(generated(model, text, 1))
 
 
+@pytest.mark.parametrize(
+    ("rope", "places"),
+    [
+        (None, PLACES),
+        ({"rope_type": "linear", "factor": 2.0}, 2 * PLACES),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": PLACES}, 4 * PLACES),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}, PLACES),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12}, PLACES),
+    ],
+)
+def test_a_model_has_the_places_of_its_configuration(rope: object, places: int, tmp_path: Path) -> None:
+    """Not those of the samples, which it learns."""
+    scaled = rope if rope is None else {**dict(rope), "rope_theta": 100.0}  # type: ignore[call-overload]
+    folder = folder_of("mistral", tmp_path, rope_parameters=scaled)
+    assert hf_model(f"hf/{folder}", 16).places == places
+    assert hf_model(f"hf/{folder}", places).places == places
+    with pytest.raises(BadInputError):
+        hf_model(f"hf/{folder}", places + 1)
+
+
 def test_a_configuration_that_asks_for_other_outputs(tmp_path: Path) -> None:
     folder, tokens = folder_of("granite", tmp_path), documents()[0]
     wanted = loaded(folder)(tokens)

@@ -229,7 +229,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
         reference, inputs = _from_pixels(run, reference), [(batch.fields["image"],) for batch in batches]
     places = [_places(run, batch) for batch in batches]
     only_weights = options.to in _WEIGHTS
-    tensors = hf.tensors_of(options.to, run) if options.to in hf.LIBRARIES else run.model.state_dict()
+    tensors = hf.tensors_to_write(options.to, run) if options.to in hf.LIBRARIES else run.model.state_dict()
     with torch.no_grad():
         trained = wanted = [leaves(reference(*values)) for values in inputs]
         model = reference

@@ -70,7 +70,7 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
     return file
 
 
-def tensors_of(to: str, run: OpenedRun) -> dict[str, torch.Tensor]:
+def tensors_to_write(to: str, run: OpenedRun) -> dict[str, torch.Tensor]:
     """Tensors that a library's file is to hold, by its names, in the run's precision.
 
     Args:
@@ -146,7 +146,7 @@ def versions() -> dict[str, str]:
 
 
 def _learned(run: OpenedRun) -> dict[str, torch.Tensor]:
-    """What LoRA learned, by the names of peft."""
+    """Returns what LoRA learned, by the names of peft."""
     lora = run.manifest.config.get("model", {}).get("lora", {})
     if not lora.get("rank"):
         raise BadInputError(f"--to peft: {run.folder} was trained without model.lora; use --to transformers")

@@ -11,7 +11,7 @@ import torch
 from trainer.data.formats.encoders import Encoder, read_tokenizer
 from trainer.data.formats.text import decode_text as decode, encode_text as encode
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.models.gpt import GPT, cut_after, generated, room_after
+from trainer.models.gpt import GPT, cut_after, generated, places_of, room_after
 from trainer.models.hf_files import end_tokens
 from trainer.observe.console import warn
 from trainer.observe.text import printable
@@ -37,11 +37,12 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     prompt = _tokens(options.prompt or "", facts, encoder)
     begun = torch.tensor(prompt or [_first(facts)], device=device)
     window = isinstance(run.model, GPT)  # a sample begins anywhere in the text, so it may go on from a part
+    places = places_of(run.model)
     if not window:
         check_room(run.model, len(begun), "--prompt")
-    elif len(begun) > run.model.places:
+    elif places is not None and len(begun) > places:
         warn(
-            f"--prompt has {len(begun):,} tokens, of which the model sees the last {run.model.places:,} "
+            f"--prompt has {len(begun):,} tokens, of which the model sees the last {places:,} "
             "(language.sequence_length)"
         )
     tokens = generated(

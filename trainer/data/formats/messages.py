@@ -161,7 +161,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def _thought(message: Mapping[str, Any], where: str) -> dict[str, str]:
-    """What a model thought, as transformers gives it to templates: by whichever of its names they read."""
+    """Returns what a model thought by each name that templates read, as transformers gives it to them."""
     given = {name: _string(message[name], f"{where}: {name}") for name in THOUGHT if message.get(name)}
     if len(set(given.values())) > 1:
         raise RowError(f"{where}: {' and '.join(given)} have unlike texts; keep one of them")

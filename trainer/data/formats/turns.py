@@ -254,7 +254,7 @@ def _dense(text: str) -> str:
 
 
 def _thought(message: Message) -> str:
-    """What a model thought, in a message, without blanks around it."""
+    """Returns what a model thought, in a message, without blanks around it."""
     return next((str(message[key]).strip() for key in THOUGHT if key in message), "")
 
 
