@@ -92,7 +92,7 @@ def test_of_several_ranks_the_first_answers_and_a_sharded_model_the_same(ranks: 
 
 
 def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInputError, match=r"'a a.* has \d+ tokens, more than language\.sequence_length"):
+    with pytest.raises(BadInputError, match=r"'a a.* has \d+ tokens, and the model has 64 places"):
         build_alone(recipe := recipe_of(folder, "a " * 99), make_task(recipe))
     with pytest.raises(BadInputError, match=r"language\.prompts are answered with data\.name=conversations"):
         make_task(
