@@ -228,6 +228,7 @@ def _train_own(folder: Path, way: str, start: Any = None) -> tuple[str, str]:
     """A custom task's bits and data: with fewer samples than it has, and a hook that wants rows."""
     check("own", way, place(folder), job(folder, way, Job("own.py", WATCHED), start))
     assert len((folder / "watched").read_text().splitlines()) == 3, "once for a job, not for a rank"
+    assert "24" in manifest_of(folder)["fingerprint"]["training data"].split()
     return bits_of(folder), data_of(folder)
 
 
