@@ -321,7 +321,9 @@ def size_of_weights(model: nn.Module) -> str:
     total = 0.0
     for tensor in _tensors(model).values():
         if tensor.is_floating_point() and not (nn.parameter.is_lazy(tensor) or tensor.is_meta):
-            total += float(torch.linalg.vector_norm(tensor.detach(), 1, dtype=torch.float64))
+            # .to() first: types of 8 bits aren't promoted to another one.
+            wide = tensor.detach().to(torch.float64) if tensor.element_size() == 1 else tensor.detach()
+            total += float(torch.linalg.vector_norm(wide, 1, dtype=torch.float64))
     return f"{total:.9g}"
 
 
