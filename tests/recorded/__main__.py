@@ -13,7 +13,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 
 from tests.recorded.draw import Attempt, Case, draw
 from tests.recorded.files import left_out
-from tests.recorded.play import Workplace, WrongError, play
+from tests.recorded.play import Workplace, play_all
 from tests.recorded.refusals import refuse
 
 ROOT = Path(__file__).parents[2]
@@ -65,19 +64,17 @@ def machine() -> dict[str, Any]:
 def _write(file: Path, cases_of: Path | None, only: int | None) -> int:
     cases = [draw(seed) for seed in SEEDS] if cases_of is None else _cases(json.loads(cases_of.read_text()))
     cases = [case for case in cases if only in (None, case.seed)]
-    recipes, wrong = {}, 0
+    recipes: dict[str, Any] = {}
+    wrong = 0
     with tempfile.TemporaryDirectory(prefix="trainer-recorded-") as folder:
         place = Workplace(Path(folder).resolve())
-        for case in cases:
-            began = time.monotonic()
-            try:
-                if why := left_out(case.kind):
-                    raise WrongError(why)
-                recipes[str(case.seed)] = {"case": case._asdict(), **play(case, place)}
-                print(f"{case.seed}: {case.kind} ({time.monotonic() - began:.1f} s)", flush=True)
-            except WrongError as error:
-                wrong += 1
-                print(f"{case.seed}: {case.kind} WRONG: {error}", flush=True)
+        for case, played in play_all(cases, place):
+            wrong += isinstance(played, str)
+            print(
+                f"{case.seed}: {case.kind} {'WRONG: ' + played if isinstance(played, str) else ''}",
+                flush=True,
+            )
+            recipes[str(case.seed)] = played
         refusals = refuse(place) if only is None else {}
     for words, one in refusals.items():
         if one["code"] != 2 or one["left"]:
@@ -126,26 +123,23 @@ def _compare(record: Mapping[str, Any], only: int | None) -> int:
         print(f"recorded on another machine: record anew from commit {record['commit']} by --anew")
         print(*(f"  {line[:160]}" for line in other), sep="\n")
         print(f"compared are only {', '.join(_ANYWHERE)}, exit codes and names of refusals")
-    differ, played = 0, 0
+    differ = 0
     with tempfile.TemporaryDirectory(prefix="trainer-recorded-") as folder:
         place = Workplace(Path(folder).resolve())
-        for case in _cases(record):
-            if only not in (None, case.seed) or left_out(case.kind):
-                continue
-            wanted, played = record["recipes"][str(case.seed)], played + 1
-            try:
-                found = {"case": wanted["case"], **json.loads(json.dumps(play(case, place)))}
-                texts = case.kind == "documents" and then["python"] != here["python"]  # of this Python
-                keys = ("codes",) if texts else _ANYWHERE
-                lines = [*differences(wanted, found, keys if other else None)]
-            except WrongError as error:
-                lines = [str(error)]
+        cases = [one for one in _cases(record) if only in (None, one.seed) and not left_out(one.kind)]
+        for case, found in play_all(cases, place):
+            wanted = record["recipes"][str(case.seed)]
+            texts = case.kind == "documents" and then["python"] != here["python"]  # of this Python
+            keys = ("codes",) if texts else _ANYWHERE
+            lines = (
+                [found] if isinstance(found, str) else [*differences(wanted, found, keys if other else None)]
+            )
             differ += bool(lines)
             print(f"{case.seed}: {case.kind} {'differs' if lines else 'same'}", flush=True)
             print(*(f"  {line}" for line in lines[:8]), sep="\n", end="\n" if lines else "")
         lines = [*differences(record["refusals"], refuse(place))] if only is None else []
     print(*(f"refusal {line}" for line in lines), sep="\n", end="\n" if lines else "")
-    print(f"{played} recipes: {differ} differ; {len(record['refusals'])} refusals: {len(lines)} differ")
+    print(f"{len(cases)} recipes: {differ} differ; {len(record['refusals'])} refusals: {len(lines)} differ")
     return 1 if differ or lines else 0
 
 
@@ -160,7 +154,8 @@ def differences(wanted: Any, found: Any, keys: tuple[str, ...] | None = None, at
     """
     if isinstance(wanted, dict) and isinstance(found, dict):
         for key in keys or sorted({*wanted, *found}):
-            yield from differences(wanted.get(key), found.get(key), None, f"{at}.{key}".strip("."))
+            one, other = wanted.get(key, "absent"), found.get(key, "absent")
+            yield from differences(one, other, None, f"{at}.{key}".strip("."))
     elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
         for number, (one, other) in enumerate(zip(wanted, found, strict=True)):
             yield from differences(one, other, None, f"{at}[{number}]")

@@ -261,13 +261,14 @@ def _drawn(of_seed: random.Random, seed: int, kind: str, alone: bool) -> Case:
         _put(recipe, "data.mix", {"talks.jsonl": 3, "more.jsonl": 1})
     _tidy(recipe, ranks)
     several = not alone and recipe["parallel"].get("reduction") == "tree"
-    attempts = _attempts(of_seed, ranks, several)
+    attempts = _attempts(of_seed, [1] if kind == "boxes" else [1, 1, 2, 3], ranks, several)
     if kind == "images" and of_seed.random() < _COMPILED:
         recipe["compile"] = {"mode": "default", "scope": "blocks"}
         attempts = [Attempt("stop", 4, ranks, 0), Attempt("done", 0, ranks, 0)]
     if any(one.end not in ("stop", "done") for one in attempts) or of_seed.random() < 0.2:
         recipe["hooks"] = {"use": ["cut.py:Cut"]}
     commands = [] if "compile" in recipe else _commands(of_seed, kind, recipe)
+    commands = commands[:1] if kind == "boxes" else commands  # a command takes seconds
     return Case(seed, kind, recipe, ranks, attempts, commands)
 
 
@@ -300,15 +301,16 @@ def _tidy(recipe: dict[str, Any], ranks: int) -> None:
         data.pop("path", None)
 
 
-def _attempts(of_seed: random.Random, ranks: int, several: bool) -> list[Attempt]:
-    """Draws up to three stops, the last of which may be one that nobody planned, and how the run ends.
+def _attempts(of_seed: random.Random, stops: list[int], ranks: int, several: bool) -> list[Attempt]:
+    """Draws stops, the last of which may be one that nobody planned, and how the run ends.
 
     Args:
         of_seed: What draws.
+        stops: Of which their number is drawn.
         ranks: Number of ranks of each.
         several: Whether it may be another number each time.
     """
-    steps = sorted(of_seed.sample(range(1, STEPS - 2), of_seed.choice([1, 1, 2, 3])))
+    steps = sorted(of_seed.sample(range(1, STEPS - 2), of_seed.choice(stops)))
     ends = ["stop"] * (len(steps) - 1) + [of_seed.choice(["stop", "term", "kill", "raise", "restart"])]
     last = [] if ends[-1] == "restart" else [("done", 0)]
     return [

@@ -65,5 +65,5 @@ def _write_model(folder: Path) -> None:
     from tests.helpers.chat_folders import CHATML, chat_folder
     from tests.helpers.hf_models import folder_of
 
-    folder_of("llama", folder, vocab_size=420)
+    folder_of("llama", folder, vocab_size=420, max_position_embeddings=128)
     chat_folder(folder, template=CHATML)

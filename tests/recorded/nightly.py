@@ -3,12 +3,11 @@
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 
 from tests.recorded.draw import draw
 from tests.recorded.files import left_out
-from tests.recorded.play import Workplace, WrongError, play
+from tests.recorded.play import Workplace, play_all
 
 
 def main() -> int:
@@ -18,27 +17,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, metavar="N", help="how many (default: 100)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder for what is written")
     options = parser.parse_args()
-    wrong, without = [], 0
+    drawn = [draw(seed) for seed in range(options.seed, options.seed + options.count)]
+    reasons = {case.kind: why for case in drawn if (why := left_out(case.kind))}
+    cases, wrong = [case for case in drawn if case.kind not in reasons], []
     with tempfile.TemporaryDirectory(prefix="trainer-nightly-") as temporary:
         if options.keep is not None:
             options.keep.mkdir(parents=True, exist_ok=True)
-        place = Workplace((options.keep or Path(temporary)).resolve())
-        for seed in range(options.seed, options.seed + options.count):
-            case, began = draw(seed), time.monotonic()
-            if why := left_out(case.kind):
-                print(f"{seed}: {case.kind} left out: {why}", flush=True)
-                without += 1
-                continue
-            try:
-                play(case, place)
-            except (WrongError, AssertionError) as error:
-                wrong.append(seed)
-                print(f"{seed}: {case.kind} WRONG: {error}\n{json.dumps(case)}")
-                print(f"again: make nightly SEED={seed} N=1", flush=True)
+        for case, played in play_all(cases, Workplace((options.keep or Path(temporary)).resolve())):
+            if isinstance(played, str):
+                wrong.append(case.seed)
+                print(f"{case.seed}: {case.kind} WRONG: {played}\n{json.dumps(case)}")
+                print(f"again: make nightly SEED={case.seed} N=1", flush=True)
             else:
-                took = time.monotonic() - began
-                print(f"{seed}: {case.kind} right ({took:.1f} s) {' '.join(case.commands)}", flush=True)
-    print(f"{options.count} random recipes: {len(wrong)} wrong {wrong or ''}, {without} left out")
+                print(f"{case.seed}: {case.kind} right; codes {played['codes']}", flush=True)
+    for kind, why in reasons.items():
+        print(f"left out: {kind}: {why}")
+    print(f"{len(cases)} random recipes: {len(wrong)} wrong {wrong or ''}")
     return 1 if wrong else 0
 
 

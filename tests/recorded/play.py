@@ -11,7 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from safetensors import safe_open
 
 from tests.helpers import preloaded
 from tests.recorded.draw import STEPS, Attempt, Case
-from tests.recorded.files import write_files
+from tests.recorded.files import left_out, write_files
 from tests.recorded.given import cut
 
 BEGIN_FROM = "--from"
 MORE_STEPS = 3  # of a run that is extended
 _SECONDS = 300  # for one command
+_AT_ONCE = 2  # recipes that are played side by side
 _ENDS = {"done": (0,), "stop": (75,), "restart": (0,), "kill": (1,), "raise": (1,), "term": (75, 0)}
 _LEARNED = ("kind", "step", "epoch", "loss", "lr", "updates", "grad_norm", "loss_scale")
 _SETS_OF_ROWS = ("metrics", "evaluations", "hooks", "answers", "anomalies", "quarantine", "checksums")
@@ -43,17 +45,18 @@ class Workplace:
         self.folder = folder
         write_files(folder)
         # No GPU, no key of the user's, no cache of the user's.
-        mine = {"XDG_CONFIG_HOME": "config", "XDG_CACHE_HOME": "cache", cut.NAME: "cut"}
+        mine = {"XDG_CONFIG_HOME": "config", "XDG_CACHE_HOME": "cache"}
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")},
             **{name: str(folder / value) for name, value in mine.items()},
             **{"CUDA_VISIBLE_DEVICES": "", "GIT_CEILING_DIRECTORIES": str(folder), "OMP_NUM_THREADS": "1"},
         }
 
-    def trainer(self, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-        """Runs a command of the trainer."""
+    def trainer(self, *words: str | Path, ends: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        """Runs a command of the trainer; `ends` says to the hook how a run ends."""
         command = [sys.executable, "-m", "trainer", *map(str, words)]
-        return preloaded.run(command, _SECONDS, cwd=self.folder, env=self.environment)
+        environment = {**self.environment, cut.NAME: str(ends or self.folder / "none")}
+        return preloaded.run(command, _SECONDS, cwd=self.folder, env=environment)
 
 
 class WrongError(Exception):
@@ -82,7 +85,7 @@ def play(case: Case, place: Workplace) -> dict[str, Any]:
     codes: list[int] = []
 
     def go(right: Sequence[int], *words: str | Path) -> "subprocess.CompletedProcess[str]":
-        done = place.trainer(*words)
+        done = place.trainer(*words, ends=folder / "cut")
         if done.returncode not in right:
             told = f"{' '.join(map(str, words))}\n{done.stdout[-1500:]}{done.stderr[-1500:]}"
             raise WrongError(f"exit code {done.returncode} in place of {right}: {told}")
@@ -92,15 +95,15 @@ def play(case: Case, place: Workplace) -> dict[str, Any]:
     whole, parts = folder / "whole", folder / "parts"
     stops = case.recipe.get("anomaly", {}).get("nonfinite") == "stop" and case.kind == "spoiled"
     train = ("train", recipe, "--no-progress")
-    _ask(case.attempts[-1]._replace(end="done"), place)
     go((1, 0) if stops else (0,), *train, *_ranks(case.ranks), "--out", whole)
     recorded = {"codes": codes, **read_run(whole), "order": _order(recipe, place)}
     if json.loads((whole / "manifest.json").read_text())["status"] != "finished":
         return recorded
     for attempt in case.attempts:
-        _ask(attempt, place)
+        _ask(attempt, folder / "cut")
         go(_ENDS[attempt.end], *train, *_words(attempt), "--out", parts)
     compare(whole, parts)
+    (folder / "cut").unlink(missing_ok=True)
     for command in case.commands:
         name, _, rest = command.partition(" ")
         if name == "evaluate":
@@ -129,10 +132,24 @@ def play(case: Case, place: Workplace) -> dict[str, Any]:
     return recorded
 
 
-def _ask(attempt: Attempt, place: Workplace) -> None:
+def play_all(cases: Sequence[Case], place: Workplace) -> Iterator[tuple[Case, dict[str, Any] | str]]:
+    """Plays cases, two at a time; yields each with what there is to record, or what is wrong."""
+
+    def of(case: Case) -> dict[str, Any] | str:
+        if why := left_out(case.kind):
+            return why
+        try:
+            return dict(json.loads(json.dumps({"case": case._asdict(), **play(case, place)})))
+        except WrongError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        yield from zip(cases, pool.map(of, cases), strict=True)
+
+
+def _ask(attempt: Attempt, asked: Path) -> None:
     """Writes for the hook how the next attempt ends."""
     how = {"kill": "kill", "restart": "kill", "raise": "raise", "term": "term"}.get(attempt.end)
-    asked = Path(place.environment[cut.NAME])
     asked.unlink(missing_ok=True)
     if how is not None:
         asked.write_text(f"{how} {attempt.step}")

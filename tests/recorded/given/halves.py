@@ -70,3 +70,6 @@ class Task:
 
     def summarize(self, rows):
         return {"worst": rows["each"].max()}
+
+    def inputs(self, batch):
+        return (batch.fields["point"],)
