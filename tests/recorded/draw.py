@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "audio": {"task": "audio", "data": {"name": "dtmf", "limit": 44}, "audio": _DTMF},
     "boxes": {
         "task": "detection",
-        "data": {"name": "digits-canvas", "image_size": 96, "limit": 28, "eval_batch_size": 8},
+        "data": {"name": "coco", "path": "coco", "image_size": 48, "eval_batch_size": 8},
         "detection": {"max_boxes": 8},
     },
     "language": {"task": "language", "data": {"name": "stdlib", "limit": 60}, "language": _GPT},
@@ -134,6 +134,7 @@ POOLS: dict[str, dict[str, list[Any]]] = {
         "detection.flip": [0.5],
         "detection.scale": [[0.7, 1.4]],
         "detection.mosaic": [0.5],
+        "data.name": ["digits-canvas"],
         "data.jitter": [0.3],
     },
     "language": {
@@ -290,6 +291,9 @@ def _tidy(recipe: dict[str, Any], ranks: int) -> None:
         optim["milestones"] = [0.5, 1.5]
     if recipe.get("precision", {}).get("mode") != "fp16":
         recipe.get("precision", {}).pop("initial_scale", None)
+    if data.get("name") == "digits-canvas":
+        data.pop("path")
+        data.update(image_size=96, limit=28)
     if data.get("name") in ("tokens", "text"):
         data["path"] = str(data["name"])
     if data.get("last_batch") == "weighted" and "language" not in recipe:  # padding and BatchNorm

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ def write_files(folder: Path) -> None:
     for file in (Path(__file__).parent / "given").glob("[!_]*.py"):
         shutil.copy(file, folder)
     _write_pictures(folder / "pictures")
+    _write_boxes(folder / "coco")
     drawn = random.Random(2)
     for name, count in (("talks.jsonl", 40), ("more.jsonl", 24)):
         (folder / name).write_text("".join(f"{json.dumps(_talk(drawn))}\n" for _ in range(count)))
@@ -59,6 +61,32 @@ def _write_pictures(root: Path) -> None:
     for damaged in ("a/7.jpg", "b/14.png"):
         file = root / "train" / damaged
         file.write_bytes(file.read_bytes()[:100])
+
+
+def _write_boxes(root: Path) -> None:
+    """Writes pictures with boxes of two classes, in COCO's form."""
+    from PIL import Image
+
+    noise = np.random.default_rng(3)
+    (root / "annotations").mkdir(parents=True)
+    for split, count in (("train", 28), ("val", 9)):
+        (root / split).mkdir()
+        images: list[dict[str, Any]] = []
+        boxes: list[dict[str, Any]] = []
+        for number in range(count):
+            pixels = noise.integers(0, 60, (40, 56, 3), np.uint8)
+            for _ in range(int(noise.integers(1, 4))):
+                left, top, width, height = map(int, noise.integers((0, 0, 8, 8), (36, 20, 20, 20)))
+                kind = int(noise.integers(0, 2))
+                pixels[top : top + height, left : left + width, kind] = 250
+                box = {"id": len(boxes) + 1, "image_id": number + 1, "category_id": (3, 7)[kind]}
+                size = {"bbox": [left, top, width, height], "area": width * height, "iscrowd": 0}
+                boxes.append({**box, **size})
+            Image.fromarray(pixels).save(root / split / f"{number}.png")
+            images.append({"id": number + 1, "file_name": f"{number}.png", "width": 56, "height": 40})
+        kinds = [{"id": 3, "name": "red"}, {"id": 7, "name": "green"}]
+        told = {"images": images, "annotations": boxes, "categories": kinds}
+        (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(told))
 
 
 def _write_model(folder: Path) -> None:
