@@ -301,6 +301,7 @@ def test_recomputed_code_that_asks_for_float32_is_no_crash() -> None:
 
     report = check(Blocks, only=["plain", "checkpointing"])
     assert [row.verdict for row in report.rows] == ["equal", "equal"] and "float64" in report.about
+    assert "float32" not in report.rows[1].detail  # no second try
 
 
 def test_where_float64_fails_float32_is_compared() -> None:

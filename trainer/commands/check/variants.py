@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.commands.check import plain
 from trainer.commands.check.compare import Compared, compare
+from trainer.commands.check.formulas import evaluations
 from trainer.commands.check.happened import (
     Evidence,
     Needed,
@@ -34,7 +35,7 @@ from trainer.commands.check.happened import (
 from trainer.commands.check.order import odd_order, told_order
 from trainer.commands.check.plain import Cause, StepTensors
 from trainer.commands.check.reasons import reason
-from trainer.commands.check.training import STEPS, Edits, Subject, Training, changed, evaluated, train_steps
+from trainer.commands.check.training import STEPS, Edits, Subject, Training, changed, train_steps
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -76,7 +77,9 @@ class Variant(NamedTuple):
 
 _TWO, _FOUR = {"data.micro_batch_size": 4}, {"data.micro_batch_size": 2}
 _LOADED = {"data.resident": False}
-_EMA = {"ema.decay": 0.9, "evaluation.every": "2 steps"}
+# The decay counts from the third update on: before, the ramp is slower.
+_EMA = {"ema.decay": 0.2, "evaluation.every": "2 steps"}
+_EACH = {"evaluation.every": "1 step"}  # as autocast is compared up to the first update
 _ADDED = (update_made, micro_batches_added)
 _ON_RANKS = (update_made, on_two_ranks)
 VARIANTS = (
@@ -84,7 +87,9 @@ VARIANTS = (
     Variant("micro-batches-2", "2 micro-batches a step", _TWO, needs=_ADDED),
     Variant("micro-batches-4", "4 micro-batches a step", _FOUR, needs=_ADDED),
     Variant("ema", "EMA, evaluated every 2 steps", _EMA, needs=(update_made, average_apart)),
-    Variant("tree", "2 micro-batches, added in a tree", {**_TWO, "parallel.reduction": "tree"}, needs=_ADDED),
+    Variant(
+        "tree", "4 micro-batches, added in a tree", {**_FOUR, "parallel.reduction": "tree"}, needs=_ADDED
+    ),
     Variant(
         "checkpointing",
         "activation checkpointing",
@@ -92,11 +97,11 @@ VARIANTS = (
         needs=(update_made, recomputed),
     ),
     Variant("compile", "torch.compile", {"compile.mode": "default"}),
-    Variant("bf16", "bfloat16 autocast", {"precision.mode": "bf16"}, needs=(update_made, narrowed)),
+    Variant("bf16", "bfloat16 autocast", {"precision.mode": "bf16", **_EACH}, needs=(update_made, narrowed)),
     Variant(
         "fp16",
         "float16 autocast with a loss scale",
-        {"precision.mode": "fp16"},
+        {"precision.mode": "fp16", "precision.growth_interval": 2, **_EACH},
         needs=(update_made, overflowed),
     ),
     Variant("again", "a second run in the same process", same_as="plain"),
@@ -131,19 +136,19 @@ VARIANTS = (
     Variant(
         "ranks-ddp",
         "2 ranks, DDP",
-        {**_TWO, "parallel.find_unused_parameters": True},
+        {**_FOUR, "parallel.find_unused_parameters": True},
         "ranks",
         needs=_ON_RANKS,
     ),
     Variant(
         "ranks-tree",
         "2 ranks, tree",
-        {**_TWO, "parallel.reduction": "tree"},
+        {**_FOUR, "parallel.reduction": "tree"},
         "ranks",
         "tree",
         needs=_ON_RANKS,
     ),
-    Variant("ranks-fsdp", "2 ranks, FSDP", {**_TWO, "parallel.strategy": "fsdp"}, "ranks", needs=_ON_RANKS),
+    Variant("ranks-fsdp", "2 ranks, FSDP", {**_FOUR, "parallel.strategy": "fsdp"}, "ranks", needs=_ON_RANKS),
 )
 _BY_NAME = {variant.name: variant for variant in VARIANTS}
 NAMES = ("order", *_BY_NAME)
@@ -480,7 +485,8 @@ def train_plainly(
     recipe = changed(subject.recipe, edits)
     torch.set_num_threads(int(recipe.parallel.threads))
     plan = make_plan(recipe, subject.task)
-    order, due = real_order(plan)[:most], evaluated(recipe, plan)
+    order = real_order(plan)[:most]
+    due = evaluations(recipe.evaluation.interval, plan.steps, plan.epoch_length)
     with torch.random.fork_rng(devices=[]):
         return plain.reference_steps(
             subject.task, recipe, order, plan.epoch_length, due, nudged, ruled, still, subject.pretend
