@@ -17,11 +17,15 @@ from trainer.cli import main
 from trainer.commands.check import training
 from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
+from trainer.commands.check.formulas import evaluations
 from trainer.commands.check.order import odd_order
 from trainer.commands.check.variants import NAMES
+from trainer.config.training import EvaluationConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
+from trainer.rng import permuted
 from trainer.train import step as step_module
+from trainer.train.evaluate import next_evaluation
 
 EXAMPLE = Path(trainer.__file__).parent / "tasks" / "example.py"
 
@@ -301,6 +305,7 @@ def test_recomputed_code_that_asks_for_float32_is_no_crash() -> None:
 
     report = check(Blocks, only=["plain", "checkpointing"])
     assert [row.verdict for row in report.rows] == ["equal", "equal"] and "float64" in report.about
+    assert "float32" not in report.rows[1].detail  # no second try
 
 
 def test_where_float64_fails_float32_is_compared() -> None:
@@ -382,6 +387,56 @@ def test_an_order_that_leaves_one_out_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert odd_order(plan) == ""
     monkeypatch.setattr(Plan, "_sample", lambda _plan, _epoch, position: position // 2 * 2)
     assert "sample 0 comes 2 times" in odd_order(plan)
+
+
+def test_an_order_that_always_drops_the_same_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(30, 8, 8, 2, "drop", 0)
+    assert odd_order(plan) == ""
+    monkeypatch.setattr(Plan, "_sample", lambda _plan, epoch, at: permuted(0, epoch, at, 24))
+    assert "sample 24" in odd_order(plan)
+
+
+@pytest.mark.parametrize(("samples", "left"), [(10, 1), (20, 1), (1601, 1)])
+def test_few_samples_may_be_dropped_alike_by_chance(
+    samples: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = samples - left
+    monkeypatch.setattr(Plan, "_sample", lambda _plan, epoch, at: permuted(0, epoch, at, size))
+    assert bool(odd_order(Plan(samples, size, size, 2, "drop", 0))) == (samples > 1000)
+
+
+@pytest.mark.parametrize("every", ["1 step", "2 steps", "3 steps", "1 epoch", "2 epochs", "end"])
+@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
+def test_evaluations_are_those_of_a_run(every: str, last: Any) -> None:
+    config = EvaluationConfig(every=every)
+    for samples in (8, 20, 21, 24):
+        plan, steps = Plan(samples, 8, 8, 4, last, 0), [0]
+        while steps[-1] < plan.steps:
+            steps.append(next_evaluation(config, plan, steps[-1]))
+        assert evaluations(config.interval, plan.steps, plan.epoch_length) == steps[1:]
+
+
+@pytest.mark.parametrize("patterns", [["1"], ["0.weight", "1"], ["2"], ["1.weight"], ["*bias"]])
+def test_frozen_layers_are_those_of_a_run(patterns: list[str]) -> None:
+    report = check(
+        Normed, {"model.freeze": patterns, "optim.weight_decay": 0.1}, ["plain", "micro-batches-2", "ema"]
+    )
+    assert report.ok and report.rows[0].verdict == "equal", str(report)
+
+
+def test_an_evaluation_that_draws_random_numbers_after_a_skipped_update() -> None:
+    """The seeds of the task's own optimizer aren't set where it makes no update."""
+
+    class Drawn(Small):
+        def optimizer(self, model: nn.Module) -> Any:
+            return torch.optim.Adam(model.parameters(), 0.01)
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            x = batch.fields["x"]
+            return (model(x + torch.randn_like(x)) - batch.fields["y"]).square().sum()
+
+    report = check(Drawn, only=["plain", "ema", "fp16"])
+    assert [row.verdict for row in report.rows] == ["equal"] * 3, str(report)
 
 
 def test_nan_and_missing_tensors_differ() -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from trainer.commands.check.exchange import launched
 from trainer.commands.check.faults import FAULTS, KNOWN_TASKS, task_of
 from trainer.commands.check.training import Subject, open_subject
-from trainer.commands.check.variants import BAD, VariantLaunch, VariantRow, check_all
+from trainer.commands.check.variants import BAD, VariantLaunch, VariantRow
+from trainer.commands.check.verdicts import check_all
 
 
 @dataclass(frozen=True)
