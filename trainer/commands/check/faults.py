@@ -324,12 +324,18 @@ def _labels_moved(filler: Any, batch: int, *_: Any) -> None:
         labels[...] = np.roll(labels, 1, 0)
 
 
+def _zeros_for_none(own: Gradients) -> None:
+    for parameter in own.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
 def _scheduler_lost(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(own: HostSchedule, tensors: Any, plain: Any) -> None:
-        kept = own._scheduler.state_dict()
+        scheduler: Any = own._scheduler
+        kept = scheduler.state_dict()
         right(own, tensors, plain)
-        own._scheduler.load_state_dict(kept)
-        for group, first in zip(own.optimizer.param_groups, own._scheduler.base_lrs, strict=True):
+        scheduler.load_state_dict(kept)
+        for group, first in zip(own.optimizer.param_groups, scheduler.base_lrs, strict=True):
             group["lr"] = first
 
     return wrong
@@ -380,7 +386,7 @@ FAULTS = (
     Fault("last-gradient", "the gradient of a step is that of its last micro-batch", AllReduce, "micro_batch",
           _last_gradient, _ADDED),
     Fault("zeros-for-none", "a layer without samples has a gradient of 0, and decays", Gradients, "clear",
-          _instead(lambda own: [setattr(p, "grad", torch.zeros_like(p)) for p in own.parameters]),
+          _instead(_zeros_for_none),
           _PLAIN, "several"),
     Fault("frozen-trained", "frozen layers are trained", finetune, "_freeze",
           _instead(lambda *_: None), _PLAIN, "several"),
@@ -512,7 +518,7 @@ FAULTS = (
     Fault("average-begins-again", "a resumed average counts the updates from the first", WeightAverage,
           "go_on", _instead(lambda *_: None), ("resume-late",), "averaged-each-2", there=True),
     Fault("statistics-begin-again", "BatchNorm goes on from where it began", StepStatistics, "reload",
-          _instead(lambda _: None), _RESUMED, there=True),
+          _instead(lambda _: None), ("resume-late",), there=True),
     Fault("own-scheduler-lost", "the task's scheduler begins again in a resumed run", HostSchedule, "load",
           _scheduler_lost, _RESUMED, "own", there=True),
     Fault("weights-rounded", "a checkpoint's weights are rounded to bfloat16", state, "load_tensors",

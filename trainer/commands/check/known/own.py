@@ -16,7 +16,8 @@ class Own(simple.Simple):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Returns NAdam with another rate for the last layer."""
         *rest, weight, bias = model.parameters()
-        return torch.optim.NAdam([{"params": rest}, {"params": [weight, bias], "lr": 0.05}], lr=0.02)
+        groups: list[dict[str, Any]] = [{"params": rest}, {"params": [weight, bias], "lr": 0.05}]
+        return torch.optim.NAdam(groups, lr=0.02)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
         """Returns a rate that falls at each update."""
