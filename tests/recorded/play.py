@@ -27,7 +27,7 @@ from tests.recorded.given import cut
 
 BEGIN_FROM = "--from"
 MORE_STEPS = 3  # of a run that is extended
-_SECONDS = 300  # for one command
+_SECONDS = 900  # for one command, on a machine that does much else
 _AT_ONCE = 2  # recipes that are played side by side
 _ENDS = {"done": (0,), "stop": (75,), "restart": (0,), "kill": (1,), "raise": (1,), "term": (75, 0)}
 _LEARNED = ("kind", "step", "epoch", "loss", "lr", "updates", "grad_norm", "loss_scale")
@@ -140,7 +140,7 @@ def play_all(cases: Sequence[Case], place: Workplace) -> Iterator[tuple[Case, di
             return why
         try:
             return dict(json.loads(json.dumps({"case": case._asdict(), **play(case, place)})))
-        except WrongError as error:
+        except (WrongError, AssertionError) as error:  # also a command without an end
             return str(error)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
