@@ -101,10 +101,10 @@ VARIANTS = (
     ),
     Variant(
         "resume-late",
-        f"stopped after step {_LATE}, in the second epoch, resumed",
-        {},
+        f"2 micro-batches a step, stopped after step {_LATE}, in the second epoch, resumed",
+        _TWO,
         "fresh",
-        "plain",
+        "micro-batches-2",
         _LATE,
         (resumed_at(_LATE), epoch_crossed),
     ),

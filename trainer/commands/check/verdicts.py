@@ -201,9 +201,9 @@ class Trainings:
             try:
                 check_request(changed(subject.recipe, variant.edits), subject.narrow, ranks)
                 if variant.stop_after:
-                    folder, after = self._folder / variant.name, variant.stop_after
+                    folder, after, edits = self._folder / variant.name, variant.stop_after, variant.edits
                     folder.mkdir()
-                    stopped = tried(lambda: train_steps(subject, {}, _ALONE, folder, stop_after=after))  # noqa: B023
+                    stopped = tried(lambda: train_steps(subject, edits, _ALONE, folder, stop_after=after))  # noqa: B023
                     if isinstance(stopped, str):
                         raise BadInputError(stopped)
                 able.append(variant)
