@@ -223,6 +223,11 @@ def _average_first(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def _decay_less(average: Any, *_: Any) -> None:
+    # Less by a part of it, so that it is seen only where the decay counts, not the ramp.
+    average._config = AverageConfig(decay=0.9 * average._config.decay)
+
+
 def _last_gradient(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(own: Any, last: bool) -> Any:
         for parameter in own._replica.parameters():
@@ -451,7 +456,7 @@ FAULTS = (
           _instead(lambda _: None), _EMA, "several"),
     # average
     Fault("average-slower", "the average has another decay", WeightAverage, "update",
-          _before(lambda own, *_: setattr(own, "_config", AverageConfig(decay=0.25))), _EMA),
+          _before(_decay_less), _EMA),
     Fault("average-each-step", "the average moves after each step, not each second", WeightAverage, "update",
           lambda right: lambda own, step, skipped, updates, _=False: right(own, step, skipped, updates, True),
           _EMA, "averaged-each-2"),
