@@ -37,6 +37,7 @@ _ELSEWHERE = (
 _NOT_LOOKED_AT = (
     f"steps after the first {STEPS}, samples after the first {SAMPLES} (only `order` takes all)",
     "GPUs: their kernels, NCCL, and several hosts",
+    "whether evaluations in bf16 and fp16 are autocast: metrics differ by less than such rounding",
     "several changed settings at once, such as fp16 on two ranks",
     "hooks, further evaluation sets, the choice of the best checkpoint, early stopping, anomaly.nonfinite",
     "what the trainer and the plain loop share: the task's methods, weights to start from and LoRA, the keys "

@@ -223,6 +223,11 @@ def _average_first(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def _decay_less(average: Any, *_: Any) -> None:
+    # Less by a part of it, so that it is seen only where the decay counts, not the ramp.
+    average._config = AverageConfig(decay=0.9 * average._config.decay)
+
+
 def _last_gradient(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(own: Any, last: bool) -> Any:
         for parameter in own._replica.parameters():
@@ -457,7 +462,7 @@ FAULTS = (
           _instead(lambda _: None), _EMA, "several"),
     # average
     Fault("average-slower", "the average has another decay", WeightAverage, "update",
-          _before(lambda own, *_: setattr(own, "_config", AverageConfig(decay=0.25))), _EMA),
+          _before(_decay_less), _EMA),
     Fault("average-each-step", "the average moves after each step, not each second", WeightAverage, "update",
           lambda right: lambda own, step, skipped, updates, _=False: right(own, step, skipped, updates, True),
           _EMA, "averaged-each-2"),
@@ -471,8 +476,6 @@ FAULTS = (
           _instead(lambda _, plan, __: plan.steps), _EMA),
     Fault("one-left-out", "the last sample isn't evaluated", run, "evaluation_share",
           lambda right: lambda samples, *more: right(samples - 1, *more), _PLAIN),
-    Fault("evaluated-in-float32", "an evaluation is done without autocast", evaluate, "autocast",
-          _instead(lambda *_: contextlib.nullcontext()), ("bf16",), "weighted"),
     Fault("stays-in-evaluation", "the model stays in evaluation mode", evaluate, "in_evaluation_mode",
           _instead(_evaluating), _EMA),
     Fault("measured-in-training", "evaluation is done in training mode", evaluate, "in_evaluation_mode",
