@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.recorded.__main__ import RECORD, differences
+from tests.recorded.__main__ import differences
 from tests.recorded.draw import KINDS, draw
 from tests.recorded.files import left_out
 from tests.recorded.play import Workplace, WrongError, compare, play
-from tests.recorded.refusals import REFUSALS
 
 SEEDS = range(100, 110)  # one of each kind
 
@@ -85,17 +84,3 @@ def test_a_weight_or_a_record_that_differs_is_seen(tmp_path: Path) -> None:
 def test_what_differs_from_the_record_is_named(found: Any, at: str) -> None:
     named = [line.partition(":")[0] for line in differences({"a": {"b": [1.0, 2.0]}, "c": 3}, found)]
     assert named == [at] * bool(at)
-
-
-def test_the_record_is_whole() -> None:
-    record = json.loads(RECORD.read_text())
-    cases = [one["case"] for one in record["recipes"].values()]
-    alone = [case for case in cases if case["ranks"] == 1 and case["recipe"]["data"]["micro_batch_size"] == 8]
-    assert (len(cases), len(alone), {case["kind"] for case in cases}) == (60, 20, set(KINDS))
-    assert {words: one["code"] for words, one in record["refusals"].items()} == dict.fromkeys(
-        (refusal.words for refusal in REFUSALS), 2
-    )
-    assert [words for words, one in record["refusals"].items() if not one["names"] or one["left"]] == []
-    assert len(REFUSALS) == 40
-    # What the next issue takes out.
-    assert "rollback" not in json.dumps(cases) and "metrics_port" not in json.dumps(cases)

@@ -71,17 +71,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     A pattern names a parameter, or all that a module has.
     """
-    names = names_of(model)
+    names = names_by_id(model)
     for p in model.parameters():
-        p.requires_grad_(p.requires_grad and not named(names[id(p)], patterns))
+        p.requires_grad_(p.requires_grad and not matches_any(names[id(p)], patterns))
     for name, part in model.named_modules():
         if isinstance(part, _BatchNorm):
             own = [names[id(p)] for p in part.parameters(recurse=False)] or [[name]]
-            if all(named(one, patterns) for one in own):
+            if all(matches_any(one, patterns) for one in own):
                 part.eval()
 
 
-def names_of(model: nn.Module) -> dict[int, list[str]]:
+def names_by_id(model: nn.Module) -> dict[int, list[str]]:
     """Returns all names of each parameter, by its id: a tied one has several."""
     found: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -89,7 +89,7 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def named(names: Sequence[str], patterns: Sequence[str]) -> bool:
+def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
     """Returns True if a pattern has one of the names, or a module that it is in."""
     return any(
         fnmatchcase(one, pattern) or fnmatchcase(one, f"{pattern}.*") for one in names for pattern in patterns
@@ -135,10 +135,10 @@ def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     hidden = [part for part in layers[1:-1] if not isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     others = [p for part in layers if part not in hidden for p in part.parameters()]
     chosen = {id(p) for part in hidden for p in part.parameters()} - {id(p) for p in others}
-    every_name = names_of(model)
+    every_name = names_by_id(model)
     found = []
     for name, p in model.named_parameters():
-        spared = named(every_name[id(p)], config.no_decay)
+        spared = matches_any(every_name[id(p)], config.no_decay)
         decayed = not spared and (p.ndim >= 2 or config.decay_1d)
         at = next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), None)
         inside = inside or at is not None

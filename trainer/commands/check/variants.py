@@ -125,8 +125,8 @@ VARIANTS = (
     ),
     Variant("ranks-fsdp", "2 ranks, FSDP", {**_FOUR, "parallel.strategy": "fsdp"}, "ranks", needs=_ON_RANKS),
 )
-BY_NAME = MappingProxyType({variant.name: variant for variant in VARIANTS})
-NAMES = ("order", *BY_NAME)
+VARIANT_BY_NAME = MappingProxyType({variant.name: variant for variant in VARIANTS})
+NAMES = ("order", *VARIANT_BY_NAME)
 
 
 @dataclass(frozen=True)

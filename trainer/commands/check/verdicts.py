@@ -23,7 +23,7 @@ from trainer.commands.check.reasons import reason
 from trainer.commands.check.training import STEPS, Edits, Subject, Training, changed, train_steps
 from trainer.commands.check.variants import (
     BAD,
-    BY_NAME,
+    VARIANT_BY_NAME,
     VARIANTS,
     RowVerdict,
     Trained,
@@ -212,7 +212,7 @@ class Trainings:
         return {**found, **(launch(subject, able, self._folder) if able else {})}
 
     def _same_bits(self, variant: Variant, got: Training) -> VariantRow:
-        base, _ = self._trained(BY_NAME[variant.same_as])
+        base, _ = self._trained(VARIANT_BY_NAME[variant.same_as])
         if isinstance(base, str):
             detail = f"{variant.same_as} has no result: {base.removeprefix(_CRASH)}"
             return VariantRow(variant.name, variant.what, "not compared", detail)
@@ -298,7 +298,7 @@ class Trainings:
         most = max(sum(len(samples) > 0 for _, samples in step) for step in order)
 
         def base() -> Training:
-            training = self._trained(BY_NAME["plain"])[0]
+            training = self._trained(VARIANT_BY_NAME["plain"])[0]
             if isinstance(training, str):
                 raise RuntimeError(training)
             return training
