@@ -520,7 +520,7 @@ FAULTS = (
           state, "load_tensors", _after(_average_is_model), _RESUMED, "averaged"),
     Fault("average-begins-again", "a resumed average counts the updates from the first", WeightAverage,
           "go_on", _instead(lambda *_: None), ("resume-late",), "averaged-each-2", there=True),
-    Fault("statistics-begin-again", "BatchNorm goes on from where it began", StepStatistics, "reload",
+    Fault("statistics-begin-again", "BatchNorm begins where the run began", StepStatistics, "reload",
           _instead(lambda _: None), ("resume-late",), there=True),
     Fault("own-scheduler-lost", "the task's scheduler begins again in a resumed run", HostSchedule, "load",
           _scheduler_lost, _RESUMED, "own", there=True),

@@ -1,4 +1,4 @@
-"""Optimizers, learning rates, parameter groups, freezing, evaluations: implemented anew, for `plain`.
+"""Optimizers, learning rates, parameter groups, freezing, evaluations: written again, for `plain`.
 
 The optimizers are those of torch.optim; Muon is its formula.
 """
