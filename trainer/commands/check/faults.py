@@ -334,18 +334,6 @@ def _zeros_for_none(own: Gradients) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def _scheduler_lost(right: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(own: HostSchedule, tensors: Any, plain: Any) -> None:
-        scheduler: Any = own._scheduler
-        kept = scheduler.state_dict()
-        right(own, tensors, plain)
-        scheduler.load_state_dict(kept)
-        for group, first in zip(own.optimizer.param_groups, scheduler.base_lrs, strict=True):
-            group["lr"] = first
-
-    return wrong
-
-
 _ORDER, _PLAIN, _ADDED, _EMA, _TREE = ("order",), ("plain",), ("micro-batches-2",), ("ema",), ("tree",)
 _FP16, _RESUMED, _DDP = ("fp16",), ("resume",), ("ranks-ddp",)
 
@@ -522,8 +510,6 @@ FAULTS = (
           "go_on", _instead(lambda *_: None), ("resume-late",), "averaged-each-2", there=True),
     Fault("statistics-begin-again", "BatchNorm begins where the run began", StepStatistics, "reload",
           _instead(lambda _: None), ("resume-late",), there=True),
-    Fault("own-scheduler-lost", "the task's scheduler begins again in a resumed run", HostSchedule, "load",
-          _scheduler_lost, _RESUMED, "own", there=True),
     Fault("weights-rounded", "a checkpoint's weights are rounded to bfloat16", state, "load_tensors",
           _after(_round_weights), _RESUMED),
     # processes
