@@ -119,7 +119,7 @@ def run_check(options: argparse.Namespace) -> int:
     if options.self_test:
         return _self_test(options, tell)
     if options.recipe is None:
-        raise BadInputError("trainer check: give a recipe or a file with a task, or --self-test")
+        raise BadInputError("check: give a recipe or a file with a task, or --self-test")
     words = list(options.set)
     if not any(word.startswith("data.micro_batch_size=") for word in words):
         words += [f"data.global_batch_size={BATCH}", f"data.micro_batch_size={BATCH}"]  # or it may be `auto`
