@@ -35,6 +35,8 @@ TAG     =
 SOURCE  =
 KEY     =
 ADVISORIES =
+SEED    =
+N       =
 VENV    = .venv
 
 # The first of these that runs and is in range; a pyenv shim can be on PATH and fail. The environment's own
@@ -56,7 +58,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor mutants steady image verify-image first-build push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
-	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock stack release audit sbom clean-venv
+	chaos nightly slowdowns lint docs bench profile verify tune tensorboard venv lock stack release audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -132,6 +134,10 @@ steady: ## run the fast tests 10 times: quiet, beside busy processes, on one cor
 chaos: ## cut, kill, signal and hang runs at random (about an hour); ARGS="--kills 20"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
+
+nightly: ## stop and resume N random recipes from SEED on, then evaluate, verify, export (100 of them: half an hour); N=20
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.recorded.nightly $(if $(SEED),--seed $(SEED)) $(if $(N),--count $(N)) $(ARGS)
 
 slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
 	$(call bootstrap,--groups train test)

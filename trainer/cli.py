@@ -1,7 +1,6 @@
 """The command line."""
 
 import argparse
-import itertools
 import os
 import re
 import shlex
@@ -21,12 +20,14 @@ from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
 
-# Commands by group of `trainer --help`. Each is trainer/commands/NAME, a file or a folder, with `add_parser`.
+# Commands, each trainer/commands/NAME (a file or folder with `add_parser`), with their groups in the help.
 COMMANDS = {
-    "Train": ("train", "new", "check", "recipes", "tune"),
-    "Use a run": ("runs", "checkpoints", "report", "evaluate", "predict", "export", "verify"),
-    "Data": ("data",),
-    "Machine and cluster": ("doctor", "submit", "bench"),
+    **dict.fromkeys(("train", "new", "check", "recipes", "tune"), "Train"),
+    **dict.fromkeys(
+        ("runs", "checkpoints", "report", "evaluate", "predict", "export", "verify"), "Use a run"
+    ),
+    "data": "Data",
+    **dict.fromkeys(("doctor", "submit", "bench"), "Machine and cluster"),
 }
 
 
@@ -174,12 +175,13 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True, prog="trainer", metavar="COMMAND", dest="command", help=argparse.SUPPRESS
     )
-    for command in itertools.chain(*COMMANDS.values()):
+    for command in COMMANDS:
         named(f"trainer.commands.{command}:add_parser")(commands)
     about = {one.dest: one.help for one in commands._choices_actions}
-    groups = (
-        "\n".join([f"{title}:", *(f"  {name:<13}{about[name]}" for name in names)])
-        for title, names in COMMANDS.items()
+    groups = dict[str, list[str]]()
+    for name, group in COMMANDS.items():
+        groups.setdefault(group, [f"{group}:"]).append(f"  {name:<13}{about.get(name) or ''}")
+    parser.epilog = "\n\n".join(
+        [*map("\n".join, groups.values()), "Options of a command: trainer COMMAND --help"]
     )
-    parser.epilog = "\n\n".join([*groups, "Options of a command: trainer COMMAND --help"])
     return parser

@@ -22,7 +22,7 @@ import torch
 
 from tests.helpers.faulty_disk import Disk, Killed
 from tests.helpers.marked import FILES, Tensors, flip, hidden, mark_of, marked, resum, save
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from tests.helpers.waiting import until
 from trainer.checkpoint import tensor_file
 from trainer.checkpoint.folder import read, verify_checkpoint

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.helpers.marked import FILES, flip, mark_of, resum, save
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from trainer.checkpoint import tensor_file
 from trainer.checkpoint.folder import Damaged, Unreadable, problem, read
 from trainer.checkpoint.store import listing, newest_good, prune

@@ -14,7 +14,7 @@ import pytest
 
 import trainer.train.start.rank
 from tests.helpers.forked import attempt, replace, small
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import changed, rewrite, same, with_state
 from trainer.checkpoint import store

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.chaos import Ending, ending, kinds, recipe_of, start, undisturbed
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.waiting import SECONDS
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good

@@ -17,7 +17,7 @@ import torch
 from tests.chaos import chaos
 from tests.helpers import preloaded
 from tests.helpers.held import held, pid_of_rank
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import make_recipe
 from tests.helpers.waiting import SECONDS, until

@@ -18,7 +18,7 @@ import torch
 from tests.chaos import Tally
 from tests.helpers import sharded_chaos
 from tests.helpers.forked import attempt, small
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import rewrite
 from tests.helpers.world import Ranks

@@ -17,11 +17,15 @@ from trainer.cli import main
 from trainer.commands.check import training
 from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
+from trainer.commands.check.formulas import evaluations
 from trainer.commands.check.order import odd_order
 from trainer.commands.check.variants import NAMES
+from trainer.config.training import EvaluationConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
+from trainer.rng import permuted
 from trainer.train import step as step_module
+from trainer.train.evaluate import next_evaluation
 
 EXAMPLE = Path(trainer.__file__).parent / "tasks" / "example.py"
 
@@ -46,9 +50,8 @@ def test_a_fault_is_named_by_tensor_and_step_and_code_is_1(
 
     monkeypatch.setattr(step_module, "_update", wrong)
     assert main(["check", str(EXAMPLE), "--only", "plain"]) == 1
-    line = next(line for line in capsys.readouterr().out.splitlines() if "plain " in line[:8])
-    assert "differs" in line
-    assert "model/0.weight after step 3" in line
+    said = " ".join(capsys.readouterr().out.split())
+    assert "plain differs" in said and "model/0.weight after step 3" in said
 
 
 @pytest.mark.parametrize(
@@ -116,10 +119,6 @@ def test_in_a_notebook_what_needs_processes_says_so() -> None:
 
 
 def test_batchnorm_is_documented_over_micro_batches() -> None:
-    class Normed(Small):
-        def model(self) -> nn.Module:
-            return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-
     (row,) = check(Normed, only=["micro-batches-2"]).rows
     assert row.verdict == "documented"
     assert (row.tensor, row.step) == ("model/1.running_var", 1)
@@ -172,6 +171,174 @@ def test_compiled_code_is_to_draw_the_random_numbers_of_plain_pytorch(
     assert row.detail == "fallback_random=True" and not config.fallback_random
 
 
+class Normed(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def test_a_variant_whose_subject_did_not_happen_is_not_compared() -> None:
+    class Still(Small):
+        def optimizer(self, model: nn.Module) -> Any:
+            return torch.optim.SGD(model.parameters(), 0.0)
+
+    class Whole(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            with torch.autocast("cpu", enabled=False):
+                return super().loss(model, batch)
+
+    rows = check(Still, only=["plain", "ema"]).rows
+    assert [row.verdict for row in rows] == ["not compared"] * 2
+    rows = check(Whole, only=["plain", "bf16", "micro-batches-2"]).rows
+    assert [row.verdict for row in rows] == ["equal", "equal", "not compared"]
+
+
+@pytest.mark.parametrize("task", [Small, Normed])
+def test_fp16_skips_an_update_and_makes_a_later_one(task: type) -> None:
+    (row,) = check(task, only=["fp16"]).rows
+    assert row.verdict == "equal"
+    skipped = int(row.detail.partition(" of 5 updates")[0].rpartition(" ")[2])
+    assert 0 < skipped < 5
+
+
+def test_what_fails_in_plain_pytorch_too_is_not_compared() -> None:
+    class Mixed(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            given = model(batch.fields["x"])
+            return torch.zeros_like(batch.fields["y"]).index_add(0, torch.arange(len(given)), given).sum()
+
+    rows = check(Mixed, only=["plain", "bf16"]).rows
+    assert [row.verdict for row in rows] == ["equal", "not compared"]
+
+
+def test_a_crash_of_the_trainer_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(step_module, "_update", broken)
+    report = check(Small, only=["plain", "again"])
+    assert [row.verdict for row in report.rows] == ["crashed", "crashed"] and not report.ok
+    assert "ZeroDivisionError" in report.rows[0].detail
+
+
+def test_what_moves_in_evaluation_is_documented() -> None:
+    class Observer(nn.Module):
+        largest: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 1)
+            self.register_buffer("largest", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x)
+            self.largest = torch.maximum(self.largest, y.detach().abs().max())
+            return y / (1 + self.largest)
+
+    class Observed(Small):
+        def data(self) -> Any:
+            train, evaluation = super().data()
+            return train, {name: 3 * array for name, array in evaluation.items()}
+
+        def model(self) -> nn.Module:
+            return Observer()
+
+    report = check(Observed, only=["plain", "ema"])
+    assert [row.verdict for row in report.rows] == ["equal", "documented"]
+    assert report.rows[1].tensor == "model/largest"
+
+
+def test_reasons_are_found_by_trying() -> None:
+    """A BatchNorm that sees a table of weights and no sample is no reason."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Parameter(torch.randn(4, 2)), nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = x @ self.norm(self.table).T
+            return y
+
+    class Negatives(Small):
+        def model(self) -> nn.Module:
+            return Table()
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            one = model(batch.fields["x"])
+            wanted = torch.arange(len(one))
+            return nn.functional.cross_entropy(one @ one.T, wanted, reduction="sum")
+
+    class Noisy(Normed):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            x = batch.fields["x"]
+            return (model(x + torch.randn_like(x)) - batch.fields["y"]).square().sum()
+
+    told = {
+        task: check(task, only=["micro-batches-4"]).rows[0] for task in (Negatives, Normed, Noisy, Dropped)
+    }
+    assert {row.verdict for row in told.values()} == {"documented"}
+    named = {
+        task.__name__: [word for word in ("BatchNorm", "random", "compares") if word in row.detail]
+        for task, row in told.items()
+    }
+    assert named == {
+        "Negatives": ["compares"],
+        "Normed": ["BatchNorm"],
+        "Noisy": ["BatchNorm", "random"],
+        "Dropped": ["random"],
+    }
+
+
+def test_recomputed_code_that_asks_for_float32_is_no_crash() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x).float().square().to(torch.float32)
+            return y + x
+
+    class Blocks(Small):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Sequential(Wide()), nn.Sequential(Wide()), nn.Linear(2, 1))
+
+    report = check(Blocks, only=["plain", "checkpointing"])
+    assert [row.verdict for row in report.rows] == ["equal", "equal"] and "float64" in report.about
+    assert "float32" not in report.rows[1].detail  # no second try
+
+
+def test_where_float64_fails_float32_is_compared() -> None:
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            if torch.is_grad_enabled() or (len(x) > 4 and x.dtype == torch.float64):
+                raise TypeError("float32 alone")
+            return grad
+
+    class Own(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            narrowed: Any = Narrow.apply
+            return (narrowed(model(batch.fields["x"])) - batch.fields["y"]).square().sum()
+
+    (row,) = check(Own, only=["plain"]).rows
+    assert row.verdict == "equal" and "float32" in row.detail
+
+
+def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    report = check(Normed, only=["plain", "micro-batches-2"])
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 70 and len(lines) > len(report.rows) + 2
+    assert all(line in " ".join(str(report).split()) for line in report.not_looked_at)
+
+
 def test_a_crash_is_a_difference_and_a_refusal_is_not() -> None:
     class Crashing(Small):
         def model(self) -> nn.Module:
@@ -220,6 +387,56 @@ def test_an_order_that_leaves_one_out_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert odd_order(plan) == ""
     monkeypatch.setattr(Plan, "_sample", lambda _plan, _epoch, position: position // 2 * 2)
     assert "sample 0 comes 2 times" in odd_order(plan)
+
+
+def test_an_order_that_always_drops_the_same_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(30, 8, 8, 2, "drop", 0)
+    assert odd_order(plan) == ""
+    monkeypatch.setattr(Plan, "_sample", lambda _plan, epoch, at: permuted(0, epoch, at, 24))
+    assert "sample 24" in odd_order(plan)
+
+
+@pytest.mark.parametrize(("samples", "left"), [(10, 1), (20, 1), (1601, 1)])
+def test_few_samples_may_be_dropped_alike_by_chance(
+    samples: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = samples - left
+    monkeypatch.setattr(Plan, "_sample", lambda _plan, epoch, at: permuted(0, epoch, at, size))
+    assert bool(odd_order(Plan(samples, size, size, 2, "drop", 0))) == (samples > 1000)
+
+
+@pytest.mark.parametrize("every", ["1 step", "2 steps", "3 steps", "1 epoch", "2 epochs", "end"])
+@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
+def test_evaluations_are_those_of_a_run(every: str, last: Any) -> None:
+    config = EvaluationConfig(every=every)
+    for samples in (8, 20, 21, 24):
+        plan, steps = Plan(samples, 8, 8, 4, last, 0), [0]
+        while steps[-1] < plan.steps:
+            steps.append(next_evaluation(config, plan, steps[-1]))
+        assert evaluations(config.interval, plan.steps, plan.epoch_length) == steps[1:]
+
+
+@pytest.mark.parametrize("patterns", [["1"], ["0.weight", "1"], ["2"], ["1.weight"], ["*bias"]])
+def test_frozen_layers_are_those_of_a_run(patterns: list[str]) -> None:
+    report = check(
+        Normed, {"model.freeze": patterns, "optim.weight_decay": 0.1}, ["plain", "micro-batches-2", "ema"]
+    )
+    assert report.ok and report.rows[0].verdict == "equal", str(report)
+
+
+def test_an_evaluation_that_draws_random_numbers_after_a_skipped_update() -> None:
+    """The seeds of the task's own optimizer aren't set where it makes no update."""
+
+    class Drawn(Small):
+        def optimizer(self, model: nn.Module) -> Any:
+            return torch.optim.Adam(model.parameters(), 0.01)
+
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            x = batch.fields["x"]
+            return (model(x + torch.randn_like(x)) - batch.fields["y"]).square().sum()
+
+    report = check(Drawn, only=["plain", "ema", "fp16"])
+    assert [row.verdict for row in report.rows] == ["equal"] * 3, str(report)
 
 
 def test_nan_and_missing_tensors_differ() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import preloaded
-from tests.helpers.refused import is_refusal, named
+from tests.helpers.refusals import named, refusal
 from tests.helpers.rows import read_rows
 from tests.helpers.trained import train_digits
 from trainer.cli import main
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFi
     assert newest["weights"] == f"checkpoints/step-{steps[-1]:08d}/ema.safetensors"
     assert asked(capsys, run, "--checkpoint", steps[-1]) == newest == asked(capsys, run)
     assert main(["evaluate", str(run), "--checkpoint", "7"]) == 2
-    assert is_refusal(capsys.readouterr().err, f"7 {', '.join(map(str, reversed(steps)))}")
+    refusal(2, capsys.readouterr().err, f"7 {', '.join(map(str, reversed(steps)))}")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_other_data_must_have_the_same_classes(
     manifest["data"]["classes"][0] = "zero"
     (copy / "manifest.json").write_text(json.dumps(manifest))
     assert main(["evaluate", str(copy)]) == 2
-    assert is_refusal(capsys.readouterr().err, "classes")
+    refusal(2, capsys.readouterr().err, "classes")
 
 
 def test_a_run_without_classes_has_metrics_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,13 +91,44 @@ def test_a_fresh_process_computes_the_same(name: str, run: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("here")
-def test_in_bfloat16_within_its_own_limit(run: Path, tmp_path: Path) -> None:
-    for name in ("torchscript", "safetensors"):
-        export(run, "--to", name, "--dtype", "bf16", "--out", str(tmp_path / name))
-        about = json.loads((tmp_path / name / "model.json").read_text())
-        assert 1e-4 < about["checked"]["relative_error"] <= about["checked"]["limit"] == 2e-2
-    weights = safetensors.torch.load_file(tmp_path / "safetensors" / "model.safetensors")
-    assert weights["head.weight"].dtype == torch.bfloat16
+@pytest.mark.parametrize("name", ["torch-export", "torchscript", "safetensors"])
+def test_in_bfloat16_the_file_is_compared_and_not_the_rounding(name: str, run: Path, tmp_path: Path) -> None:
+    export(run, "--to", name, "--dtype", "bf16", "--out", str(tmp_path / "out"))
+    checked = json.loads((tmp_path / "out" / "model.json").read_text())["checked"]
+    assert checked["rounding"] > 1e-4
+    assert checked["relative_error"] <= checked["limit"] == (1e-4 if name == "safetensors" else 2e-2)
+    trained = open_run(run).model.state_dict()
+    if name == "safetensors":
+        written = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+        assert written.keys() == trained.keys()
+    elif name == "torch-export":
+        stored = torch.export.load(tmp_path / "out" / "model.pt2").state_dict
+        written = {key.removeprefix("model."): tensor for key, tensor in stored.items()}
+    for key, tensor in written.items() if name != "torchscript" else ():
+        low = tensor.is_floating_point()
+        assert torch.equal(tensor, trained[key].to(torch.bfloat16) if low else trained[key])
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["torch-export", "safetensors"])
+def test_one_bit_that_was_written_otherwise_is_found(
+    name: str, dtype: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the written tensors; outputs within a limit show nothing of it."""
+    write = WRITERS[name]
+
+    def perturbed(model: nn.Module, inputs: Any, folder: Path) -> Path:
+        weight = next(tensor for tensor in model.state_dict().values() if tensor.is_floating_point())
+        kept = weight.clone()
+        weight.view(torch.uint8).view(-1)[0] ^= 1
+        file = write(model, inputs, folder)
+        weight.copy_(kept)
+        return file
+
+    monkeypatch.setitem(WRITERS, name, perturbed)
+    export(run, "--to", name, "--dtype", dtype, "--out", str(tmp_path / "out"), code=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("here")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from tests.helpers.chat_folders import CHATML, chat_folder
@@ -15,6 +16,7 @@ from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of
 from tests.helpers.toys import make_recipe
 from tests.train.test_hf import WORDS, recipe_of
+from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.cli import main
 from trainer.commands.export import check, hf, reload
 from trainer.commands.verify.recorded import read_recorded
@@ -26,13 +28,13 @@ from trainer.models.hf import hf_model
 pytestmark = NEEDS
 
 
-def trained(folder: Path, family: str, **model: Any) -> Path:
-    """A finished run of four steps, from a folder with a tokenizer's files."""
-    base = folder_of(family, folder / "base", **WORDS)
+def trained(folder: Path, family: str, text: str = "packed", wild: float = 0.0, **model: Any) -> Path:
+    """A finished run of four steps, from a folder with a tokenizer's files; `wild` is added to weights."""
+    base = folder_of(family, folder / "base", wild, **WORDS)
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     short: dict[str, Any] = {"log": {"every": 1, "to": ["jsonl"]}, "optim": {"lr": 0.05}, "epochs": 4}
-    done = attempt(folder / "run", recipe_of(base, model=model, **short))
+    done = attempt(folder / "run", recipe_of(base, text, model=model, **short))
     assert done.code == 0, done.said
     return folder / "run"
 
@@ -75,6 +77,58 @@ def test_the_library_computes_what_was_trained(
         assert (facts["r"], facts["lora_alpha"], len(facts["target_modules"])) == (2, 8.0, 3)
     else:
         assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "to", "lora"),
+    [
+        ("llama", "padded", "transformers", {}),
+        ("llama", "packed", "transformers", {"rank": 2, "alpha": 8.0}),
+        ("gemma3_text", "padded", "transformers", {}),
+        ("gpt2", "padded", "transformers", {}),
+        ("gpt_neox", "packed", "transformers", {}),
+        ("qwen3", "padded", "safetensors", {"rank": 2}),
+        ("llama", "padded", "peft", {"rank": 2, "alpha": 8.0, "targets": ["*.q_proj", "lm_head"]}),
+        ("mistral", "padded", "torch-export", {}),
+    ],
+)
+def test_bfloat16_is_each_weight_rounded_however_far_that_moves_the_outputs(
+    family: str, text: str, to: str, lora: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of deep models and of wild ones by more than any limit, and by anything at padding."""
+    run = trained(tmp_path, family, text, 2.0, **({"lora": lora} if lora else {}))
+    assert main(["export", str(run), "--to", to, "--dtype", "bf16"]) == 0
+    made = run / "export" / f"{to}-bf16"
+    checked = json.loads((made / "model.json").read_text())["checked"]
+    assert checked["relative_error"] <= checked["limit"]
+    assert to == "peft" or checked["rounding"] > (2e-2 if family == "llama" else 1e-3)
+    if to != "transformers":
+        return
+    assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
+    with (
+        safe_open(made / "model.safetensors", framework="pt") as low,
+        safe_open(run / "model.safetensors", framework="pt") as exact,
+    ):
+        for name in low.keys():  # noqa: SIM118  (no mapping)
+            other = name.replace("embed_out.", "lm_head.") if family == "gpt_neox" else name
+            assert torch.equal(low.get_tensor(name), exact.get_tensor(other).to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("to", ["transformers", "peft"])
+def test_one_bit_that_was_written_otherwise_is_found(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write = trained(tmp_path, "llama", lora={"rank": 2}), safetensors_bytes
+
+    def other(tensors: dict[str, torch.Tensor], *facts: Any) -> Any:
+        changed = {name: tensor.clone() for name, tensor in tensors.items()}
+        changed[sorted(changed)[0]].view(torch.uint8).view(-1)[0] ^= 1  # the last bit
+        return write(changed, *facts)
+
+    monkeypatch.setattr(hf, "safetensors_bytes", other)
+    for dtype in ("fp32", "bf16"):
+        assert main(["export", str(run), "--to", to, "--dtype", dtype]) == 1
+        assert not (run / "export" / f"{to}-{dtype}").exists()
 
 
 def test_a_model_that_was_moved_is_found_by_its_name_and_must_be_the_same(

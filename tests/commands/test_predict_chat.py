@@ -1,6 +1,7 @@
 """Promise: a run on conversations answers what a user says, letter by letter, up to the end of its turn."""
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.chat_folders import CHATML, chat_folder
+from tests.helpers.forked import attempt
 from tests.helpers.hf_models import NEEDS, folder_of
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
+from tests.helpers.toys import make_recipe
+from trainer.cli import main
+from trainer.commands.export.hf import write_for_library
 from trainer.commands.predict.text import show_text
 from trainer.errors import BadInputError
+from trainer.models.gpt import GPT
+from trainer.models.hf import HfLanguage
+from trainer.observe.text import printable
+from trainer.train.model_of_run import open_run
 
 pytestmark = NEEDS
 
@@ -42,7 +52,7 @@ class Chat:
 class Says(torch.nn.Module):
     """Says the same whatever it was asked, greedily."""
 
-    sequence_length = 64
+    places = 64
 
     def __init__(self, words: bytes, end: int) -> None:
         super().__init__()
@@ -96,3 +106,126 @@ def test_nothing_said_is_one_line() -> None:
 def test_another_tokenizer_is_refused() -> None:
     with refused("conversations"):
         answered(Says(b"", END), Chat(), tokenizer="bpe:nowhere")
+
+
+SHORT, LONG = 32, 96  # language.sequence_length, and the places of the models of transformers
+QUESTIONS = {"short": "the cat", "long": "the cat sat on a mat " * 4}
+
+
+def trained(folder: Path, family: str | None, **changed: Any) -> Path:
+    """A run of one step on conversations; without a family of our own GPT."""
+    chat_folder(folder / "base", template=CHATML)
+    if family is not None:
+        sizes = {"vocab_size": 420, "max_position_embeddings": LONG, "hidden_act": "silu"}
+        folder_of(family, folder / "base", **{**sizes, **changed})
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (folder / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 12)
+    own = {"tokenizer": str(folder / "base"), "layers": 1, "heads": 2, "width": 16}
+    recipe = make_recipe(
+        task="language",
+        data={
+            "name": "conversations",
+            "path": str(folder / "a.jsonl"),
+            **dict.fromkeys(("global_batch_size", "micro_batch_size"), 1),
+        },
+        model={} if family is None else {"name": f"hf/{folder / 'base'}"},
+        language={"sequence_length": SHORT, **(own if family is None else {})},
+        optim={"lr": 1e-7},
+        max_steps=1,
+    )
+    done = attempt(folder / "run", recipe)
+    assert done.code == 0, done.said
+    return folder / "run"
+
+
+def generate(run: Path, prompt: str, tokens: int) -> tuple[str, int, int]:
+    """What transformers makes of the exported folder, greedily; how many tokens that is, after how many."""
+    import transformers
+
+    folder = run / "out"
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    length = asked["input_ids"].shape[1]
+    made = model.generate(**asked, max_new_tokens=tokens, do_sample=False)[0, length:].tolist()
+    ends = model.generation_config.eos_token_id
+    said = [one for one in made if one not in ends]
+    return tokenizer.decode(said), len(said), length
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("llama", {"rope_parameters": None}),
+        ("mistral", {"sliding_window": 7}),
+        ("gpt2", {}),
+        ("gemma3_text", {}),
+        ("qwen3", {}),
+        ("phi3", {}),
+    ],
+)
+def test_an_answer_is_what_generate_says_of_the_exported_folder(
+    family: str,
+    changed: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where question or answer are longer than the samples that were learned; to the last place."""
+    run = trained(tmp_path, family, **changed)
+    opened = open_run(run)
+    (run / "out").mkdir()
+    write_for_library("transformers", opened, opened.model, run / "out")
+    asked = ["predict", str(run), "--temperature", "0", "--prompt"]
+    for name, question in QUESTIONS.items():
+        *_, length = generate(run, question, 1)
+        assert length < SHORT if name == "short" else SHORT < length < LONG - 20
+        for tokens, most in ((20, 20), (LONG, LONG + 1 - length)):
+            wanted, count, _ = generate(run, question, most)
+            capsys.readouterr()
+            with monkeypatch.context() as alone:  # a token is computed from what was kept of those before it
+                alone.setattr(HfLanguage, "forward", None)
+                assert main([*asked, question, "--tokens", str(tokens)]) == 0
+            told = capsys.readouterr()
+            assert told.out == printable(wanted) + "\n"
+            assert len(told.err.splitlines()) == (count == most < tokens), "one line where places are full"
+    capsys.readouterr()
+    assert main([*asked, "the cat " * LONG]) == 2
+    told = capsys.readouterr()
+    assert (told.out, len(told.err.splitlines())) == ("", 1)
+
+
+def test_our_own_gpt_answers_within_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A window would take the begin of the question away, and what makes it one."""
+    run = trained(tmp_path, None)
+    capsys.readouterr()
+    assert main(["predict", str(run), "--prompt", QUESTIONS["long"]]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["predict", str(run), "--prompt", "a", "--tokens", "99", "--temperature", "99"]) == 0
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_text_goes_on_through_a_window_of_our_gpt_and_its_prompt_is_not_cut_in_silence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts = {"tokenizer": "bytes", "characters": "", "end_of_document": None}
+    recipe = make_recipe(
+        task="language",
+        data={"name": "synthetic"},
+        language={"layers": 1, "heads": 2, "width": 16, "sequence_length": 8},
+    )
+    run: Any = SimpleNamespace(
+        model=GPT(recipe.language, 256).eval(),
+        recipe=SimpleNamespace(device="cpu"),
+        task=SimpleNamespace(describe=lambda: facts),
+    )
+    keys = {"files": [], "tokens": 20, "temperature": 0.0, "seed": 0, "tokenizer": None}
+    for prompt, lines in (("ab", 0), ("abcdefgh", 0), ("abcdefghi", 1)):
+        assert show_text(run, argparse.Namespace(**keys, prompt=prompt)) == 0
+        told = capsys.readouterr()
+        assert told.out.startswith(prompt) and len(told.err.splitlines()) == lines

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from tests.helpers.forked import attempt
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from trainer.cli import main
 from trainer.commands.predict import boxes
 from trainer.config.recipe import Recipe

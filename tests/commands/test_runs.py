@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from trainer.cli import main
 from trainer.runs.manifest import FORMAT
 

@@ -19,7 +19,7 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from trainer.cli import main
 from trainer.commands.verify import replay as replaying
 from trainer.commands.verify.recorded import Segment, last_step, parts_of, read_recorded

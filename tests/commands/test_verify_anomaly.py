@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from tests.helpers.poison import SEED, poison
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from trainer.cli import main
 from trainer.commands.verify import replay as module
 from trainer.config.recipe import Recipe

@@ -81,7 +81,7 @@ class ToLines:
 def add_parser(commands):
     commands.add_parser("hello").set_defaults(run=lambda options: print("hello") or 0)
 """,
-        '"hello",',
+        '"hello": "Train",',
     ),
 }
 PROGRAM = """

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.manifests import least_manifest
-from tests.helpers.refused import is_refusal, named
+from tests.helpers.refusals import named, refusal
 from trainer.cli import main
 from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
 from trainer.runs.manifest import FORMAT
@@ -38,7 +38,7 @@ def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "{name: synthetic, samples: 2, image_size: 8, global_batch_size: 4, micro_batch_size: 1}\n"
     )
     assert main(["train", "few.yaml", "--nproc-per-node", "4"]) == 2
-    assert is_refusal(capsys.readouterr().err, "4 2")
+    refusal(2, capsys.readouterr().err, "4 2")
 
 
 def test_a_folder_with_anything_in_it_is_left_alone(
@@ -54,21 +54,21 @@ def test_a_folder_with_anything_in_it_is_left_alone(
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    assert is_refusal(capsys.readouterr().err, tmp_path / "manifest.json")
+    refusal(2, capsys.readouterr().err, tmp_path / "manifest.json")
     manifest = least_manifest(format=1)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
     older = f"1 {FORMAT}"
-    assert is_refusal(capsys.readouterr().err, older)
+    refusal(2, capsys.readouterr().err, older)
     for words in (["verify"], ["report"], ["checkpoints"], ["predict"], ["export", "--to", "safetensors"]):
         assert main([*words, str(tmp_path)]) == 2
-        assert is_refusal(capsys.readouterr().err, older)
+        refusal(2, capsys.readouterr().err, older)
     manifest["format"] = FORMAT
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    assert is_refusal(capsys.readouterr().err, tmp_path)
+    refusal(2, capsys.readouterr().err, tmp_path)
     assert main(["train", "digits", "--out", str(tmp_path), "--resume", "never"]) == 2
-    assert is_refusal(capsys.readouterr().err, tmp_path)
+    refusal(2, capsys.readouterr().err, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
@@ -80,7 +80,7 @@ def test_a_read_only_place_for_runs(
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     assert main(["train", "digits"]) == 2
-    assert is_refusal(capsys.readouterr().err, "runs")
+    refusal(2, capsys.readouterr().err, "runs")
     assert list(tmp_path.iterdir()) == []
 
 

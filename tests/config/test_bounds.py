@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainer
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from trainer.commands.submit.sweep import points
 from trainer.config.recipe_file import read_recipe
 from trainer.config.yaml_text import parse_dumped, parse_yaml

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from trainer.config.dropped import DROPPED, without_dropped
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import make_recipe

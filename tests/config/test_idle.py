@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from trainer.config.idle import condition, idle_keys, idle_length, own_defaults, typed_keys
 from trainer.config.models import MODELS
 from trainer.config.optimizers import OPTIMIZERS

@@ -186,8 +186,9 @@ def test_a_template_that_refuses_what_is_only_tried(refusal: str, tmp_path: Path
     tools = [{"name": "add"}]
     last = f"<think>\n\n</think>\n\n{TALK[3]['content']}<|im_end|>"
     assert counting(chat, talk, [3], tools) == last
-    text, _ = turns(chat, talk, [3], tools)
-    assert list(unread_keys(chat, talk, tools, text)) == ["'name' in messages"] * ("name" not in refusal)
+    text, spans = turns(chat, talk, [3], tools)
+    unread = list(unread_keys(chat, Talk(talk, [3], tools), text, spans))
+    assert unread == ["'name' in messages"] * ("name" not in refusal)
 
 
 def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
@@ -200,12 +201,12 @@ def test_each_call_of_a_tool_is_in_the_text(tmp_path: Path) -> None:
     for many in (1, 2):
         asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls[:many]}
         talk = [TALK[0], asked, *TALK[2:]]
-        text, _ = turns(chat, talk, [1])
+        text, spans = turns(chat, talk, [1])
         if many == 1:
-            assert not list(unread_keys(chat, talk, None, text))
+            assert not list(unread_keys(chat, Talk(talk, [1]), text, spans))
             continue
         with pytest.raises(ChatError, match=r"leaves tool_calls out .call 2 of message 2.; use"):
-            list(unread_keys(chat, talk, None, text))
+            list(unread_keys(chat, Talk(talk, [1]), text, spans))
 
 
 def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_path: Path) -> None:
@@ -215,6 +216,114 @@ def test_thinking_that_a_template_takes_out_is_not_learned_at_a_wrong_place(tmp_
     assert counting(chat, talk, [3]) == "<think>\nso\n</think>\n\nno<|im_end|>"
     with pytest.raises(ChatError, match=r"changes message 2 by what follows it.*language\.learn=last"):
         turns(chat, talk, [1, 3])
+
+
+SAID = "{{ m.content }}<|im_end|>\n"
+THOUGHT = "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '' }}"
+LAST = "{{ '<think>' + m.reasoning_content|trim + '</think>' if loop.last and m.reasoning_content else '' }}"
+MARKS = "{% generation %}", "{% endgeneration %}"
+
+
+def thinking(said: str, prompt: str = "") -> str:
+    """A template of ChatML that writes `said` of each message."""
+    begin = "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}"
+    end = f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{prompt}{{% endif %}}"
+    return f"{begin}{said}{{% endfor %}}{end}"
+
+
+MARKED = (
+    "{% if m.role == 'assistant' %}"
+    + THOUGHT
+    + MARKS[0]
+    + SAID
+    + MARKS[1]
+    + "{% else %}"
+    + SAID
+    + "{% endif %}"
+)
+WITHIN = MARKED.replace(THOUGHT + MARKS[0], MARKS[0] + THOUGHT)
+ANSWER_ALONE = WITHIN.replace(THOUGHT, "").replace("m.content }}", "m.content.split('</think>')[-1] }}", 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "keys", "refused"),
+    [
+        (THOUGHT + SAID, {}, ()),
+        (LAST + SAID, {}, (1,)),  # as Qwen 3's
+        (LAST.replace("reasoning_content", "thinking") + SAID, {}, (1,)),  # as gpt-oss'
+        (SAID, {}, (1, 3)),
+        (THOUGHT.replace("m.reasoning_content +", "m.reasoning_content[:2] +") + SAID, {}, (1, 3)),
+        (WITHIN, {}, ()),
+        (MARKED, {}, (1, 3)),  # the answer alone counts
+        (ANSWER_ALONE, {"inline": True}, (1, 3)),
+        ("{{ m.content[:9] }}<|im_end|>\n", {"inline": True}, (1, 3)),
+        (SAID, {"inline": True}, ()),
+        (THOUGHT + SAID, {"prompt": "<think>"}, ()),
+        (SAID, {"prompt": "<think>", "inline": True}, ()),
+    ],
+)
+@pytest.mark.parametrize("words", [("one thing", "yes"), ("yes", "yes")])
+@pytest.mark.parametrize("learn", ["completions", "last", "all"])
+def test_what_counts_is_learned_with_its_thinking(
+    said: str, keys: dict[str, Any], refused: tuple[int, ...], words: Any, learn: str, tmp_path: Path
+) -> None:
+    """Each turn for itself: that one shows what it thought says nothing of the others."""
+    chat = open_tokenizer(chat_folder(tmp_path, template=thinking(said, keys.get("prompt", ""))))
+    thought, answer = words
+    answers: dict[str, Any] = {"role": "assistant", "content": answer, "reasoning_content": f"{thought}\n"}
+    if keys.get("inline"):
+        answers = {"role": "assistant", "content": f"<think>\n{thought}</think>\n{answer}"}
+    talk = sample_of({"messages": [{"role": "user", "content": answer}, answers] * 2}, learn)
+    assert isinstance(talk, Talk) and talk.counting == ([3] if learn == "last" else [1, 3])
+
+    def unread() -> list[str]:
+        text, spans = turns(chat, talk.messages, talk.counting, None)
+        if learn == "all":
+            spans = [(0, len(text))]
+        return list(unread_keys(chat, talk, text, spans))
+
+    counts_outside = learn == "all" and said == MARKED
+    if not counts_outside and set(refused) & set(talk.counting):
+        with pytest.raises(ChatError):
+            unread()
+    else:
+        assert unread() == ["'reasoning_content' in messages that don't count"] * (
+            1 in refused and learn == "last"
+        )
+
+
+@pytest.mark.parametrize(
+    ("said", "refused", "unread"),
+    [
+        ("{{ m.tool_calls | tojson if m.tool_calls else '' }}", "", []),
+        ("{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}", "", ["id"]),
+        ("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}", "arguments", []),
+        ("{% for c in m.tool_calls or [] %}{{ c.function.arguments|tojson }}{% endfor %}", "name", []),
+        ("{{ m.tool_calls[0].function | tojson if m.tool_calls and loop.last else '' }}", "tool_calls", []),
+    ],
+)
+def test_each_part_of_a_call_is_learned(said: str, refused: str, unread: list[str], tmp_path: Path) -> None:
+    template = thinking(SAID.replace("<|im_end|>", said + "<|im_end|>"))
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    call = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+    asked = {"role": "assistant", "content": "so", "tool_calls": [call]}
+    talk = Talk([TALK[0], asked, TALK[2], asked], [1, 3])
+    text, spans = turns(chat, talk.messages, talk.counting)
+    if refused:
+        with pytest.raises(ChatError, match=f"leaves {refused}"):
+            list(unread_keys(chat, talk, text, spans))
+    else:
+        assert list(unread_keys(chat, talk, text, spans)) == [f"{key!r} in tool_calls" for key in unread]
+
+
+def test_a_key_that_is_read_in_one_message_is_counted_for_the_others(tmp_path: Path) -> None:
+    template = thinking(SAID.replace("<|im_end|>", "{{ m.name if loop.first else '' }}<|im_end|>"))
+    chat = open_tokenizer(chat_folder(tmp_path, template=template))
+    first, second = {**TALK[0], "name": "Al"}, {**TALK[2], "name": "Bo"}
+    for messages, unread in (([first, TALK[1]], 0), ([first, TALK[1], second, TALK[3]], 1)):
+        talk = Talk(messages, [1])
+        text, spans = turns(chat, messages, [1])
+        assert list(unread_keys(chat, talk, text, spans)) == ["'name' in messages"] * unread
 
 
 def test_a_turn_of_several_calls_ends_with_the_last(tmp_path: Path) -> None:

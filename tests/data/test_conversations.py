@@ -61,6 +61,9 @@ END = "<|im_end|>"
             f"the cat{END}",
         ),
         ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, f"yes{END}"),
+        ({"messages": [{**ASK, "role": "human"}, {**ANSWER, "role": "gpt"}]}, f"the cat{END}"),
+        ({"messages": [{**ASK, "role": "User"}, {**ANSWER, "role": "model"}]}, f"the cat{END}"),
+        ({"conversations": [{"from": "Human", "value": "hi"}, {"from": "GPT", "value": "yes"}]}, f"yes{END}"),
         ({"prompt": "Q: what? A:", "completion": " four!"}, f" four!{END}"),
         ({"prompt": "Q: what? A:", "completion": f" four!{END}"}, f" four!{END}"),
         ({"prompt": [ASK], "completion": [ANSWER]}, f"the cat{END}"),
@@ -105,6 +108,9 @@ def test_what_counts_of_a_row(row: Any, counts: str, chat: Chat, tmp_path: Path)
         ({"messages": [ASK, {"role": None, "content": "a"}]}, "role is nothing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "only parts of type text"),
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "weight is 0.5, and should be 0 or 1"),
+        ({"messages": [ASK, {**ANSWER, "thinking": "a", "reasoning": "b"}]}, "thinking and reasoning"),
+        ({"messages": [ASK, {**ANSWER, "reasoning": ["a"]}]}, r"messages\[1\]: reasoning is"),
+        ({"messages": [ASK, {**ANSWER, "reasoning": "a"}]}, "thinking of message 2"),
         ({"conversations": [{"from": "observation", "value": "a"}]}, "from 'observation': human, gpt"),
         ({**TALK, "tools": "["}, r"tools is '\[': not JSON"),
         ({**TALK, "tools": {"name": "f"}}, "tools is {'name': 'f'}, and should be a list of objects"),
@@ -159,13 +165,14 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
     ]
     notes = "\n".join(found.notes)
     assert "4 rows of" in notes
-    odd = {"messages": [ASK, {**ANSWER, "name": "a", "thinking": "hm"}], "tools": [CALL]}
+    odd = {"messages": [ASK, {**ANSWER, "name": "a"}, {**ANSWER, "weight": 0, "thinking": "hm"}]}
+    odd |= {"tools": [CALL]}
     more = [odd, {"text": "a", "completion": "b"}, {**TALK, "prompt": "a"}]
     found = tokenized(RowSplit((lines(tmp_path / "c.jsonl", *more),)), chat, "completions", 99)
     reads = "which the chat template doesn't read (c.jsonl: line 1)"
     assert [str(one) for one in found.left_out] == [
         f"1 conversation with 'name' in messages, {reads}",
-        f"1 conversation with 'reasoning_content' in messages, {reads}",
+        f"1 conversation with 'reasoning_content' in messages that don't count, {reads}",
         f"1 conversation with 'tools', {reads}",
         "1 row with 'completion', which isn't read (c.jsonl: line 2)",
         "1 row with 'prompt', which isn't read (c.jsonl: line 3)",
@@ -174,6 +181,30 @@ def test_what_is_left_out_is_counted_by_reason(chat: Chat, tmp_path: Path) -> No
     assert "1 rows hold the text of a special token" in notes and "a.jsonl: line 13: <|im_end|>" in notes
     with pytest.raises(BadInputError, match=r"nothing to learn from is left \(1 conversation of more than 5"):
         tokenized(RowSplit((lines(tmp_path / "b.jsonl", TALK),)), chat, "completions", 5)
+
+
+@pytest.mark.parametrize(
+    "names", [("human", "gpt"), ("HUMAN", "Gpt"), ("User", "Assistant"), ("user", "model")]
+)
+def test_roles_by_other_names_are_learned_as_the_fields_own(
+    names: tuple[str, str], chat: Chat, tmp_path: Path
+) -> None:
+    """And what predict asks by is what was learned."""
+    talk = [{**ASK, "role": names[0]}, {**ANSWER, "role": names[1]}]
+    files = lines(tmp_path / "a.jsonl", TALK), lines(tmp_path / "b.jsonl", {"messages": talk})
+    own, other = (tokenized(RowSplit((file,)), chat, "all", 99) for file in files)
+    assert own.text.tokens.tolist() == other.text.tokens.tolist()
+    assert own.left_out == other.left_out == () and own.notes == other.notes
+
+
+def test_a_role_that_nobody_knows_is_counted(chat: Chat, tmp_path: Path) -> None:
+    critic, tool = {"role": "critic", "content": "a"}, {"role": "tool", "content": "b"}
+    rows: list[Any] = [{"messages": [ASK, critic, tool, ANSWER]}, {"messages": [critic, critic, ANSWER]}]
+    rows.append({"messages": [ASK, {"role": "bot", "content": "c"}]})
+    found = tokenized(RowSplit((lines(tmp_path / "a.jsonl", *rows),)), chat, "completions", 99)
+    assert any(line.startswith("2 ") and "'critic'" in line for line in found.notes)
+    assert not any("'tool'" in line for line in found.notes)
+    assert len(found.left_out) == 1 and "'bot'" in found.left_out[0].reason
 
 
 def test_a_text_begins_once_and_a_template_is_not_begun_again(tmp_path: Path) -> None:

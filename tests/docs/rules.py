@@ -1,9 +1,10 @@
 """What tests hold too much of: `python -m tests.docs.rules [FILE...]` shows it, `--write` lowers the table.
 
 A sentence is a text of five words or more that a test expects of the program: in an `assert` (but for
-what the assert hands to a function that is no search), in `match=`, in `refused(...)`; or it has a name
-that these read: of a table (`parametrize`, `for`), of a parameter, of an assignment. A private use is a name
-with an underscore that the package defines, of anything but `self` and `cls`: attribute, import, patch.
+what the assert hands to a function that is no search), in `match=`, in `refused(...)`, in `refusal(...)`; or
+it has a name that these read: of a table (`parametrize`, `for`), of a parameter, of an assignment. A private
+use is a name with an underscore that the package defines, of anything but `self` and `cls`: attribute,
+import, patch.
 """
 
 import ast
@@ -23,7 +24,7 @@ Table = dict[str, dict[str, int]]
 _WORD = re.compile(r"\(?[A-Za-z]+(?:['-][A-Za-z]+)*[.,;:!?)]*")
 _PRIVATE = re.compile(r"_(?!_)\w*[a-zA-Z]\w*")
 _SEARCHES = {
-    *("search", "match", "fullmatch", "findall", "named", "refused", "is_refusal", "startswith", "endswith"),
+    *("search", "match", "fullmatch", "findall", "named", "refused", "refusal", "startswith", "endswith"),
     *("count", "index", "partition", "removeprefix", "all", "any", "sorted", "set", "list", "tuple"),
 }
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -94,7 +95,7 @@ def _expected(nodes: list[ast.AST]) -> Iterator[ast.expr]:
                 yield test
             case ast.keyword(arg="match", value=value):
                 yield value
-            case ast.Call(func=ast.Name(id="refused")):
+            case ast.Call(func=ast.Name(id="refused" | "refusal")):
                 yield node
 
 

@@ -53,8 +53,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(family: str, **changed: Any) -> Any:
-    """A random model of the library, float32, in evaluation mode; the same each time."""
+def made(family: str, wild: float = 0.0, **changed: Any) -> Any:
+    """A random model of the library, float32, in evaluation mode; the same each time.
+
+    Args:
+        family: Of `FAMILIES`.
+        wild: Deviation of what is added to its matrices: of large weights, outputs depend on each bit.
+        changed: Keys of its configuration.
+    """
     import transformers
 
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -67,13 +73,13 @@ def made(family: str, **changed: Any) -> Any:
     model = opens.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases too: what is one or zero hides faults
-            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.05))
+            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.05 + wild))
     return model.eval()
 
 
-def folder_of(family: str, folder: Path, **changed: Any) -> Path:
+def folder_of(family: str, folder: Path, wild: float = 0.0, **changed: Any) -> Path:
     """Writes such a model into a folder."""
-    made(family, **changed).save_pretrained(folder)
+    made(family, wild, **changed).save_pretrained(folder)
     return folder
 
 

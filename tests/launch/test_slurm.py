@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
+from tests.helpers.ways import Ended, Job, Started
+from tests.launch.test_ways_in import REFUSALS, WATCHED, bits_of, check, data_of, place
 from trainer.commands.submit.slurm import render, render_array
 from trainer.commands.submit.spec import JobSpec, Site
 
@@ -155,6 +158,30 @@ def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.tell("sbatch", "--parsable", str(script))
     slurm.completes(job, tmp_path / "out")
     assert "(4 x CPU" in _text(tmp_path / "out")
+
+
+def test_a_task_for_each_rank_ends_as_the_table_of_all_ways_says(slurm: Slurm, tmp_path: Path) -> None:
+    """With srun's own exit code; and to the bits of the launcher's two ranks."""
+    cases = {"own": (Job("own.py", WATCHED), ()), **{case: REFUSALS[case] for case in ("syntax", "folder")}}
+    script = tmp_path / "ways.sbatch"
+    lines = [
+        "#!/bin/bash",
+        "#SBATCH --ntasks=2 --cpus-per-task=1 --mem=3G",
+        f"#SBATCH --output={tmp_path}/out",
+    ]
+    for number, (case, (asked, _)) in enumerate(cases.items()):
+        here = place(tmp_path / case)
+        srun = f"MASTER_PORT={PORT + number} srun --chdir={here} --error={here}/stderr"
+        lines.append(f"{srun} {VENV}/bin/trainer {shlex.join(asked.words)}; echo $? > {here}/code")
+    script.write_text("\n".join([*lines, "exit 0", ""]))
+    slurm.completes(slurm.tell("sbatch", "--parsable", str(script)), tmp_path / "out")
+    for case, (_, names) in cases.items():
+        said = (tmp_path / case / "stderr").read_text().splitlines()
+        ended = Ended(int((tmp_path / case / "code").read_text()), said)
+        check(case, "slurm 2", tmp_path / case, ended, names)
+    alike = place(tmp_path / "launcher")
+    assert Started("launcher 2", alike, cases["own"][0]).end().code == 0
+    assert (bits_of(alike), data_of(alike)) == (bits_of(tmp_path / "own"), data_of(tmp_path / "own"))
 
 
 def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:

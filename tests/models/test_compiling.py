@@ -13,7 +13,7 @@ from torch._inductor import config as inductor
 from torch._inductor.codegen.triton import TritonOverrides
 
 from tests.helpers import preloaded
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe, rows_to
 from tests.helpers.world import Ranks
 from trainer.config.model import CompileConfig

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.libraries import require
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.steps import train_some
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
@@ -23,7 +23,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.finetune import fine_tune, keeps_statistics, like, merged, plain_state
 from trainer.models.gpt import GPT
-from trainer.models.images import build_model
+from trainer.models.images import build_model, make_norm
 from trainer.train.components.operations import count_operations
 from trainer.train.components.run import build
 from trainer.train.components.task import check_request, make_task
@@ -46,6 +46,46 @@ def states(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
 
 
 # --- freezing ---
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data": {"name": "digits"}},
+        {"data": {"name": "synthetic"}, "model": {"channels_last": True}},
+        {
+            "task": "audio",
+            "data": {"name": "dtmf", "limit": 16},
+            "audio": {"seconds": 0.128, "sample_rate": 8000},
+        },
+    ],
+    ids=["digits", "channels-last", "audio"],
+)
+def test_a_groupnorm_stands_behind_frozen_layers(sections: dict[str, Any], tmp_path: Path) -> None:
+    model = {"norm": "group", "freeze": ["stem*"], **sections.pop("model", {})}
+    sizes = {"image_size": 8, "samples": 64, "classes": 4} if sections["data"]["name"] == "synthetic" else {}
+    data = {"global_batch_size": 4, "micro_batch_size": 4, **sizes, **sections.pop("data")}
+    recipe = small(max_steps=2, model=model, data=data, **sections)
+    assert attempt(tmp_path / "run", recipe).code == 0
+
+
+def test_a_detector_with_groupnorm_has_frozen_layers(tmp_path: Path) -> None:
+    data = {"name": "digits-canvas", "image_size": 96, "limit": 8, "eval_batch_size": 4}
+    recipe = small(max_steps=1, task="detection", data=data, model={"norm": "group", "freeze": ["stem*"]})
+    assert attempt(tmp_path / "run", recipe).code == 0
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_groupnorm_computes_what_torchs_does(trained: bool) -> None:
+    ours, plain = make_norm("group", 8), nn.GroupNorm(8, 8)
+    images, weights = torch.randn(2, 8, 5, 5), torch.randn(2, 8, 5, 5)
+    last = images.to(memory_format=torch.channels_last).requires_grad_(trained)
+    (ours(last) * weights).sum().backward()
+    (plain(images.requires_grad_()) * weights).sum().backward()  # whose channels don't come last
+    assert torch.allclose(ours(last), plain(images), atol=1e-6)
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_documents_side_by_side_are_what_each_is_alone(family: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_goes_on_from_what_was_kept_of_it(family: str, tmp_path: Path) -> None:
-    """Keys and values of a cache give the logits of the whole text; a text that outgrows the model, too."""
+    """Keys and values of a cache give the logits of the whole text, up to the model's last place."""
     model = loaded(folder_of(family, tmp_path))
     tokens, cache = documents()[0][0], model.cache()
     with torch.no_grad(), Exactly64():
@@ -61,11 +61,35 @@ def test_a_text_goes_on_from_what_was_kept_of_it(family: str, tmp_path: Path) ->
         for begin, end in ((0, 9), *((n, n + 1) for n in range(9, PLACES))):
             found = model.following(tokens[None, begin:end], cache)
             assert (found - wanted[end - 1]).abs().max() <= 1e-12
-    model.sequence_length = 16
+    assert model.places == PLACES * (2 if family == "llama" else 1)
+    model.places = 16
     text = tokens[:9]
     for token in generated(model, text, 12, temperature=0):
-        assert token == int(model(text[None, -16:])[0, -1].argmax())
+        assert token == int(model(text[None])[0, -1].argmax())
         text = torch.cat((text, torch.tensor([token])))
+    assert len(text) == 17, "the last token is computed from 16"
+    with pytest.raises(ValueError, match="17 tokens"):
+        list(generated(model, text, 1))
+
+
+@pytest.mark.parametrize(
+    ("rope", "places"),
+    [
+        (None, PLACES),
+        ({"rope_type": "linear", "factor": 2.0}, 2 * PLACES),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": PLACES}, 4 * PLACES),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}, PLACES),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12}, PLACES),
+    ],
+)
+def test_a_model_has_the_places_of_its_configuration(rope: object, places: int, tmp_path: Path) -> None:
+    """Not those of the samples, which it learns."""
+    scaled = rope if rope is None else {**dict(rope), "rope_theta": 100.0}  # type: ignore[call-overload]
+    folder = folder_of("mistral", tmp_path, rope_parameters=scaled)
+    assert hf_model(f"hf/{folder}", 16).places == places
+    assert hf_model(f"hf/{folder}", places).places == places
+    with pytest.raises(BadInputError):
+        hf_model(f"hf/{folder}", places + 1)
 
 
 def test_a_configuration_that_asks_for_other_outputs(tmp_path: Path) -> None:

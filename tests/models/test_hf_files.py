@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants
 
 from tests.helpers.hf_models import NEEDS, PLACES, WORDS, folder_of, made
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.models.test_pretrained import NEW, OLD, Hub
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change(f, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         "dynamic depend on the longest text",
     ),
-    "short": (lambda f: change(f, max_position_embeddings=9), "knows 9 places .*set it to at most"),
+    "short": (lambda f: change(f, max_position_embeddings=9), "sequence_length=48.* 18 places"),
     "window": (lambda f: change(f, model_type="mistral", sliding_window=0), "sliding_window=0, with which"),
     "heads": (lambda f: change(f, num_attention_heads="four"), "can't make a model of"),
     "json": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not JSON"),

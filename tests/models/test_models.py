@@ -8,7 +8,7 @@ import torch
 import torchvision
 
 from tests.helpers.libraries import require
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from trainer.config.model import ModelConfig
 from trainer.models.images import build_model
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from tests.helpers.forked import attempt, small
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.cli import main
@@ -174,12 +174,8 @@ def test_a_pickle_is_refused_with_the_remedy_and_never_read(
     file = tmp_path / f"weights{suffix}"
     torch.save({"stem.weight": torch.zeros(2)}, file)
     code = main(["train", "digits", "--set", f"model.pretrained={file}", "--out", str(tmp_path / "run")])
-    error = capsys.readouterr().err
-    assert code == 2
-    assert error.count("\n") == 1
-    assert named(error, "safetensors pickle")
-    assert "d = torch.load('weights" in error and "s.save_file(d, 'weights.safetensors')" in error
-    assert not (tmp_path / "run").exists()
+    names = (str(file), f"torch.load('weights{suffix}'", "s.save_file(d, 'weights.safetensors')")
+    refusal(code, capsys.readouterr().err, *names, folder=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.optimizers import PatchTransformer
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.model import ModelConfig
 from trainer.config.training import OptimConfig

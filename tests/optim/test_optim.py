@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import lr_scheduler
 
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from trainer.config.model import ModelConfig
 from trainer.config.optimizers import OPTIMIZERS, SCHEDULES
 from trainer.config.recipe_file import load_recipe

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.manifests import least_manifest
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from trainer.runs.manifest import Manifest, read_facts, read_run, read_stored, update_manifest
 from trainer.version import ARITHMETIC
 

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.helpers.refused import is_refusal, named, refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.report_runs import alone, manifest, train_row, write_run
 from tests.helpers.rows import read_rows
 from trainer.cli import main
@@ -22,7 +22,7 @@ from trainer.config.recipe_file import load_recipe
 from trainer.errors import BadInputError
 from trainer.observe import phases
 from trainer.observe.charts.lines import line
-from trainer.observe.rows import FILES, RATES
+from trainer.observe.rows import FILES, SPAN_OF_RATES
 from trainer.observe.text import (
     share,
 )
@@ -511,7 +511,7 @@ def test_a_report_that_can_never_be_written_is_refused_before_records_are_read(
 ) -> None:
     monkeypatch.setattr("trainer.runs.report.write.read_recorded_run", mock.Mock(side_effect=AssertionError))
     assert main(["report", str(run), "--out", "no/such/x.html"]) == 2
-    assert is_refusal(capsys.readouterr().err, "no/such/x.html")
+    refusal(2, capsys.readouterr().err, "no/such/x.html")
 
 
 def test_a_report_is_replaced_in_one_move(tmp_path: Path, monkeypatch: Any) -> None:
@@ -690,8 +690,10 @@ def test_what_records_say_of_a_span_is_a_rate() -> None:
     for n in range(1, 101):
         for name in train_row(n, 100, random.Random(n)).keys() - others:
             head, slash, _ = name.partition("/")
-            assert name.startswith(moments) or head + slash in RATES, name
-    assert {rate.name.partition("/")[0] + "/" * ("/" in rate.name) for rate in figures.RATES} <= {*RATES}
+            assert name.startswith(moments) or head + slash in SPAN_OF_RATES, name
+    assert {rate.name.partition("/")[0] + "/" * ("/" in rate.name) for rate in figures.RATES} <= {
+        *SPAN_OF_RATES
+    }
 
 
 def test_a_run_without_records_or_with_one(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.forked import attempt, replace, small
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import changed, same
 from tests.helpers.toys import before_each_step_ends

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.data.items import ItemDataset
 from trainer.errors import BadInputError

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import preloaded
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.steps import assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.helpers.chat_folders import chat_folder
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.small_gpt import SMALL
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.model import ModelConfig

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.small_task import Small
 from trainer.errors import BadInputError
 from trainer.observe.rows import OWN, why_no_metric

@@ -21,7 +21,7 @@ from torch import nn
 import trainer
 from tests.helpers import forked, preloaded
 from tests.helpers.luck import forked_or_skipped
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from tests.helpers.small_task import Small
 from trainer.cli import main

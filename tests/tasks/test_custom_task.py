@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.commands.predict.predict import _show
@@ -597,11 +597,7 @@ def test_a_file_with_something_wrong(
 
     monkeypatch.setattr(start, "launch", launch)
     (here / "mine.py").write_text(text)
-    assert main(["train", "mine.py"]) == 2
-    error = capsys.readouterr().err
-    assert named(error, message)
-    assert error.count("\n") == 1
-    assert not (here / "runs").exists()
+    refusal(main(["train", "mine.py"]), capsys.readouterr().err, message, folder=here / "runs")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from trainer.tasks.bytecode import digest_of_statements, scan
 from trainer.tasks.identity import Identity, identity_of
 

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
 from tests.helpers.batches import source
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.small_gpt import SMALL, make_model
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.data import LoaderConfig

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from tests.helpers import forked
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.checkpoint.tensor_file import put_together, take_apart
@@ -374,23 +374,18 @@ def test_a_schedule_that_is_over_before_the_run_is_refused(
     file.write_text(FILE)
     values = read_recipe(str(file))
 
-    def refused(*words: str) -> str:
-        assert main(["train", str(file), "--out", *words]) == 2
-        line = capsys.readouterr().err
-        assert line.count("\n") == 1
-        return line
+    def trained(*words: str) -> tuple[int, str]:
+        return main(["train", str(file), "--out", *words]), capsys.readouterr().err
 
     assert forked.attempt(tmp_path / "run", recipe_file.make_recipe(values)).code == 0
-    longer = refused("run", "epochs=3")
-    assert named(longer, "step-00000016 16 24")
-    assert "and the run after 24 steps; a run that is extended keeps" in longer
+    refusal(*trained("run", "epochs=3"), "step-00000016", " 16 updates", "total_steps", " 24 steps")
     recipe = recipe_file.make_recipe({**values, "epochs": 3})
     assert "ends after 16 updates" in forked.attempt(tmp_path / "run", recipe).line, "also without a launcher"
     anew = forked.attempt(tmp_path / "new", recipe, source="run")
     assert anew.code == 0, anew.said
     # One that fits no run at all.
     file.write_text(FILE.replace("total_steps=steps", "total_steps=9"))
-    assert "ends after 9 updates" in refused("short")
+    refusal(*trained("short"), " 9 updates", folder=tmp_path / "short")
 
 
 def sgd(_: Any, model: nn.Module) -> torch.optim.Optimizer:

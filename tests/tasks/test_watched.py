@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from trainer import fit
 
 _POINTS = np.random.default_rng(0).standard_normal((60, 2)).astype(np.float32)

@@ -12,7 +12,8 @@ from trainer.commands.check.check import check
 from trainer.commands.check.compare import compare
 from trainer.commands.check.plain import StepTensors
 from trainer.commands.check.training import open_subject, train_steps
-from trainer.commands.check.variants import VARIANTS, train_plainly
+from trainer.commands.check.variants import VARIANTS
+from trainer.commands.check.verdicts import train_plainly
 from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import World
 

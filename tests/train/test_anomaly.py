@@ -23,7 +23,7 @@ from tests.helpers.forked import Attempt, attempt, replace, small
 from tests.helpers.late import import_late
 from tests.helpers.poison import SEED, Harm, poison
 from tests.helpers.ports import free_port
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.chat_folders import CHATML, chat_folder
 from tests.helpers.forked import attempt
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from tests.helpers.small_gpt import SMALL
 from tests.helpers.toys import build_alone, make_recipe

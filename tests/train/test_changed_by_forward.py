@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.toys import build_alone, make_recipe, rows_to
 from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World

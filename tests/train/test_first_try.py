@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import preloaded
-from tests.helpers.refused import is_refusal, named, refused
+from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import main
 from trainer.config.recipe_file import load_recipe, recipe_names
 from trainer.observe import console
@@ -55,7 +55,7 @@ def test_of_a_run_that_stays_is_none(
     words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "digits", "--fast-dev-run", *words]) == 2
-    assert is_refusal(capsys.readouterr().err, named)
+    refusal(2, capsys.readouterr().err, named)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.forked import attempt, small
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from trainer.cli import main
 from trainer.train.model_of_run import open_run, stored_weights
 

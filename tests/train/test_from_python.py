@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.helpers import preloaded
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from trainer import fit
 from trainer.cli import make_parser
 from trainer.commands.train import options_of

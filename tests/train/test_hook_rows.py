@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.forked import attempt, small
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from trainer.config.training import HooksConfig
 from trainer.errors import BadInputError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.few_pictures import recipe_of, write_pictures
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from trainer.config.recipe import Recipe
 from trainer.data.workers import (
     Loading,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from tests.helpers.toys import LENGTH, TokenTask, make_recipe
 from trainer.models.parts import parts
 from trainer.observe.console import ProgressBar, aligned

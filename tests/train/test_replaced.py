@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.image_folders import encoded, picture
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from tests.helpers.world import Ranks
 from trainer import fit
 from trainer.commands.evaluate.evaluate import evaluation_lines

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.few_pictures import make_folder
 from tests.helpers.forked import attempt, replace
-from tests.helpers.refused import named
+from tests.helpers.refusals import named
 from tests.helpers.run_folders import changed
 from trainer.config.recipe import Recipe
 from trainer.data import dataset

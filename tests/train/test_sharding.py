@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from torch import distributed as dist, nn
 
 from tests.helpers.digits_steps import DIGITS
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
 from tests.train.test_accumulation import Case, cases, expected_gradient, expected_steps, initial_model

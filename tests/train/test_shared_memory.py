@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, strategies as st
 from torch import nn
 
-from tests.helpers.refused import refused
+from tests.helpers.refusals import refused
 from tests.helpers.small_task import Small
 from tests.helpers.steps import ALONE, train_some
 from tests.helpers.toys import TokenTask, make_recipe

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.small_task import Small
 from trainer import BadInputError, fit
 from trainer.runs.report.write import report_failure

@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.refused import named, refused
+from tests.helpers.refusals import named, refused
 from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe

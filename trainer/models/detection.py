@@ -12,7 +12,7 @@ from trainer.config.models import models_of, opens
 from trainer.config.registry import named
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
-from trainer.models.images import make_norm, residual_stages
+from trainer.models.images import GroupNorm, make_norm, residual_stages
 
 _NEAR = 1.0  # distance in strides from a box's center within which cells are positive: up to four cells
 _PRIOR = 0.01  # score of a cell before training, as in Lin et al., 2017
@@ -195,7 +195,7 @@ def _replace_norms(module: nn.Module, norm: str) -> None:
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
             width = child.num_features
-            fresh = FrozenBatchNorm2d(width) if norm == "frozen" else nn.GroupNorm(math.gcd(32, width), width)
+            fresh = FrozenBatchNorm2d(width) if norm == "frozen" else GroupNorm(math.gcd(32, width), width)
             setattr(module, name, fresh)
         else:
             _replace_norms(child, norm)

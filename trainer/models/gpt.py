@@ -31,6 +31,7 @@ class GPT(nn.Module):
 
     Attributes:
         by_blocks: True if packed documents are masked by FlexAttention's blocks; see `packed`.
+        places: Tokens that it is called with at most; it was trained on no more.
     """
 
     gives_loss = True  # called with targets, it returns the loss without the whole logits
@@ -38,7 +39,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, vocabulary: int) -> None:
         """Initializes weights from a normal distribution of 0.02, smaller in residual projections."""
         super().__init__()
-        self.sequence_length = config.sequence_length
+        self.places = config.sequence_length
         self.head_width = config.width // config.heads
         self.by_blocks = False
         self.embedding = _embedding(vocabulary, config.width)
@@ -66,7 +67,7 @@ class GPT(nn.Module):
         """Predicts the next token at each position.
 
         Args:
-            tokens: int64 (n, length), with learned positions at most `sequence_length` long.
+            tokens: int64 (n, length), with learned positions at most `places` long.
             segment: Integers (n, length): neighbors with the same number belong to one document, whose
                 positions start at 0, and attend to each other only; None where a row is one document.
             targets: int64 (n, length), -100 where a token doesn't count; None: to return logits.
@@ -306,6 +307,35 @@ def _norm(config: GPTConfig) -> nn.Module:
             assert_never(config.norm)
 
 
+def places_of(model: nn.Module) -> int | None:
+    """Returns the number of tokens that a language model is called with at most; None: any number."""
+    places = model.places
+    assert places is None or isinstance(places, int)
+    return places
+
+
+def room_after(model: nn.Module, prompt: int, count: int) -> int:
+    """Returns how many of `count` tokens a model can generate after a prompt of so many.
+
+    The last one of a text is computed from those before it, so a text may have one token more than the model
+    has places.
+
+    Raises:
+        ValueError: If the prompt has more tokens than the model has places.
+    """
+    places = places_of(model)
+    if places is None:
+        return count
+    if prompt > places:
+        raise ValueError(f"the prompt has {prompt:,} tokens, and the model has {places:,} places")
+    return min(count, places - prompt + 1)
+
+
+def cut_after(model: nn.Module, tokens: int) -> str:
+    """Returns a line for people on a text that ends because a model's places are full."""
+    return f"ends after {tokens:,} tokens, where the model's {places_of(model):,} places are full"
+
+
 @torch.no_grad()
 def generated(
     model: nn.Module,
@@ -314,30 +344,35 @@ def generated(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
     whole: bool = False,
+    window: bool = False,
 ) -> Iterator[int]:
-    """Generates tokens after a prompt, one by one.
+    """Generates tokens after a prompt, one by one; without `window` until the model's places are full.
 
     Args:
-        model: GPT or HfLanguage in evaluation mode; it gets the last `sequence_length` tokens.
+        model: GPT or HfLanguage in evaluation mode.
         prompt: int64 (length,), at least one token, on the model's device.
         count: Number of tokens to generate.
         temperature: Divisor of the logits; 0 takes the most likely token.
         generator: Random generator on the same device.
         whole: True to compute the whole text again for each token, by a call of the model as in training.
+        window: True to go on beyond the model's places, where it sees the last `places` tokens alone.
 
     Yields:
         Each generated token.
+
+    Raises:
+        ValueError: If the prompt alone has more tokens than the model has places, without `window`.
     """
-    longest = model.sequence_length
-    assert isinstance(longest, int)
-    cached = hasattr(model, "following") and not whole
+    seen = places_of(model) if window else None  # None: all
+    count = count if window else room_after(model, len(prompt), count)
+    cached = hasattr(model, "following") and not whole and seen is None
     tokens, done, cache = prompt, 0, model.cache() if cached else None  # type: ignore[operator]
     for _ in range(count):
-        if cached and len(tokens) <= longest:
+        if cached:
             logits = model.following(tokens[None, done:], cache).float()  # type: ignore[operator]
             done = len(tokens)
-        else:  # places are counted from the first token that is seen: what was kept is of others
-            logits = model(tokens[None, -longest:])[0, -1].float()
+        else:
+            logits = model(tokens[None] if seen is None else tokens[None, -seen:])[0, -1].float()
         if temperature == 0:
             chosen = logits.argmax().view(1)
         else:

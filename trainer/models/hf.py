@@ -37,21 +37,24 @@ _Masks = Mapping[int, torch.Tensor | None]
 
 
 class HfLanguage(nn.Module):
-    """A causal language model of transformers, called as our own GPT is."""
+    """A causal language model of transformers, called as our own GPT is.
+
+    Attributes:
+        places: Tokens that it is called with at most; None: any number.
+    """
 
     gives_loss = True
 
-    def __init__(self, causal: Any, sequence_length: int, name: str) -> None:
+    def __init__(self, causal: Any, name: str) -> None:
         """Takes over the parts of a model of the library.
 
         Args:
             causal: From AutoModelForCausalLM.
-            sequence_length: Tokens that it is called with at most.
             name: As model.name has it, for errors.
         """
         super().__init__()
         config = causal.config
-        self.sequence_length = sequence_length
+        self.places = _places(config)
         self._body, self._head = causal.base_model_prefix, _head_of(causal)
         self._legacy = [re.compile(one) for one in causal._keys_to_ignore_on_load_unexpected or ()]
         window = getattr(config, "sliding_window", None)
@@ -196,7 +199,7 @@ def hf_model(name: str, sequence_length: int) -> HfLanguage:
             causal = library.AutoModelForCausalLM.from_config(
                 config, attn_implementation=_ATTENTION, dtype=torch.float32, trust_remote_code=False
             )
-        model = HfLanguage(causal, sequence_length, name)
+        model = HfLanguage(causal, name)
     except BadInputError:
         raise
     except Exception as error:  # the library's, of whatever a configuration says
@@ -252,10 +255,10 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and sequence_length > longest:
+    places = _places(config)
+    if places is not None and sequence_length > places:
         raise BadInputError(
-            f"language.sequence_length={sequence_length}: {name} knows {longest} places "
+            f"language.sequence_length={sequence_length}: {name} knows {places} places "
             "(max_position_embeddings); set it to at most that"
         )
     window = getattr(config, "sliding_window", None)
@@ -264,13 +267,34 @@ def _check_lengths(name: str, config: Any, sequence_length: int) -> None:
             f"model.name={name}: {CONFIG} says sliding_window={window}, with which a token sees nothing; "
             "bring back the model's own configuration"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+    for one in _rotary(config):
         if (kind := one.get("rope_type")) in _MOVING_ROPE:
             raise BadInputError(
                 f"model.name={name}: rotary positions of type {kind} depend on the longest text of a batch, "
                 "so that a document beside others isn't computed as it is alone; choose another model"
             )
+
+
+def _places(config: Any) -> int | None:
+    """Returns the number of places that a configuration says; None if it says none.
+
+    Rotary positions that are scaled reach `factor` times as far as those that the model was made with, which
+    some configurations leave in max_position_embeddings (Qwen 2.5 with YaRN, Vicuna 16k).
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        return None
+    scaled = (
+        (one.get("original_max_position_embeddings") or longest) * (one.get("factor") or 1)
+        for one in _rotary(config)
+    )
+    return max(int(one) for one in (longest, *scaled))
+
+
+def _rotary(config: Any) -> list[dict[str, Any]]:
+    """Returns the settings of rotary positions: of all layers, and of each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(part for part in rope.values() if isinstance(part, dict))]
 
 
 def _head_of(causal: Any) -> str:

@@ -125,4 +125,16 @@ def residual_stages(config: ModelConfig, first_stride: int) -> tuple[nn.Sequenti
 
 def make_norm(kind: str, width: int) -> nn.Module:
     """Returns a BatchNorm ("batch") or GroupNorm ("group") of `width` channels."""
-    return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(math.gcd(8, width), width)
+    return nn.BatchNorm2d(width) if kind == "batch" else GroupNorm(math.gcd(8, width), width)
+
+
+class GroupNorm(nn.GroupNorm):
+    """A GroupNorm that may stand behind frozen layers."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns the normalized input, in its shape."""
+        # Where the channels come last on a CPU, torch's backward pass writes the input's gradient even if it
+        # isn't wanted, as behind frozen layers: a segmentation fault (seen with torch 2.9.1).
+        if input.device.type == "cpu" and torch.is_grad_enabled() and not input.requires_grad:
+            input = input.contiguous()
+        return super().forward(input)

@@ -27,7 +27,7 @@ OWN = frozenset(
 )
 # Figures of train records that are averages of the record's span, by name or by beginning, and the span: its
 # seconds, those since the record before, or its steps. Merged, they are a total over the total span.
-RATES = {
+SPAN_OF_RATES = {
     **dict.fromkeys(("samples_per_s", "tokens_per_s", "flops_per_s", "mfu"), "seconds"),
     **dict.fromkeys(("cpu/", "gpu/", "disk/", "network/", "loader/", "slow_excess"), "time/wall"),
     **dict.fromkeys(("loss", "loss/", "watched/"), "step"),
@@ -39,7 +39,7 @@ _LONGEST_SPAN = 1e12  # seconds; beyond it a file was made up
 def span_of(name: str) -> str:
     """Returns the span of a rate, by its name; "" for other figures."""
     head, slash, _ = name.partition("/")
-    return RATES.get(head + slash, "")
+    return SPAN_OF_RATES.get(head + slash, "")
 
 
 def length_of(span: str, row: Mapping[str, object], steps: int) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
 from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
@@ -12,6 +13,7 @@ from trainer.data.dataset import ArrayDataset
 from trainer.data.formats.chat import Chat, ChatError, open_tokenizer
 from trainer.data.left_out import tally
 from trainer.errors import BadInputError
+from trainer.models.gpt import room_after
 from trainer.rng import Ints
 
 
@@ -59,15 +61,30 @@ def open_chat(data: DataConfig, model: ModelConfig, config: LanguageConfig) -> C
         raise BadInputError(
             "data.mix: padded samples are read in buckets of like length; use language.text=packed"
         )
-    chat = open_tokenizer(_chat_folder(model, config))
-    for prompt in config.prompts:
-        tokens = len(prompt_tokens(chat, prompt, f"language.prompts: {prompt!r:.60}"))
-        if tokens > config.sequence_length:
-            raise BadInputError(
-                f"language.prompts: {prompt!r:.60} has {tokens} tokens, more than language.sequence_length; "
-                "shorten it"
-            )
-    return chat
+    return open_tokenizer(_chat_folder(model, config))
+
+
+def check_prompts(chat: Chat, prompts: Sequence[str], model: nn.Module) -> None:
+    """Checks that a model has a place for each token of `language.prompts`.
+
+    Raises:
+        BadInputError: If it hasn't, or the template refuses one.
+    """
+    for prompt in prompts:
+        what = f"language.prompts: {prompt!r:.60}"
+        check_room(model, len(prompt_tokens(chat, prompt, what)), what)
+
+
+def check_room(model: nn.Module, tokens: int, what: str) -> None:
+    """Checks that a prompt of so many tokens fits into a model; nothing of it is cut.
+
+    Raises:
+        BadInputError: If it doesn't; it begins with `what`.
+    """
+    try:
+        room_after(model, tokens, 1)
+    except ValueError as error:
+        raise BadInputError(f"{what}: {error}; shorten it") from error
 
 
 def _chat_folder(model: ModelConfig, config: LanguageConfig) -> Path:

@@ -174,6 +174,13 @@ def _reject_new_tensors(task: OwnMethods, first: Snapshot, model: nn.Module) -> 
             "optimizer and checkpoints know nothing: let model() make it; what can be computed again may "
             "be registered with persistent=False"
         )
+    if (reshaped := first.reshaped(model)) is not None:
+        name, before, now = reshaped
+        raise BadInputError(
+            f"{task._source}: a forward pass gives the model's buffer '{name}' the shape {now} in place of "
+            f"{before}: no mean over micro-batches can be made of it; do one forward pass in model(), on a "
+            "batch like those of data()"
+        )
 
 
 def _try_loss(task: OwnMethods, model: nn.Module) -> None:
@@ -330,6 +337,7 @@ def _try_state(task: OwnMethods, model: nn.Module) -> float:
             f"{task._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
             "training depends on it, make it a buffer (task.register_buffer), or a part of the model"
         )
+    task.sparse = tuple(outside.sparse)
     return float(losses[0].detach())
 
 

@@ -604,7 +604,8 @@ def _tensor(value: torch.Tensor) -> str:
         return f"{about} without values"
     dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
     plain = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return f"{about} {_hash(plain.view(torch.uint8).numpy())}"
+    # A copy: numpy() would fix the size of the user's tensor for good.
+    return f"{about} {_hash(plain.clone().view(torch.uint8).numpy())}"
 
 
 def _hash(data: np.ndarray[Any, Any]) -> str:

@@ -42,7 +42,7 @@ from trainer.errors import BadInputError
 from trainer.models.head_loss import IGNORED, in_pieces
 from trainer.models.hf_files import hf_config_hash, hf_vocabulary
 from trainer.rng import Ints
-from trainer.tasks.conversations import concatenate_sets, open_chat
+from trainer.tasks.conversations import check_prompts, concatenate_sets, open_chat
 
 _RANDOM_VOCABULARY = 256
 _LARGEST_LOSS = 700.0  # whose exponential is a number
@@ -162,9 +162,11 @@ class Language:
         if self._name.startswith(HF):
             from trainer.models.hf import hf_model  # the library takes seconds
 
-            return hf_model(self._name, self._config.sequence_length)
-        make = named(opens(self._name, "language") or "")
-        model: nn.Module = make(self._config, self._vocabulary)
+            model: nn.Module = hf_model(self._name, self._config.sequence_length)
+        else:
+            model = named(opens(self._name, "language") or "")(self._config, self._vocabulary)
+        if self.chat is not None:
+            check_prompts(self.chat, self._config.prompts, model)
         return model
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:

@@ -77,6 +77,7 @@ class OwnMethods:
         self.tried: Mapping[str, str] = {}
         self.source_hash = ""
         self.hooks: Any = ()
+        self.sparse: tuple[str, ...] = ()  # parameters with sparse gradients, once the trial has run
         for name, what in WANTED.items():
             if not callable(getattr(own, name, None)):
                 raise BadInputError(f"{source}: the method {name} is missing; it gives {what}{of_class(own)}")

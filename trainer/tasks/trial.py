@@ -117,11 +117,13 @@ class UnsavedState(NamedTuple):
         differs: The first result that differs in a repetition from the same state; "" if none does.
         attributes: Names of plain attributes, numbers or tensors, and of tensors in modules and optimizers
             outside of the model, that change with each forward pass.
+        sparse: Names of parameters whose gradients are sparse.
     """
 
     buffers: list[str]
     differs: str
     attributes: list[str]
+    sparse: list[str]
 
 
 def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], owner: object) -> UnsavedState:
@@ -140,6 +142,7 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
     try:
         with _repeatable(model):
             (results, state, attributes), again = (_trained(model, kept, loss, owner) for _ in range(2))
+            sparse = [n for n, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse]
             followed, further = _followed(model, kept, loss, owner)
     finally:
         _put_back(model, kept)
@@ -154,6 +157,7 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
         [name for name in changed if name not in saved],
         differing[0] if differing else "",
         list(dict.fromkeys(moving)),
+        sparse,
     )
 
 
@@ -302,7 +306,8 @@ def _digest(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
         plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
-        value = plain.reshape(-1).view(torch.uint8).numpy()
+        # A copy: numpy() would fix the size of the user's tensor for good, and a forward pass may resize it.
+        value = plain.clone().reshape(-1).view(torch.uint8).numpy()
     data = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
     return hashlib.sha256(data).digest()
 
@@ -316,7 +321,9 @@ def size_of_weights(model: nn.Module) -> str:
     total = 0.0
     for tensor in _tensors(model).values():
         if tensor.is_floating_point() and not (nn.parameter.is_lazy(tensor) or tensor.is_meta):
-            total += float(torch.linalg.vector_norm(tensor.detach(), 1, dtype=torch.float64))
+            # .to() first: types of 8 bits aren't promoted to another one.
+            wide = tensor.detach().to(torch.float64) if tensor.element_size() == 1 else tensor.detach()
+            total += float(torch.linalg.vector_norm(wide, 1, dtype=torch.float64))
     return f"{total:.9g}"
 
 
@@ -403,11 +410,13 @@ class Snapshot(NamedTuple):
     Attributes:
         parameters: Parameters by name, each with its version counter.
         buffers: SHA-256 of buffers, by name.
+        shapes: Shapes of buffers, by name.
         stored: Names of the tensors that a checkpoint holds.
     """
 
     parameters: dict[str, tuple[nn.Parameter, int]]
     buffers: dict[str, bytes]
+    shapes: dict[str, torch.Size]
     stored: frozenset[str]
 
     def changed(self, model: nn.Module) -> list[str]:
@@ -422,6 +431,14 @@ class Snapshot(NamedTuple):
         ]
         return moved + [name for name, digest in self.buffers.items() if now.buffers.get(name) != digest]
 
+    def reshaped(self, model: nn.Module) -> tuple[str, list[int], list[int]] | None:
+        """Returns a buffer whose shape has changed, its shape before and its shape now; or None."""
+        now = snapshot(model).shapes
+        for name, shape in self.shapes.items():
+            if name in now and now[name] != shape:
+                return name, list(shape), list(now[name])
+        return None
+
     def added_or_removed(self, model: nn.Module) -> str:
         """Returns the name of a tensor that a checkpoint would hold only now, or only before; "" if none."""
         return min(self.stored ^ snapshot(model).stored, default="")
@@ -432,7 +449,8 @@ def snapshot(model: nn.Module) -> Snapshot:
     parameters = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
     real = {n: buffer for n, buffer in model.named_buffers() if not nn.parameter.is_lazy(buffer)}
     buffers = {name: _digest(buffer) for name, buffer in real.items()}
-    return Snapshot(parameters, buffers, frozenset({**_tensors(model), **parameters}))
+    shapes = {name: buffer.shape for name, buffer in real.items()}
+    return Snapshot(parameters, buffers, shapes, frozenset({**_tensors(model), **parameters}))
 
 
 def _drawn(seed: int, figures: _Figures) -> Sequence[float]:

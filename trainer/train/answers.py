@@ -7,10 +7,11 @@ from itertools import takewhile
 import torch
 
 from trainer.distributed.sharding import evaluating
-from trainer.models.gpt import generated
+from trainer.models.gpt import cut_after, generated, room_after
 from trainer.models.hf_files import end_tokens
 from trainer.models.modes import in_evaluation_mode
 from trainer.models.precision import autocast
+from trainer.observe.console import warn
 from trainer.observe.log import Row
 from trainer.observe.phases import heartbeat
 from trainer.tasks.conversations import prompt_tokens
@@ -40,6 +41,7 @@ def answers(run: Run) -> Row | None:
     ):
         for prompt in config.prompts:
             begun = torch.from_numpy(prompt_tokens(chat, prompt, "language.prompts")).to(run.world.device)
+            room = room_after(state.model, len(begun), config.answer_tokens)
             answer = list[int]()
             for token in generated(state.model, begun, config.answer_tokens, 0.0, whole=sharded):
                 heartbeat()  # other ranks wait
@@ -47,6 +49,8 @@ def answers(run: Run) -> Row | None:
                 if token in ends and not sharded:  # ranks of a sharded model must call it equally often
                     break
             kept = list(takewhile(lambda token: token not in ends, answer))
+            if len(kept) == room < config.answer_tokens:
+                warn(f"language.prompts: {prompt!r:.60}: {cut_after(state.model, room)}")
             found[f"answer/{prompt}"] = chat.tokenizer.decode(kept)
     at = {"step": state.step, "epoch": round(run.plan.epoch_at(state.step), 4)}
     return {"kind": "answers", **at, "seconds": round(time.perf_counter() - began, 3), **found}

@@ -6,7 +6,8 @@
 - `reasons`, `alike`: why several micro-batches differ from one, by experiments
 - `compare`: the first tensor that differs by more than rounding, and after which step
 - `training`: the same steps by the trainer; few samples, in float64
-- `variants`: what is changed, one thing at a time, and the verdict on it
+- `variants`: what is changed, one thing at a time
+- `verdicts`: trains the variants, and gives the verdict on each
 - `rank`, `exchange`: variants that need processes of their own
 - `check`: the request and the table
 - `faults`, `known`, `self_test`: known faults, put in one at a time: does the check see them?

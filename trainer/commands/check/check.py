@@ -18,7 +18,8 @@ from trainer.commands.check.exchange import launched
 from trainer.commands.check.faults import BY_NAME
 from trainer.commands.check.self_test import SeenFault, self_test
 from trainer.commands.check.training import BATCH, SAMPLES, STEPS, Subject, open_subject
-from trainer.commands.check.variants import BAD, NAMES, VariantLaunch, VariantRow, check_all, draws
+from trainer.commands.check.variants import BAD, NAMES, VariantLaunch, VariantRow
+from trainer.commands.check.verdicts import check_all, draws
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.suggest import nearest
@@ -36,9 +37,12 @@ _ELSEWHERE = (
 _NOT_LOOKED_AT = (
     f"steps after the first {STEPS}, samples after the first {SAMPLES} (only `order` takes all)",
     "GPUs: their kernels, NCCL, and several hosts",
-    "hooks, further evaluation sets, early stopping",
-    "what the trainer and the plain loop share: the task's methods, the keys of random numbers, the "
-    "assignment of samples to micro-batches, the rounding of the learning rate to float32",
+    "whether evaluations in bf16 and fp16 are autocast: metrics differ by less than such rounding",
+    "several changed settings at once, such as fp16 on two ranks",
+    "hooks, further evaluation sets, the choice of the best checkpoint, early stopping, anomaly.nonfinite",
+    "what the trainer and the plain loop share: the task's methods, weights to start from and LoRA, the keys "
+    "of random numbers, the assignment of samples to micro-batches, the rounding of the learning rate to "
+    "float32",
 )
 _NARROWEST, _WIDEST = 60, 140  # columns of the table
 _INDENT = 34
@@ -115,7 +119,7 @@ def run_check(options: argparse.Namespace) -> int:
     if options.self_test:
         return _self_test(options, tell)
     if options.recipe is None:
-        raise BadInputError("trainer check: give a recipe or a file with a task, or --self-test")
+        raise BadInputError("check: give a recipe or a file with a task, or --self-test")
     words = list(options.set)
     if not any(word.startswith("data.micro_batch_size=") for word in words):
         words += [f"data.global_batch_size={BATCH}", f"data.micro_batch_size={BATCH}"]  # or it may be `auto`

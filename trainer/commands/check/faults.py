@@ -5,6 +5,7 @@ it.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,29 +17,51 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.commands.check import training
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe
+from trainer.config.training import AverageConfig
+from trainer.data import loader
+from trainer.data.sampling.class_order import ClassDraws
 from trainer.data.sampling.plan import Plan, Share
+from trainer.distributed import tree
+from trainer.distributed.sharding import Rows
 from trainer.distributed.tree import TreeReduction
-from trainer.models import activation_checkpointing, batchnorm, precision
+from trainer.models import activation_checkpointing, batchnorm, buffers, finetune, precision
 from trainer.models.batchnorm import StepStatistics
-from trainer.optim import optimizers
+from trainer.models.buffers import ChangingBuffers
+from trainer.optim import muon, optimizers, schedules
 from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import LRScheduler
+from trainer.optim.own import HostSchedule
+from trainer.rng import permuted
 from trainer.train import evaluate, loop, reduction, state, step
-from trainer.train.components import updates
+from trainer.train.components import run, updates
 from trainer.train.reduction import AllReduce, Gradients, ItemCount, RaggedItemCount, TreeSum
 from trainer.train.state import Run
+from trainer.train.step import LossesOf
 
 _KNOWN = Path(__file__).parent / "known"
 _SMALL = ("data.global_batch_size=8", "data.micro_batch_size=8")
-# Tasks by name: file, and settings beside its own.
-TASKS = MappingProxyType(
+# Tasks by name: file in known/ or recipe, and settings beside its own.
+KNOWN_TASKS = MappingProxyType(
     {
         "simple": ("simple.py", ()),
         "ragged": ("ragged.py", ()),
         "weighted": ("unnormed.py", ("optim.name=sgd", "data.last_batch=weighted")),
-        "averaged": ("simple.py", ("ema.decay=0.9",)),
+        "averaged": ("simple.py", ("ema.decay=0.2",)),
+        "averaged-each-2": ("simple.py", ("ema.decay=0.2", "ema.every=2")),
+        "dropped": ("unnormed.py", ("data.last_batch=drop",)),
+        "layers": (
+            "simple.py",
+            ("optim.layer_decay=0.5", "optim.schedule=one-cycle", "optim.warmup_steps=0.4"),
+        ),
+        "muon": ("simple.py", ("optim.name=muon", "optim.schedule=wsd", "optim.decay=0.6")),
+        "milestones": ("simple.py", ("optim.schedule=step", "optim.milestones=[0.5, 1]")),
+        "several": ("several.py", ()),
+        "own": ("own.py", ()),
+        "jitter": ("digits", ("data.jitter=0.2",)),
+        "drawn": ("digits", ("data.class_weights={3: 5}",)),
     }
 )
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -54,7 +77,7 @@ class Fault(NamedTuple):
         attribute: The attribute.
         change: Makes the faulty function of the right one.
         seen_by: Variants that must see it; one of them is enough.
-        task: A name of `TASKS`.
+        task: A name of `KNOWN_TASKS`.
         there: Whether it is put only into processes that the check starts.
     """
 
@@ -77,8 +100,8 @@ class Fault(NamedTuple):
 
 def task_of(name: str) -> Recipe:
     """Returns the recipe of one of the tasks, with its file."""
-    file, settings = TASKS[name]
-    return load_recipe(str(_KNOWN / file), [*_SMALL, *settings])
+    file, settings = KNOWN_TASKS[name]
+    return load_recipe(str(_KNOWN / file) if file.endswith(".py") else file, [*_SMALL, *settings])
 
 
 def _instead(wrong: Callable[..., Any]) -> Change:
@@ -200,6 +223,11 @@ def _average_first(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def _decay_less(average: Any, *_: Any) -> None:
+    # Less by a part of it, so that it is seen only where the decay counts, not the ramp.
+    average._config = AverageConfig(decay=0.9 * average._config.decay)
+
+
 def _last_gradient(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(own: Any, last: bool) -> Any:
         for parameter in own._replica.parameters():
@@ -267,6 +295,45 @@ def _every_other(right: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def _items_in_loss(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(own: Any, loss: torch.Tensor, gradients: Gradients) -> Any:
+        with mock.patch.object(gradients, "present", list):
+            return right(own, loss, gradients)
+
+    return wrong
+
+
+def _piled_up(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(run: Run) -> Any:
+        kept = run.state.loss.clone()
+        found = right(run)
+        run.state.loss.copy_(kept)
+        return found
+
+    return wrong
+
+
+def _group(name: str, value: object) -> Callable[[torch.optim.Optimizer], torch.optim.Optimizer]:
+    """Returns a function that gives all groups of an optimizer a value."""
+
+    def change(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for group in optimizer.param_groups:
+            group[name] = value
+        return optimizer
+
+    return change
+
+
+def _labels_moved(filler: Any, batch: int, *_: Any) -> None:
+    if (labels := filler._ring.arrays(batch).get("y")) is not None:
+        labels[...] = np.roll(labels, 1, 0)
+
+
+def _zeros_for_none(own: Gradients) -> None:
+    for parameter in own.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
 _ORDER, _PLAIN, _ADDED, _EMA, _TREE = ("order",), ("plain",), ("micro-batches-2",), ("ema",), ("tree",)
 _FP16, _RESUMED, _DDP = ("fp16",), ("resume",), ("ranks-ddp",)
 
@@ -284,6 +351,11 @@ FAULTS = (
     Fault("twice-in-epoch-1", "each sample comes twice in the second epoch, half of them never",
           Plan, "_sample",
           _sample(lambda right, epoch, at: right(epoch, np.where(epoch > 0, at // 2, at))), _ORDER),
+    Fault("drops-the-same", "each epoch drops the same samples", Plan, "_sample",
+          _sample(lambda _, epoch, position: permuted(0, epoch, position, 24)), _ORDER, "dropped"),
+    Fault("drawn-evenly", "class weights have no effect", ClassDraws, "drawn",
+          lambda _: lambda own, seed, epoch, at: permuted(seed, epoch, at, len(own.by_class)),
+          _ORDER, "drawn"),
     Fault("one-twice-in-epoch-2", "a sample comes twice in the third epoch",
           Plan, "_sample",
           _sample(lambda right, epoch, at: right(epoch, np.where((epoch == 2) & (at == 0), 1, at))), _ORDER),
@@ -296,8 +368,21 @@ FAULTS = (
           Plan, "step_samples", _instead(lambda plan, _: plan.global_batch_size), _PLAIN, "weighted"),
     Fault("last-loss", "the loss of a step is that of its last micro-batch", AllReduce, "add",
           _before(lambda own, *_: setattr(own, "_loss", None)), _ADDED),
+    Fault("items-in-loss-alone", "gradients are divided by the bound of items, the loss by the items",
+          RaggedItemCount, "correct", _items_in_loss, _PLAIN, "ragged"),
+    Fault("first-loss-alone", "of several losses the first is trained", LossesOf, "__init__",
+          _after(lambda own, *_: setattr(own, "trained", 1)), _PLAIN, "several"),
+    Fault("watched-trained", "what is only watched counts in the loss, too", LossesOf, "__init__",
+          _after(lambda own, *_: setattr(own, "trained", len(own.task.losses))), _PLAIN, "several"),
+    Fault("losses-pile-up", "a record has the losses since the run began", training, "take_metrics",
+          _piled_up, _PLAIN),
     Fault("last-gradient", "the gradient of a step is that of its last micro-batch", AllReduce, "micro_batch",
           _last_gradient, _ADDED),
+    Fault("zeros-for-none", "a layer without samples has a gradient of 0, and decays", Gradients, "clear",
+          _instead(_zeros_for_none),
+          _PLAIN, "several"),
+    Fault("frozen-trained", "frozen layers are trained", finetune, "_freeze",
+          _instead(lambda *_: None), _PLAIN, "several"),
     Fault("gradients-stay", "gradients aren't cleared after a step",
           Gradients, "clear", _instead(lambda _: None), _PLAIN),
     Fault("tree-half", "the tree leaves out each second micro-batch", TreeReduction, "add_micro_batch",
@@ -320,7 +405,34 @@ FAULTS = (
           _after(lambda _, optimizer, __: optimizer.step()), _PLAIN),
     Fault("rate-late", "each update has the rate of the one before", LRScheduler, "__init__", _late, _PLAIN),
     Fault("last-rate", "the last rate is too high", LRScheduler, "__init__", _too_high, _PLAIN),
+    Fault("other-eps", "Adam's eps is 100 times larger",
+          updates, "make_optimizer", _of_result(_group("eps", 1e-6)), _PLAIN),
+    Fault("no-nesterov", "SGD's momentum isn't Nesterov's",
+          updates, "make_optimizer", _of_result(_group("nesterov", False)), _PLAIN, "weighted"),
+    Fault("dampened", "SGD's momentum is dampened",
+          updates, "make_optimizer", _of_result(_group("dampening", 0.1)), _PLAIN, "weighted"),
+    Fault("muon-4", "Muon makes 4 iterations in place of 5", muon, "orthogonalize", _given(steps=4),
+          _PLAIN, "muon"),
+    Fault("muon-all", "Muon updates the first and the last layer, too", muon, "hidden_matrices",
+          _instead(lambda model: [p for p in model.parameters() if p.ndim > 1]), _PLAIN, "muon"),
+    Fault("layers-off-by-one", "each layer has the rate of the one below", optimizers, "layer_factors",
+          _of_result(lambda factors: {name: 0.5 * factor for name, factor in factors.items()}),
+          _PLAIN, "layers"),
+    Fault("layers-alike", "layers have one rate", optimizers, "layer_factors",
+          _of_result(lambda factors: dict.fromkeys(factors, 1.0)), _PLAIN, "layers"),
+    Fault("linear-wsd", "the last phase of wsd falls linearly", schedules, "wsd",
+          _of_result(lambda rates: [1 - (1 - rate) ** 2 for rate in rates]), _PLAIN, "muon"),
+    Fault("one-cycle-ends-early", "one-cycle ends a step early", schedules, "one_cycle",
+          _of_result(lambda rates: [*rates[1:], rates[-1]]), _PLAIN, "layers"),
+    Fault("milestone-late", "the rate falls a step after its milestone", schedules, "step",
+          _of_result(lambda rates: [1.0, *rates[:-1]]), _PLAIN, "milestones"),
+    Fault("own-scheduler-twice", "the task's scheduler makes two steps an update", HostSchedule, "advance",
+          _after(lambda own, *_: own._scheduler.step()), _PLAIN, "own"),
+    Fault("own-scheduler-skips-too", "the task's scheduler steps after a skipped update", HostSchedule,
+          "advance", lambda right: lambda own, _=None: right(own), _FP16, "own"),
     # random numbers
+    Fault("augmented-alike", "each epoch augments a sample in the same way", loader, "uniforms",
+          lambda right: lambda seed, epoch, *more: right(seed, epoch * 0, *more), _PLAIN, "jitter"),
     Fault("same-dropout", "each step draws the same dropout", loop, "train_step",
           _keyed(lambda run, number: run.first_key - number * run.micro_batches), _PLAIN),
     Fault("dropout-of-the-step-before", "each step draws the dropout of the one before", loop, "train_step",
@@ -330,13 +442,28 @@ FAULTS = (
           _instead(lambda _: None), _ADDED),
     Fault("last-statistics", "BatchNorm keeps the statistics of the last micro-batch", StepStatistics, "add",
           _before(lambda own, _: setattr(own, "_sums", [])), _ADDED),
+    Fault("buffers-go-on", "buffers aren't put back between micro-batches", ChangingBuffers, "restore",
+          _instead(lambda _: None), _ADDED, "several"),
+    Fault("counts-cut", "the mean of what micro-batches add to integers is cut in place of rounded",
+          buffers, "is_mean", _instead(lambda _: True), _ADDED, "several"),
+    Fault("evaluation-moves", "what an evaluation makes of a buffer stays", StepStatistics, "restore",
+          _instead(lambda _: None), _EMA, "several"),
     # average
+    Fault("average-slower", "the average has another decay", WeightAverage, "update",
+          _before(_decay_less), _EMA),
+    Fault("average-each-step", "the average moves after each step, not each second", WeightAverage, "update",
+          lambda right: lambda own, step, skipped, updates, _=False: right(own, step, skipped, updates, True),
+          _EMA, "averaged-each-2"),
     Fault("ramp-off-by-one", "the average's ramp is one update ahead", WeightAverage, "update",
           lambda right: lambda own, number, *more: right(own, number + 1, *more), _EMA),
     Fault("average-first", "the average moves before the update", step, "_update", _average_first, _EMA),
     Fault("average-stays", "averaged weights stay after an evaluation", WeightAverage, "in_place",
           _instead(_without_swap_back), _EMA),
     # evaluation
+    Fault("evaluated-at-the-end", "evaluations before the last are left out", loop, "next_evaluation",
+          _instead(lambda _, plan, __: plan.steps), _EMA),
+    Fault("one-left-out", "the last sample isn't evaluated", run, "evaluation_share",
+          lambda right: lambda samples, *more: right(samples - 1, *more), _PLAIN),
     Fault("stays-in-evaluation", "the model stays in evaluation mode", evaluate, "in_evaluation_mode",
           _instead(_evaluating), _EMA),
     Fault("measured-in-training", "evaluation is done in training mode", evaluate, "in_evaluation_mode",
@@ -354,6 +481,14 @@ FAULTS = (
           StepStatistics, "end_step", lambda right: lambda own, _=None: right(own), _FP16),
     Fault("skipped-counts", "Adam counts a skipped update",
           precision.ScaledPrecision, "update", _count_skipped, _FP16),
+    Fault("never-grows", "the loss scale stays where it fell to", precision.ScaledPrecision, "update",
+          _before(lambda own, *_: own.scaler.set_growth_interval(2000)), _FP16),
+    Fault("computed-twice", "a repeated forward pass counts in BatchNorm's statistics",
+          activation_checkpointing, "checkpoint",
+          lambda right: lambda block, *given, **named: (block(*given), right(block, *given, **named))[1],
+          ("checkpointing",)),
+    Fault("row-of-another", "a slot has labels of other rows", loader._Filler, "_read",
+          _after(_labels_moved), ("workers-0",)),
     Fault("recomputed-otherwise", "the repeated forward pass draws other dropout",
           activation_checkpointing, "checkpoint", _given(preserve_rng_state=False), ("checkpointing",)),
     # resume
@@ -361,7 +496,7 @@ FAULTS = (
           lambda right: lambda own, _=0: right(own, 0), _RESUMED, there=True),
     Fault("resumed-in-epoch-0", "a resumed run takes the order of the first epoch", Plan, "_sample",
           _sample(lambda right, epoch, position: right(epoch * 0, position)), ("resume-late",), there=True),
-    Fault("resumed-keys", "dropout begins anew in a resumed run",
+    Fault("resumed-keys", "dropout begins again in a resumed run",
           loop, "train_step", _keyed(_since_start), _RESUMED),
     Fault("momentum-lost", "SGD's momentum isn't restored", state, "load_tensors",
           _after(_zero_slot("momentum_buffer")), _RESUMED, "weighted"),
@@ -371,11 +506,27 @@ FAULTS = (
           state, "load_tensors", _after(_zero_slot("step")), _RESUMED),
     Fault("average-lost", "the average isn't restored",
           state, "load_tensors", _after(_average_is_model), _RESUMED, "averaged"),
+    Fault("average-begins-again", "a resumed average counts the updates from the first", WeightAverage,
+          "go_on", _instead(lambda *_: None), ("resume-late",), "averaged-each-2", there=True),
+    Fault("statistics-begin-again", "BatchNorm begins where the run began", StepStatistics, "reload",
+          _instead(lambda _: None), ("resume-late",), there=True),
     Fault("weights-rounded", "a checkpoint's weights are rounded to bfloat16", state, "load_tensors",
           _after(_round_weights), _RESUMED),
     # processes
     Fault("order-in-a-batch", "another process reads the samples of a micro-batch in another order",
           Plan, "read", _other_order, ("hash-seed",), there=True),
+    Fault("rows-of-another", "a loader worker gives labels of other rows", loader._Filler, "_read",
+          _after(_labels_moved), ("workers-2",), there=True),
+    Fault("synchronized-each-time", "gradients are summed over the ranks in each micro-batch", reduction,
+          "unsynchronized", _instead(lambda _: contextlib.nullcontext()), _DDP),
+    Fault("same-share", "all ranks train on the samples of the first", Share, "micro_batches",
+          lambda right: lambda own, batches: right(dataclasses.replace(own, rank=0), batches), _DDP),
+    Fault("norm-of-a-rank", "a rank clips by the norm of its own rows", Rows, "norm",
+          _instead(lambda _, norm: norm), ("ranks-fsdp",)),
+    Fault("metrics-of-a-rank", "metrics are those of the first rank", evaluate, "sum_over_ranks",
+          _instead(lambda tensor, _: tensor), _DDP),
+    Fault("tree-of-a-rank", "the tree leaves out the other ranks", tree, "_over_ranks",
+          _instead(lambda *_: None), ("ranks-tree",)),
     Fault("gradients-halved", "ranks average gradients in place of their sum", step, "_update",
           _before(_halve_gradients), ("ranks-ddp", "ranks-fsdp")),
     Fault("dropout-alike", "ranks draw the same dropout", loop, "train_step",

@@ -1,15 +1,16 @@
-"""Optimizers, learning rates and parameter groups, implemented independently of `trainer.optim` for `plain`.
+"""Optimizers, learning rates, parameter groups, freezing, evaluations: written again, for `plain`.
 
 The optimizers are those of torch.optim; Muon is its formula.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.config.recipe import Recipe
 from trainer.config.training import OptimConfig
@@ -48,6 +49,51 @@ def learning_rate(config: OptimConfig, update: int, updates: int, epoch_length: 
         case _:
             raise BadInputError(f"optim.schedule={config.schedule}: {_NO_FORMULA}")
     return config.lr * factor
+
+
+def evaluations(interval: tuple[int, str] | None, steps: int, epoch_length: float) -> list[int]:
+    """Returns the steps (from 1) after which a run is evaluated: so many steps or epochs, and the last.
+
+    Args:
+        interval: Number and unit, `step` or `epoch`; None: only after the last step.
+        steps: Steps of the run.
+        epoch_length: Steps in an epoch.
+    """
+    if interval is None:
+        return [steps]
+    length = interval[0] * (epoch_length if interval[1] == "epoch" else 1)
+    done = [math.floor(round(step / length, 9)) for step in range(steps + 1)]
+    return [step for step in range(1, steps + 1) if done[step] > done[step - 1] or step == steps]
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freezes parameters by name, in place; a BatchNorm that has none left keeps its running statistics.
+
+    A pattern names a parameter, or all that a module has.
+    """
+    names = names_by_id(model)
+    for p in model.parameters():
+        p.requires_grad_(p.requires_grad and not matches_any(names[id(p)], patterns))
+    for name, part in model.named_modules():
+        if isinstance(part, _BatchNorm):
+            own = [names[id(p)] for p in part.parameters(recurse=False)] or [[name]]
+            if all(matches_any(one, patterns) for one in own):
+                part.eval()
+
+
+def names_by_id(model: nn.Module) -> dict[int, list[str]]:
+    """Returns all names of each parameter, by its id: a tied one has several."""
+    found: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(p), []).append(name)
+    return found
+
+
+def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Returns True if a pattern has one of the names, or a module that it is in."""
+    return any(
+        fnmatchcase(one, pattern) or fnmatchcase(one, f"{pattern}.*") for one in names for pattern in patterns
+    )
 
 
 def between(end: float, start: float, part: float) -> float:
@@ -89,16 +135,10 @@ def groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     hidden = [part for part in layers[1:-1] if not isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     others = [p for part in layers if part not in hidden for p in part.parameters()]
     chosen = {id(p) for part in hidden for p in part.parameters()} - {id(p) for p in others}
-    names_of: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(p), []).append(name)
+    every_name = names_by_id(model)
     found = []
     for name, p in model.named_parameters():
-        spared = any(
-            fnmatchcase(one, pattern) or fnmatchcase(one, f"{pattern}.*")
-            for one in names_of[id(p)]
-            for pattern in config.no_decay
-        )
+        spared = matches_any(every_name[id(p)], config.no_decay)
         decayed = not spared and (p.ndim >= 2 or config.decay_1d)
         at = next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), None)
         inside = inside or at is not None

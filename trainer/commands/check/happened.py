@@ -1,4 +1,4 @@
-"""What must have happened in a variant of `trainer check`, so that it says something.
+"""Evidence that the subject of a variant of `trainer check` happened.
 
 Each function returns what was seen, for the table, and whether it is enough.
 """
@@ -12,8 +12,8 @@ from trainer.commands.check.plain import StepTensors
 from trainer.commands.check.training import Training
 
 
-class Seen(NamedTuple):
-    """What was seen of a variant's subject.
+class Sight(NamedTuple):
+    """Sight of a variant's subject.
 
     Attributes:
         enough: Whether it happened.
@@ -43,56 +43,56 @@ class Evidence(NamedTuple):
     wanted: Callable[[bool], Sequence[StepTensors]]
 
 
-Needed = Callable[[Evidence], Seen]
+Needed = Callable[[Evidence], Sight]
 
 
-def update_made(seen: Evidence) -> Seen:
+def update_made(seen: Evidence) -> Sight:
     """An update was made, and a weight moved."""
     steps = [step for step in seen.got.steps if step]
     first, last = steps[0], steps[-1]
     if not int(last["updates"]):
-        return Seen(False, "no update was made")
+        return Sight(False, "no update was made")
     weights = [name for name in last if name.startswith("model/")]
     moved = any(not torch.equal(first[name], last[name]) for name in weights)
-    return Seen(moved, "" if moved else "no weight moved")
+    return Sight(moved, "" if moved else "no weight moved")
 
 
-def epoch_crossed(seen: Evidence) -> Seen:
+def epoch_crossed(seen: Evidence) -> Sight:
     """Samples of two epochs were trained on."""
-    return Seen(seen.epochs > 1, f"{seen.epochs} epochs" if seen.epochs > 1 else "no epoch ended")
+    return Sight(seen.epochs > 1, f"{seen.epochs} epochs" if seen.epochs > 1 else "no epoch ended")
 
 
-def micro_batches_added(seen: Evidence) -> Seen:
+def micro_batches_added(seen: Evidence) -> Sight:
     """A step had several micro-batches with samples."""
-    return Seen(
+    return Sight(
         seen.micro_batches > 1, "" if seen.micro_batches > 1 else "no step has 2 micro-batches with samples"
     )
 
 
-def average_apart(seen: Evidence) -> Seen:
+def average_apart(seen: Evidence) -> Sight:
     """The average differs from the weights."""
     last = seen.got.steps[-1]
     names = [name.removeprefix("ema/") for name in last if name.startswith("ema/")]
     apart = any(not torch.equal(last[f"ema/{name}"], last[f"model/{name}"]) for name in names)
     measured = sum(any(name.startswith("metric/") for name in step) for step in seen.got.steps)
     what = f"{measured} evaluations of an average" if apart else "the average is equal to the weights"
-    return Seen(apart and measured > 1, what)
+    return Sight(apart and measured > 1, what)
 
 
-def recomputed(seen: Evidence) -> Seen:
+def recomputed(seen: Evidence) -> Sight:
     """Modules were called again for the backward pass."""
     more = seen.got.did["calls"] - seen.base().did["calls"]
-    return Seen(more > 0, f"{more} calls of modules repeated" if more > 0 else "nothing was recomputed")
+    return Sight(more > 0, f"{more} calls of modules repeated" if more > 0 else "nothing was recomputed")
 
 
-def narrowed(seen: Evidence) -> Seen:
+def narrowed(seen: Evidence) -> Sight:
     """Autocast changed what was computed."""
     one, other = seen.wanted(True)[0], seen.wanted(False)[0]
     differs = any(name in other and not torch.equal(one[name], other[name]) for name in one)
-    return Seen(differs, "" if differs else "autocast changes nothing of what this task computes")
+    return Sight(differs, "" if differs else "autocast changes nothing of what this task computes")
 
 
-def overflowed(seen: Evidence) -> Seen:
+def overflowed(seen: Evidence) -> Sight:
     """A step was skipped by an overflow, and a later one wasn't."""
     counts = [int(step["updates"]) for step in seen.wanted(True)]
     skipped = next(
@@ -100,15 +100,15 @@ def overflowed(seen: Evidence) -> Seen:
     )
     enough = skipped is not None and counts[-1] > counts[skipped]
     total = f"{len(counts) - counts[-1]} of {len(counts)} updates skipped"
-    return Seen(enough, total if enough else f"{total}: an overflow and an update after it are needed")
+    return Sight(enough, total if enough else f"{total}: an overflow and an update after it are needed")
 
 
 def loaded_by(workers: int) -> Needed:
     """At least so many loader workers ran: an evaluation has its own."""
 
-    def look(seen: Evidence) -> Seen:
+    def look(seen: Evidence) -> Sight:
         found = seen.got.did["workers"]
-        return Seen(found >= workers, "" if found >= workers else f"{found} loader workers ran")
+        return Sight(found >= workers, "" if found >= workers else f"{found} loader workers ran")
 
     return look
 
@@ -116,14 +116,14 @@ def loaded_by(workers: int) -> Needed:
 def resumed_at(step: int) -> Needed:
     """The training began after so many steps, from a checkpoint."""
 
-    def look(seen: Evidence) -> Seen:
+    def look(seen: Evidence) -> Sight:
         begun = seen.got.did["begun"]
-        return Seen(begun == step, f"resumed after step {begun}" if begun else "nothing was resumed")
+        return Sight(begun == step, f"resumed after step {begun}" if begun else "nothing was resumed")
 
     return look
 
 
-def on_two_ranks(seen: Evidence) -> Seen:
+def on_two_ranks(seen: Evidence) -> Sight:
     """Two ranks trained, each with samples of its own in a step."""
     ranks = seen.got.did["ranks"]
-    return Seen(ranks == 2 and seen.micro_batches > 1, "" if ranks == 2 else f"{ranks} rank trained")
+    return Sight(ranks == 2 and seen.micro_batches > 1, "" if ranks == 2 else f"{ranks} rank trained")

@@ -1,5 +1,6 @@
 """Looks at the order of a run's samples: three epochs of the true size, by the run's own plan."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ _SOME = 20  # samples from which two orders are compared as a whole
 _NEIGHBORS = 0.75  # fraction of samples that keep their neighbor
 _ALIKE = 0.95  # correlation of two orders
 _SIGMAS = 6
+_CHANCE = 1e-6  # below, what is seen is no chance
 
 
 def odd_order(plan: Plan) -> str:
@@ -33,6 +35,8 @@ def odd_order(plan: Plan) -> str:
             return odd
     if not plan.shuffle or plan.samples < _FEW:
         return ""
+    if plan.last == "drop" and (never := _left_out(epochs, plan)):
+        return never
     for number, order in enumerate(epochs):
         if _follows(order, np.arange(plan.samples), plan):
             return f"epoch {number}: not shuffled, the samples come in the order of the data"
@@ -85,6 +89,15 @@ def _odd_counts(plan: Plan, order: Ints, number: int) -> str:
     if (missing := int((counts == 0).sum())) != left_out:
         return f"epoch {number}: sample {int(counts.argmin())} doesn't come ({missing} don't)"
     return ""
+
+
+def _left_out(epochs: list[Ints], plan: Plan) -> str:
+    """Returns a sample that each epoch drops; "" if epochs drop different ones, or may be alike by chance."""
+    missing = [np.setdiff1d(np.arange(plan.samples), order) for order in epochs]
+    if any(not np.array_equal(one, missing[0]) for one in missing[1:]):
+        return ""
+    chance = math.comb(plan.samples, len(missing[0])) ** (1 - EPOCHS)
+    return f"sample {missing[0][0]} never comes: each epoch drops the same" if chance < _CHANCE else ""
 
 
 def _odd_draws(plan: Plan, order: Ints) -> str:

@@ -2,7 +2,8 @@
 
 Read it from top to bottom. It imports nothing that it checks: no loop, step, optimizer, schedule, average,
 process group or loader of the package. It shares with a run: the keys of random numbers (`trainer.rng`), the
-task's data, model, loss and metrics, and the assignment of samples to micro-batches.
+task's data, model, loss and metrics, weights to start from, LoRA, and the assignment of samples to
+micro-batches.
 
 A step is: the losses of its samples added up and divided by their number, backward, clipping, an optimizer
 of torch.optim (`formulas`), the average. Three rules of the trainer stand here, too:
@@ -29,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from trainer.commands.check.alike import draws_alike
-from trainer.commands.check.formulas import learning_rate, plain_optimizer
+from trainer.commands.check.formulas import freeze, learning_rate, plain_optimizer
 from trainer.config.recipe import Recipe
 from trainer.models.activation_checkpointing import blocks
 from trainer.models.finetune import fine_tune
@@ -82,7 +83,10 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     model: nn.Module = task.model()
     if (start := find_weights(recipe.model)) is not None:
         load_initial(model, start.file, recipe.model.reinit)
-    fine_tune(model, recipe.model)
+    if recipe.model.lora.rank:
+        fine_tune(model, recipe.model)
+    else:
+        freeze(model, recipe.model.freeze)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if nudged:
         with torch.no_grad():
@@ -92,6 +96,12 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
     for block in blocks(model).values() if recipe.memory.checkpointing != "none" else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     optimizer, scheduler = plain_optimizer(task, recipe, model, len(order))
+    if hasattr(task, "optimizer"):  # which may draw random numbers
+
+        def seeded(*_: Any) -> None:
+            torch.default_generator.manual_seed(key(recipe.seed, Purpose.UPDATE, updates) >> 2)
+
+        optimizer.register_step_pre_hook(seeded)
     own_rate = scheduler is None and not hasattr(task, "optimizer")
     averaged = trained if recipe.ema.decay else {}
     average = {name: p.detach().clone() for name, p in averaged.items()}
@@ -140,8 +150,6 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             for group in optimizer.param_groups:
                 group["lr"] = float(rate * np.float32(group["factor"]))
         total["lr"] = torch.tensor(rate if own_rate else optimizer.param_groups[0]["lr"], dtype=torch.float64)
-        if hasattr(task, "optimizer"):  # which may draw random numbers
-            torch.default_generator.manual_seed(key(recipe.seed, Purpose.UPDATE, updates) >> 2)
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
@@ -170,7 +178,8 @@ def reference_steps(  # noqa: PLR0912, PLR0915  (one loop, to be read from top t
             kept = {name: p.detach().clone() for name, p in averaged.items()}
             changed = untrained(model) if ruled else {}
             put(model, average)
-            now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
+            with draws_alike() if "random" in still else nullcontext():
+                now |= measure_plainly(task, model, recipe.data.eval_batch_size, mixed)
             put(model, {**kept, **{name: tensor for name, tensor in changed.items() if name in moving}})
         seen.append(now)
     return seen

@@ -5,14 +5,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from trainer.commands.check.exchange import launched
-from trainer.commands.check.faults import FAULTS, TASKS, task_of
+from trainer.commands.check.faults import FAULTS, KNOWN_TASKS, task_of
 from trainer.commands.check.training import Subject, open_subject
-from trainer.commands.check.variants import BAD, VariantLaunch, VariantRow, check_all
+from trainer.commands.check.variants import BAD, VariantLaunch, VariantRow
+from trainer.commands.check.verdicts import check_all
 
 
 @dataclass(frozen=True)
 class SeenFault:
-    """What the check says with a fault in the trainer.
+    """Result of the check with a fault in the trainer.
 
     Attributes:
         fault: Name of the fault; "": none, with each task.
@@ -37,7 +38,7 @@ def self_test(tell: Callable[[str], object], only: Collection[str] = ()) -> Iter
         only: Names of faults; empty: all.
     """
     chosen = [fault for fault in FAULTS if not only or fault.name in only]
-    for task in TASKS:
+    for task in KNOWN_TASKS:
         mine = [fault for fault in chosen if fault.task == task]
         if not mine:
             continue

@@ -37,7 +37,6 @@ from trainer.train.anomaly import AnomalyLog
 from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint
 from trainer.train.components.run import build
 from trainer.train.components.task import make_plan, make_task
-from trainer.train.evaluate import next_evaluation
 from trainer.train.loop import train
 from trainer.train.outputs import Outputs
 from trainer.train.saving import Checkpoints
@@ -148,14 +147,6 @@ def changed(recipe: Recipe, edits: Edits) -> Recipe:
     return validated(Recipe, values, "check")
 
 
-def evaluated(recipe: Recipe, plan: Plan) -> list[int]:
-    """Returns the steps after which a run is evaluated."""
-    steps = [0]
-    while steps[-1] < plan.steps:
-        steps.append(next_evaluation(recipe.evaluation, plan, steps[-1]))
-    return steps[1:]
-
-
 def train_steps(
     subject: Subject,
     edits: Edits,
@@ -211,10 +202,12 @@ def train_steps(
         elif folder is not None:
             writer = BackgroundWriter(folder / CHECKPOINTS, 2, warn)
             stack.callback(writer.abandon)
-        measured = evaluated(recipe, run.plan)
+        before = run.state.metrics
 
         def look(done: int) -> None:
-            metrics = run.state.metrics if done in measured else {}
+            nonlocal before
+            metrics = {} if run.state.metrics is before else run.state.metrics
+            before = run.state.metrics
             measured_now = {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}
             seen[done] = {**_state(run), **measured_now}
             did["workers"] = max(did["workers"], len(multiprocessing.active_children()) - children)
@@ -316,11 +309,25 @@ class _Doubled(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.Tensor.backward:  # calls the user's code, and the mode is off in a function
+            with self:
+                return _backward(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(torch.float64 if one is torch.float32 else one for one in args)
         given = {n: torch.float64 if one is torch.float32 else one for n, one in (kwargs or {}).items()}
         return func(*args, **given)
+
+
+def _backward(
+    loss: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Does what `torch.Tensor.backward` does, by a function that no mode is asked about."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @contextlib.contextmanager

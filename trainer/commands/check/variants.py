@@ -1,24 +1,12 @@
-"""The variants of `trainer check`, one changed setting each, and the verdict on each."""
+"""The variants of `trainer check`: one changed setting each, and what must have happened."""
 
-import contextlib
-import io
-import json
-import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from trainer.commands.check import plain
-from trainer.commands.check.compare import Compared, compare
 from trainer.commands.check.happened import (
-    Evidence,
     Needed,
     average_apart,
     epoch_crossed,
@@ -31,25 +19,13 @@ from trainer.commands.check.happened import (
     resumed_at,
     update_made,
 )
-from trainer.commands.check.order import odd_order, told_order
-from trainer.commands.check.plain import Cause, StepTensors
-from trainer.commands.check.reasons import reason
-from trainer.commands.check.training import STEPS, Edits, Subject, Training, changed, evaluated, train_steps
-from trainer.data.sampling.plan import Plan
-from trainer.distributed.parallel import World
-from trainer.errors import BadInputError
-from trainer.rng import Ints
-from trainer.train.components.task import check_request, make_plan
+from trainer.commands.check.training import STEPS, Edits, Subject, Training
 
-Verdict = Literal["equal", "documented", "differs", "crashed", "not compared"]
-BAD: tuple[Verdict, ...] = ("differs", "crashed")
+RowVerdict = Literal["equal", "documented", "differs", "crashed", "not compared"]
+BAD: tuple[RowVerdict, ...] = ("differs", "crashed")
 Trained = Training | str  # or why there is nothing
-_CRASH = "crash: "
-_ALONE = World(0, 1, 0, torch.device("cpu"), None)
 _HALF = STEPS // 2
 _LATE = STEPS - 2  # in the second epoch
-_SCALES = range(-24, 120)  # powers of two
-_COUNTED = ("updates", "lr", "scale")
 
 
 class Variant(NamedTuple):
@@ -76,7 +52,9 @@ class Variant(NamedTuple):
 
 _TWO, _FOUR = {"data.micro_batch_size": 4}, {"data.micro_batch_size": 2}
 _LOADED = {"data.resident": False}
-_EMA = {"ema.decay": 0.9, "evaluation.every": "2 steps"}
+# The decay counts from the third update on: before, the ramp is slower.
+_EMA = {"ema.decay": 0.2, "evaluation.every": "2 steps"}
+_EACH = {"evaluation.every": "1 step"}  # as autocast is compared up to the first update
 _ADDED = (update_made, micro_batches_added)
 _ON_RANKS = (update_made, on_two_ranks)
 VARIANTS = (
@@ -84,7 +62,9 @@ VARIANTS = (
     Variant("micro-batches-2", "2 micro-batches a step", _TWO, needs=_ADDED),
     Variant("micro-batches-4", "4 micro-batches a step", _FOUR, needs=_ADDED),
     Variant("ema", "EMA, evaluated every 2 steps", _EMA, needs=(update_made, average_apart)),
-    Variant("tree", "2 micro-batches, added in a tree", {**_TWO, "parallel.reduction": "tree"}, needs=_ADDED),
+    Variant(
+        "tree", "4 micro-batches, added in a tree", {**_FOUR, "parallel.reduction": "tree"}, needs=_ADDED
+    ),
     Variant(
         "checkpointing",
         "activation checkpointing",
@@ -92,11 +72,11 @@ VARIANTS = (
         needs=(update_made, recomputed),
     ),
     Variant("compile", "torch.compile", {"compile.mode": "default"}),
-    Variant("bf16", "bfloat16 autocast", {"precision.mode": "bf16"}, needs=(update_made, narrowed)),
+    Variant("bf16", "bfloat16 autocast", {"precision.mode": "bf16", **_EACH}, needs=(update_made, narrowed)),
     Variant(
         "fp16",
         "float16 autocast with a loss scale",
-        {"precision.mode": "fp16"},
+        {"precision.mode": "fp16", "precision.growth_interval": 2, **_EACH},
         needs=(update_made, overflowed),
     ),
     Variant("again", "a second run in the same process", same_as="plain"),
@@ -121,32 +101,32 @@ VARIANTS = (
     ),
     Variant(
         "resume-late",
-        f"stopped after step {_LATE}, in the second epoch, resumed",
-        {},
+        f"2 micro-batches a step, stopped after step {_LATE}, in the second epoch, resumed",
+        _TWO,
         "fresh",
-        "plain",
+        "micro-batches-2",
         _LATE,
         (resumed_at(_LATE), epoch_crossed),
     ),
     Variant(
         "ranks-ddp",
         "2 ranks, DDP",
-        {**_TWO, "parallel.find_unused_parameters": True},
+        {**_FOUR, "parallel.find_unused_parameters": True},
         "ranks",
         needs=_ON_RANKS,
     ),
     Variant(
         "ranks-tree",
         "2 ranks, tree",
-        {**_TWO, "parallel.reduction": "tree"},
+        {**_FOUR, "parallel.reduction": "tree"},
         "ranks",
         "tree",
         needs=_ON_RANKS,
     ),
-    Variant("ranks-fsdp", "2 ranks, FSDP", {**_TWO, "parallel.strategy": "fsdp"}, "ranks", needs=_ON_RANKS),
+    Variant("ranks-fsdp", "2 ranks, FSDP", {**_FOUR, "parallel.strategy": "fsdp"}, "ranks", needs=_ON_RANKS),
 )
-_BY_NAME = {variant.name: variant for variant in VARIANTS}
-NAMES = ("order", *_BY_NAME)
+VARIANT_BY_NAME = MappingProxyType({variant.name: variant for variant in VARIANTS})
+NAMES = ("order", *VARIANT_BY_NAME)
 
 
 @dataclass(frozen=True)
@@ -164,355 +144,10 @@ class VariantRow:
 
     name: str
     what: str
-    verdict: Verdict
+    verdict: RowVerdict
     detail: str
     tensor: str = ""
     step: int = 0
 
 
 VariantLaunch = Callable[[Subject, list[Variant], Path], dict[str, Trained]]
-
-
-def check_all(
-    subject: Subject,
-    only: Collection[str],
-    launches: dict[str, VariantLaunch | str],
-    tell: Callable[[str], object],
-) -> Iterator[VariantRow]:
-    """Trains and compares all variants, and yields a row for each.
-
-    Args:
-        only: Names of variants to run; empty: all.
-        launches: The launch for "ranks" and for "fresh", or why there is none.
-        tell: Called with the name of each variant as it starts.
-    """
-    if not only or "order" in only:
-        tell("the order of the samples")
-        odd = odd_order(subject.plan)
-        yield VariantRow(
-            "order",
-            "the order of the samples",
-            "differs" if odd else "equal",
-            odd or told_order(subject.plan),
-        )
-    chosen = [variant for variant in VARIANTS if not only or variant.name in only]
-    with tempfile.TemporaryDirectory(prefix="trainer-check-", ignore_cleanup_errors=True) as temporary:
-        trainings = Trainings(subject, chosen, launches, Path(temporary), tell)
-        for variant in chosen:
-            try:
-                yield trainings.row(variant)
-            except BadInputError:
-                raise
-            except Exception as error:  # the user's code
-                yield VariantRow(
-                    variant.name, variant.what, "not compared", f"the plain loop fails: {_line(error)}"
-                )
-
-
-class Trainings:
-    """The trainings of a check, each made when it is first asked for."""
-
-    def __init__(
-        self,
-        subject: Subject,
-        chosen: list[Variant],
-        launches: dict[str, VariantLaunch | str],
-        folder: Path,
-        tell: Callable[[str], object],
-    ) -> None:
-        """Takes what `check_all` takes, and a folder for checkpoints."""
-        self._subject, self._chosen, self._launches = subject, chosen, launches
-        self._folder, self._tell = folder, tell
-        self._found = dict[str, tuple[Trained, Subject]]()
-        self._references = dict[str, list[StepTensors]]()
-        self._reasons = dict[int, str]()
-
-    def row(self, variant: Variant) -> VariantRow:
-        """Compares a variant."""
-        got, subject = self._trained(variant)
-        if isinstance(got, str):
-            crash = got.startswith(_CRASH)
-            error = self._error_of_plain(variant, subject) if crash else ""
-            if error:
-                return VariantRow(
-                    variant.name, variant.what, "not compared", f"plain PyTorch fails, too: {error}"
-                )
-            verdict: Verdict = "crashed" if crash else "not compared"
-            return VariantRow(variant.name, variant.what, verdict, got.removeprefix(_CRASH))
-        row = self._same_bits(variant, got) if variant.same_as else self._against_plain(variant, got, subject)
-        if row.verdict in BAD:
-            return row
-        seen = [need(self._evidence(variant, got, subject)) for need in variant.needs]
-        if lacking := [one.what for one in seen if not one.enough]:
-            return VariantRow(variant.name, variant.what, "not compared", "; ".join(lacking))
-        told = [row.detail, *(one.what for one in seen if one.what)]
-        if subject.double != of(self._subject, variant.edits).double:
-            told.append(f"in float32, as in float64 it fails: {subject.why}")
-        return VariantRow(variant.name, variant.what, row.verdict, "; ".join(told), row.tensor, row.step)
-
-    def _trained(self, variant: Variant) -> tuple[Trained, Subject]:
-        if variant.name not in self._found:
-            self._tell(variant.what)
-            subject = of(self._subject, variant.edits)
-            self._train(variant, subject)
-            got = self._found[variant.name][0]
-            if isinstance(got, str) and got.startswith(_CRASH) and subject.double and not variant.same_as:
-                self._train(variant, subject.single(got.removeprefix(_CRASH)))
-        return self._found[variant.name]
-
-    def _train(self, variant: Variant, subject: Subject) -> None:
-        """Trains a variant, and those that a launch can train beside it."""
-        if variant.where == "here":
-            edits = self._edits(variant)
-            got = edits if isinstance(edits, str) else tried(lambda: train_steps(subject, edits, _ALONE))
-            self._found[variant.name] = got, subject
-            return
-        beside = [one for one in self._chosen if one.where == variant.where and one.name not in self._found]
-        for name, got in self._launched(subject, beside or [variant]).items():
-            self._found[name] = got, subject
-
-    def _error_of_plain(self, variant: Variant, subject: Subject) -> str:
-        """Returns the error of the plain loop with a variant's settings, or ""."""
-        try:
-            self._reference(subject, variant.edits)
-        except Exception as error:  # the user's code
-            return _line(error)
-        return ""
-
-    def _edits(self, variant: Variant) -> Edits | str:
-        """Returns a variant's changed keys, or why there are none: with fp16 a scale that overflows."""
-        if variant.edits.get("precision.mode") != "fp16":
-            return variant.edits
-        if (scale := self._overflowing_scale) is None:
-            return "nothing overflows in float16, whatever the loss scale"
-        return {**variant.edits, "precision.initial_scale": scale}
-
-    @cached_property
-    def _overflowing_scale(self) -> float | None:
-        """Returns the smallest power of two with which the plain loop skips the first step."""
-
-        def skips(power: int) -> bool:
-            edits = {"precision.mode": "fp16", "precision.initial_scale": 2.0**power}
-            return not int(train_plainly(of(self._subject, edits), edits, most=1)[0]["updates"])
-
-        low, high = _SCALES.start, _SCALES.stop
-        if skips(low) or not skips(high):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if skips(middle) else (middle, high)
-        return 2.0**high
-
-    def _reference(
-        self,
-        subject: Subject,
-        edits: Edits,
-        nudged: bool = False,
-        ruled: bool = True,
-        still: Collection[Cause] = (),
-    ) -> list[StepTensors]:
-        recipe = changed(subject.recipe, edits)
-        sections = recipe.model_dump(
-            mode="json", include={"data", "ema", "precision", "evaluation", "memory"}
-        )
-        name = json.dumps([sections, subject.double, nudged, ruled, sorted(still)], sort_keys=True)
-        if name not in self._references:
-            self._references[name] = train_plainly(subject, edits, nudged, ruled, still)
-        return self._references[name]
-
-    def _launched(self, subject: Subject, variants: list[Variant]) -> dict[str, Trained]:
-        """Trains variants in other processes; one that can't be trained there gets its error instead."""
-        launch = self._launches[variants[0].where]
-        if isinstance(launch, str):
-            return {variant.name: launch for variant in variants}
-        found, able = dict[str, Trained](), []
-        ranks = 2 if variants[0].where == "ranks" else 1
-        for variant in variants:
-            try:
-                check_request(changed(subject.recipe, variant.edits), subject.narrow, ranks)
-                if variant.stop_after:
-                    folder, after = self._folder / variant.name, variant.stop_after
-                    folder.mkdir()
-                    stopped = tried(lambda: train_steps(subject, {}, _ALONE, folder, stop_after=after))  # noqa: B023
-                    if isinstance(stopped, str):
-                        raise BadInputError(stopped)
-                able.append(variant)
-            except BadInputError as error:
-                found[variant.name] = str(error)
-        return {**found, **(launch(subject, able, self._folder) if able else {})}
-
-    def _same_bits(self, variant: Variant, got: Training) -> VariantRow:
-        base, _ = self._trained(_BY_NAME[variant.same_as])
-        if isinstance(base, str):
-            detail = f"{variant.same_as} has no result: {base.removeprefix(_CRASH)}"
-            return VariantRow(variant.name, variant.what, "not compared", detail)
-        compared = compare(got.steps, base.steps, begin=variant.stop_after)
-        if (first := compared.first) is not None:
-            detail = f"not the bits of {variant.same_as}: {first}"
-            return VariantRow(variant.name, variant.what, "differs", detail, first.tensor, first.step)
-        return VariantRow(variant.name, variant.what, "equal", f"bit for bit as {variant.same_as}")
-
-    def _against_plain(self, variant: Variant, got: Training, subject: Subject) -> VariantRow:
-        edits = self._edits(variant)
-        assert not isinstance(edits, str)
-        self._tell(f"{variant.what}: by the plain loop")
-        plainly = {name: value for name, value in edits.items() if not name.startswith("memory.")}
-        compared = self._compared(subject, got.steps, plainly)
-        if (first := compared.first) is not None:
-            if plainly != edits and (compared := self._compared(subject, got.steps, edits)).first is None:
-                detail = (
-                    f"as plain PyTorch with torch.utils.checkpoint ({compared}); without, {first}: the "
-                    "repeated forward pass begins with the buffers that the first one left"
-                )
-                return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
-            return VariantRow(variant.name, variant.what, "differs", str(first), first.tensor, first.step)
-        recipe = changed(subject.recipe, edits)
-        count = recipe.data.global_batch_size // recipe.data.micro_batch_size
-        wanted = self._reference(subject, plainly)
-        if count > 1 and (first := self._compared(subject, wanted, {}).first) is not None:
-            why = self._reason(subject, count, edits)
-            detail = f"as plain PyTorch with {count} micro-batches ({compared}); with one, {first}: {why}"
-            return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
-        unruled = self._reference(subject, plainly, ruled=False)
-        if (first := compare(unruled, wanted).first) is not None:
-            detail = (
-                f"as plain PyTorch ({compared}) where what training changes is put back after an evaluation; "
-                f"without that rule, {first}"
-            )
-            return VariantRow(variant.name, variant.what, "documented", detail, first.tensor, first.step)
-        return VariantRow(variant.name, variant.what, "equal", str(compared))
-
-    def _compared(
-        self, subject: Subject, found: list[StepTensors], edits: Edits, still: Collection[Cause] = ()
-    ) -> Compared:
-        """Compares with the plain loop that has these settings; in low precision up to the first update.
-
-        From the second update on rounding decides there, but not the number of updates, rate and loss scale.
-        """
-        wanted = self._reference(subject, edits, still=still)
-        nudged = self._reference(subject, edits, nudged=True, still=still)
-        moved = [f"model/{name}" for name in plain.untrained(subject.task.model())]
-        if "precision.mode" not in edits:
-            return compare(found, wanted, nudged, subject.eps, moved=moved)
-        cut = 1 + next((step for step, seen in enumerate(wanted) if seen["updates"]), STEPS)
-        compared = compare(found, wanted[:cut], nudged[:cut], subject.eps, moved=moved)
-        ours, theirs = (
-            [{n: step[n] for n in _COUNTED if n in step} for step in steps] for steps in (found, wanted)
-        )
-        if compared.first is not None:
-            return compared
-        return compared.and_then(compare(ours, theirs, theirs, subject.eps))
-
-    def _reason(self, subject: Subject, count: int, edits: Edits) -> str:
-        """Finds why so many micro-batches give something else than one."""
-        if count not in self._reasons:
-            self._tell("why several micro-batches differ from one")
-            small = {"data.micro_batch_size": changed(subject.recipe, edits).data.micro_batch_size}
-
-            def alike(still: Collection[Cause]) -> bool | None:
-                try:
-                    wanted = self._reference(subject, small, still=still)
-                    return self._compared(subject, wanted, {}, still).first is None
-                except Exception:  # the user's code, where nothing random is expected
-                    return None
-
-            self._reasons[count] = reason(causes(subject), alike)
-        return self._reasons[count]
-
-    def _evidence(self, variant: Variant, got: Training, subject: Subject) -> Evidence:
-        edits = self._edits(variant)
-        assert not isinstance(edits, str)
-        order = real_order(make_plan(changed(subject.recipe, edits), subject.task))
-        epochs = len({int(one) for step in order for epoch, _ in step for one in epoch})
-        most = max(sum(len(samples) > 0 for _, samples in step) for step in order)
-
-        def base() -> Training:
-            training = self._trained(_BY_NAME["plain"])[0]
-            if isinstance(training, str):
-                raise RuntimeError(training)
-            return training
-
-        def wanted(own: bool) -> list[StepTensors]:
-            return self._reference(subject, edits if own else {})
-
-        return Evidence(got, epochs, most, base, wanted)
-
-
-def causes(subject: Subject) -> list[Cause]:
-    """Returns the causes that a task has for a difference between one micro-batch and several."""
-    model = subject.task.model().train()
-    found: list[Cause] = []
-    if any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
-        found.append("batchnorm")
-    if draws(subject):
-        found.append("random")
-    if plain.untrained(model):
-        found.append("state")
-    return found
-
-
-def real_order(plan: Plan) -> list[list[tuple[Ints, Ints]]]:
-    """Returns epochs and indices of the samples in the micro-batches of each step, without padding."""
-    order = []
-    for step in range(plan.steps):
-        epoch, sample, weight = plan.read(
-            np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches)
-        )
-        order.append([(e[w > 0], s[w > 0]) for e, s, w in zip(epoch, sample, weight, strict=True)])
-    return order
-
-
-def of(subject: Subject, edits: Edits) -> Subject:
-    """Returns the subject for these edits: in float32 where autocast is to lower that."""
-    return subject.single() if "precision.mode" in edits else subject
-
-
-def train_plainly(
-    subject: Subject,
-    edits: Edits,
-    nudged: bool = False,
-    ruled: bool = True,
-    still: Collection[Cause] = (),
-    most: int = STEPS,
-) -> list[StepTensors]:
-    """Trains by the plain loop, with the samples that the plan gives; `most`: only the first steps."""
-    recipe = changed(subject.recipe, edits)
-    torch.set_num_threads(int(recipe.parallel.threads))
-    plan = make_plan(recipe, subject.task)
-    order, due = real_order(plan)[:most], evaluated(recipe, plan)
-    with torch.random.fork_rng(devices=[]):
-        return plain.reference_steps(
-            subject.task, recipe, order, plan.epoch_length, due, nudged, ruled, still, subject.pretend
-        )
-
-
-def tried(train: Callable[[], Training]) -> Trained:
-    """Returns the result of a training, or its error as one line."""
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):  # the same each time
-            return train()
-    except BadInputError as error:
-        return " ".join(str(error).split())
-    except Exception as error:
-        return f"{_CRASH}{_line(error)}"
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
-
-
-def draws(subject: Subject) -> bool:
-    """Returns True if a training loss draws random numbers."""
-    few = np.arange(min(2, len(subject.task.train_data)))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = subject.task.model().train()
-        batch = plain.plain_samples(
-            subject.task.train_data, np.zeros_like(few), few, 0, subject.task.uniforms
-        )
-        before: Any = torch.get_rng_state()
-        plain.losses(subject.task, model, batch)
-        return not torch.equal(before, torch.get_rng_state())

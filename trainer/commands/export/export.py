@@ -4,7 +4,7 @@ import argparse
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.checkpoint.folder import Damaged, Unreadable
+from trainer.checkpoint.folder import Damaged, Unreadable, read_weights
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.commands.export import hf
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
@@ -32,11 +32,13 @@ from trainer.models.export_formats import (
     leaves,
     missing_packages,
     output_names,
+    quiet,
     relative_error,
     write_onnx,
     write_torch_export,
     write_torchscript,
 )
+from trainer.models.head_loss import IGNORED
 from trainer.observe.console import staged, warn
 from trainer.observe.text import plain
 from trainer.runs.folder import write_json
@@ -53,6 +55,7 @@ from trainer.train.recording import save_weights
 
 _ABOUT = "model.json"
 _REMEDY = "give another --out"
+_WEIGHTS = ("safetensors", *hf.LIBRARIES)  # formats of weights alone, with the names of a model
 _EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant
 
 
@@ -77,12 +80,22 @@ class _Subject(NamedTuple):
     Attributes:
         model: The model to write.
         inputs: Inputs of each batch of the check.
-        wanted: Outputs of the trained model for these.
+        wanted: What the file is to compute of these: the outputs of the trained model, or of the same model
+            with weights rounded to bfloat16. Weights alone are computed with in float32, here and where they
+            are read back, so that no rounding in between hides a fault, or is taken for one.
+        places: Places of each batch that a loss counts, bool (n, length); None: all outputs are compared.
+        tensors: What the file is to hold, bit for bit, by its names; None where it can't be read back so:
+            TorchScript and ONNX fold weights into others.
+        rounding: Relative error of `wanted` to the trained model's outputs; it has no limit, since it is the
+            model's own and grows with its depth.
     """
 
     model: nn.Module
     inputs: Sequence[ModelTensors]
     wanted: list[list[torch.Tensor]]
+    places: Sequence[torch.Tensor | None]
+    tensors: Mapping[str, torch.Tensor] | None
+    rounding: float
 
 
 @unwound()
@@ -165,7 +178,7 @@ def _check_request(options: argparse.Namespace) -> None:
             "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "
             "be checked; use fp32, and convert it where it will run"
         )
-    if options.to in ("safetensors", *hf.LIBRARIES) and options.with_normalization:
+    if options.to in _WEIGHTS and options.with_normalization:
         raise BadInputError(f"--with-normalization: {options.to} holds weights only; use another format")
     if options.to == "onnx" and (missing := missing_packages("onnx", "onnxscript", "onnxruntime")):
         raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
@@ -214,19 +227,58 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> _Subject:
     inputs = [inputs_of(run, batch) for batch in batches]
     if options.with_normalization:
         reference, inputs = _from_pixels(run, reference), [(batch.fields["image"],) for batch in batches]
+    places = [_places(run, batch) for batch in batches]
+    only_weights = options.to in _WEIGHTS
+    tensors = hf.tensors_to_write(options.to, run) if options.to in hf.LIBRARIES else run.model.state_dict()
     with torch.no_grad():
-        wanted = [leaves(reference(*values)) for values in inputs]
-    only_weights = options.to in (
-        "safetensors",
-        *hf.LIBRARIES,
-    )  # with the names of the trainer's model, so all of them
-    model = run.model
-    if options.dtype == "bf16":
-        model = model.to(torch.bfloat16)
-        model = model if only_weights else InLowPrecision(model)
-    if options.with_normalization:
-        model = _from_pixels(run, model)
-    return _Subject(model.eval(), inputs, wanted)
+        trained = wanted = [leaves(reference(*values)) for values in inputs]
+        model = reference
+        if options.dtype == "bf16":
+            tensors = {name: _low(tensor) for name, tensor in tensors.items()}
+            if not only_weights:
+                model = InLowPrecision(run.model.to(torch.bfloat16))
+                model = _from_pixels(run, model) if options.with_normalization else model
+            elif options.to == "peft":
+                hf.add_rounding(run)
+            else:  # but for buffers that no file holds, which the library computes anew in float32
+                for tensor in run.model.state_dict().values():
+                    tensor.copy_(_low(tensor))
+            wanted = [leaves(model(*values)) for values in inputs]
+            model = model.to(torch.bfloat16) if only_weights else model
+    if options.to == "torch-export":  # under the wrappers' names, with what those hold
+        prefix = "model." * (options.with_normalization + (options.dtype == "bf16"))
+        own = {name: one for name, one in model.state_dict().items() if not name.startswith(prefix)}
+        tensors = {**(own if prefix else {}), **{prefix + name: one for name, one in tensors.items()}}
+    known = None if options.to in ("torchscript", "onnx") else tensors
+    rounding = _worst(trained, wanted, places)
+    return _Subject(model.eval(), inputs, wanted, places, known, rounding)
+
+
+def _low(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+
+def _places(run: OpenedRun, batch: Batch) -> torch.Tensor | None:
+    """Places of a text that a loss counts: at padding a model says anything, and nobody reads it."""
+    if run.recipe.task != "language":
+        return None
+    _, targets, _ = run.task.given(batch)  # type: ignore[attr-defined]
+    counts: torch.Tensor = targets != IGNORED
+    return counts if counts.any() else None
+
+
+def _worst(
+    wanted: Sequence[ModelTensors], given: Sequence[ModelTensors], places: Sequence[torch.Tensor | None]
+) -> float:
+    """Returns the largest relative error of all batches, at places that count."""
+
+    def counting(outputs: ModelTensors, which: torch.Tensor | None) -> ModelTensors:
+        if which is None:
+            return outputs
+        return [one[which] if one.shape[:2] == which.shape else one for one in outputs]
+
+    each = zip(wanted, given, places, strict=True)
+    return max(relative_error(counting(one, which), counting(other, which)) for one, other, which in each)
 
 
 def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
@@ -261,15 +313,48 @@ def _write(
     weights_of = [str(run.folder), *options.set] if name == "safetensors" else []
     say("export: checking it in a fresh process")
     given = in_fresh_process(file, subject.inputs, weights_of)
-    error_of = max(relative_error(one, other) for one, other in zip(subject.wanted, given, strict=True))
-    limit = LIMITS[options.dtype]
+    if subject.tensors is not None:
+        _check_tensors(file, subject.tensors)
+    error_of, limit = _worst(subject.wanted, given, subject.places), _limit(options)
     if not error_of <= limit:
-        remedy = "; --dtype fp32 is exact" if options.dtype == "bf16" else ""
         raise NotTheSame(
-            f"its outputs differ from the trained model's by {error_of:.1e} of the largest, more than "
-            f"{limit:g}{remedy}"
+            f"its outputs differ from the model's in {options.dtype} by {error_of:.1e} of the largest, more "
+            f"than {limit:g}"
         )
     return file, error_of
+
+
+def _limit(options: argparse.Namespace) -> float:
+    """Returns the largest relative error of outputs; weights alone are computed with in float32."""
+    return LIMITS["fp32" if options.to in _WEIGHTS else options.dtype]
+
+
+def _check_tensors(file: Path, wanted: Mapping[str, torch.Tensor]) -> None:
+    """Checks that a file holds tensors bit for bit.
+
+    Raises:
+        NotTheSame: If it doesn't; names the first.
+    """
+    if file.suffix == ".pt2":
+        with quiet():
+            found = dict(torch.export.load(file).state_dict)
+        wanted = {name: wanted[name] for name in wanted if name in found}  # tied ones have one name there
+    else:
+        try:
+            found = read_weights(file)
+        except (Damaged, Unreadable) as error:
+            raise NotTheSame(f"the file can't be read back ({error})") from error
+    odd = sorted(found.keys() ^ wanted.keys())
+    odd += [name for name in wanted if name in found and not _same_bits(found[name], wanted[name])]
+    if odd:
+        raise NotTheSame(f"the file's tensor {odd[0]} isn't the trained model's")
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    one, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
 
 
 def export_facts(
@@ -299,7 +384,8 @@ def export_facts(
             "samples": sum(BATCHES),
             "batches": list(BATCHES),
             "relative_error": error,
-            "limit": LIMITS[options.dtype],
+            "limit": _limit(options),
+            "rounding": subject.rounding,
         },
     }
 
@@ -339,9 +425,15 @@ def _tell(
         f"{one['name']} {one['dtype']} {tuple(one['shape'])}".replace("'", "")
         for one in _described(input_names(subject.inputs[-1]), subject.inputs[-1])
     )
+    rounded = (
+        f"  rounding    {options.dtype} moves the outputs by {subject.rounding:.1e} of the largest\n"
+        if options.dtype == "bf16"
+        else ""
+    )
     print(
         f"  takes       {inputs}\n"
         f"  checked     in a fresh process on {sum(BATCHES)} samples in batches of "
-        f"{', '.join(map(str, BATCHES))}: relative error {error:.1e} (limit {LIMITS[options.dtype]:g})\n"
+        f"{', '.join(map(str, BATCHES))}: relative error {error:.1e} (limit {_limit(options):g})\n"
+        f"{rounded}"
         f"  described   {path_shown(target / _ABOUT)}"
     )

@@ -25,6 +25,7 @@ from trainer.train.model_of_run import OpenedRun
 
 LIBRARIES = ("transformers", "peft")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PEFT, _PEFT_A, _PEFT_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # in its names
 _LARGEST = 256 << 20  # of a tokenizer's files
 _NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TRIED = " Two  words\n\nand 34.5 <b>é🐈</b>: don't "  # what tokenizers tell apart
@@ -42,11 +43,9 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
         The file with the weights.
 
     Raises:
-        BadInputError: If the run has no such model, or nothing that LoRA learned.
+        BadInputError: If a file of the model's folder can't be read.
     """
     name = run.recipe.model.name
-    if not name.startswith(HF):
-        raise BadInputError(f"--to {to}: {run.folder} trained model.name={name}; it is for hf/… only")
     base = find_model(name)
     dtype = next(model.parameters()).dtype
     if to == "peft":
@@ -69,6 +68,37 @@ def write_for_library(to: str, run: OpenedRun, model: nn.Module, folder: Path) -
         _write_ends(name, chat, folder)
         _keep_tokens(chat, folder)
     return file
+
+
+def tensors_to_write(to: str, run: OpenedRun) -> dict[str, torch.Tensor]:
+    """Tensors that a library's file is to hold, by its names, in the run's precision.
+
+    Args:
+        to: Of `LIBRARIES`.
+        run: The run, with LoRA merged into its model.
+
+    Raises:
+        BadInputError: If the run has no such model, or nothing that LoRA learned.
+    """
+    name = run.recipe.model.name
+    if not name.startswith(HF):
+        raise BadInputError(f"--to {to}: {run.folder} trained model.name={name}; it is for hf/… only")
+    if to == "peft":
+        return _learned(run)
+    assert isinstance(run.model, HfLanguage)
+    return run.model.in_files()
+
+
+def add_rounding(run: OpenedRun) -> None:
+    """Moves the merged weights of a run's model to those of its adapter in bfloat16, in place."""
+    learned, lora = _learned(run), run.manifest.config["model"]["lora"]
+    for name, a in learned.items():
+        if name.endswith(_PEFT_A):
+            layer = name.removesuffix(_PEFT_A)
+            b = learned[layer + _PEFT_B]
+            low = b.to(torch.bfloat16).float() @ a.to(torch.bfloat16).float()
+            weight = run.model.get_parameter(f"{layer.removeprefix(_PEFT)}.weight")
+            weight.add_(lora["alpha"] / lora["rank"] * (low - b @ a))
 
 
 def _write_ends(name: str, chat: Chat, folder: Path) -> None:
@@ -115,7 +145,8 @@ def versions() -> dict[str, str]:
     return {library: metadata.version(library) for library in LIBRARIES if find_spec(library)}
 
 
-def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torch.dtype, to: Path) -> Path:
+def _learned(run: OpenedRun) -> dict[str, torch.Tensor]:
+    """Returns what LoRA learned, by the names of peft."""
     lora = run.manifest.config.get("model", {}).get("lora", {})
     if not lora.get("rank"):
         raise BadInputError(f"--to peft: {run.folder} was trained without model.lora; use --to transformers")
@@ -127,13 +158,16 @@ def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torc
         )
     averaged = found.tensors["ema"] if run.weights.endswith("ema.safetensors") else {}
     learned = {**found.tensors["model"], **averaged}
-    tensors = {
-        f"base_model.model.{key.replace('.lora_a', '.lora_A.weight').replace('.lora_b', '.lora_B.weight')}": (
-            tensor.to(dtype).contiguous()
-        )
+    return {
+        _PEFT + key.replace(".lora_a", _PEFT_A).replace(".lora_b", _PEFT_B): tensor
         for key, tensor in learned.items()
         if key.endswith((".lora_a", ".lora_b"))
     }
+
+
+def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torch.dtype, to: Path) -> Path:
+    lora, learned = run.manifest.config["model"]["lora"], _learned(run)
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in learned.items()}
     repository = run.recipe.model.name.removeprefix(HF).rpartition("@")[0]
     config = {
         "peft_type": "LORA",
@@ -146,7 +180,9 @@ def _write_adapter(run: OpenedRun, base: Path, revision: str | None, dtype: torc
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(key.removesuffix(".lora_a") for key in learned if key.endswith(".lora_a")),
+        "target_modules": sorted(
+            key.removeprefix(_PEFT).removesuffix(_PEFT_A) for key in learned if key.endswith(_PEFT_A)
+        ),
     }
     _write_json(to / ADAPTER_CONFIG, config)
     write_file(to / ADAPTER, safetensors_bytes(tensors))

@@ -80,18 +80,18 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
         return _by_library(file.parent)
     from safetensors.torch import load_file
 
-    from trainer.models.export_formats import InLowPrecision
     from trainer.train.model_of_run import open_run
 
     model_of_run = open_run(Path(run[0]), run[1:], trust=True).model
-    state = load_file(file)
-    low = {tensor.dtype for tensor in state.values()} & {torch.bfloat16}
-    model_of_run.to(torch.bfloat16 if low else torch.float32).load_state_dict(state)
-    return InLowPrecision(model_of_run) if low else model_of_run
+    model_of_run.load_state_dict(load_file(file))  # computes in its own precision, whatever the file's is
+    return model_of_run
 
 
 def _by_library(folder: Path) -> Callable[..., Any]:
-    """A folder as transformers loads it, or peft; without peft what LoRA learned is added here."""
+    """A folder as transformers loads it, or peft; without peft what LoRA learned is added here.
+
+    It computes in float32 whatever the weights are in, so that the file is compared and not the arithmetic.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     import transformers
@@ -107,7 +107,7 @@ def _by_library(folder: Path) -> Callable[..., Any]:
         base = opens(about["base_model_name_or_path"], revision=about["revision"] or "main", dtype="float32")
         model = _with_adapter(base, folder, about)
     else:
-        model = opens(folder)
+        model = opens(folder, dtype="float32")
 
     def call(tokens: Any, segment: Any = None) -> Any:
         places = None

@@ -11,10 +11,11 @@ import torch
 from trainer.data.formats.encoders import Encoder, read_tokenizer
 from trainer.data.formats.text import decode_text as decode, encode_text as encode
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.models.gpt import generated
+from trainer.models.gpt import GPT, cut_after, generated, places_of, room_after
 from trainer.models.hf_files import end_tokens
+from trainer.observe.console import warn
 from trainer.observe.text import printable
-from trainer.tasks.conversations import prompt_tokens
+from trainer.tasks.conversations import check_room, prompt_tokens
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun
 
@@ -35,9 +36,22 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
     encoder = encoder_of(options.tokenizer, facts)
     prompt = _tokens(options.prompt or "", facts, encoder)
     begun = torch.tensor(prompt or [_first(facts)], device=device)
-    tokens = generated(run.model.to(device), begun, options.tokens, options.temperature, random)
-    added = takewhile(lambda token: token != facts["end_of_document"], tokens)
+    window = isinstance(run.model, GPT)  # a sample begins anywhere in the text, so it may go on from a part
+    places = places_of(run.model)
+    if not window:
+        check_room(run.model, len(begun), "--prompt")
+    elif places is not None and len(begun) > places:
+        warn(
+            f"--prompt has {len(begun):,} tokens, of which the model sees the last {places:,} "
+            "(language.sequence_length)"
+        )
+    tokens = generated(
+        run.model.to(device), begun, options.tokens, options.temperature, random, window=window
+    )
+    added = list(takewhile(lambda token: token != facts["end_of_document"], tokens))
     print(printable(_text([*prompt, *added], facts, encoder)))
+    if not window:
+        _tell_end(run, begun, len(added), options)
     return EXIT_DONE
 
 
@@ -50,6 +64,7 @@ def _chat(
     if options.tokenizer is not None:
         raise BadInputError("--tokenizer: a run on conversations has its own; leave it out")
     begun = torch.from_numpy(prompt_tokens(chat, options.prompt, "--prompt")).to(device)
+    check_room(run.model, len(begun), "--prompt")
     ends = end_tokens(run.recipe.model.name, chat.eos, chat.turn_end)
     added, shown = list[int](), ""
     for token in generated(run.model.to(device), begun, options.tokens, options.temperature, random):
@@ -61,7 +76,14 @@ def _chat(
             print(printable(text_so_far[len(shown) :]), end="", flush=True)
             shown = text_so_far
     print(printable(chat.tokenizer.decode(added)[len(shown) :]))
+    _tell_end(run, begun, len(added), options)
     return EXIT_DONE
+
+
+def _tell_end(run: OpenedRun, begun: torch.Tensor, added: int, options: argparse.Namespace) -> None:
+    """Says so where an answer isn't as long as --tokens because the model's places are full."""
+    if added == room_after(run.model, len(begun), options.tokens) < options.tokens:
+        warn(f"the answer {cut_after(run.model, added)}")
 
 
 def encoder_of(given: str | None, facts: Mapping[str, Any]) -> Encoder | None:

@@ -325,7 +325,7 @@ def plain_names(root: Path, names: Iterable[bytes]) -> Iterator[bytes]:
         yield os.path.relpath(os.path.join(start, name), start) if odd else name  # noqa: PTH118  (bytes)
 
 
-def counted(reason: str, places: Sequence[str | bytes]) -> list[LeftOut]:
+def not_listed(reason: str, places: Sequence[str | bytes]) -> list[LeftOut]:
     """Returns one entry for all places, [] if there are none."""
     return [one(reason, places[0]).model_copy(update={"count": len(places)})] if places else []
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from trainer.host import strict_json
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ROLES |= {"model": "assistant"}  # of Gemini's and Gemma's form
+_KNOWN = {*_ROLES.values(), "developer", "tool"}
 THOUGHT = ("reasoning_content", "thinking", "reasoning")  # names of what a model thought, in a message
 _TOLD = 6  # names, in a message
 # Half of a pair, which is no text; and what Unicode reserves, which marks places here.
@@ -110,9 +112,15 @@ def _talk(messages: Sequence[Mapping[str, Any]], first: int, tools: Any, learn: 
         raise SkippedError("conversation{s} with an empty assistant turn")
     counting = [number for number in said if number >= first and messages[number].get("weight", 1)]
     if not counting:
-        raise SkippedError("conversation{s} without an assistant turn to learn from")
+        roles = f" (of the role {', '.join(odd)})" if (odd := unknown_roles(messages)) else ""
+        raise SkippedError("conversation{s} without an assistant turn to learn from" + roles)
     tools = _objects(tools, "tools") if tools else None
     return Talk(messages, counting[-1:] if learn == "last" else counting, tools)
+
+
+def unknown_roles(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Roles that aren't the field's own, as people are shown them; the template writes them as they are."""
+    return [_shown(role) for role in sorted({one["role"] for one in messages} - _KNOWN)][:_TOLD]
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -128,7 +136,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise RowError(f"{where} is {_shown(value)}, and should have role and content")
     value = {key: one for key, one in value.items() if one is not None}  # as columns have it
     if "from" in value and "role" not in value:
-        role = _ROLES.get(str(value["from"]))
+        role = _ROLES.get(str(value["from"]).lower())
         if role is None or set(value) - {"from", "value", "weight"}:
             raise RowError(
                 f"{where} has {_names(value)}, from {_shown(value['from'])}: human, gpt and system are read; "
@@ -138,6 +146,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"{where}: role is {_shown(role)}, and should be user, assistant or system")
+    role = _ROLES.get(role.lower(), role.lower() if role.lower() in _KNOWN else role)
     if value.get("weight", 1) not in (0, 1):
         raise RowError(f"{where}: weight is {_shown(value['weight'])}, and should be 0 or 1")
     if calls := value.get("tool_calls"):
@@ -147,13 +156,16 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise RowError(f"{where}: has no content")
     if isinstance(content, list):
         content = "".join(_part(one, where) for one in content)
-    # As transformers gives templates what a model thought, by whichever of its names they read.
-    thought = next((value[name] for name in THOUGHT if name in value), None)
-    named = (
-        {} if thought is None else {"thinking": value.get("thinking", thought), "reasoning_content": thought}
-    )
     text = "" if content is None else _string(content, f"{where}: content")
-    return {**value, **named, "content": text}
+    return {**value, **_thought(value, where), "role": role, "content": text}
+
+
+def _thought(message: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Returns what a model thought by each name that templates read, as transformers gives it to them."""
+    given = {name: _string(message[name], f"{where}: {name}") for name in THOUGHT if message.get(name)}
+    if len(set(given.values())) > 1:
+        raise RowError(f"{where}: {' and '.join(given)} have unlike texts; keep one of them")
+    return {name: text for text in given.values() for name in THOUGHT[:2]}
 
 
 def _objects(value: Any, where: str) -> list[dict[str, Any]]:

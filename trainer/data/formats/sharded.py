@@ -26,8 +26,8 @@ from trainer.data.check import Wrong, unreadable_line
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.files import (
     LARGEST_FILE,
-    counted,
     fill_exactly,
+    not_listed,
     open_sample_file,
     readable,
     unlisted,
@@ -343,7 +343,7 @@ def _of_today(folder: Path, about: About) -> list[LeftOut]:
     """Returns what the index left out; compressed shards are those that lie there now."""
     if about.source != TAR_SHARDS:
         return about.left_out
-    packed = counted(PACKED, unlisted(folder, (), COMPRESSED, deep=False))
+    packed = not_listed(PACKED, unlisted(folder, (), COMPRESSED, deep=False))
     now = {each.reason: each for each in about.left_out if each.reason != PACKED or packed}
     return list((now | {each.reason: each for each in packed}).values())
 
@@ -352,4 +352,6 @@ def _added(folder: Path, about: About) -> list[LeftOut]:
     """Counts shards that came after the index was made."""
     names = [os.fsencode(shard.name) for shard in about.shards]
     suffixes = {os.path.splitext(shard.name)[1].lower() for shard in about.shards} - {""}  # noqa: PTH122
-    return counted(f"shard{{s}} that {INDEX} doesn't name", unlisted(folder, names, [*suffixes], deep=False))
+    return not_listed(
+        f"shard{{s}} that {INDEX} doesn't name", unlisted(folder, names, [*suffixes], deep=False)
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.data import DataConfig
-from trainer.data.formats.files import IMAGES, Files, Listed, counted, plain_names, unlisted
+from trainer.data.formats.files import IMAGES, Files, Listed, not_listed, plain_names, unlisted
 from trainer.data.formats.labels import LabelError, folded, label_of, labels_in, numbered, quoted
 from trainer.data.formats.signatures import what_it_is
 from trainer.errors import BadInputError, first_line, reading
@@ -68,7 +68,7 @@ def in_table(file: Path) -> Files:
         numbers, classes = numbered(labels)
     except LabelError as error:
         raise BadInputError(f"{file}: {unit} {lines[error.at]}: {error}; write both alike") from error
-    left_out = counted(f"image{{s}} that {file.name} doesn't name", _unlisted(file, paths))
+    left_out = not_listed(f"image{{s}} that {file.name} doesn't name", _unlisted(file, paths))
     return Files(file.parent, paths, numbers, classes, Listed(file, unit, lines), left_out)
 
 

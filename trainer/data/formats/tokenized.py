@@ -15,7 +15,15 @@ from safetensors import SafetensorError, safe_open
 from trainer.data.formats.chat import Chat, ChatError, Encoded
 from trainer.data.formats.chat_template import TODAY
 from trainer.data.formats.conversations import RowSplit
-from trainer.data.formats.messages import Continuation, RowError, SkippedError, Talk, sample_of, unread_names
+from trainer.data.formats.messages import (
+    Continuation,
+    RowError,
+    SkippedError,
+    Talk,
+    sample_of,
+    unknown_roles,
+    unread_names,
+)
 from trainer.data.formats.text import Text, smallest_type
 from trainer.data.formats.turns import Counted, counted, turns, unread_keys
 from trainer.data.left_out import LeftOut, by_suffix, one, tally
@@ -24,7 +32,7 @@ from trainer.host import strict_json
 from trainer.host.files import written_whole
 from trainer.observe.console import say
 
-_LAYOUT = 5  # of the cache: raised where the same rows become other tokens, or other notes
+_LAYOUT = 6  # of the cache: raised where the same rows become other tokens, or other notes
 _BATCH = 512  # rows that are tokenized together
 
 
@@ -61,6 +69,8 @@ _UNENDED = (
 _UNKNOWN = "tokens stand for what the tokenizer's vocabulary lacks"
 _CUT = "texts are longer than language.sequence_length, and cut into several samples"
 _CONTROLS = "rows hold the text of a special token in their content, which becomes that token"
+
+_ROLE = "conversation{{s}} with the role {role}, which isn't system, developer, user, assistant or tool"
 
 
 class _Tally(NamedTuple):
@@ -147,10 +157,13 @@ def _prepared(split: RowSplit, chat: Chat, learn: str, totals: _Tally) -> Iterat
             else:
                 contents = [message["content"] for message in sample.messages]
                 talk = _talk(where, sample, chat, learn)
-                unread = unread_keys(chat, sample.messages, sample.tools, talk.text)
+                unread = unread_keys(chat, sample, talk.text, talk.spans)
                 totals.left_out.extend(
                     _left(f"conversation{{s}} with {what}, which the chat template doesn't read", where)
                     for what in unread
+                )
+                totals.controls.extend(
+                    _left(_ROLE.format(role=role), where) for role in unknown_roles(sample.messages)
                 )
                 yield talk
         except SkippedError as reason:

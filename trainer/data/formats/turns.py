@@ -1,6 +1,7 @@
 """Loss mask of a conversation: spans of the rendered text that the assistant writes, and their tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,10 +9,12 @@ import numpy.typing as npt
 
 from trainer.data.formats.chat import Chat, ChatError, Encoded, Message
 from trainer.data.formats.chat_template import Spans
-from trainer.data.formats.messages import THOUGHT
+from trainer.data.formats.messages import THOUGHT, Talk
 from trainer.rng import Ints
 
 _PROBE = "\ufdd2"  # a Unicode noncharacter, so in no text that is read; inserted to find content in the text
+_OF_ALL = ("role", "content", "weight", "tool_calls")  # keys of a message that are checked for themselves
+_KEEPS = "use a template that keeps it, or language.learn=last if that is kept, or take it out of the rows"
 
 
 class Counted(NamedTuple):
@@ -182,29 +185,146 @@ def _check_kept(chat: Chat, messages: Sequence[Message], tools: Any, text: str) 
             )
 
 
-def unread_keys(chat: Chat, messages: Sequence[Message], tools: Any, text: str) -> Iterator[str]:
-    """Yields what the template doesn't read, in words for a message: keys of messages, and the tools.
+def unread_keys(chat: Chat, talk: Talk, text: str, spans: Spans) -> Iterator[str]:
+    """Yields what the template doesn't read, in words for a message: keys of messages and calls, the tools.
+
+    Each key is taken out of one message at a time: the template may read it in one and not in another, as
+    Qwen 3's does with earlier thinking.
+
+    Args:
+        chat: The tokenizer and its chat template.
+        talk: The conversation.
+        text: From `turns`.
+        spans: From `turns`; or one of all the text, where all of it counts.
 
     Raises:
-        ChatError: If tool calls are among them: the assistant would learn to write nothing in their place.
+        ChatError: If a message that counts isn't whole in its span: a part of its content, its thinking or a
+            part of its calls is left out, so the assistant would learn to leave it out. Also if the calls of
+            another message are.
     """
+    messages, tools = talk.messages, talk.tools
+    own = dict(zip(talk.counting, ([one] for one in spans), strict=False))
+    if len(spans) != len(talk.counting):  # turns in several blocks, or all of the text
+        own = dict.fromkeys(talk.counting, spans)
+    for number in talk.counting:
+        _check_whole(chat, messages, number, tools, text, own[number])
+    unread = dict[str, None]()
     for number, one in enumerate(messages):
-        calls = one.get("tool_calls") or []
-        for nth in range(len(calls)):
-            fewer = _with(messages, number, tool_calls=[*calls[:nth], *calls[nth + 1 :]])
-            if _rendered(chat, fewer, tools) == text:
-                raise ChatError(
-                    f"the chat template leaves tool_calls out (call {nth + 1} of message {number + 1}); use "
-                    "the template of a model that calls tools, or put the calls into content"
-                )
-    given = {key for one in messages for key, value in one.items() if value not in ("", [], {})}
-    keys = sorted(given - {"role", "content", "weight", "tool_calls"})
-    for group in dict.fromkeys(THOUGHT if key in THOUGHT else (key,) for key in keys):
-        without = [{key: one[key] for key in one if key not in group} for one in messages]
-        if _rendered(chat, without, tools) == text:
-            yield f"{group[0]!r} in messages"
+        unread |= dict.fromkeys(_unread_of_calls(chat, messages, number, tools, text, own.get(number)))
+        for key in sorted(key for key, value in one.items() if value not in ("", [], {})):
+            thought, what = key in THOUGHT, f"{key!r} in messages"
+            if thought:
+                what = f"{THOUGHT[0]!r} in messages that don't count"
+            if what in unread or key in _OF_ALL or (thought and (number in own or not _thought(one))):
+                continue
+            without = {name: one[name] for name in one if name not in (THOUGHT if thought else (key,))}
+            if _rendered(chat, [*messages[:number], without, *messages[number + 1 :]], tools) == text:
+                unread[what] = None
+    yield from unread
     if tools and _rendered(chat, messages, None) == text:
         yield "'tools'"
+
+
+def _check_whole(
+    chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str, spans: Spans
+) -> None:
+    """Checks that content and thinking of a message that counts are in its span, but for blanks."""
+    one, content = messages[number], _dense(messages[number]["content"])
+    # Its begin may stand before the span: some generation prompts open the thinking.
+    before = len(_dense(text[: spans[0][0]]))
+    found = _dense(text[: spans[-1][1]]).rfind(content)
+    if found < 0 or (content and found + len(content) <= before):
+        raise ChatError(
+            f"the chat template leaves a part of the content of message {number + 1} out (as where thinking "
+            f"is taken out); {_KEEPS}"
+        )
+    if thought := _thought(one):
+        marked = {
+            key: one[key].replace(thought, f"{_PROBE}{thought}{_PROBE}", 1) for key in THOUGHT if key in one
+        }
+        if not _shown_within(_rendered(chat, _with(messages, number, **marked), tools) or "", text, spans):
+            raise ChatError(
+                f"the chat template leaves the thinking of message {number + 1} out ({THOUGHT[0]}, as where "
+                f"others follow), or outside of what counts; {_KEEPS}"
+            )
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def _thought(message: Message) -> str:
+    """Returns what a model thought, in a message, without blanks around it."""
+    return next((str(message[key]).strip() for key in THOUGHT if key in message), "")
+
+
+def _shown_within(found: str, text: str, spans: Spans) -> bool:
+    """Whether what stands between the first and the last probe in `found` lies in a span of `text`."""
+    begin, last = found.find(_PROBE), found.rfind(_PROBE)
+    if begin == last:  # none, or half of it
+        return False
+    rest = found[last + 1 :]
+    end = len(text) - len(rest)
+    alike = text.startswith(found[:begin]) and text.endswith(rest)
+    return alike and any(first <= begin <= end <= stop for first, stop in spans)
+
+
+def _unread_of_calls(
+    chat: Chat, messages: Sequence[Message], number: int, tools: Any, text: str, spans: Spans | None
+) -> Iterator[str]:
+    """Yields the keys of a message's calls that aren't read, but for their type.
+
+    Args:
+        spans: Where what counts of the message is; None if it doesn't count.
+
+    Raises:
+        ChatError: If a call, its name or its arguments are left out.
+    """
+    calls = messages[number].get("tool_calls") or []
+
+    def reads(changed: Sequence[Mapping[str, Any]]) -> bool:
+        found = _rendered(chat, _with(messages, number, tool_calls=changed), tools)
+        return found is None or _differs(found, text, spans)
+
+    for nth, call in enumerate(calls):
+        others = calls[:nth], calls[nth + 1 :]
+        if not reads([*others[0], *others[1]]):
+            raise _left_out("tool_calls", nth, number)
+        inner = call.get("function")
+        for key, value in (call if inner is None else {**inner, **call}).items():
+            if key in ("function", "type") or value in ("", [], {}, None):
+                continue
+            emptied = {"arguments": {}, "name": ""}
+            within = call if key in call else inner
+            changed = {name: one for name, one in within.items() if name != key}
+            changed |= {key: emptied[key]} if key in emptied else {}
+            changed = changed if key in call else {**call, "function": changed}
+            if reads([*others[0], changed, *others[1]]):
+                continue
+            if key in emptied:
+                raise _left_out(f"{key} in tool_calls", nth, number)
+            yield f"{key!r} in tool_calls"
+
+
+def _alike(one: str, other: str) -> int:
+    """Returns how many letters two texts begin alike with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _left_out(what: str, nth: int, number: int) -> ChatError:
+    return ChatError(
+        f"the chat template leaves {what} out (call {nth + 1} of message {number + 1}); use the template of "
+        "a model that calls tools, or put the calls into content"
+    )
+
+
+def _differs(found: str, text: str, spans: Spans | None) -> bool:
+    """Whether two texts differ; where spans are given, in one of those."""
+    if found == text or spans is None:
+        return found != text
+    begin, end = _alike(found, text), len(text) - _alike(found[::-1], text[::-1])
+    # What both have may reach over an end, where the same letters follow.
+    return any(first <= max(begin, end) and min(begin, end) <= stop for first, stop in spans)
 
 
 def counted(chat: Chat, text: str, encoded: Encoded, spans: Spans) -> Counted:

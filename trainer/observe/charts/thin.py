@@ -5,7 +5,7 @@ from functools import reduce
 from operator import mul
 from typing import Any, NamedTuple
 
-Row = Mapping[str, Any]
+_Row = Mapping[str, Any]
 
 # Beyond this no figure of a training is one.
 _LARGEST = 1e200
@@ -52,7 +52,7 @@ class ThinnedRows:
         most: int,
         wanted: Callable[[str], bool],
         span_of: Callable[[str], str] = lambda _: "",
-        length_of: Callable[[str, Row, int], float] = lambda *_: 1.0,
+        length_of: Callable[[str, _Row, int], float] = lambda *_: 1.0,
     ) -> None:
         """Starts empty.
 
@@ -66,10 +66,10 @@ class ThinnedRows:
         self._span_of, self._length_of = span_of, length_of
         self._keep: dict[str, bool] = {}
         self._points: list[Point] = []
-        self._block: list[tuple[int, int, Row]] = []
+        self._block: list[tuple[int, int, _Row]] = []
         self._stride, self._before = 1, 0
 
-    def add(self, step: int, row: Row) -> None:
+    def add(self, step: int, row: _Row) -> None:
         """Adds a record; values that aren't numbers are ignored."""
         self._block.append((step, step - self._before, row))
         self._before = step

@@ -253,6 +253,22 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
     )
 
 
+def _refuse_sparse(recipe: Recipe, task: Task) -> None:
+    """Refuses sparse gradients where something needs dense ones: their norm, or the recipe's optimizer."""
+    sparse, anomaly = getattr(task, "sparse", ()), recipe.anomaly
+    needed = {
+        "optim.max_grad_norm=0": recipe.optim.max_grad_norm > 0,
+        "anomaly.nonfinite=off": anomaly.nonfinite != "off",
+        "anomaly.spike=off": anomaly.spike != "off",
+        "an optimizer of the task's own, such as torch.optim.SGD": not brings_optimizer(task),
+    }
+    if sparse and any(needed.values()):
+        raise BadInputError(
+            f"the gradient of the model's '{sparse[0]}' is sparse, and a norm of gradients or the recipe's "
+            f"optimizer needs dense ones: use sparse=False; or {', '.join(n for n in needed if needed[n])}"
+        )
+
+
 def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = True) -> None:
     """Checks for faults that would fail on every rank, before any rank starts.
 
@@ -267,6 +283,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
     """
     if isinstance(task, Checked) and current() is None:
         task.check()  # once, in the launcher
+        _refuse_sparse(recipe, task)
     find_hooks(recipe.hooks, getattr(task, "hooks", ()))
     load_sinks(recipe.log, recipe.hooks)
     plan = make_plan(recipe, task)

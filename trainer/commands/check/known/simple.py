@@ -13,7 +13,7 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def block(width: int) -> nn.Module:
+def small_block(width: int) -> nn.Module:
     """Returns a block with BatchNorm and dropout."""
     return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.2))
 
@@ -30,7 +30,7 @@ class Simple:
 
     def model(self) -> nn.Module:
         """Returns a new model."""
-        return nn.Sequential(block(6), block(6), nn.Linear(6, 1))
+        return nn.Sequential(small_block(6), small_block(6), nn.Linear(6, 1))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Returns the sum of squared errors."""

@@ -1,8 +1,9 @@
-"""What holds a refusal: its exit code, one line, and the names in it; never its wording."""
+"""How bad input is refused: held by its exit code, one line, and the names in it; never by wording."""
 
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +20,20 @@ def named(text: str | Iterable[str], *names: object) -> bool:
     return all(re.search(rf"(?<!\w(?=\w)){re.escape(word)}(?!(?<=\w)\w)", whole) for word in words)
 
 
-def is_refusal(err: str, *names: object) -> bool:
-    """Whether a command said one line on stderr, with all names in it. Its exit code is 2."""
-    return err.startswith("trainer: error: ") and err.count("\n") == 1 and named(err, *names)
+def refusal(code: int, error: str, *names: object, folder: Path | None = None) -> str:
+    """Checks how a command refused, and returns its line.
+
+    Args:
+        code: The exit code: 2.
+        error: What stands on standard error: one line.
+        names: What the line must contain, as `named` reads it.
+        folder: The run folder, which mustn't be there.
+    """
+    assert code == 2, error
+    assert error.count("\n") == 1 and error.endswith("\n"), error
+    assert named(error, *names), (error, names)
+    assert folder is None or not folder.exists(), f"{folder} is left: {error}"
+    return error
 
 
 @contextmanager

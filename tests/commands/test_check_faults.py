@@ -1,0 +1,54 @@
+"""`trainer check --self-test`: known faults are seen; without one nothing differs."""
+
+import json
+
+import pytest
+
+from trainer.cli import main
+from trainer.commands.check.faults import BY_NAME, FAULTS
+from trainer.commands.check.self_test import self_test
+from trainer.commands.check.variants import NAMES, VARIANTS
+
+ELSEWHERE = {variant.name for variant in VARIANTS if variant.where != "here"}
+HERE = [fault.name for fault in FAULTS if not ELSEWHERE & set(fault.seen_by)]
+
+
+def test_each_fault_names_variants() -> None:
+    assert len(BY_NAME) == len(FAULTS) >= 85
+    assert all(set(fault.seen_by) <= set(NAMES) for fault in FAULTS)
+    assert {name for fault in FAULTS for name in fault.seen_by} >= ELSEWHERE
+
+
+def test_faults_in_one_process_are_seen() -> None:
+    found = [*self_test(lambda _: None, HERE)]
+    assert [one.fault for one in found if not one.seen] == []
+    assert {one.fault for one in found} == {"", *HERE}
+
+
+def test_a_fault_that_is_not_seen_is_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blind = BY_NAME["rate-late"]._replace(seen_by=("order",))
+    monkeypatch.setattr("trainer.commands.check.self_test.FAULTS", (blind,))
+    assert main(["check", "--self-test", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["fault"], one["seen"]) for one in told["faults"]] == [("", True), ("rate-late", False)]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "--self-test"),
+        (["digits", "--self-test"], "--self-test"),
+        (["--self-test", "--only", "rate"], "rate"),
+    ],
+)
+def test_bad_input(words: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *words]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and name in line
+
+
+@pytest.mark.slow
+def test_all_faults_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--self-test"]) == 0, capsys.readouterr().out

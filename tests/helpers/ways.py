@@ -1,0 +1,130 @@
+"""All ways into a run: the launcher, a plain torchrun, one Slurm task for each rank, and `fit`.
+
+Each starts the same job in a folder, as forks of a process that has imported torch (`preloaded`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.helpers import preloaded
+from tests.helpers.ports import free_port
+from tests.helpers.waiting import SECONDS
+
+ROOT = Path(__file__).parents[2]
+RANKS = {"launcher 1": 1, "launcher 2": 2, "torchrun 1": 1, "torchrun 2": 2, "slurm 2": 2, "fit": 1}
+RAISED = 99  # an exit code, of `fit` with bad input
+_TRAINER = (sys.executable, "-m", "trainer")
+# Each rank's streams go to files of its own: what torchrun itself says, which is its affair, stays apart.
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--redirects=3", "--log-dir=ranks")
+_FIT = f"""
+import json, sys
+from trainer import BadInputError, fit
+task, options = json.loads(sys.argv[1])
+try:
+    fit(task, **options)
+except BadInputError as error:
+    print(error, file=sys.stderr)
+    sys.exit({RAISED})
+"""
+
+
+class Job(NamedTuple):
+    """What is asked for: a task, settings, and options of the command."""
+
+    task: str = "digits"
+    settings: Mapping[str, Any] = {}
+    options: Mapping[str, str] = {}
+
+    @property
+    def words(self) -> list[str]:
+        """The command of the job, in the run folder `run`."""
+        flags = [word for name, value in self.options.items() for word in (f"--{name}", value)]
+        settings = [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
+        return ["train", self.task, *settings, "--out", "run", *flags]
+
+
+class Ended(NamedTuple):
+    """How a job ended: its exit code, as a shell or srun gives it, or RAISED; its ranks' lines on stderr."""
+
+    code: int
+    lines: list[str]
+
+
+class Started:
+    """A job that runs in a folder, by one of the ways.
+
+    `start` is `subprocess.Popen` for processes that share nothing with this one.
+    """
+
+    def __init__(
+        self, way: str, folder: Path, job: Job, start: type[subprocess.Popen[Any]] = preloaded.Popen
+    ) -> None:
+        self._folder, self._popen, self._stderr = folder, start, (folder / "stderr").open("w")
+        kind, ranks = way.split(maxsplit=1)[0], RANKS[way]
+        self._logs = "ranks/**/stderr.log" if kind == "torchrun" else "stderr"
+        self.processes: list[subprocess.Popen[Any]] = []
+        if kind == "launcher":
+            self._start(*_TRAINER, *job.words, "--nproc-per-node", str(ranks))
+        elif kind == "torchrun":
+            port = f"--master-port={free_port()}"
+            self._start(*_TORCHRUN, port, f"--nproc-per-node={ranks}", "-m", "trainer", *job.words)
+        elif kind == "slurm":
+            for environment in slurm_tasks(ranks, free_port()):
+                self._start(*_TRAINER, *job.words, **environment)
+        else:
+            names = {"from": "from_run"}
+            options = {names.get(name, name): value for name, value in job.options.items()}
+            asked = [job.task, {"settings": dict(job.settings), "out": "run", **options}]
+            self._start(sys.executable, "-c", _FIT, json.dumps(asked))
+
+    def _start(self, *words: str, **environment: str) -> None:
+        process = self._popen(
+            words,
+            cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+        )
+        self.processes.append(process)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal as who stops the job does: to what was started, and not to what that has started."""
+        for process in self.processes:
+            process.send_signal(number)
+
+    def end(self) -> Ended:
+        """Waits for the end."""
+        try:
+            codes = [process.wait(SECONDS) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        self._stderr.close()
+        said = [path.read_text() for path in sorted(self._folder.glob(self._logs))]
+        # Where the tests' folder lies in a container's own layer, a line says how a run is kept.
+        lines = [line for text in said for line in text.splitlines() if "docker run" not in line]
+        return Ended(max(128 - code if code < 0 else code for code in codes), lines)
+
+
+def slurm_tasks(ranks: int, port: int) -> list[dict[str, str]]:
+    """Variables of the tasks of a step on one node, a task for each rank, as `env` prints them there."""
+    step = {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": str(ranks),
+        "MASTER_PORT": str(port),
+    }
+    return [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks)]

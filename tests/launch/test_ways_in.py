@@ -1,0 +1,290 @@
+"""All ways into a run do the same: the same data and bits, refusals, exit codes, lines and folders.
+
+A cell of the table is how a job of that case ends by that way:
+
+- its exit code: a shell's where a signal ended it (143: SIGTERM), torchrun's own 1 for any failure, the
+  highest of Slurm's tasks, as srun gives it; `raises` where `fit` raised BadInputError
+- the number of lines on standard error, of all ranks together: `1-2` from one to two, `1+` at least one
+- the run folder: `run` where a run is in it, `rest` where a folder without a run is left, `none`; `rest?` is
+  either of the last two
+
+Each line has all names of its case (where there are many lines, one of them has), and nothing else is told.
+When a rank fails, torchrun ends the other, which may not have made the folder or said its line by then.
+
+Where cells of a row differ, but for torchrun's 1 and `raises`, the ways differ, and oughtn't:
+
+- (a) without a launcher each rank refuses by itself: as many lines as ranks
+- (b) without a launcher the run folder is made before anything is checked, and stays
+- (c) without a launcher rank 0 alone tries a task's methods and makes the plan: the others wait for it until
+  parallel.timeout_s, and say that at length
+- (d) a rank notes a signal and goes on to its first step; a launcher and `fit` end at once
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.waiting import until
+from tests.helpers.ways import RAISED, RANKS, Ended, Job, Started
+
+TABLE = """
+case      | launcher 1 | launcher 2 | torchrun 1   | torchrun 2    | slurm 2       | fit
+digits    | 0 0 run    | 0 0 run    | 0 0 run      | 0 0 run       | 0 0 run       | 0 0 run
+own       | 0 0 run    | 0 0 run    | 0 0 run      | 0 0 run       | 0 0 run       | 0 0 run
+stop      | 75 0 run   | 75 0 run   | 1 0 run      | 1 0 run       | 75 0 run      |
+resume    | 0 0 run    | 0 0 run    | 0 0 run      | 0 0 run       | 0 0 run       | 0 0 run
+finished  | 0 0 run    | 0 0 run    | 0 0 run      | 0 0 run       | 0 0 run       | 0 0 run
+other     | 2 1 run    | 2 1 run    | 1 1 run      | 1 1-2 run     | 2 2 run (a)   | raises 1 run
+syntax    | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a)  | raises 1 none
+key       | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a)  | raises 1 none
+import    | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1-2 rest?   | 2 2 rest (ab) | raises 1 none
+method    | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1+ rest (c) | 2 2+ rest (c) | raises 1 none
+batch     | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1+ rest (c) | 2 2+ rest (c) | raises 1 none
+folder    | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1-2 rest?   | 2 2 rest (ab) | raises 1 none
+own data  | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1-2 rest?   | 2 2 rest (ab) | raises 1 none
+weights   | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1-2 rest?   | 2 2 rest (ab) | raises 1 none
+hook      | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1-2 rest?   | 2 2 rest (ab) | raises 1 none
+late hook | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1+ rest (c) | 2 2+ rest (c) | raises 1 none
+from      | 2 1 none   | 2 1 none   | 1 1 rest (b) | 1 1-2 rest?   | 2 2 rest (ab) | raises 1 none
+signal    | 1 1 none   | 1 1 none   | 1 0 run (d)  | 1 0 run (d)   | 75 0 run (d)  | 143 0 none
+"""
+
+OWN = """
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {
+    "max_steps": 6,
+    "data": {"global_batch_size": 8, "micro_batch_size": 4, "workers": 0},
+    "evaluation": {"every": "end"},
+    "parallel": {"threads": 1, "reduction": "tree"},
+    "log": {"every": 2, "to": ["jsonl"]},
+    "checkpoint": {"every": 0, "minutes": 0, "best": False},
+}
+
+
+class Own:
+    def data(self):
+        x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
+        return {"x": x, "y": x[:, :1]}, {"x": x[:30], "y": x[:30, :1]}
+
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
+HOOK = """
+class Watch:
+    def after_step(self, row):
+        with open("watched", "a") as file:
+            print(row["step"], row["loss"], file=file)
+
+class Failing(Watch):
+    def __init__(self):
+        raise KeyError("PASSWORD_FILE")
+"""
+# Its data takes as long as a signal is away.
+SLOW = """
+import os, time
+from pathlib import Path
+from trainer.launch.worker import requested
+
+class Slow(Own):
+    def data(self):
+        Path(f"prepares-{os.environ.get('RANK', '0')}").touch()
+        while requested() is None:
+            time.sleep(0.01)
+        return super().data()
+
+del Own
+"""
+FILES = {
+    "own.py": OWN,
+    "watch.py": HOOK,
+    "syntax.py": f"{OWN}\nclass :\n",
+    "import.py": f"{OWN}\nimport no_such_module\n",
+    "method.py": OWN.replace('reduction="sum"', 'reduction="none"'),
+    "own_data.py": OWN.replace("np.arange(200, dtype=np.float32)", "np.load('nowhere.npy')"),
+    "slow.py": f"{OWN}\n{SLOW}",
+}
+WATCHED = {"data.limit": 24, "hooks.use": ["watch.py:Watch"]}
+DIGITS = {
+    **{"max_steps": 3, "data.micro_batch_size": 32, "data.workers": 0, "model.width": 4},
+    **{"parallel.threads": 1, "evaluation.every": "end", "log.to": ["jsonl"]},
+}
+# What a rank waits for the others that have refused.
+SOON = {"parallel.timeout_s": 1}
+# Refusals: the job, and the names in its line.
+REFUSALS: dict[str, tuple[Job, tuple[str, ...]]] = {
+    "syntax": (Job("syntax.py"), ("syntax.py",)),
+    "key": (Job("own.py", {"optim.lr": -1}), ("optim.lr",)),
+    "import": (Job("import.py"), ("import.py", "no_such_module")),
+    "method": (Job("method.py", SOON), ("method.py", "loss")),
+    "batch": (Job("own.py", {"data.global_batch_size": 9, **SOON}), ("data.global_batch_size",)),
+    "folder": (Job("digits", {"data.name": "folder", "data.path": "nowhere"}), ("data.path", "nowhere")),
+    "own data": (Job("own_data.py"), ("own_data.py", "nowhere.npy")),
+    "weights": (Job("digits", {"model.pretrained": "gone.safetensors"}), ("model.pretrained", "gone.safe")),
+    "hook": (Job("own.py", {"hooks.use": ["gone.py:Watch"]}), ("hooks.use", "gone.py")),
+    "late hook": (
+        Job("own.py", {"hooks.use": ["watch.py:Failing"], **SOON}),
+        ("watch.py:Failing", "PASSWORD_FILE"),
+    ),
+    "from": (Job("own.py", {}, {"from": "gone"}), ("gone",)),
+}
+
+
+def _rows() -> Iterator[tuple[str, dict[str, str]]]:
+    head, *lines = TABLE.strip().splitlines()
+    ways = [word.strip() for word in head.split("|")[1:]]
+    assert ways == list(RANKS)
+    for line in lines:
+        case, *cells = (re.sub(r"\(\w+\)", "", word).strip() for word in line.split("|"))
+        yield case, {way: cell for way, cell in zip(ways, cells, strict=True) if cell}
+
+
+ROWS = dict(_rows())
+WAYS = pytest.mark.parametrize("way", RANKS)
+
+
+def place(folder: Path) -> Path:
+    """A new folder with all files that a job needs."""
+    folder.mkdir(parents=True)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def cell(folder: Path, ended: Ended) -> tuple[str, int, str]:
+    """How a job ended: its code, the number of its lines, its folder."""
+    run = folder / "run"
+    left = "run" if (run / "manifest.json").exists() else "rest" if run.exists() else "none"
+    code = "raises" if ended.code == RAISED else str(ended.code)
+    return code, len(ended.lines), left
+
+
+def check(case: str, way: str, folder: Path, ended: Ended, names: tuple[str, ...] = ()) -> None:
+    """Compares a job's end with its cell in the table."""
+    code, lines, left = ROWS[case][way].split()
+    text = "\n".join(ended.lines)
+    found = cell(folder, ended)
+    folders = (left.rstrip("?"), "none") if left.endswith("?") else (left,)
+    assert found[0] == code and found[2] in folders, f"{case}, {way}: {found}\n{text}"
+    least, most = (lines.rstrip("+").split("-") * 2)[:2]
+    assert int(least) <= found[1], f"{case}, {way}: {found}\n{text}"
+    assert "+" in lines or found[1] <= int(most), f"{case}, {way}: {found}\n{text}"
+    named = [all(name in line for name in names) for line in ended.lines]
+    assert any(named) if "+" in lines else all(named), f"{case}, {way}: {names}\n{text}"
+
+
+def job(folder: Path, way: str, asked: Job, start: Any = None) -> Ended:
+    """Starts a job and waits for its end."""
+    return Started(way, folder, asked, *([start] if start else [])).end()
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / "run" / "manifest.json").read_text())
+    return manifest
+
+
+def data_of(folder: Path) -> str:
+    """What the manifest says of the data, and the numbers that the hook was given."""
+    manifest = manifest_of(folder)
+    watched = folder / "watched"
+    hooked = watched.read_text() if watched.exists() else ""
+    return json.dumps([manifest["data"], manifest["fingerprint"], manifest["steps_done"], hooked])
+
+
+def bits_of(folder: Path) -> str:
+    return hashlib.sha256((folder / "run" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_recipe_is_trained_to_the_same_bits(tmp_path: Path) -> None:
+    bits: dict[int, set[str]] = {}
+    data = set()
+    for way, ranks in RANKS.items():
+        folder = place(tmp_path / way)
+        check("digits", way, folder, job(folder, way, Job("digits", DIGITS)))
+        assert manifest_of(folder)["world_size"] == ranks
+        bits.setdefault(ranks, set()).add(bits_of(folder))
+        data.add(data_of(folder))
+    assert {ranks: len(found) for ranks, found in bits.items()} == {1: 1, 2: 1}
+    assert len(data) == 1
+
+
+def _train_own(folder: Path, way: str, start: Any = None) -> tuple[str, str]:
+    """A custom task's bits and data: with fewer samples than it has, and a hook that wants rows."""
+    check("own", way, place(folder), job(folder, way, Job("own.py", WATCHED), start))
+    assert len((folder / "watched").read_text().splitlines()) == 3, "once for a job, not for a rank"
+    assert "24" in manifest_of(folder)["fingerprint"]["training data"].split()
+    return bits_of(folder), data_of(folder)
+
+
+def test_a_custom_task_is_trained_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    """The same over all ways, as the sums are the same for any number of ranks."""
+    asked = Job("own.py", WATCHED)
+    whole = {_train_own(tmp_path / "whole" / way, way) for way in RANKS}
+    assert len(whole) == 1
+    for way in RANKS:
+        folder = tmp_path / "parts" / way
+        if "stop" in ROWS and way in ROWS["stop"]:
+            place(folder)
+            check("stop", way, folder, job(folder, way, asked._replace(options={"stop-after": "3"})))
+        else:  # it takes what the launcher has left
+            shutil.copytree(tmp_path / "parts" / "launcher 1 stopped", folder)
+        if way == "launcher 1":
+            shutil.copytree(folder, tmp_path / "parts" / "launcher 1 stopped")
+        assert manifest_of(folder)["status"] == "stopped"
+        check("resume", way, folder, job(folder, way, asked))
+        assert {(bits_of(folder), data_of(folder))} == whole, way
+        before = (folder / "run" / "manifest.json").read_bytes()
+        check("finished", way, folder, job(folder, way, asked))
+        other = asked._replace(settings={**WATCHED, "seed": 7})
+        check("other", way, folder, job(folder, way, other), ("seed",))
+        assert (folder / "run" / "manifest.json").read_bytes() == before, way
+
+
+@pytest.mark.slow  # imports torch a dozen times
+def test_processes_of_their_own_do_as_forks_do(tmp_path: Path) -> None:
+    """Nothing was imported before there was a rank."""
+    forked = _train_own(tmp_path / "forked", "launcher 1")
+    assert {_train_own(tmp_path / way, way, subprocess.Popen) for way in RANKS} == {forked}
+    for way in RANKS:
+        folder = place(tmp_path / f"{way} refuses")
+        asked, names = REFUSALS["folder"]
+        check("folder", way, folder, job(folder, way, asked, subprocess.Popen), names)
+
+
+@WAYS
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_wrong_is_refused(case: str, way: str, tmp_path: Path) -> None:
+    asked, names = REFUSALS[case]
+    check(case, way, place(tmp_path / "here"), job(tmp_path / "here", way, asked), names)
+
+
+@WAYS
+def test_a_signal_while_it_prepares(way: str, tmp_path: Path) -> None:
+    folder = place(tmp_path / "here")
+    started = Started(way, folder, Job("slow.py"))
+    ranks = RANKS[way] if "launcher" not in way else 1  # the launcher prepares for all
+    until(lambda: all((folder / f"prepares-{rank}").exists() for rank in range(ranks)))
+    started.send(signal.SIGTERM)
+    check("signal", way, folder, started.end(), ("SIGTERM",))
+
+
+def test_the_table_has_each_case_once() -> None:
+    told = [line.partition("|")[0].strip() for line in TABLE.strip().splitlines()[1:]]
+    others = ["digits", "own", "stop", "resume", "finished", "other", "signal"]
+    assert sorted(told) == sorted([*REFUSALS, *others])

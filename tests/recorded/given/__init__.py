@@ -1,0 +1,1 @@
+"""Tasks and a hook that random recipes name; they are copied to where these are played."""
