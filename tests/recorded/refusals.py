@@ -48,7 +48,7 @@ REFUSALS = (
     Refusal("train digits memory.checkpointing=names memory.names=[nothing]", ("memory.names", "nothing")),
     # data
     Refusal(f"{_PICTURES} data.path=absent", ("absent",)),
-    Refusal(f"{_PICTURES} data.path=pictures data.check=full", ("7.jpg",)),
+    Refusal(f"{_PICTURES} data.path=pictures data.check=full", ("14.png",)),
     Refusal(f'{_PICTURES} data.path=pictures data.class_weights={{"zebra":2}}', ("class_weights", "zebra")),
     Refusal(f"train gpt-stdlib {_SMALL} data.name=tokens data.path=odd", ("train.bin",)),
     Refusal(f"train gpt-stdlib {_SMALL} data.name=text data.path=absent.txt", ("absent.txt",)),
@@ -60,7 +60,7 @@ REFUSALS = (
     Refusal(f"train broken.py {_SMALL}", ("broken.py", "nowhere")),
     Refusal(f"{_IMAGES} hooks.use=[cut.py:Cot]", ("Cot", "cut.py")),
     # runs and weights
-    Refusal(f"{_IMAGES} {BEGIN_FROM} absent", ("absent",)),
+    Refusal(f"{_IMAGES} BEGIN_FROM absent", ("absent",)),
     Refusal(f"{_IMAGES} model.pretrained=short.safetensors", ("short.safetensors", "head.weight")),
     Refusal(f"{_IMAGES} model.pretrained=wide.safetensors", ("wide.safetensors", "head.weight")),
     Refusal(f"{_IMAGES} optim.lr=0.5 --out run", ("run", "optim.lr")),
@@ -103,7 +103,7 @@ def refuse(place: Workplace) -> dict[str, dict[str, Any]]:
     found = {}
     for words, names in REFUSALS:
         before = _runs(folder)
-        done = place.trainer(*words.split())
+        done = place.trainer(*words.replace("BEGIN_FROM", BEGIN_FROM).split())
         told = done.stderr + done.stdout
         held = [name for name in names if name in told]
         found[words] = {"code": done.returncode, "names": held, "left": sorted(_runs(folder) - before)}
