@@ -211,7 +211,7 @@ stack: ## make a stack with another torch, FROM=torch2.9-cu128 TORCH=2.14.1, and
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/new_stack.py --base "$(FROM)" --torch "$(TORCH)" $(if $(DRIVER),--driver "$(DRIVER)") $(ARGS)
 
-release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.1.0 SOURCE=https://… KEY=file
+release: ## make a release of this commit in OUT=build/release, and publish nothing; TAG=v0.2.0 SOURCE=https://… KEY=file
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/python scripts/release.py $(if $(TAG),--tag "$(TAG)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(SOURCE),--source "$(SOURCE)") $(if $(KEY),--key "$(KEY)") $(ARGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from trainer.config.dropped import DroppedKeysError
 from trainer.config.redact import redact_text
 from trainer.config.registry import named
 from trainer.config.suggest import MEANT, nearest
@@ -51,6 +52,11 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         with paths_explained():
             code: int = options.run(options)
         return code
+    except DroppedKeysError as error:
+        for line in str(error).splitlines():
+            tell(f"trainer: error: {line}", "error")
+        print(error.recipe, end="")
+        return EXIT_BAD_INPUT
     except BadInputError as error:
         tell(f"trainer: error: {' '.join(str(error).split())}", "error")
         return EXIT_BAD_INPUT
@@ -68,7 +74,7 @@ _ELSEWHERE = {
         ("--enable-progress-bar", "--disable-tqdm", "--no-progress-bar", "--no-bar"), "--no-progress"
     ),
     **dict.fromkeys(("--dry-run", "--sanity-check", "--smoke-test"), "--fast-dev-run"),
-    **dict.fromkeys(("--ckpt-path", "--initial-checkpoint", "--pretrained", "--resume-from"), "--from"),
+    **dict.fromkeys(("--ckpt-path", "--initial-checkpoint", "--pretrained", "--resume-from"), "--init-from"),
 }
 # What other tools call a command of ours.
 _COMMANDS_ELSEWHERE = {

@@ -65,7 +65,6 @@ def test_what_a_command_needs_to_go_on_depends_on_what_was_typed() -> None:
     assert words_to_resume("trainer train digits --set seed=1") == " (with --resume newest)"
     assert words_to_resume("trainer train digits --resume auto") == " (with --resume newest)"
     for typed in (
-        "--name a",
         "--resume latest",
         "--out runs/a",
         "--out=runs/a",

@@ -61,7 +61,7 @@ CASES = [
     (["train", "digits", "--set", "=3"], "KEY=VALUE"),
     (["train", f"{'a' * 5000}.yaml"], f"{'a' * 60}…"),
     (["train", "digits", "data.name=folder", f"data.path={'a' * 5000}"], f"{'a' * 60}…"),
-    (["train", "--from", f"run@{'9' * 5000}"], "run manifest.json"),
+    (["train", "--init-from", f"run@{'9' * 5000}"], "run manifest.json"),
     (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1 1 YAML"),
     (["train", "digits", "--set", "seed=!!bool maybe"], "seed YAML"),
     (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "lr"),
@@ -158,8 +158,8 @@ CASES = [
         "manifest.json runs/none",
     ),
     (
-        ["train", "--resume", "a", "--from", "b"],
-        "--from --resume",
+        ["train", "--resume", "a", "--init-from", "b"],
+        "--init-from --resume",
     ),
     (["train", "."], "--resume"),
     (
@@ -230,7 +230,7 @@ LOCKED = [
     ["train", "digits", "data.name=folder", "data.path=locked/pictures"],
     ["train", "digits", "data.name=folder", "data.path=half", "data.image_size=16"],
     ["train", "digits", "data.name=table", "data.path=locked"],
-    ["train", "digits", "--from", "locked/run"],
+    ["train", "digits", "--init-from", "locked/run"],
     ["train", "digits", "--out", "locked/run"],
     ["train", "digits", "--out", "fixed/run"],
     ["data", "pack", "locked/pictures", "packed"],

@@ -21,7 +21,7 @@ KEYS = {key.name for key in describe(Recipe)}
 # Of torch, Python and the shell; and what others call it, where our column says that it is no more.
 ELSEWHERE = {
     *("SummaryWriter", "collate_fn", "loader.dataset", "breakpoint()", "model."),
-    *("should_stop", "loss/NAME", "runs/latest", "--from"),
+    *("should_stop", "loss/NAME", "runs/latest", "--init-from"),
 }
 SPANS = sorted({span for row in ROWS for span in re.findall(r"`([^`]+)`", row[3])})
 

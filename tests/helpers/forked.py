@@ -71,7 +71,7 @@ def attempt(
         stop_at: The step after which it gets SIGTERM.
         stop_after: As `--stop-after`.
         before: Called in the fork: puts faults in.
-        source: As `--from`, for a new run.
+        source: As `--init-from`, for a new run.
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import make_parser
-from trainer.commands.train import find_recipe, find_run, name_folder
+from trainer.commands.train import find_recipe, find_run
 from trainer.errors import BadInputError
 from trainer.host.latest import LATEST, RUNS, link_latest, nor_below_runs, run_path
 
@@ -86,18 +86,8 @@ def test_runs_elsewhere_have_no_link(tmp_path: Path) -> None:
 
 def parsed(*words: str) -> argparse.Namespace:
     options = make_parser().parse_args(["train", *words])
-    name_folder(options)
     find_recipe(options, find_run(options))
     return options
-
-
-def test_a_name_is_a_folder_below_runs() -> None:
-    assert parsed("digits", "--name", "mine-1.b").out == RUNS / "mine-1.b"
-    for bad in ("", "a/b", "..", ".hidden", "-x", "a b", "latest", "newest", "a" * 101):
-        with pytest.raises(BadInputError, match=r"--name .*: give letters, digits"):
-            parsed("digits", f"--name={bad}")
-    with pytest.raises(BadInputError, match="give one of them"):
-        parsed("digits", "--name", "a", "--out", "b")
 
 
 def test_the_latest_is_resumed_and_begun_from() -> None:
@@ -106,7 +96,7 @@ def test_the_latest_is_resumed_and_begun_from() -> None:
     folder = made("a")
     link_latest(folder.absolute())
     assert parsed("digits", "--resume", "latest").out == folder
-    assert parsed("digits", "--from", "latest@7").source[:2] == (folder, "7")
+    assert parsed("digits", "--init-from", "latest@7").source[:2] == (folder, "7")
     for command in ("report", "verify", "checkpoints", "predict"):
         options = vars(make_parser().parse_args([command, "latest"]))
         assert folder in (options.get("folder"), *options.get("folders", ()))

@@ -299,7 +299,7 @@ def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(
     assert again.returncode == 0 and "finished already" in again.stdout + again.stderr
     assert train("--out", "run", "max_steps=3").returncode == 0
     # A new run takes all weights from another one's checkpoint.
-    began = ["--from", "run@2", "--out", "other"]
+    began = ["--init-from", "run@2", "--out", "other"]
     assert train(*began, "--stop-after", "1").returncode == 75
     shutil.rmtree(tmp_path / "other" / "checkpoints")
     assert train(*began).returncode == 0

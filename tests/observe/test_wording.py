@@ -97,15 +97,13 @@ def test_from_python_none_speaks_of_the_command_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["--name", "--resume", ""])
+@pytest.mark.parametrize("how", ["--resume", ""])
 def test_each_names_what_was_typed(how: StartWord) -> None:
     with started_by(how):
         for text in all_texts():
             here = worded(text)
             assert worded(here) == here
             assert "another --out" not in here
-            if how == "--name":
-                assert not re.search(r"--out (?!DIR)\S*/", here), here
             if how == "--resume":
                 assert not re.match(r"--out \S+: ", here), here
 
@@ -117,14 +115,9 @@ def test_each_names_what_was_typed(how: StartWord) -> None:
         ("fit", "with --set 'model.reinit=[\"head\"]'", 'with settings={"model.reinit": ["head"]}'),
         ("fit", "--set optim.lr=0.1: x", 'settings={"optim.lr": 0.1}: x'),
         ("fit", "key 'a'; --help-config shows every key", "key 'a'; docs/configuration.md has every key"),
-        ("fit", "give --resume runs/a, else --from runs/a", 'give out="runs/a", else from_run="runs/a"'),
+        ("fit", "give --resume runs/a, else --init-from runs/a", 'give out="runs/a", else from_run="runs/a"'),
         ("fit", "--out runs/a: isn't empty", "out=runs/a: isn't empty"),
         ("fit", "go on by --out runs/a --resume force", 'go on by out="runs/a", resume="force"'),
-        (
-            "--name",
-            "--out runs/a: isn't empty; give another --out",
-            "--name a: isn't empty; give another --name",
-        ),
         ("--resume", "--out runs/a: holds a run; x", "--resume runs/a: holds a run; x"),
         ("--resume", "go on by --out runs/a --resume force", "go on by --out runs/a --resume force"),
         ("", "runs/a: is full; give another --out", "runs/a: is full; give --out DIR"),
@@ -154,7 +147,6 @@ def test_a_rank_says_it_as_its_launcher_would() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--name", "full"], "--name full: isn't empty; give a new or an empty folder"),
         (["--out", "runs/full"], "--out runs/full: isn't empty"),
         (["--out", "file"], "--out file: "),
     ],

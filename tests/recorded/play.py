@@ -25,7 +25,7 @@ from tests.recorded.draw import STEPS, Attempt, Case
 from tests.recorded.files import left_out, write_files
 from tests.recorded.given import cut
 
-BEGIN_FROM = "--from"
+BEGIN_FROM = "--init-from"
 MORE_STEPS = 3  # of a run that is extended
 _SECONDS = 900  # for one command, on a machine that does much else
 _AT_ONCE = 2  # recipes that are played side by side

@@ -236,7 +236,7 @@ def test_every_command_asks_before_it_runs_anything(
     change(sent, trust={}, status="stopped")
     for words in (
         *(["evaluate", "predict", "verify"]),
-        *(["export", "--to", "onnx"], ["train", "--resume"], ["train", "--from"]),
+        *(["export", "--to", "onnx"], ["train", "--resume"], ["train", "--init-from"]),
     ):
         capsys.readouterr()
         given = [words] if isinstance(words, str) else words

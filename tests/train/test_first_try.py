@@ -46,7 +46,6 @@ def test_a_fast_try_leaves_nothing(tmp_path: Path) -> None:
     ("words", "named"),
     [
         (["--out", "x"], "--fast-dev-run --out"),
-        (["--name", "x"], "--fast-dev-run --name"),
         (["--resume", "latest"], "--fast-dev-run --resume"),
         (["--nnodes", "2"], "--fast-dev-run --nnodes"),
     ],
@@ -68,13 +67,22 @@ def test_of_a_run_that_stays_is_none(
         ("--no-progress-bar", "--no-progress"),
         ("--overfit_batches=1", "data.limit=…"),
         ("--limit_train_batches", "data.limit=…"),
-        ("--ckpt_path", "--from"),
+        ("--ckpt_path", "--init-from"),
     ],
 )
 def test_the_flags_of_others_lead_to_ours(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "digits", typed])
     assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "names"), [("--from", "--from --init-from"), ("--name", "--name --out")])
+def test_a_flag_that_went_names_what_replaces_it(
+    typed: str, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", typed, "a"])
+    refusal(int(str(ended.value)), capsys.readouterr().err, names)
 
 
 def test_a_macs_gpu_is_not_used_and_that_is_said(

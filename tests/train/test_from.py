@@ -216,16 +216,16 @@ def place(tmp_path: Path, source: Path) -> Path:
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["mine.yaml", "--from", "none"], "--from none: none: not a run folder"),
+    (["mine.yaml", "--init-from", "none"], "--init-from none: none: not a run folder"),
     (
-        ["--from", "none"],
+        ["--init-from", "none"],
         r"none: not a run folder \(it holds no manifest.json, and there is no runs/none\); g",
     ),
-    (["mine.yaml", "--from", "a@x"], "--from a@x: after the @ stands a step, best or last"),
-    (["mine.yaml", "--from", "a@7"], "no checkpoint of step 7; there are those of step 16"),
-    (["mine.yaml", "--from", "a", "model.width=8"], r"of another model \(stem.weight is float32 \[4, "),
-    (["mine.yaml", "--from", "a", "model.pretrained=x.safetensors"], "model.pretrained"),
-    (["mine.yaml", "--from", "a", "--out", "a"], "a holds a run that began without --from"),
+    (["mine.yaml", "--init-from", "a@x"], "--init-from a@x: after the @ stands a step, best or last"),
+    (["mine.yaml", "--init-from", "a@7"], "no checkpoint of step 7; there are those of step 16"),
+    (["mine.yaml", "--init-from", "a", "model.width=8"], r"of another model \(stem.weight is float32 \[4, "),
+    (["mine.yaml", "--init-from", "a", "model.pretrained=x.safetensors"], "model.pretrained"),
+    (["mine.yaml", "--init-from", "a", "--out", "a"], "a holds a run that began without --init-from"),
 ]
 
 
@@ -238,7 +238,7 @@ def test_what_it_cannot_begin_from_is_one_line(place: Path, words: list[str], sa
 
 def test_a_run_below_runs_is_found_by_its_name(place: Path) -> None:
     shutil.move(place / "a", place / "runs" / "a")
-    done = command(place, "train", "mine.yaml", "--from", "a@16", "--name", "b")
+    done = command(place, "train", "mine.yaml", "--init-from", "a@16", "--out", "runs/b")
     assert done.returncode == 0, done.stderr
     assert "begins from runs/a, step 16" in done.stdout
     again = command(place, "train", "--resume", "b")
@@ -249,7 +249,7 @@ def test_a_run_below_runs_is_found_by_its_name(place: Path) -> None:
 def test_an_odd_best_is_one_line(tmp_path: Path, source: Path, best: Any) -> None:
     rewrite(changed(tmp_path / "a", source), with_state(best=best))
     with refused("step-00000016 state.json"):
-        chosen_checkpoint(tmp_path / "a", "best", "--from a@best")
+        chosen_checkpoint(tmp_path / "a", "best", "--init-from a@best")
 
 
 @pytest.mark.parametrize("before", [[], -1, "x"])
@@ -264,36 +264,36 @@ def test_a_checkpoint_that_is_damaged_or_was_not_kept_is_one_line(place: Path) -
     best = read(newest).state["best"][1]
     if best != 16:
         shutil.rmtree(checkpoint_of(place / "a", best))
-        done = command(place, "train", "mine.yaml", "--from", "a@best")
+        done = command(place, "train", "mine.yaml", "--init-from", "a@best")
         refusal(done.returncode, done.stderr, "a@best", f"step {best}")
     weights = newest / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    done = command(place, "train", "mine.yaml", "--from", "a")
+    done = command(place, "train", "mine.yaml", "--init-from", "a")
     refusal(done.returncode, done.stderr, "step-00000016", "model.safetensors", "SHA256SUMS", "RUN@STEP")
 
 
 def test_from_the_command_line_on_two_ranks_and_replayed(place: Path) -> None:
     """With the run's own recipe, as none is given; on two ranks; and `verify` has all that it needs."""
     two = ["--nproc-per-node", "2", "data.micro_batch_size=4", "max_steps=6"]
-    done = command(place, "train", "--from", "a@15", "--out", "b", "seed=5", *two)
+    done = command(place, "train", "--init-from", "a@15", "--out", "b", "seed=5", *two)
     assert done.returncode == 0, done.stderr
     assert "begins from a, step 15" in done.stdout and "seed: 0, now 5" in done.stdout
     shutil.rmtree(place / "a")
     proof = command(place, "verify", "b")
     assert proof.returncode == 0, proof.stdout + proof.stderr
     assert "identical" in proof.stdout
-    again = command(place, "train", "--from", "a@15", "--out", "b", "seed=5", *two)
+    again = command(place, "train", "--init-from", "a@15", "--out", "b", "seed=5", *two)
     assert again.returncode == 0 and "is finished already" in again.stdout, again.stderr
 
 
 def test_the_same_command_goes_on_with_the_run_that_it_began(place: Path) -> None:
-    words = ["train", "mine.yaml", "--from", "a@15", "--out", "b"]
+    words = ["train", "mine.yaml", "--init-from", "a@15", "--out", "b"]
     assert command(place, *words, "--stop-after", "5").returncode == 75
     other = command(place, *words[:3], "a@16", *words[4:])
     assert other.returncode == 2 and "began from" in other.stderr and "step 15" in other.stderr
     assert command(place, *words).returncode == 0
-    latest = ["train", "mine.yaml", "--from", "latest", "--name", "c"]
+    latest = ["train", "mine.yaml", "--init-from", "latest", "--out", "runs/c"]
     (place / "runs").mkdir()
     (place / "a").rename(place / "runs" / "a")
     assert command(place, *latest, "--stop-after", "5").returncode == 75

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from trainer.train.options import TrainOptions
 
 _MODES = ("auto", "newest", "force", "never")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def add_parser(commands: Any) -> None:
@@ -43,7 +42,7 @@ def add_parser(commands: Any) -> None:
         metavar="RECIPE",
         nargs="?",
         help="recipe (listed by `trainer recipes`), YAML file, or Python file with a task; not needed with "
-        "--resume RUN and --from RUN, which take the run's configuration",
+        "--resume RUN and --init-from RUN, which take the run's configuration",
     )
     train.add_argument(
         "--set",
@@ -62,6 +61,7 @@ def add_parser(commands: Any) -> None:
     _add_trials(train.add_argument_group("short runs and profiles"))
     _add_output(train.add_argument_group("output"))
     add_trust(train)
+    train.told = {"--from": "it is --init-from now", "--name": "--out runs/NAME does that"}
     train.set_defaults(run=_run, source=None, values=None, named=None, verbosity="normal")
 
 
@@ -69,7 +69,6 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>-<hash>-<n>)"
     )
-    group.add_argument("--name", metavar="NAME", help="same as --out runs/NAME")
     group.add_argument(
         "--resume",
         metavar="MODE|RUN",
@@ -80,7 +79,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "(default: auto)",
     )
     group.add_argument(
-        "--from",
+        "--init-from",
         dest="begin_from",
         metavar="RUN[@STEP|@best]",
         help="start a new run from the weights, average and optimizer state of another run's checkpoint "
@@ -207,8 +206,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _start(options: argparse.Namespace) -> StartWord:
     """Returns the flag that named the run folder."""
-    if options.name is not None:
-        return "--name"
     if options.resume not in _MODES:
         return "--resume"
     return "" if options.out is None else "--out"
@@ -223,7 +220,7 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 
     resume = None if options.resume in _MODES else options.resume
     several = is_rank({**os.environ, **rank_variables(os.environ)})
-    check_alone(several, out=options.out, name=options.name, resume=resume, nnodes=options.nnodes)
+    check_alone(several, out=options.out, resume=resume, nnodes=options.nnodes)
     find_recipe(options, None)
     check_code(options)
     recipe, _ = provisional(options.recipe, with_tuned(options.tuned, options.set), options.values)
@@ -243,7 +240,6 @@ def _train(options: argparse.Namespace) -> int:
         without_bars()
     if options.log_format == "json":
         log_as_json(rank)
-    name_folder(options)
     find_recipe(options, find_run(options))
     if options.help_config:
         settings = with_tuned(options.tuned, options.set)
@@ -296,28 +292,14 @@ def options_of(options: argparse.Namespace) -> "TrainOptions":
     return TrainOptions(**{field.name: getattr(options, field.name) for field in fields(TrainOptions)})
 
 
-def name_folder(options: argparse.Namespace) -> None:
-    """Replaces --name by --out, in the folder of all runs."""
-    if options.name is None:
-        return
-    if options.out is not None:
-        raise BadInputError(f"--name {options.name} and --out {options.out}: give one of them")
-    if not _NAME.fullmatch(options.name) or options.name in (*_MODES, LATEST):
-        raise BadInputError(
-            f"--name {options.name}: give letters, digits, '.', '_' and '-', at most 100, a letter or "
-            f"digit first, and none of {', '.join(_MODES)}, {LATEST}"
-        )
-    options.out = RUNS / options.name
-
-
 def find_run(options: argparse.Namespace) -> Path | None:
     """Handles --resume with a run folder instead of a mode: sets --out to it, and returns it."""
     if options.resume in _MODES:
         return None
     if options.begin_from is not None:
         raise BadInputError(
-            f"--from {options.begin_from} and --resume {options.resume}: give one of them; --resume goes on "
-            "with a run, --from begins a new one with the weights of another"
+            f"--init-from {options.begin_from} and --resume {options.resume}: give one of them; --resume goes on "
+            "with a run, --init-from begins a new one with the weights of another"
         )
     run = _run_named(options.resume, "--resume")
     with reading(f"--resume {run}"):
@@ -342,14 +324,14 @@ def _run_named(word: str, flag: str) -> Path:
 
 
 def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
-    """Reads the run that --from names; without a recipe, takes that of the run to resume or to begin from."""
+    """Reads the run that --init-from names; without a recipe, takes that of the run to resume or to begin from."""
     from trainer.runs.differences import own_config
     from trainer.runs.manifest import read_run
     from trainer.train.options import parse_source
 
     if options.begin_from is not None:
         source = parse_source(options.begin_from)
-        options.source = source._replace(run=_run_named(str(source.run), "--from"))
+        options.source = source._replace(run=_run_named(str(source.run), "--init-from"))
     if options.recipe is not None:
         return
     named = resumed or (options.source.run if options.source else None)
@@ -360,7 +342,7 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
         return
     if named is None:
         raise BadInputError(
-            "RECIPE is missing: give one (trainer recipes lists them), or --resume RUN or --from RUN for "
+            "RECIPE is missing: give one (trainer recipes lists them), or --resume RUN or --init-from RUN for "
             "that run's own"
         )
     run = read_run(named)

@@ -1,37 +1,72 @@
 """Keys of earlier versions that are gone, and what replaces each.
 
-A configuration may still hold one at its old default, as those that runs have stored: it is left out. With
-another value it is refused with the replacement.
+A recipe that holds one is refused, with the recipe without it. What runs have stored is read without it.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import yaml
 
-class Dropped(NamedTuple):
-    """A key that is gone: its default, with which it changed nothing, and what to do instead."""
-
-    default: Any
-    instead: str
-
+from trainer.errors import BadInputError
 
 DROPPED = {
-    "memory.history": Dropped(
-        False, 'call torch.cuda.memory._record_memory_history() in a hook with ranks = "all"'
-    ),
-    "model.mirror": Dropped(
-        None,
-        "where torchvision's files can't be fetched, copy XDG_CACHE_HOME/trainer/weights from a machine that "
-        "has them, or give a safetensors file by model.pretrained",
-    ),
-    "parallel.static_graph": Dropped(False, "leave it out: results are the same without it"),
+    "memory.history": 'call torch.cuda.memory._record_memory_history() in a hook with ranks = "all"',
+    "model.mirror": "where torchvision's files can't be fetched, copy XDG_CACHE_HOME/trainer/weights from a "
+    "machine that has them, or give a safetensors file by model.pretrained",
+    "parallel.static_graph": "leave it out: results are the same without it",
 }
 
 
+class DroppedKeysError(BadInputError):
+    """Keys that are gone: a line for each.
+
+    Attributes:
+        recipe: The recipe without them, as YAML; empty if they came from settings alone.
+    """
+
+    def __init__(self, lines: list[str], recipe: str) -> None:
+        """With the lines."""
+        super().__init__("\n".join(lines))
+        self.recipe = recipe
+
+
 def without_dropped(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a configuration without the keys that are gone, as far as they are at their defaults."""
-    return {
-        name: without_dropped(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
-        for name, value in values.items()
-        if (key := f"{prefix}{name}") not in DROPPED or value != DROPPED[key].default
-    }
+    """Returns a configuration without the keys that are gone, and without sections that held nothing else."""
+    kept = dict[str, Any]()
+    for name, value in values.items():
+        if (key := f"{prefix}{name}") in DROPPED:
+            continue
+        if isinstance(value, Mapping):
+            inner = without_dropped(value, f"{key}.")
+            if inner or not value:
+                kept[name] = inner
+        else:
+            kept[name] = value
+    return kept
+
+
+def refuse_dropped(values: Mapping[str, Any], given: Mapping[str, Any], source: str) -> None:
+    """Refuses a recipe that holds keys that are gone.
+
+    Args:
+        values: The recipe.
+        given: The recipe with all settings.
+        source: Name of the recipe.
+
+    Raises:
+        DroppedKeysError: If it holds any.
+    """
+    if gone := list(_gone(given)):
+        left = without_dropped(values)
+        recipe = yaml.safe_dump(left, sort_keys=False) if left != values else ""
+        remedy = "; the recipe without it is printed" if recipe else ""
+        raise DroppedKeysError([f"{source}: {key} is gone: {DROPPED[key]}{remedy}" for key in gone], recipe)
+
+
+def _gone(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if (key := f"{prefix}{name}") in DROPPED:
+            yield key
+        elif isinstance(value, Mapping):
+            yield from _gone(value, f"{key}.")

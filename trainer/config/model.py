@@ -103,7 +103,7 @@ class ModelConfig(Section):
     def _hf_brings_its_weights(self) -> "ModelConfig":
         if self.name.startswith(HF) and self.pretrained is not None:
             raise ValueError(
-                f"model.name={self.name} brings its weights: leave model.pretrained out (--from takes "
+                f"model.name={self.name} brings its weights: leave model.pretrained out (--init-from takes "
                 "those of another run)"
             )
         if self.name == HF:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config.data import DataConfig, EvaluationSetConfig
-from trainer.config.dropped import without_dropped
 from trainer.config.formats import formats_of
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
 from trainer.config.models import HF, models_of
@@ -85,11 +84,6 @@ class Recipe(Section):
     log: LogConfig = LogConfig()
     hooks: HooksConfig = HooksConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_of_earlier_versions(cls, values: Any) -> Any:
-        return without_dropped(values) if isinstance(values, dict) else values
 
     @field_validator("device", mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.data import DataConfig
+from trainer.config.dropped import refuse_dropped
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_text
 from trainer.config.section import describe, validated
@@ -42,7 +43,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     if path.is_dir():
         raise BadInputError(
             f"{path} is a folder, and no recipe; to resume the run give --resume {path}, to begin a new "
-            f"one with its weights --from {path}, to train its configuration again {path / 'config.yaml'}"
+            f"one with its weights --init-from {path}, to train its configuration again {path / 'config.yaml'}"
         )
     if path.suffix == ".json" and (path.parent / "config.yaml").is_file():
         raise BadInputError(f"{path} is no recipe; the run's configuration is {path.parent / 'config.yaml'}")
@@ -120,7 +121,9 @@ def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: st
     Raises:
         BadInputError: For the first value that is wrong.
     """
-    values = override(values, settings)
+    given = override(values, settings)
+    refuse_dropped(values, given, source)
+    values = given
     for key, value in _texts(values):
         if not value.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in value):
             shown = value.encode(errors="backslashreplace").decode()
@@ -159,7 +162,9 @@ def provisional(
     Raises:
         BadInputError: For the first value that is wrong.
     """
-    values = override(read_recipe(name) if values is None else values, settings)
+    before = read_recipe(name) if values is None else values
+    values = override(before, settings)
+    refuse_dropped(before, values, name)
     data = values.get("data")
     auto = isinstance(data, Mapping) and data.get("micro_batch_size") == "auto"
     if auto:

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from trainer.config.dropped import DROPPED
 from trainer.config.redact import redact, redact_text
 from trainer.config.suggest import MEANT, nearest, slip_of
 from trainer.config.yaml_text import in_yaml
@@ -88,8 +87,6 @@ def _problem_of(model: type[BaseModel], error: ValidationError) -> str:
     more = f" (and {others} more problem{'s' * (others > 1)})" * (others > 0)
     dotted = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        if gone := DROPPED.get(dotted):
-            return f"'{dotted}' is gone since an earlier version: {gone.instead}{more}"
         inside = problem["input"]
         return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
     dotted = _key_of(problem["loc"], known)

@@ -8,7 +8,6 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import assert_never
@@ -17,7 +16,7 @@ from trainer.errors import BadInputError
 from trainer.host.strict_json import parse_quickly
 
 # How the run folder was named: by this flag, by none, or to `fit`.
-StartWord = Literal["--out", "--name", "--resume", "", "fit"]
+StartWord = Literal["--out", "--resume", "", "fit"]
 
 
 class _Here:
@@ -54,9 +53,6 @@ def worded(line: str) -> str:
     match _Here.start:
         case "--out":
             return line
-        case "--name":
-            named = re.sub(r"--out (\S+?)(?=[:,;\s]|$)", lambda found: f"--name {Path(found[1]).name}", line)
-            return re.sub(r"another --out\b", "another --name", named)
         case "--resume":
             return re.sub(r"another --out\b", "another run", re.sub(r"^--out (?=\S+: )", "--resume ", line))
         case "":
@@ -71,7 +67,7 @@ _PYTHON = (
     (r"^--out ", "out="),
     (r"--out (\S+) --resume (force|never|newest|auto)", r'out="\1", resume="\2"'),
     (r"another --out\b", "another out"),
-    (r"--from (\S+?)(?=[,;:]|$)", r'from_run="\1"'),
+    (r"--init-from (\S+?)(?=[,;:]|$)", r'from_run="\1"'),
     (r"--resume (force|never|newest|auto)", r'resume="\1"'),
     (r"--resume (\S+?)(?=[,;]|$)", r'out="\1"'),
     (r"--help-config shows every key", "docs/configuration.md has every key"),
@@ -82,7 +78,7 @@ _PYTHON = (
         r"; fit(…) with this folder as out resumes \1",
     ),
     (r"--out\b", "out"),
-    (r"--from\b", "from_run"),
+    (r"--init-from\b", "from_run"),
     (r"--profile\b", "the profile"),
 )
 _SETTING = re.compile(r"--set (?P<quote>')?(?P<key>[\w.]+)=(?P<value>(?(quote)[^']*|[^\s:,;]*))(?(quote)')")

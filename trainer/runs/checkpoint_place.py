@@ -67,7 +67,7 @@ def place_checkpoints(run: Path, wanted: Path | None) -> None:
         if oddity(inside, folder=True) or names(inside):
             raise BadInputError(
                 f"checkpoint.folder={wanted}: the checkpoints of {run} lie in {inside}: leave the key out, "
-                f"or begin another run from them by --from {run}"
+                f"or begin another run from them by --init-from {run}"
             )
         _make(run, wanted)
     elif wanted is not None and _real(wanted) != _real(inside):

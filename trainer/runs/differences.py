@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from trainer.config.dropped import without_dropped
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
@@ -82,7 +81,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     A key that the manifest lacks is newer than its run, and counts with its default.
     """
-    before, after = flat(without_dropped(stored)), flat(redact(now))
+    before, after = flat(stored), flat(redact(now))
     before = {key: value for key, value in _defaults().items() if key in after} | before
     return [
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from trainer.config.dropped import without_dropped
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError, DivergedError, StopRun
 from trainer.host import latest
@@ -16,7 +17,8 @@ from trainer.launch.signals import Stopped
 from trainer.runs.altered import hashes_of_rows
 from trainer.runs.folder import MANIFEST, read_json, status_in_place, write_json
 
-FORMAT = 5  # of a run folder: the keys of its manifest and records, and the names of the files
+FORMAT = 6  # of a run folder: the keys of its manifest and records, and the names of the files
+_OF_0_1 = 5  # format of runs of trainer 0.1, which are read, but not gone on with
 
 _SECTIONS = [name for name, value in Recipe(epochs=1).model_dump().items() if isinstance(value, dict)]
 
@@ -218,7 +220,7 @@ class Manifest(BaseModel):
     def _has_sections(cls, config: dict[str, Any]) -> dict[str, Any]:
         if odd := [name for name in _SECTIONS if not isinstance(config.get(name, {}), dict)]:
             raise ValueError(f"{odd[0]} isn't a section")
-        return config
+        return without_dropped(config)
 
     @property
     def arithmetic(self) -> int:
@@ -298,10 +300,23 @@ def check_format(folder: Path, facts: Any) -> None:
     """
     if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
         return
-    if (found := facts.get("format", 1)) != FORMAT:
+    if (found := facts.get("format", 1)) not in (_OF_0_1, FORMAT):
         raise BadInputError(
             f"{folder}: a run folder of format {found}, written by another version of trainer; this one "
-            f"reads format {FORMAT}: use that version for it, or give another folder"
+            f"reads formats {_OF_0_1} and {FORMAT}: use that version for it, or give another folder"
+        )
+
+
+def check_current(folder: Path, manifest: Manifest) -> None:
+    """Refuses a run of trainer 0.1, where steps of it are to be trained.
+
+    Raises:
+        BadInputError: If it is one.
+    """
+    if manifest.format != FORMAT:
+        raise BadInputError(
+            f"{folder}: a run of trainer 0.1, which this version evaluates, exports and reports, but doesn't "
+            f"train on; use trainer 0.1 for that, or begin a new run from its weights by --init-from {folder}"
         )
 
 

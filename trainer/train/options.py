@@ -16,12 +16,12 @@ Mode = Literal["auto", "newest", "force", "never"]  # values of --resume, see `t
 
 
 class StartingPoint(NamedTuple):
-    """Checkpoint that `--from` names.
+    """Checkpoint that `--init-from` names.
 
     Attributes:
         run: Folder of the run.
         which: "last", "best" or a step in decimal digits.
-        word: The value of --from as it was typed.
+        word: The value of --init-from as it was typed.
     """
 
     run: Path
@@ -30,7 +30,7 @@ class StartingPoint(NamedTuple):
 
 
 def parse_source(word: str) -> StartingPoint:
-    """Parses the value of --from: RUN, RUN@STEP, RUN@best or RUN@last; RUN alone is its last checkpoint.
+    """Parses the value of --init-from: RUN, RUN@STEP, RUN@best or RUN@last; RUN alone is its last checkpoint.
 
     Raises:
         BadInputError: If it has none of these forms.
@@ -42,7 +42,7 @@ def parse_source(word: str) -> StartingPoint:
     if not is_run and "@" in word:
         name, _, which = word.rpartition("@")
         if which not in ("best", "last") and not (which.isascii() and which.isdigit()):
-            raise BadInputError(f"--from {word}: after the @ stands a step, best or last")
+            raise BadInputError(f"--init-from {word}: after the @ stands a step, best or last")
         return StartingPoint(Path(name), which, word)
     return StartingPoint(Path(word), "last", word)
 
@@ -58,7 +58,7 @@ class TrainOptions:
         tuned: File of settings that `trainer tune` wrote, or None.
         out: The run folder; None for a new one, named by the trainer.
         resume: The flag --resume: whether to resume the run in the folder, even if its configuration differs.
-        source: The checkpoint that `--from` names, or None.
+        source: The checkpoint that `--init-from` names, or None.
         max_restarts: Largest number of restarts of the ranks after failures.
         grace: Seconds from a signal to stop until ranks are killed.
         gpus: Number of GPUs, or which, such as "0,1" or "id:1"; None for all.

@@ -1,11 +1,11 @@
-"""Initial weights of a run: from another run's checkpoint (`--from`), or from `model.pretrained`.
+"""Initial weights of a run: from another run's checkpoint (`--init-from`), or from `model.pretrained`.
 
 A run takes from a checkpoint the weights and buffers, their average, and the optimizer's state with the loss
 scale, where they fit; steps, epochs, the order of the data and the schedule start at 0. The checkpoint is
 kept in the run folder (by hard links, where possible): the other run isn't needed again.
 
 The file of `model.pretrained` is found and hashed once, before any rank starts, also when a run is resumed.
-A run with a checkpoint, its own or that of `--from`, takes all weights from there: its pretrained weights
+A run with a checkpoint, its own or that of `--init-from`, takes all weights from there: its pretrained weights
 aren't read any more, and may be gone.
 """
 
@@ -57,12 +57,12 @@ _SHOWN = 6
 
 
 def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFrom:
-    """Looks up and verifies the checkpoint that `--from` names.
+    """Looks up and verifies the checkpoint that `--init-from` names.
 
     Raises:
         BadInputError: If there is no such run or checkpoint, it is damaged, or of another architecture.
     """
-    word = f"--from {source.word}"
+    word = f"--init-from {source.word}"
     try:
         run = read_run(source.run)
     except BadInputError as error:
@@ -298,7 +298,7 @@ def resolve_pretrained(
     fresh, known = begins_fresh(folder, stored, mode), stored
     if stored is None and source is not None:
         fresh = False
-        with suppress(BadInputError):  # reported later, as an error of --from
+        with suppress(BadInputError):  # reported later, as an error of --init-from
             known = read_run(source.run).manifest
     key = "name" if recipe.model.name.startswith(HF) else "pretrained"
     asked = getattr(recipe.model, key)

@@ -36,9 +36,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.runs.manifest import read_run
+    from trainer.runs.manifest import check_current, read_run
 
-    read_run(options.folder)  # what is no run is said before torch is imported
+    # What is no run of this version is said before torch is imported.
+    check_current(options.folder, read_run(options.folder).manifest)
     if options.anomaly is not None:
         from trainer.commands.verify.verify import verify_anomaly
 

@@ -145,7 +145,7 @@ def refuse_later_end(checkpoint: Path, last_update: Any, steps: int) -> None:
     if reason := _ends_early(last_update, steps):
         raise BadInputError(
             f"{checkpoint}: the task's own scheduler {reason}; a run that is extended keeps its schedule: "
-            "keep the run's end, or begin a new run from this one by --from"
+            "keep the run's end, or begin a new run from this one by --init-from"
         )
 
 

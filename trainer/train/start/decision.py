@@ -15,7 +15,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.here import path_shown
 from trainer.host.latest import LATEST
 from trainer.runs.differences import differences, of_end, other_arithmetic, other_data
-from trainer.runs.manifest import BegunFrom, Manifest, Pretrained, read_run, read_stored
+from trainer.runs.manifest import BegunFrom, Manifest, Pretrained, check_current, read_run, read_stored
 from trainer.tasks import Task
 from trainer.train.components.task import data_of, device_kind, make_plan, task_changes
 from trainer.train.options import Mode, StartingPoint
@@ -71,10 +71,10 @@ def decide(
         task: The recipe's task.
         pretrained: Source and hash of the pretrained weights, or None.
         resume: The flag --resume.
-        source: The checkpoint that `--from` names, or that the launcher found for it; None without --from.
+        source: The checkpoint that `--init-from` names, or that the launcher found for it; None without --init-from.
 
     Raises:
-        BadInputError: If the folder holds another run, or `--from` names no checkpoint that fits.
+        BadInputError: If the folder holds another run, or `--init-from` names no checkpoint that fits.
     """
     stored = None if folder is None else read_stored(folder)
     if folder is None or stored is None:
@@ -119,6 +119,7 @@ def check_resumable(
     """
     if mode == "never":
         raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
+    check_current(folder, stored)
     differing = differences(stored.config, config)
     if (stored.status == "finished" or stored.extended) and steps > stored.last_step:
         differing = [line for line in differing if not of_end(line)]
@@ -136,14 +137,16 @@ def check_resumable(
 
 
 def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> None:
-    """Checks that the run in a folder began from the checkpoint that `--from` names, which may be gone now.
+    """Checks that the run in a folder began from the checkpoint that `--init-from` names, which may be gone now.
 
     Raises:
         BadInputError: If it began in another way.
     """
-    begun, remedy = stored.begun_from, "leave --from out to go on with it, or give another --out"
+    begun, remedy = stored.begun_from, "leave --init-from out to go on with it, or give another --out"
     if begun is None:
-        raise BadInputError(f"--from {source.word}: {folder} holds a run that began without --from; {remedy}")
+        raise BadInputError(
+            f"--init-from {source.word}: {folder} holds a run that began without --init-from; {remedy}"
+        )
     if source.word.partition("@")[0] == LATEST:  # it named another run then, and names this one now
         return
     try:
@@ -152,7 +155,7 @@ def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> No
         same = True
     if not same or (source.which.isdigit() and int(source.which) != begun.step):
         raise BadInputError(
-            f"--from {source.word}: {folder} holds a run that began from {begun.folder}, step {begun.step}; "
+            f"--init-from {source.word}: {folder} holds a run that began from {begun.folder}, step {begun.step}; "
             f"{remedy}"
         )
 

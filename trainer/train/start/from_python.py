@@ -96,7 +96,7 @@ def fit(
         settings: Configuration keys, `{"epochs": 3, "optim.lr": 0.1}`.
         out: Run folder: a new or empty one, or that of a run to resume; default: a new one in runs.
         resume: As `trainer train --resume`.
-        from_run: As `trainer train --from`: a run folder, with @STEP or @best after it.
+        from_run: As `trainer train --init-from`: a run folder, with @STEP or @best after it.
         hooks: Objects or classes with `after_step`, `after_evaluation` or `after_checkpoint`; their
             exceptions come through, unless hooks.on_error is "warn".
 

@@ -286,7 +286,7 @@ def words_to_resume(typed: str) -> str:
     """Returns the flags that a command needs in addition to resume its run, in brackets; or ""."""
     words = typed.replace("=", " ").split()
     named = "--resume" in words and words[words.index("--resume") + 1] not in ("auto", "force", "never")
-    return "" if {"--out", "--name"} & {*words} or named else " (with --resume newest)"
+    return "" if "--out" in words or named else " (with --resume newest)"
 
 
 def choose_threads(

@@ -236,8 +236,7 @@ def _check_options(options: TrainOptions, nodes: Nodes | None) -> None:
         return
     if options.out is None:
         raise BadInputError(
-            f"{nodes.most} nodes need one run folder: give --out or --name, on a file system that all "
-            "of them have"
+            f"{nodes.most} nodes need one run folder: give --out, on a file system that all of them have"
         )
     if options.max_restarts:
         raise BadInputError(

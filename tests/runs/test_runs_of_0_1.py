@@ -1,0 +1,58 @@
+"""Promise: runs of trainer 0.1 are evaluated, exported, reported and begun from; none is trained on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.forked import attempt, small
+from tests.helpers.refusals import refusal
+from trainer.cli import main
+from trainer.config.dropped import DROPPED
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the manifest that 0.1 wrote: format 5, and all keys that are gone since."""
+    run = tmp_path_factory.mktemp("old") / "run"
+    done = attempt(run, small(epochs=1))
+    assert done.code == 0, done.said
+    facts = json.loads((run / "manifest.json").read_text())
+    facts["format"] = 5
+    for key in DROPPED:
+        section, _, name = key.rpartition(".")
+        (facts["config"].setdefault(section, {}) if section else facts["config"])[name] = "old"
+    (run / "manifest.json").write_text(json.dumps(facts))
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "RUN"],
+        ["report", "RUN", "--out", "NEW.html"],
+        ["export", "RUN", "--to", "safetensors", "--out", "NEW"],
+        ["runs", "RUN/.."],
+    ],
+)
+def test_it_is_read(words: list[str], old: Path, tmp_path: Path) -> None:
+    places = {"RUN": str(old), "NEW": str(tmp_path / "new")}
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    assert main(words) == 0
+
+
+def test_a_new_run_begins_from_it(old: Path, tmp_path: Path) -> None:
+    done = attempt(tmp_path / "run", small(epochs=1), source=str(old))
+    assert done.code == 0, done.said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "--resume"], ["train", "--resume=force", "--set=max_steps=99", "digits", "--out"], ["verify"]],
+)
+def test_it_is_not_gone_on_with(words: list[str], old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (old / "manifest.json").read_bytes()
+    assert main([*words, str(old)]) == 2
+    refusal(2, capsys.readouterr().err, old, "0.1")
+    assert (old / "manifest.json").read_bytes() == before
