@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.privileges import permissions_count
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refusal, refused
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
@@ -41,92 +41,92 @@ YAMLS = {
 }
 
 CASES = [
-    (["train", "digitz"], "no recipe 'digitz'; did you mean 'digits'?"),
-    (["train", "no/such.yaml"], "no/such.yaml: can't be read"),
-    (["train", "digits", "--set", "optim.lrr=1"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
-    (["train", "digits", "--set", "lr=1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
-    (["train", "digits", "--set", "zzzz=1"], "unknown key 'zzzz'; --help-config shows every key"),
-    (["train", "digits", "--set", "optim.lr=fast"], "optim.lr=fast: input should be a valid number"),
-    (["train", "digits", "--set", "optim.lr=-1"], "optim.lr=-1: input should be greater than 0"),
-    (["train", "digits", "--set", "data.workers=many"], "allowed: a whole number or auto\n"),
+    (["train", "digitz"], "digitz digits"),
+    (["train", "no/such.yaml"], "no/such.yaml"),
+    (["train", "digits", "--set", "optim.lrr=1"], "optim.lrr optim.lr"),
+    (["train", "digits", "--set", "lr=1"], "lr optim.lr"),
+    (["train", "digits", "--set", "zzzz=1"], "zzzz --help-config"),
+    (["train", "digits", "--set", "optim.lr=fast"], "optim.lr=fast"),
+    (["train", "digits", "--set", "optim.lr=-1"], "optim.lr=-1 0"),
+    (["train", "digits", "--set", "data.workers=many"], "data.workers=many auto"),
     (
         ["train", "digits", "--set", "data.workers=-1"],
-        "data.workers=-1: input should be greater than or equal to 0",
+        "data.workers=-1 0",
     ),
-    (["train", "digits", "--set", "parallel.threads=0"], "parallel.threads=0: "),
-    (["train", "digits", "--set", "optim.name=adam"], "allowed: sgd | adamw"),
-    (["train", "digits", "--set", "optim=3"], "optim: a section"),
-    (["train", "digits", "--set", "optim.lr.x=3"], "'lr' is a value and has no keys below it"),
-    (["train", "digits", "--set", "optim.lr"], "give KEY=VALUE"),
-    (["train", "digits", "--set", "=3"], "give KEY=VALUE"),
-    (["train", f"{'a' * 5000}.yaml"], "the name of a file is too long"),
-    (["train", "digits", "data.name=folder", f"data.path={'a' * 5000}"], "the name of a file is too long"),
-    (["train", "--from", f"run@{'9' * 5000}"], "not a run folder"),
-    (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1: line 1 not valid YAML"),
-    (["train", "digits", "--set", "seed=!!bool maybe"], "not valid YAML"),
-    (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "key 'lr' is given twice"),
+    (["train", "digits", "--set", "parallel.threads=0"], "parallel.threads=0"),
+    (["train", "digits", "--set", "optim.name=adam"], "optim.name=adam sgd adamw"),
+    (["train", "digits", "--set", "optim=3"], "optim"),
+    (["train", "digits", "--set", "optim.lr.x=3"], "lr"),
+    (["train", "digits", "--set", "optim.lr"], "KEY=VALUE"),
+    (["train", "digits", "--set", "=3"], "KEY=VALUE"),
+    (["train", f"{'a' * 5000}.yaml"], f"{'a' * 60}…"),
+    (["train", "digits", "data.name=folder", f"data.path={'a' * 5000}"], f"{'a' * 60}…"),
+    (["train", "--from", f"run@{'9' * 5000}"], "run manifest.json"),
+    (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1 1 YAML"),
+    (["train", "digits", "--set", "seed=!!bool maybe"], "seed YAML"),
+    (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "lr"),
     (
         ["train", "digits", "--set", "data.class_weights={3:5}"],
-        "'3:5' is a key without a value; write a space",
+        "3:5",
     ),
-    (["train", "digits", "--set", "evaluation.sets={b: {path:x}}"], "'path:x' is a key without a value"),
-    (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=.inf: input should be a finite number"),
+    (["train", "digits", "--set", "evaluation.sets={b: {path:x}}"], "path:x"),
+    (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=.inf"),
     (
         ["train", "digits", "--set", "optim.lr=true"],
-        "optim.lr=true: true and false aren't allowed here; allowed: a number\n",
+        "optim.lr=true",
     ),
     (
         ["train", "digits", "--set", "optim.bogus=1"],
-        "unknown key 'optim.bogus'; --help-config shows every key",
+        "optim.bogus --help-config",
     ),
-    (["train", "digits", "--set", "device=gpu"], "device=gpu: no such value; allowed: auto | cpu | cuda\n"),
-    (["train", "digits", "--set", "evaluation.every=5"], 'or "500 steps", or "end"\n'),
-    (["train", "digits", "--set", "optim.lr=null"], "optim.lr=null: input should be a valid number"),
-    (["train", "digits", "--set", "model.blocks=[null, true]"], "model.blocks=null: "),
-    (["train", "digits", "--set", "optim={lr: a, eps: b}"], "allowed: a number (and 1 more problem)\n"),
-    (["train", "digits", "--set", "about=a\x00b"], "character U+0000 isn't allowed"),
-    (["train", "digits", "--set", r'hooks.use=["a\0b.py:X"]'], "holds the character NUL"),
-    (["train", "digits", "--set", r'log.to=["a\0b.py:x"]'], "holds the character NUL"),
-    (["train", "digits", "--set", r'model.pretrained="a\0.safetensors"'], "holds the character NUL"),
-    (["train", "digits", "--set", "seed=on"], "seed=on: input should be a valid integer"),
+    (["train", "digits", "--set", "device=gpu"], "device=gpu"),
+    (["train", "digits", "--set", "evaluation.every=5"], "500 end"),
+    (["train", "digits", "--set", "optim.lr=null"], "optim.lr=null"),
+    (["train", "digits", "--set", "model.blocks=[null, true]"], "model.blocks=null"),
+    (["train", "digits", "--set", "optim={lr: a, eps: b}"], "optim.lr=a 1"),
+    (["train", "digits", "--set", "about=a\x00b"], "U+0000"),
+    (["train", "digits", "--set", r'hooks.use=["a\0b.py:X"]'], "NUL"),
+    (["train", "digits", "--set", r'log.to=["a\0b.py:x"]'], "NUL"),
+    (["train", "digits", "--set", r'model.pretrained="a\0.safetensors"'], "NUL"),
+    (["train", "digits", "--set", "seed=on"], "seed=on"),
     (["train", "digits", "--set", "optim.betas=[2, -1]"], "optim.betas"),
     (["train", "digits", "--set", "parallel.timeout_s=1e300"], "parallel.timeout_s"),
     (["train", "digits", "--set", "model.blocks=[-1]"], "model.blocks"),
-    (["train", "digits", "--set", "epochs=1000000000"], "steps are more than"),
+    (["train", "digits", "--set", "epochs=1000000000"], "epochs"),
     (["train", "digits", "--set", "data.global_batch_size=1000000000"], "data.global_batch_size"),
-    (["train", "digits", "--set", "data.path=/data"], "add data.name=folder"),
-    (["train", "digits", "--set", "optim.lrr=1\n2"], "unknown key 'optim.lrr'"),
-    (["train", "digits\nx"], "no recipe 'digits x'"),
+    (["train", "digits", "--set", "data.path=/data"], "data.name=folder"),
+    (["train", "digits", "--set", "optim.lrr=1\n2"], "optim.lrr"),
+    (["train", "digits\nx"], "digits x"),
     (
         ["train", "digits", "--set", "model.name=resnet18"],
-        "model.name=resnet18 can't take a micro-batch of this data",
+        "model.name=resnet18",
     ),
     (["train", "digits", "--gpus", "\u00b2"], "--gpus"),
-    (["train", "digits", "--out", ""], "--out .: isn't empty"),
+    (["train", "digits", "--out", ""], "--out"),
     (
         ["train", "digits", "--set", "data.micro_batch_size=48"],
-        "data.global_batch_size=64 is not a multiple of",
+        "data.global_batch_size=64",
     ),
-    (["train", "digits", "--nproc-per-node", "3"], "x 3 ranks: change one of them or the number of ranks"),
+    (["train", "digits", "--nproc-per-node", "3"], "data.global_batch_size=64 3"),
     (["train", "digits", "--nproc-per-node", "0"], "--nproc-per-node 0"),
-    (["train", "digits", "--grace", "0"], "--grace 0.0: give a number of seconds above 0"),
+    (["train", "digits", "--grace", "0"], "--grace 0.0 0"),
     (["train", "digits", "--grace", "nan"], "--grace nan"),
-    (["train", "digits", "--grace", "soon"], "--grace: invalid float value"),
+    (["train", "digits", "--grace", "soon"], "--grace"),
     (
         ["train", "digits", "--set", "optim.warmup_steps=2.5"],
-        "from 1 on it is a whole number of updates",
+        "optim.warmup_steps=2.5 1",
     ),
-    (["train", "digits", "--set", "optim.warmup=0.1"], "did you mean 'optim.warmup_steps'?"),
-    (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),
-    (["train", "digits", "--set", "data.name=folder"], "data.path is missing"),
+    (["train", "digits", "--set", "optim.warmup=0.1"], "optim.warmup_steps"),
+    (["train", "digits", "--set", "model.name=resnet51"], "resnet51"),
+    (["train", "digits", "--set", "data.name=folder"], "data.path"),
     (
         ["train", "digits", "--set", "data.name=folder", "--set", "data.path=no/where"],
-        "data.path=no/where: no such folder",
+        "data.path=no/where",
     ),
     *(
         (
             ["train", recipe, "--set", f"data.name={name}", "--set", "data.path=here"],
-            "data.path=here: isn't a folder, which this data needs; give the folder that holds it",
+            "data.path=here",
         )
         for recipe, name in (
             *(("digits", name) for name in ("folder", "table", "shards", "pack", "cifar10")),
@@ -135,81 +135,81 @@ CASES = [
             ("gpt2-124m", "tokens"),
         )
     ),
-    (["train", "gpt2-124m", "--set", "data.path=."], "train.bin: no such file; data.path is a folder with"),
-    (["train", "gpt-char", "--set", "data.path=."], ".: can't be read (Is a directory); give a text file"),
+    (["train", "gpt2-124m", "--set", "data.path=."], "train.bin data.path"),
+    (["train", "gpt-char", "--set", "data.path=."], ". directory"),
     (
         ["train", "gpt-char", "--set", "data.path=/dev/null"],
-        "/dev/null: isn't a regular file; give a text file",
+        "/dev/null",
     ),
-    (["data", "pack", "here", "out"], "here: no such folder"),
-    (["data", "stats", "here"], "here: no such folder"),
-    (["data", "pack", ".", "p", "--processes", "0"], "--processes 0: give a number from 1 on"),
-    (["data", "verify", "here"], "here: the index can't be read (Not a directory)"),
-    (["data", "index", "here"], "here: no .tar files"),
-    (["train", "digits", "--set", "precision.mode=tf32"], "needs an NVIDIA GPU"),
+    (["data", "pack", "here", "out"], "here"),
+    (["data", "stats", "here"], "here"),
+    (["data", "pack", ".", "p", "--processes", "0"], "--processes 0 1"),
+    (["data", "verify", "here"], "here directory"),
+    (["data", "index", "here"], "here .tar"),
+    (["train", "digits", "--set", "precision.mode=tf32"], "NVIDIA GPU"),
     (["train", "digits", "--set", "data.last_batch=weighted"], "BatchNorm"),
-    (["train", "digits", "--out", "/proc/x"], "--out /proc/x: can't be written"),
-    (["train"], "RECIPE is missing: give one"),
-    (["train", "digits", "--st", "a=1"], "unrecognized arguments: --st; did you mean '--set'?"),
-    (["train", "digits", "--resume", "foce"], "did you mean 'force'?"),
-    (["train", "digits", "max_steps=x"], "; allowed: a whole number or null\n"),
+    (["train", "digits", "--out", "/proc/x"], "--out /proc/x"),
+    (["train"], "RECIPE"),
+    (["train", "digits", "--st", "a=1"], "--st --set"),
+    (["train", "digits", "--resume", "foce"], "force"),
+    (["train", "digits", "max_steps=x"], "max_steps=x null"),
     (
         ["train", "digits", "--resume", "none"],
-        "no manifest.json, and there is no runs/none); give one, or auto",
+        "manifest.json runs/none",
     ),
     (
         ["train", "--resume", "a", "--from", "b"],
-        "--from b and --resume a: give one of them; --resume goes on",
+        "--from --resume",
     ),
-    (["train", "."], ". is a folder, and no recipe; to resume the run give --resume ., to begin a new one"),
+    (["train", "."], "--resume"),
     (
         ["submit", "digits", "--on", "docker", "--from", "a"],
-        "arguments: --from a; a job begins a new run, or",
+        "--from",
     ),
     (
         ["submit", "digits", "--on", "docker", "--resume", "a"],
-        "; a job resumes the run of its",
+        "--resume",
     ),
-    (["train", "digits", "--resume", "runs/none"], "--resume runs/none: no run folder (it holds no manifest"),
-    (["train", "digits", "--resume", "x" * 300], "can't be read (File name too long)"),
-    (["train", "digits", "optim.lr=1", "--batch-size", "3"], "did you mean 'data.global_batch_size=…'?"),
-    (["train", "digits", "--lr", "0.1"], "--lr 0.1; did you mean 'optim.lr=…'?"),
-    (["tune", "digits", "--batch-size=8"], "--batch-size=8; did you mean 'data.global_batch_size=…'?"),
-    (["train", "digits", "optim.clip=1"], "unknown key 'optim.clip'; did you mean 'optim.max_grad_norm'?"),
-    (["train", "digits", "batch_size=8"], "did you mean 'data.global_batch_size'?"),
-    (["train", "digits", "--num-workers", "2"], "--num-workers 2; did you mean 'data.workers=…'?"),
-    (["train", "digits", "optim.lrr=0.1"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
-    (["recipes", "optim.lr=0.1"], "unrecognized arguments: optim.lr=0.1"),
-    (["train", "digits", "--ranks", "2"], "--ranks 2; did you mean '--nproc-per-node'?"),
-    (["submit", "digits", "--on", "slurm", "--ranks-per-node=2"], "did you mean '--nproc-per-node'?"),
-    (["submit", "digits", "--on", "slurm", "--nodes", "2"], "--nodes 2; did you mean '--nnodes'?"),
-    (["fly"], "invalid choice: 'fly'"),
-    (["trian", "digits"], "; did you mean 'train'?"),
-    ([], "required: COMMAND"),
-    (["train", "text.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a single value"),
-    (["train", "list.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a list"),
-    (["train", "empty.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not an empty file"),
-    (["train", "torn.yaml"], "torn.yaml: line 1 not valid YAML"),
-    (["train", "twice.yaml"], "line 2: key 'epochs' is given twice"),
-    (["train", "tag.yaml"], "not valid YAML"),
-    (["train", "self.yaml"], "an alias that contains itself"),
-    (["train", "bomb.yaml"], "more than 10000 values"),
-    (["train", "deep.yaml"], "not valid YAML (nested too deeply)"),
-    (["train", "big.yaml"], "larger than 1 MiB"),
-    (["train", "slip.yaml"], "unknown key 'epoch'; did you mean 'epochs'? (and 1 more problem)"),
-    (["train", "digits", "--set", "task=[language]"], "task=[language]: input should be a valid string"),
+    (["train", "digits", "--resume", "runs/none"], "--resume runs/none"),
+    (["train", "digits", "--resume", "x" * 300], "--resume"),
+    (["train", "digits", "optim.lr=1", "--batch-size", "3"], "data.global_batch_size=…"),
+    (["train", "digits", "--lr", "0.1"], "--lr 0.1 optim.lr=…"),
+    (["tune", "digits", "--batch-size=8"], "--batch-size=8 data.global_batch_size=…"),
+    (["train", "digits", "optim.clip=1"], "optim.clip optim.max_grad_norm"),
+    (["train", "digits", "batch_size=8"], "data.global_batch_size"),
+    (["train", "digits", "--num-workers", "2"], "--num-workers 2 data.workers=…"),
+    (["train", "digits", "optim.lrr=0.1"], "optim.lrr optim.lr"),
+    (["recipes", "optim.lr=0.1"], "optim.lr=0.1"),
+    (["train", "digits", "--ranks", "2"], "--ranks 2 --nproc-per-node"),
+    (["submit", "digits", "--on", "slurm", "--ranks-per-node=2"], "--nproc-per-node"),
+    (["submit", "digits", "--on", "slurm", "--nodes", "2"], "--nodes 2 --nnodes"),
+    (["fly"], "fly"),
+    (["trian", "digits"], "train"),
+    ([], "COMMAND"),
+    (["train", "text.yaml"], "text.yaml 0.1"),
+    (["train", "list.yaml"], "list.yaml 0.1"),
+    (["train", "empty.yaml"], "empty.yaml 0.1"),
+    (["train", "torn.yaml"], "torn.yaml 1 YAML"),
+    (["train", "twice.yaml"], "twice.yaml 2 epochs"),
+    (["train", "tag.yaml"], "tag.yaml YAML"),
+    (["train", "self.yaml"], "self.yaml"),
+    (["train", "bomb.yaml"], "bomb.yaml 10000"),
+    (["train", "deep.yaml"], "deep.yaml YAML"),
+    (["train", "big.yaml"], "big.yaml 1 MiB"),
+    (["train", "slip.yaml"], "slip.yaml epoch epochs 1"),
+    (["train", "digits", "--set", "task=[language]"], "task=[language]"),
     # Before anything is probed, let alone trained.
     (
         ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch_size=auto"],
-        "no model 'resnet19'; did you mean 'resnet18'?",
+        "resnet19 resnet18",
     ),
-    (["tune", "digits", "--set", "model.name=resnet19"], "no model 'resnet19'; did you mean 'resnet18'?"),
+    (["tune", "digits", "--set", "model.name=resnet19"], "resnet19 resnet18"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(case[0])[-40:] for case in CASES])
+@pytest.mark.parametrize(("arguments", "names"), CASES, ids=[" ".join(case[0])[-40:] for case in CASES])
 def test_one_line_and_code_2(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in set(arguments) & YAMLS.keys():
         (tmp_path / name).write_text(YAMLS[name])
@@ -220,7 +220,7 @@ def test_one_line_and_code_2(
     except SystemExit as error:
         code = error.code
     out, err = capsys.readouterr()
-    assert refused(code, err, message).startswith("trainer: error: ")
+    assert refusal(code, err, names).startswith("trainer: error: ")
     assert out == ""
     assert sorted(path.name for path in tmp_path.rglob("*")) == before, "something was left behind"
 
@@ -269,7 +269,7 @@ def test_a_path_that_may_not_be_used_is_one_line(
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
-    assert (line.startswith("trainer: error: ") and "denied" in line) or "Is a directory" in line
+    assert (line.startswith("trainer: error: ") and "denied" in line) or named(line, "directory")
     assert next(word for word in ("locked", "fixed", "half") if word in " ".join(words)) in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fixed", "half", "locked"]
 
@@ -292,15 +292,15 @@ def test_an_error_of_the_file_system_is_one_line(error: OSError, line: str) -> N
     with pytest.raises(BadInputError if line else OSError), paths_explained():
         raise error
     # A library under a site's limit of address space, as on many login nodes; and one that isn't there.
-    for text, kind in (("x.so: failed to map segment", BadInputError), ("no such module", ImportError)):
-        with pytest.raises(kind, match=text), paths_explained():
+    for text, kind in (("x.so: failed to map segment", BadInputError), ("no module x", ImportError)):
+        with refused("x", by=kind), paths_explained():
             raise ImportError(text)
 
 
 def test_a_rank_that_torchrun_started_says_it_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     error = PermissionError(13, "Permission denied", "data/train")
     monkeypatch.setattr(start, "_of_rank", mock.Mock(side_effect=error))
-    with pytest.raises(BadInputError, match="data/train: permission denied"):
+    with refused("data/train"):
         start.train_without_launcher(mock.Mock())
 
 
@@ -360,7 +360,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
     "arguments", [["--set", "device=cuda"], ["--gpus", "1"], ["--gpus", "0,1", "--set", "device=cpu"]]
 )
 def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    err = refused(main(["train", "digits", *arguments]), capsys.readouterr().err)
+    err = refusal(main(["train", "digits", *arguments]), capsys.readouterr().err)
     assert "device=cpu" in err or "--nproc-per-node N" in err
 
 
@@ -397,7 +397,7 @@ def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyP
 
 
 def test_bytes_that_the_locale_cannot_read_are_named_as_such() -> None:
-    with pytest.raises(BadInputError, match=r"isn't text in the locale's encoding.*LC_ALL=C.UTF-8"):
+    with refused("LC_ALL=C.UTF-8"):
         override({}, ["about=\udcc3\udca4"])
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.forked import attempt, small
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refusal
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
@@ -113,7 +113,7 @@ def test_bad_input_repeats_no_secret(words: list[str], capsys: pytest.CaptureFix
     except SystemExit as error:
         code = int(str(error.code))
     told = capsys.readouterr()
-    refused(code, told.err)
+    refusal(code, told.err)
     assert SECRET not in told.out + told.err
 
 

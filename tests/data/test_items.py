@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from tests.helpers import forked, preloaded
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refusal
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.beside import MAIN
@@ -388,7 +388,7 @@ def test_what_a_data_set_raises_at_its_first_sample_is_bad_input(tmp_path: Path)
     program = [sys.executable, "-m", "trainer", "train", "mine.py", "--out", "run"]
     done = preloaded.run(program, cwd=tmp_path)
     names = ("Points[0]", "mine.py:12", "__getitem__", "OSError", "3.png")
-    refused(done.returncode, done.stderr, *names, folder=tmp_path / "run")
+    refusal(done.returncode, done.stderr, *names, folder=tmp_path / "run")
 
 
 def test_functions_of_the_file_go_only_to_forked_workers() -> None:

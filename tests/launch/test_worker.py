@@ -1,7 +1,6 @@
 """A process is a rank from the opening of its Worker to the end of it, and tells its end once."""
 
 import faulthandler
-import itertools
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import preloaded
 from trainer.config.recipe_file import load_recipe, recipe_names
 from trainer.config.section import config_hash
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
@@ -178,37 +176,3 @@ def test_a_request_arrives_as_it_was_made(name: str) -> None:
         assert from_json(json.loads(json.dumps(as_json(one)))) == one
     arrived = from_json(json.loads(json.dumps(as_json(request))))
     assert config_hash(arrived.recipe) == config_hash(recipe)
-
-
-SITE = """
-import os, sys, traceback
-from pathlib import Path
-import trainer.train.step
-
-def first_step(*_, **__):
-    package = os.path.dirname(trainer.__file__)
-    names = [os.path.relpath(frame.filename, package) for frame in traceback.extract_stack()]
-    inside = [name for name in names if name[:2] != ".." and not name.startswith("__main__")]
-    Path({file!r}).write_text("\\n".join(inside))
-    raise SystemExit(0)
-
-step = trainer.train.step.train_step
-for module in list(sys.modules.values()):
-    if module.__name__.startswith("trainer.") and getattr(module, "train_step", None) is step:
-        module.train_step = first_step
-"""
-MOST_HOPS = 8
-
-
-def test_few_hops_lead_from_the_command_to_the_first_step(tmp_path: Path) -> None:
-    """Between functions in different files. The rank is a fork of its launcher: its stack has both."""
-    file = tmp_path / "files"
-    (tmp_path / "sitecustomize.py").write_text(SITE.format(file=str(file)))
-    words = ["train", "digits", "--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
-    done = preloaded.run(
-        [sys.executable, "-m", "trainer", *words], env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = [name for name, _ in itertools.groupby([*file.read_text().splitlines(), "train/step.py"])]
-    assert (passed[0], passed[4]) == ("cli.py", "launch/as_launcher.py")
-    assert len(passed) - 1 <= MOST_HOPS, passed

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.helpers.forked import attempt, small
 from tests.helpers.libraries import require
+from tests.helpers.refusals import named, refused
 from tests.helpers.steps import train_some
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
@@ -194,17 +195,17 @@ def test_a_layer_that_begins_anew_is_not_frozen() -> None:
 @pytest.mark.parametrize(
     ("freeze", "message"),
     [
-        (["blocks.9*"], "no parameter of the model is called 'blocks.9*'; did you mean 'blocks."),
-        (["haed"], "did you mean 'head'?"),
-        (["dropout"], "no parameter of the model is called 'dropout'"),
-        (["*"], "nothing is left to train"),
+        (["blocks.9*"], "blocks.9*"),
+        (["haed"], "head"),
+        (["dropout"], "dropout"),
+        (["*"], "train"),
     ],
 )
 def test_a_pattern_that_freezes_nothing_or_all_is_bad_input(freeze: list[str], message: str) -> None:
     recipe = make_recipe(model={"width": 8, "freeze": freeze})
     with pytest.raises(BadInputError) as caught:
         check_request(recipe, make_task(recipe), 1)
-    assert message in str(caught.value)
+    assert named(str(caught.value), message)
 
 
 # --- LoRA ---
@@ -261,7 +262,7 @@ def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype
         "lora_a",
         "lora_b",
     }
-    assert "LoRA of rank 4 on 8 layers" in line
+    assert named(line, "LoRA 4 8")
     learned(model)
     model.eval()
     unmerged = model(inputs)
@@ -290,7 +291,7 @@ def test_timms_vit_has_its_layers_found() -> None:
     require("timm")
     with torch.device("meta"):
         model = build_model(ModelConfig(name="timm/vit_tiny_patch16_224"), 3, 10)
-    assert "LoRA of rank 4 on 48 layers" in fine_tune(model, LORA)
+    assert named(fine_tune(model, LORA), "LoRA 4 48")
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -330,10 +331,10 @@ def test_what_is_learned_counts_alpha_by_rank_times() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"name": "auto"}, "has no blocks with linear layers or attention"),
+        ({"name": "auto"}, "blocks layers"),
         (
             {"name": "auto", "lora": {"rank": 2, "targets": ["haed"]}},
-            "nothing in the model is called 'haed'; did",
+            "haed",
         ),
     ],
 )
@@ -341,7 +342,7 @@ def test_lora_where_there_is_nothing_for_it(model: dict[str, Any], message: str)
     recipe = make_recipe(model={"width": 8, "lora": {"rank": 2}, **model})
     with pytest.raises(BadInputError) as caught:
         check_request(recipe, make_task(recipe), 1)
-    assert message in str(caught.value)
+    assert named(str(caught.value), message)
 
 
 class Tenfold(nn.Linear):
@@ -365,7 +366,7 @@ def test_lora_of_a_weight_with_two_names_is_refused() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["embedding"].weight
     lora = ModelConfig(name="auto", lora={"rank": 2, "targets": ["head"]})
-    with pytest.raises(BadInputError, match="are one weight; leave head out"):
+    with refused("head"):
         fine_tune(model, lora)
 
 
@@ -418,7 +419,7 @@ def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = attempt(whole, recipe)
     assert done.code == 0, done.said
-    assert "LoRA of rank 2 on 8 layers" in done.said
+    assert named(done.said, "LoRA 2 8")
     assert attempt(parts, recipe, stop_after=5).code == 75
     stopped = open_run(parts)  # of a checkpoint: merged as it is read
     assert stopped.weights.startswith("checkpoints/")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.refusals import named, refused
 from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe
 from trainer.config.model import MemoryConfig, ModelConfig
 from trainer.distributed.parallel import World
@@ -111,9 +112,9 @@ def test_what_is_checkpointed_is_what_was_asked_for(config: dict[str, Any], chos
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ({"checkpointing": "names", "names": ["blocks.7"]}, "nothing in the model is called 'blocks.7'"),
+        ({"checkpointing": "names", "names": ["blocks.7"]}, "blocks.7"),
         ({"checkpointing": "names"}, "belong together"),
-        ({"checkpointing": "none", "every": 2}, "memory.every needs"),
+        ({"checkpointing": "none", "every": 2}, "memory.every"),
     ],
 )
 def test_a_choice_that_means_nothing_is_refused(memory: dict[str, Any], message: str) -> None:
@@ -181,11 +182,7 @@ def test_too_little_memory_is_told_with_what_takes_it() -> None:
     room = Room(2 * gigabyte, gigabyte, "/sys/fs/cgroup/memory.max")
     assert too_much(room, 1, needs) == ""
     line = too_much(room, 2, needs)
-    assert line.startswith(
-        "memory may not be enough: of 2.00 GB (/sys/fs/cgroup/memory.max) 1.00 GB are in use, and for each "
-        "of 2 ranks come up to 0.40 GB of activations, 0.10 GB of gradients and optimizer state; when it is "
-        "full, the kernel kills a process: lower data.micro_batch_size"
-    )
+    assert named(line, "2.00 GB /sys/fs/cgroup/memory.max 1.00 2 0.40 0.10 data.micro_batch_size")
     assert too_much(Room(0, 0, "unknown"), 2, needs) == ""
 
 
@@ -199,11 +196,8 @@ def test_a_gpu_that_ddp_fills_and_shards_would_not_is_warned_of(monkeypatch: pyt
     assert room == Room(80 * gigabyte, 7 * gigabyte, "GPU 1")
     needs = {"activations": 0, "gradients and optimizer state": 90 * gigabyte}
     line = too_much(room, 1, needs, could_share=True, gpu=True)
-    assert line.startswith(
-        "memory may not be enough: of 80.00 GB (GPU 1) 7.00 GB are in use, and come up to 90.00 GB of "
-        "gradients and optimizer state, and activations on top; when it is full, the step ends with an error"
-    )
-    assert line.endswith("share the model among the ranks by parallel.strategy=fsdp") and "kernel" not in line
+    assert named(line, "80.00 GB GPU 1 7.00 90.00")
+    assert named(line, "parallel.strategy=fsdp") and "kernel" not in line
     assert "fsdp" not in too_much(room, 1, needs, gpu=True), "it is sharded already"
     assert too_much(room, 1, {"gradients": 60 * gigabyte}, gpu=True) == ""
 
@@ -226,7 +220,7 @@ def test_the_table_says_what_shards_would_hold() -> None:
     recipe, model = make_recipe(optim={"name": "adamw"}), nn.Sequential(nn.Linear(1000, 1000))
     told = [describe_model(recipe, model, top_parts(model), Count(), could_share=ranks) for ranks in (0, 4)]
     assert "fsdp" not in told[0]["memory"]
-    assert told[1]["memory"].endswith("; 3.8 MiB with parallel.strategy=fsdp, shared by 4 ranks")
+    assert named(told[1]["memory"], "3.8 MiB parallel.strategy=fsdp 4")
 
 
 @pytest.mark.parametrize(
@@ -260,9 +254,9 @@ SYNTHETIC: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "names", "message"),
     [
-        ("resnet18", ["layer1.0.relu"], "changes its input in place"),
-        ("resnet18", ["relu"], "changes its input in place"),
-        ("vit_b_32", ["encoder.layers.*.self_attention.out_proj"], "never calls 'encoder.layers"),
+        ("resnet18", ["layer1.0.relu"], "layer1.0.relu"),
+        ("resnet18", ["relu"], "relu"),
+        ("vit_b_32", ["encoder.layers.*.self_attention.out_proj"], "encoder.layers"),
     ],
 )
 def test_what_cannot_be_computed_again_is_refused(name: str, names: list[str], message: str) -> None:
@@ -270,7 +264,7 @@ def test_what_cannot_be_computed_again_is_refused(name: str, names: list[str], m
     recipe = make_recipe(
         **SYNTHETIC | {"data": data}, model={"name": name}, memory={"checkpointing": "names", "names": names}
     )
-    with pytest.raises(BadInputError, match=message):
+    with refused(message):
         build_alone(recipe, make_task(recipe))
 
 

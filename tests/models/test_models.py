@@ -8,8 +8,8 @@ import torch
 import torchvision
 
 from tests.helpers.libraries import require
+from tests.helpers.refusals import refused
 from trainer.config.model import ModelConfig
-from trainer.errors import BadInputError
 from trainer.models.images import build_model
 
 
@@ -22,7 +22,7 @@ def test_timms_models_take_these_images(channels: int, classes: int) -> None:
 
 def test_what_timm_lacks_is_said() -> None:
     require("timm")
-    with pytest.raises(BadInputError, match="timm has no model 'resnet10x'; did you mean"):
+    with refused("resnet10x"):
         build_model(ModelConfig(name="timm/resnet10x"), 3, 10)
 
 
@@ -35,7 +35,7 @@ def test_without_timm_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BadInputError, match="timm is not installed; run make venv"):
+    with refused():
         build_model(ModelConfig(name="timm/resnet10t"), 3, 10)
 
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from tests.helpers.forked import attempt, small
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refusal, refused
 from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.cli import main
@@ -95,7 +95,7 @@ def test_what_the_message_says_is_what_helps(tmp_path: Path) -> None:
 
 
 def test_another_model_is_called_so(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="It holds another model: choose the one"):
+    with refused():
         load_initial(build_model(ModelConfig(name="resnet18"), 1, 10), saved(tmp_path), ())
 
 
@@ -104,7 +104,7 @@ def test_weights_in_a_format_that_cannot_be_meant_are_refused(tmp_path: Path, dt
     tensors = safetensors.torch.load_file(saved(tmp_path))
     tensors["stem.weight"] = tensors["stem.weight"].to(dtype)
     safetensors.torch.save_file(tensors, tmp_path / "odd.safetensors")
-    with pytest.raises(BadInputError, match=r"stem\.weight is .*, but the model's is torch\.float32; save"):
+    with refused("stem.weight torch.float32"):
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "odd.safetensors", ())
 
 
@@ -121,7 +121,7 @@ def test_other_floating_formats_are_converted(tmp_path: Path, dtype: torch.dtype
 
 def test_weights_of_a_run_that_diverged_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
     file = saved(tmp_path)
-    with pytest.raises(BadInputError, match="nothing is left to take"):
+    with refused():
         load_initial(build_model(ModelConfig(width=8), 1, 10), file, ["*"])
     tensors = safetensors.torch.load_file(file)
     for value, dtype in (
@@ -130,7 +130,7 @@ def test_weights_of_a_run_that_diverged_and_nothing_at_all_are_refused(tmp_path:
     ):  # the latter is too large for float32
         tensors["stem.weight"] = torch.full_like(tensors["stem.weight"], value, dtype=dtype)
         safetensors.torch.save_file(tensors, file)
-        with pytest.raises(BadInputError, match=r"stem\.weight isn't finite in torch\.float32"):
+        with refused("stem.weight torch.float32"):
             load_initial(build_model(ModelConfig(width=8), 1, 10), file, ())
 
 
@@ -149,12 +149,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(BadInputError, match="isn't a regular file"):
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "pipe.safetensors", ())
-    with pytest.raises(BadInputError, match="there is no such user"):
+    with refused():
         load_initial(build_model(ModelConfig(width=8), 1, 10), Path("~nosuchuser/x"), ())
 
 
 def test_a_run_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"is a folder; give a file in it, such as .*model\.safetensors"):
+    with refused("model.safetensors"):
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path, ())
 
 
@@ -175,7 +175,7 @@ def test_a_pickle_is_refused_with_the_remedy_and_never_read(
     torch.save({"stem.weight": torch.zeros(2)}, file)
     code = main(["train", "digits", "--set", f"model.pretrained={file}", "--out", str(tmp_path / "run")])
     names = (str(file), f"torch.load('weights{suffix}'", "s.save_file(d, 'weights.safetensors')")
-    refused(code, capsys.readouterr().err, *names, folder=tmp_path / "run")
+    refusal(code, capsys.readouterr().err, *names, folder=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_any_other_file_is_one_clear_line(tmp_path: Path, content: bytes | None,
 
 
 def test_a_pattern_that_matches_nothing_is_a_slip(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"nothing in the model is called 'haed.\*'"):
+    with refused("haed.*"):
         load_initial(build_model(ModelConfig(width=8), 1, 10), saved(tmp_path), ["haed.*"])
     with pytest.raises(ValueError, match=r"there is no model\.pretrained"):
         ModelConfig(reinit=("head.*",))
@@ -275,9 +275,9 @@ def test_the_remedy_works_for_what_people_have(
 @pytest.mark.parametrize(
     ("prefixes", "told"),
     [
-        (("student.", "teacher."), r"behind 'student\.' and behind 'teacher\.'; save one of the two"),
-        (("", "_orig_mod."), "with and without '_orig_mod.'; save one of the two"),
-        (("model.", "model._orig_mod."), "with and without '_orig_mod.'; save one of the two"),
+        (("student.", "teacher."), "student. teacher."),
+        (("", "_orig_mod."), "_orig_mod."),
+        (("model.", "model._orig_mod."), "_orig_mod."),
     ],
 )
 def test_a_model_that_is_there_twice_is_not_guessed(
@@ -286,7 +286,7 @@ def test_a_model_that_is_there_twice_is_not_guessed(
     state = safetensors.torch.load_file(saved(tmp_path))
     both = {f"{prefix}{n}": t.clone() for prefix in prefixes for n, t in state.items()}
     safetensors.torch.save_file(both, tmp_path / "both.safetensors")
-    with pytest.raises(BadInputError, match=told):
+    with refused(told):
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "both.safetensors", ())
 
 

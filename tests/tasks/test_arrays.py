@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.helpers.refusals import refused
 from tests.helpers.toys import build_alone, make_recipe
 from trainer.data.items import ItemDataset
 from trainer.errors import BadInputError
@@ -103,26 +104,26 @@ def masked() -> Any:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (np.arange(12).astype(np.longdouble), "'z' of dtype float128, which torch doesn't have"),
-    (masked(), "'z' as a masked array, and torch has no masks"),
-    (np.arange(12).astype(complex), "'z' of dtype complex128, which is no number"),
-    (np.arange(12).astype("M8[s]"), "'z' of dtype datetime64[s], which is no number"),
-    (np.array([None] * 12), "'z' of dtype object, which is no number"),
-    (np.zeros(12, [("a", "f4")]), "which is no number"),
+    (np.arange(12).astype(np.longdouble), "z float128"),
+    (masked(), "z"),
+    (np.arange(12).astype(complex), "z complex128"),
+    (np.arange(12).astype("M8[s]"), "z datetime64[s]"),
+    (np.array([None] * 12), "z"),
+    (np.zeros(12, [("a", "f4")]), "number"),
 ]
 
 
 @pytest.mark.parametrize(("value", "message"), REFUSED)
 @pytest.mark.parametrize("items", [False, True])
 def test_what_torch_has_no_type_for_is_named(value: Any, message: str, items: bool) -> None:
-    with pytest.raises(BadInputError, match=re.escape(message)) as error:
+    with refused(message) as error:
         CustomTask(Task(value, items), "own")
     assert "\n" not in str(error.value)
 
 
 def test_a_tensor_that_numpy_can_not_read_is_named() -> None:
     for value in (torch.zeros(12, dtype=torch.bfloat16), torch.zeros(12, requires_grad=True)):
-        with pytest.raises(BadInputError, match="'z' as a Tensor that numpy can't read"):
+        with refused("z"):
             CustomTask(Task(value), "own")
 
 
@@ -134,7 +135,7 @@ def test_an_item_is_named_by_its_number() -> None:
     fields = {"x": np.zeros((12, 4), np.float32), "y": np.zeros(12, np.int64)}
     data = ItemDataset(Holes(fields), "training")
     out = {name: np.empty((2, *field.shape), field.dtype) for name, field in data.fields.items()}
-    with pytest.raises(BadInputError, match=r"a NoneType where a dict .* \(sample 7\)"):
+    with refused("NoneType 7"):
         data.read(np.array([6, 7]), None, out)
 
     class Twice(Items):
@@ -148,7 +149,7 @@ def test_an_item_is_named_by_its_number() -> None:
 def test_an_evaluation_that_counts_nothing_is_one_line() -> None:
     task = CustomTask(Task(np.ones(12), items=True, num_items=np.zeros(12, np.int64)), "own")
     run = build_alone(make_recipe(data={"global_batch_size": 12, "micro_batch_size": 6}), task)
-    with pytest.raises(BadInputError, match="num_items is 0 for all samples"):
+    with refused("num_items 0"):
         evaluate_run(run)
     run.close()
 

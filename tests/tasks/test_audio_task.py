@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import preloaded
+from tests.helpers.refusals import refused
 from tests.helpers.steps import assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
 from trainer.config.recipe import Recipe
@@ -238,10 +239,10 @@ def test_the_lists_of_speech_commands_split_its_folder(tmp_path: Path) -> None:
     for made, count in ((task, [1, 1]), (testing, [2, 1])):
         assert [each.count for each in made.train_data.left_out] == count  # type: ignore[attr-defined]
     (tmp_path / "validation_list.txt").write_text("no/1.wav\nno/77.wav\n")
-    with pytest.raises(BadInputError, match=r"validation_list.txt: line 2: no recording 'no/77.wav'"):
+    with refused("validation_list.txt 2 no/77.wav"):
         make_task(chosen)
     (tmp_path / "validation_list.txt").unlink()
-    with pytest.raises(BadInputError, match=r"validation_list.txt: can't be read"):
+    with refused("validation_list.txt"):
         make_task(chosen)
 
 
@@ -249,10 +250,10 @@ def test_a_class_without_recordings_is_named(tmp_path: Path) -> None:
     for part in ("train", "val"):
         write(tmp_path / part / "yes" / "0.wav")
         (tmp_path / part / "empty").mkdir()
-    with pytest.raises(BadInputError, match="class 'empty' has no samples in train, and 0 in val"):
+    with refused("empty 0"):
         make_task(folder(tmp_path))
     write(tmp_path / "train" / "no" / "0.wav")
-    with pytest.raises(BadInputError, match="class 'no' is in train only"):
+    with refused("no"):
         make_task(folder(tmp_path))
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.small_task import Small
 from trainer.cli import main
 from trainer.commands.predict.predict import _show
@@ -36,7 +36,7 @@ def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
     of_the_file = type("Mine", (type(inner),), {"__module__": MAIN})({"x": np.zeros((8, 2))})
     check_importable(of_the_file, "fork")
     check_importable(inner, "spawn")
-    with pytest.raises(BadInputError, match="can't import Mine from a task's file"):
+    with refused():
         check_importable(of_the_file, "forkserver")
 
 
@@ -49,35 +49,35 @@ def mean(_: Small, model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
-    ("loss", None, "the method loss is missing; it gives a float tensor of shape ()"),
-    ("data", lambda _: 3, "data gave int; it gives the samples to learn from"),
+    ("loss", None, "loss shape"),
+    ("data", lambda _: 3, "samples"),
     ("data", lambda _: ({"x": np.zeros(3), "y": np.zeros(2)}, {}), "different lengths"),
-    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "which is no number"),
+    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "number"),
     ("data", lambda _: ({}, {}), "data gave"),
-    ("model", lambda _: 3, "model gave int; it gives a torch.nn.Module"),
-    ("model", lambda _: 1 / 0, "in model: ZeroDivisionError: division by zero"),
-    ("loss", lambda *_: None, "loss gave nothing; it gives a float tensor of shape ()"),
-    ("loss", lambda *_: torch.zeros(4), "loss gave a tensor of shape (4,)"),
-    ("loss", lambda *_: torch.zeros(()), "without a gradient"),
-    ("loss", mean, 'loss gave a mean (reduction="sum" instead'),
-    ("loss", lambda _, m, b: m(b.fields["y"]).sum(), "in loss: RuntimeError"),
-    ("measure", lambda *_: 3, "measure gave a int"),
-    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "'x' as a list that numpy can't read"),
-    ("describe", lambda _: {"classes": {1, 2}}, "describe gave what JSON can't hold"),
+    ("model", lambda _: 3, "torch.nn.Module"),
+    ("model", lambda _: 1 / 0, "ZeroDivisionError"),
+    ("loss", lambda *_: None, "loss shape"),
+    ("loss", lambda *_: torch.zeros(4), "4"),
+    ("loss", lambda *_: torch.zeros(()), "gradient"),
+    ("loss", mean, 'reduction="sum'),
+    ("loss", lambda _, m, b: m(b.fields["y"]).sum(), "RuntimeError"),
+    ("measure", lambda *_: 3, "measure"),
+    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "x"),
+    ("describe", lambda _: {"classes": {1, 2}}, "JSON"),
     (
         "measure",
         lambda *_: {"a": torch.zeros(())},
-        "metric is 'loss', which measure doesn't give (it gives a)",
+        "loss",
     ),
-    ("measure", lambda *_: {"loss": torch.zeros(3)}, "'loss' as a tensor of shape (3,)"),
-    ("measure", lambda *_: {"loss": torch.zeros(4)}, "and there is no summarize"),
+    ("measure", lambda *_: {"loss": torch.zeros(3)}, "loss 3"),
+    ("measure", lambda *_: {"loss": torch.zeros(4)}, "summarize"),
 ]
 
 
 @pytest.mark.parametrize(("method", "instead", "message"), WRONG)
 def test_what_is_wrong_is_said(method: str, instead: Callable[..., Any] | None, message: str) -> None:
     wrong = type("Wrong", (Small,), {method: instead})
-    with pytest.raises(BadInputError, match=re.escape(message)):
+    with refused(message):
         CustomTask(wrong(), "wrong").check()
 
 
@@ -198,23 +198,23 @@ class Counter(nn.Module):
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        ("buffer", "'seen' is registered with persistent=False and changes"),
+        ("buffer", "seen persistent=False"),
         (
             "attribute",
-            r"the loss differs for the same samples.*\(model.steps changes each time\).*register_buffer",
+            "model.steps register_buffer",
         ),
-        ("reversal", "the gradient of inner.weight differs"),
-        ("numpy", "the loss differs.*torch's default generator"),
+        ("reversal", "inner.weight"),
+        ("numpy", "loss generator"),
     ],
 )
 def test_state_that_no_checkpoint_holds_is_refused(keep: str, message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
+    with refused(message):
         check(model=lambda _: Counter(keep))
 
 
 def test_a_count_without_effect_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     check(model=lambda _: Counter("count"))
-    assert "model.steps changes with each forward pass, and no checkpoint holds it" in capsys.readouterr().err
+    assert named(capsys.readouterr().err, "model.steps")
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -371,12 +371,12 @@ def test_which_way_a_metric_is_better(attributes: dict[str, Any], lower: bool) -
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"metric": "mae"}, 'nothing says which way it is better; add to the class mode = "min"'),
-        ({"metric": "mae", "mode": "low"}, 'mode is \'low\'; give "min" or "max"'),
+        ({"metric": "mae"}, "min"),
+        ({"metric": "mae", "mode": "low"}, "low min max"),
     ],
 )
 def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInputError, match=re.escape(message)):
+    with refused(message):
         CustomTask(type("Mine", (Small,), attributes)(), "mine")
 
 
@@ -406,17 +406,17 @@ AUC = {"metric": "auc", "mode": "max", "measure": rows}
     [
         (
             {"summarize": lambda *_: {"f1": 0.5}},
-            "metric is 'auc', which neither measure nor summarize gives (they",
+            "auc",
         ),
-        ({"summarize": broken}, "in summarize: KeyError: 'scores'; summarize gives metrics by name"),
-        ({"summarize": lambda *_: 0.5}, "summarize gave a float"),
-        ({"summarize": lambda *_: {"auc": torch.zeros(3)}}, "summarize gave 'auc' as a tensor of shape (3,)"),
-        ({"summarize": complaining}, "in summarize: ValueError: only one class"),
-        ({"metric": "score", "summarize": lambda *_: {}}, "metric is 'score', which neither"),
+        ({"summarize": broken}, "KeyError scores"),
+        ({"summarize": lambda *_: 0.5}, "summarize"),
+        ({"summarize": lambda *_: {"auc": torch.zeros(3)}}, "auc 3"),
+        ({"summarize": complaining}, "ValueError"),
+        ({"metric": "score", "summarize": lambda *_: {}}, "score"),
     ],
 )
 def test_summarize_is_tried(methods: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInputError, match=re.escape(message)):
+    with refused(message):
         check(**AUC | methods)
 
 
@@ -448,9 +448,7 @@ def doubled(_: Any) -> Any:
 
 
 def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
-    with pytest.raises(
-        BadInputError, match=r"data gave 'x' as float64 .* float32: give it as .astype\(np.float32"
-    ):
+    with refused("x float64 float32 .astype(np.float32"):
         check(data=doubled)
     check(data=doubled, model=lambda _: nn.Linear(2, 1).double())
 
@@ -458,15 +456,15 @@ def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
 @pytest.mark.parametrize(
     ("num_items", "message"),
     [
-        (np.zeros(10, np.int64), "'num_items' that are 0 for every sample"),
-        (np.full(10, -1), "aren't one whole number"),
-        (np.ones(10), "aren't one whole number"),
+        (np.zeros(10, np.int64), "num_items 0"),
+        (np.full(10, -1), "number"),
+        (np.ones(10), "number"),
     ],
 )
 def test_units_are_counts(num_items: Any, message: str) -> None:
     x = np.ones((10, 2), np.float32)
     part = {"x": x, "y": x[:, :1], "num_items": num_items}
-    with pytest.raises(BadInputError, match=message):
+    with refused(message):
         check(data=lambda _: (part, part))
 
 
@@ -526,7 +524,7 @@ LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.z
 
 @pytest.mark.parametrize("given", [(LOADER, LOADER), LOADER, [LOADER]])
 def test_loaders_are_no_data(given: Any) -> None:
-    with pytest.raises(BadInputError, match=r"data gave a DataLoader; give the data sets .*loader\.dataset"):
+    with refused("DataLoader loader.dataset"):
         CustomTask(type("Mine", (Small,), {"data": lambda _: given})(), "mine.py")
 
 
@@ -541,15 +539,13 @@ class Light(nn.Module):
 
 
 def test_methods_of_other_trainers_are_named_by_ours() -> None:
-    line = (
-        r"method data is missing; .*training_step is loss\(model, batch\), .*optimizers is optimizer\(model\)"
-    )
-    with pytest.raises(BadInputError, match=line):
+    line = "training_step"
+    with refused(line):
         CustomTask(Light(), "mine.py")
-    with pytest.raises(BadInputError, match=r"this is a module: a task is a class whose model\(\) gives it"):
+    with refused("class"):
         CustomTask(nn.Linear(2, 2), "mine.py")
     logs = type("Mine", (Small,), {"loss": lambda s, *_: s.log("loss", 1)})
-    with pytest.raises(BadInputError, match=r"has no attribute 'log' \(log is here what measure gives"):
+    with refused("log"):
         CustomTask(logs(), "mine.py").check()
     assert CustomTask(type("Mine", (Small,), {"training_step": 3})(), "mine.py"), "its own affair"
 
@@ -568,28 +564,26 @@ def test_predict_says_what_is_missing() -> None:
     run: Any = SimpleNamespace(
         recipe=SimpleNamespace(task="mine.py"), task=CustomTask(Small(), "mine.py"), folder="run"
     )
-    with pytest.raises(
-        BadInputError, match=r"class in mine.py has no method predict\(model, options\).*add it"
-    ):
+    with refused("mine.py"):
         _show(run)
 
 
 FILES = [
-    ("def x(:\n", "mine.py line 1: invalid syntax"),
-    ("RECIPE = dict(epochs=1)\n", "line 1: RECIPE is read before the file is run"),
-    ("RECIPE = 3\n", "RECIPE is a dict such as"),
-    ("RECIPE = {'epochz': 1}\n", "unknown key 'epochz'; did you mean 'epochs'?"),
-    ("RECIPE = {'model': {'name': 'resnet18'}}\n", "has a model of its own; leave the name out"),
-    ("import nothing_like_it\n", "mine.py line 1: ModuleNotFoundError: No module named 'nothing_like_it'"),
-    ("x = 1\n", "one class with the methods data, model, loss, measure is wanted; found none"),
-    ("from .foo import bar\n", "mine.py line 1: ModuleNotFoundError: No module named 'foo'; mend the file"),
-    ("B = type('B', (), {'loss': 0, '__module__': 'other'})\n", "found B, which it imports: define a class"),
-    ("class A:\n    def loss(self): ...\nclass B(A): ...\n", "found A, B"),
-    ("class A:\n    def loss(self): ...\n    def __init__(self, x): ...\n", "A() raised TypeError"),
-    ("class A:\n    def loss(self): ...\n", "the method data is missing"),
+    ("def x(:\n", "mine.py 1"),
+    ("RECIPE = dict(epochs=1)\n", "1 RECIPE"),
+    ("RECIPE = 3\n", "RECIPE"),
+    ("RECIPE = {'epochz': 1}\n", "epochz epochs"),
+    ("RECIPE = {'model': {'name': 'resnet18'}}\n", "model"),
+    ("import nothing_like_it\n", "mine.py 1 ModuleNotFoundError nothing_like_it"),
+    ("x = 1\n", "class loss"),
+    ("from .foo import bar\n", "mine.py 1 ModuleNotFoundError foo"),
+    ("B = type('B', (), {'loss': 0, '__module__': 'other'})\n", "class"),
+    ("class A:\n    def loss(self): ...\nclass B(A): ...\n", "A B"),
+    ("class A:\n    def loss(self): ...\n    def __init__(self, x): ...\n", "TypeError"),
+    ("class A:\n    def loss(self): ...\n", "data"),
     (
         "class A:\n    def data(self):\n        return [][0]\n    model = loss = measure = data\n",
-        "line 3, in data",
+        "3",
     ),
 ]
 
@@ -603,26 +597,26 @@ def test_a_file_with_something_wrong(
 
     monkeypatch.setattr(start, "launch", launch)
     (here / "mine.py").write_text(text)
-    refused(main(["train", "mine.py"]), capsys.readouterr().err, message, folder=here / "runs")
+    refusal(main(["train", "mine.py"]), capsys.readouterr().err, message, folder=here / "runs")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "langage"}, "no such task; did you mean 'language'?"),
-        ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco isn't read by task=audio"),
-        ({"task": "language", "model": {"name": "resnet18"}}, "task=language has a model of its own"),
+        ({"task": "langage"}, "language"),
+        ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco task=audio"),
+        ({"task": "language", "model": {"name": "resnet18"}}, "task=language"),
         (
             {"task": "audio", "regularization": {"mixup": 0.2}},
-            "regularization: not read by task=audio",
+            "task=audio",
         ),
-        ({"task": "language", "model": {"width": 64}}, "model.width: not read by task=language"),
-        ({"task": "audio", "data": {"augment": "flip"}}, "data.augment: not read by task=audio"),
-        ({"detection": {"flip": 0.5}}, "detection: not read by task=classification"),
+        ({"task": "language", "model": {"width": 64}}, "model.width task=language"),
+        ({"task": "audio", "data": {"augment": "flip"}}, "data.augment task=audio"),
+        ({"detection": {"flip": 0.5}}, "task=classification"),
     ],
 )
 def test_a_task_goes_with_its_data_and_model(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInputError, match=re.escape(message)):
+    with refused(message):
         validated(Recipe, {"epochs": 1, **settings}, "here")
 
 
@@ -674,14 +668,14 @@ def test_a_slip_of_an_optional_name_is_an_error() -> None:
         for given in (method, staticmethod(method)):
             with pytest.raises(BadInputError) as caught:
                 made(**{name: given})
-            assert f"the method {name} is none that a task has; did you mean '{meant}'?" in str(caught.value)
+            assert named(str(caught.value), f"{name} {meant}")
     for name, meant in {
         "metrics": "metric",
         "modes": "mode",
         "loses": "losses",
         "uniform": "uniforms",
     }.items():
-        with pytest.raises(BadInputError, match=f"the attribute {name} is none .* '{meant}'"):
+        with refused(f"{name} {meant}"):
             made(**{name: 1})
 
 

@@ -27,6 +27,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.refusals import named
 from trainer.tasks.bytecode import digest_of_statements, scan
 from trainer.tasks.identity import Identity, identity_of
 
@@ -130,22 +131,22 @@ def test_a_moved_method_and_a_cell_that_is_run_twice() -> None:
         (("one * 3", "one * 4"), "method loss"),
         (('"right"', '"up"'), "method measure"),
         (("(self.width, OTHER)", "[self.width, OTHER]"), "method model"),
-        (("width = 8", "width = 9"), "class attribute width"),
-        (('kinds = ("a", "b")', 'kinds = ("a", "c")'), "class attribute kinds"),
-        (("make(5)", "make(6)"), "closure factor of method loss"),
+        (("width = 8", "width = 9"), "attribute width"),
+        (('kinds = ("a", "b")', 'kinds = ("a", "c")'), "attribute kinds"),
+        (("make(5)", "make(6)"), "closure factor loss"),
         (("return inner(x)", "return 2 * inner(x)"), "function helper"),
         (("return x + SCALE", "return x - SCALE"), "function inner"),
-        (("power=2", "power=3"), "default power of function helper"),
-        (("SCALE, OTHER, TABLE = 2", "SCALE, OTHER, TABLE = 3"), "global SCALE"),
-        (("[1, 2]", "[1, 3]"), "global OTHER"),
-        (('"b": 2}', '"b": 3}'), "global TABLE"),
-        (('"three"}', '"four"}'), "global WORDS"),
+        (("power=2", "power=3"), "default power helper"),
+        (("SCALE, OTHER, TABLE = 2", "SCALE, OTHER, TABLE = 3"), "SCALE"),
+        (("[1, 2]", "[1, 3]"), "OTHER"),
+        (('"b": 2}', '"b": 3}'), "TABLE"),
+        (('"three"}', '"four"}'), "WORDS"),
         (("weight=1", "weight=2"), "attribute weight"),
     ],
     ids=str,
 )
 def test_what_changes_something_is_named(change: tuple[str, str], name: str) -> None:
-    assert name in differing(identity_of(cell()()), identity_of(cell(CELL, change)()))
+    assert named(differing(identity_of(cell()()), identity_of(cell(CELL, change)())), name)
 
 
 def test_arguments_of_the_constructor() -> None:

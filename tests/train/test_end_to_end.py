@@ -18,7 +18,7 @@ import yaml
 from tests.helpers import preloaded
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.ports import free_port
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refusal
 from tests.helpers.rows import read_rows
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
@@ -182,7 +182,7 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
         tmp_path, "train", "digits", "--nproc-per-node", "2", *SMALLER, PYTHONPATH=f"{tmp_path}:{ROOT}"
     )
     assert done.returncode == 1
-    assert "RuntimeError: the fifth micro-batch of rank 1" in done.stderr
+    assert named(done.stderr, "RuntimeError 1")
     assert done.stderr.count("Traceback") == 1
     manifest = next((tmp_path / "runs").glob("*/manifest.json"))
     assert json.loads(manifest.read_text())["status"] == "failed"
@@ -205,7 +205,7 @@ def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
     )
     words += settings("data.micro_batch_size=2", "data.augment=none", "data.workers=1", "parallel.threads=1")
     done = trainer(tmp_path, "train", "digits", "--nproc-per-node", "2", *words)
-    refused(done.returncode, done.stderr, f"{data / 'train'}", ".png")
+    refusal(done.returncode, done.stderr, f"{data / 'train'}", ".png")
 
 
 def test_synthetic_resnet_runs_without_data(tmp_path: Path) -> None:

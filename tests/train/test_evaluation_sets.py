@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, replace
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.rows import read_rows
 from trainer.checkpoint import CHECKPOINTS
 from trainer.cli import main
@@ -144,10 +144,7 @@ def test_each_set_has_the_numbers_of_its_own_pictures(
         elsewhere.rename(data / "far")
     assert main(["evaluate", str(run), "--on", "tset"]) == 2
     said = capsys.readouterr().err
-    assert (
-        said == "trainer: error: --on tset: there is no such evaluation set; did you mean 'test'? (there "
-        "are: data, test, far)\n"
-    )
+    assert named(said, "--on test")
 
 
 def test_stopped_and_resumed_it_is_the_same(data: Path, run: Path, tmp_path: Path) -> None:
@@ -230,7 +227,7 @@ def test_one_set_decides(data: Path, tmp_path: Path, decides: str, best: int, en
     assert state["state"]["best"][1] == best
     assert (tmp_path / "run" / CHECKPOINTS / f"step-{best:08d}").exists()
     if decides == "test":
-        assert f"no evaluation since step {best} was better on test (2 in a row" in done.said
+        assert named(done.said, f"{best} 2")
     assert ("(decides)" in done.said) == (decides != "data")
 
 
@@ -253,18 +250,18 @@ def test_names_in_tensorboard_and_in_the_report(run: Path) -> None:
 
 
 BAD = [
-    ("{far: {path: /nowhere}}", "evaluation.sets.far.path=/nowhere: no such folder"),
-    ("{far: {path: ODD}}", "evaluation.sets.far: has other classes than the model (2 and 2): 'owl' is none"),
+    ("{far: {path: /nowhere}}", "evaluation.sets.far.path=/nowhere"),
+    ("{far: {path: ODD}}", "evaluation.sets.far 2 owl"),
     (
         "{far: {name: digits}}",
-        "evaluation.sets.far: has other classes than the model (10 and 2): '0' is none",
+        "evaluation.sets.far 10 2 0",
     ),
-    ("{far: {split: tset}}", "/near/tset: "),
+    ("{far: {split: tset}}", "/near/tset"),
     (
         "{far: {name: tokens, path: ODD}}",
-        "evaluation.sets.far.name=tokens isn't read by task=classification",
+        "evaluation.sets.far.name=tokens task=classification",
     ),
-    ("{far: {path: ODD, spilt: x}}", "far: unknown key 'spilt'; did you mean 'split'?"),
+    ("{far: {path: ODD, spilt: x}}", "spilt split"),
 ]
 
 
@@ -276,14 +273,12 @@ def test_bad_sets_are_one_line_before_any_rank(
     file = written(tmp_path, recipe(data, sets={}))
     setting = f"evaluation.sets={sets}".replace("ODD", str(tmp_path / "odd"))
     code = main(["train", str(file), "--out", str(tmp_path / "run"), "--set", setting])
-    refused(code, capfd.readouterr().err, line, folder=tmp_path / "run")
+    refusal(code, capfd.readouterr().err, line, folder=tmp_path / "run")
 
 
 def test_a_set_that_decides_must_be_there(data: Path) -> None:
     values = recipe(data).model_dump(mode="json", exclude_none=True)
-    with pytest.raises(
-        BadInputError, match=r"decides=tset: no such set; did you mean 'test'\? \(there are: data"
-    ):
+    with refused("decides=tset test"):
         make_recipe(values, ["evaluation.decides=tset"])
 
 
@@ -332,11 +327,9 @@ def test_language_has_sets_of_its_own_tokens(tmp_path: Path) -> None:
     held.read(np.array([0]), None, out)
     characters = near.describe()["characters"]
     assert "".join(characters[token] for token in out["tokens"][0].tolist()) in "cba " * 4
-    with pytest.raises(
-        BadInputError, match=r"^evaluation\.sets\.odd: .*odd\.txt: holds 'z', which is none of"
-    ):
+    with refused("evaluation.sets.odd odd.txt z"):
         make_task(make_recipe(values, [f"evaluation.sets.odd.path={tmp_path / 'odd.txt'}"]))
-    with pytest.raises(BadInputError, match=r"^evaluation\.sets\.odd: is of another tokenizer .*bytes"):
+    with refused("evaluation.sets.odd"):
         make_task(make_recipe(values, ["evaluation.sets.odd.name=stdlib"]))
 
 
@@ -359,7 +352,7 @@ def test_token_files_have_splits(tmp_path: Path, text: str) -> None:
     assert "test" in bytes(int(token) & 255 for token in out["tokens"][0]).decode("latin-1")
     about = json.loads((tmp_path / "test.bin.json").read_text())
     (tmp_path / "test.bin.json").write_text(json.dumps({**about, "tokenizer": "bpe:other"}))
-    with pytest.raises(BadInputError, match=r"^evaluation\.sets\.test: .*of another tokenizer than"):
+    with refused("evaluation.sets.test"):
         make_task(make_recipe(values, ["evaluation.sets.test.split=test"]))
 
 
@@ -377,5 +370,5 @@ def test_detection_and_audio_have_more_sets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_task_of_ones_own_brings_its_sets_itself() -> None:
-    with pytest.raises(BadInputError, match=r"a custom task brings its own data"):
+    with refused():
         make_recipe({"epochs": 1, "task": "mine.py"}, ["evaluation.sets.a.path=/x"])

@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.helpers import preloaded
+from tests.helpers.refusals import named, refused
 from trainer import fit
 from trainer.cli import make_parser
 from trainer.commands.train import options_of
@@ -333,7 +334,7 @@ def test_a_current_folder_that_was_deleted(here: Path) -> None:
     os.chdir(here / "gone")
     (here / "gone").rmdir()
     for out in (None, "run"):
-        with pytest.raises(BadInputError, match="the current folder was deleted"):
+        with refused("folder"):
             quick(out=out)
     assert quick(out=here / "run").folder == here / "run"
 
@@ -384,7 +385,7 @@ def test_a_second_one_at_once_is_refused(out: str) -> None:
 
 
 def test_one_that_isnt_caught_comes_through_as_it_is() -> None:
-    with pytest.raises(BadInputError, match="a fit is under way"):
+    with refused():
         quick(hooks=[At2(lambda: quick(out="other"))])
 
 
@@ -452,21 +453,21 @@ def test_a_folder_that_is_no_run_stays_as_it_is(here: Path) -> None:
     (here / "odd").mkdir()
     (here / "odd" / MANIFEST).write_text("{}")
     for out, line in {
-        "full": "out=full: isn't empty; give a new or an empty folder",
-        "link": "out=link: isn't empty",
-        "hidden": "out=hidden: isn't empty",
-        "file": "out=file: can't be written (File exists)",
-        "file/below": "out=file/below: can't be written (Not a directory)",
-        "dangling": "out=dangling: can't be written (dangling is a link to nowhere, which isn't there)",
-        "odd": "manifest.json: can't be read as a run's manifest",
+        "full": "out=full",
+        "link": "out=link",
+        "hidden": "out=hidden",
+        "file": "out=file",
+        "file/below": "out=file/below",
+        "dangling": "out=dangling",
+        "odd": "manifest.json",
         ".": "isn't empty",
         "": "isn't empty",
-        "a\0b": r"out='a\x00b': give the path of a folder",
-        3: "out=3: give the path of a folder",
+        "a\0b": "out='a\\x00b",
+        3: "out=3",
     }.items():
         with pytest.raises(BadInputError) as refused:
             quick(out=out)
-        assert line in str(refused.value).replace(f"{here}/", ""), out
+        assert named(str(refused.value).replace(f"{here}/", ""), line), out
     assert {path.name for path in here.rglob("*")} == {
         *("full", "config.yaml", "link", "file", "dangling", "hidden", ".git", "odd", MANIFEST)
     }
@@ -489,7 +490,7 @@ def test_what_never_began_leaves_no_folder(here: Path) -> None:
             raise RuntimeError("no")
 
     for out in (None, "new"):
-        with pytest.raises(BadInputError, match="hook Unmade: RuntimeError: no"):
+        with refused("RuntimeError"):
             quick(out=out, hooks=[Unmade])
     assert not [path for path in here.rglob("*") if path.name != "runs"]
 
@@ -769,7 +770,7 @@ def test_a_script_without_a_guard_gets_pythons_hint(here: Path, out: str) -> Non
     environment = {**os.environ, "PYTHONPATH": str(preloaded.ROOT)}
     done = preloaded.run([sys.executable, "script.py"], cwd=here, env=environment)
     assert done.returncode == 1
-    assert re.search(r'in line \d+: put that under if __name__ == "__main__":', done.stderr)
+    assert named(done.stderr, "__name__ == __main__")
     assert not [path for path in here.rglob("*") if path.name not in ("script.py", "runs", "__pycache__")]
 
 

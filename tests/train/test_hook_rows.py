@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.forked import attempt, small
+from tests.helpers.refusals import refused
 from tests.helpers.rows import read_rows
 from trainer.config.training import HooksConfig
 from trainer.errors import BadInputError
@@ -174,7 +175,7 @@ def test_a_name_is_one_hooks_and_checkpoints_have_no_row(tmp_path: Path, capfd: 
 
     for hooks in ([One(), Other()], [One(), One()]):
         rows = HookRows(tmp_path, None)  # type: ignore[arg-type]
-        with pytest.raises(BadInputError, match="hooks return 'x' twice"):
+        with refused("x"):
             hook_sink(hooks, HooksConfig(), rows)({"kind": "train", "step": 4})
     tell = checkpoint_hook([One()], HooksConfig())
     assert tell is not None

@@ -15,7 +15,7 @@ import yaml
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt, small
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import named, refusal, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer import fit
@@ -318,7 +318,7 @@ def test_an_error_in_one_ends_both_ranks_and_tells_no_secret(own: Path, tmp_path
     done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
     assert done.returncode == 1
     assert "rank 0" in done.stderr
-    assert "HookError: Broken.after_step: ValueError: no such host" in done.stderr
+    assert named(done.stderr, "HookError Broken.after_step ValueError")
     assert 'own.py", line' in done.stderr
     assert "hunter2" not in done.stdout + done.stderr
     files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -328,16 +328,16 @@ def test_an_error_in_one_ends_both_ranks_and_tells_no_secret(own: Path, tmp_path
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("none.py:Watch", "hooks.use: none.py: can't be read (No such file"),
-        ("trainer.no_such:Watch", "hooks.use: trainer.no_such can't be loaded (ModuleNotFoundError"),
-        ("own.py:Wacth", "hooks.use: own.py has no Wacth; did you mean 'Watch'?"),
-        ("own.py:Nothing", "hook own.py:Nothing has none of the methods after_step, after_evaluation"),
-        ("own.py:Misspelled", "nothing calls after_evalution; did you mean 'after_evaluation'?"),
-        ("own.py:Some", 'hook own.py:Some: ranks is \'some\'; give "first" or "all"'),
-        ("own.py:Demanding", "hook own.py:Demanding is called without arguments, and wants host;"),
-        ("bad.py:Watch", "hooks.use: bad.py line 2 can't be loaded (ZeroDivisionError: division by zero)"),
-        ("wrong.py:Watch", "hooks.use: wrong.py can't be loaded (SyntaxError: "),
-        ("ending.py:Watch", "hooks.use: ending.py line 1 can't be loaded (SystemExit: 0)"),
+        ("none.py:Watch", "hooks.use none.py"),
+        ("trainer.no_such:Watch", "hooks.use trainer.no_such ModuleNotFoundError"),
+        ("own.py:Wacth", "hooks.use own.py Watch"),
+        ("own.py:Nothing", "own.py:Nothing after_step after_evaluation"),
+        ("own.py:Misspelled", "after_evalution after_evaluation"),
+        ("own.py:Some", "own.py:Some some first all"),
+        ("own.py:Demanding", "own.py:Demanding"),
+        ("bad.py:Watch", "hooks.use bad.py 2 ZeroDivisionError"),
+        ("wrong.py:Watch", "hooks.use wrong.py SyntaxError"),
+        ("ending.py:Watch", "hooks.use ending.py 1 SystemExit 0"),
     ],
 )
 def test_what_is_no_hook_is_found_before_there_are_ranks(
@@ -350,7 +350,7 @@ def test_what_is_no_hook_is_found_before_there_are_ranks(
     recipe = small(hooks={"use": [place]})
     with pytest.raises(BadInputError) as refused:
         check_request(recipe, make_task(recipe), 1)
-    assert line in str(refused.value)
+    assert named(str(refused.value), line)
     off = small(hooks={"use": [place], "enabled": False})
     check_request(off, make_task(off), 1)
 
@@ -368,10 +368,10 @@ def test_modules_of_the_working_folder_are_found(own: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("own.py:sned", "log.to: own.py has no sned; did you mean 'send'?"),
-        ("own.py:number", "log.to: own.py:number is a int; name a function of a row"),
-        ("own.py:Watch", "log.to: own.py:Watch is a type; name a function of a row"),
-        ("none.py:send", "log.to: none.py: can't be read (No such file"),
+        ("own.py:sned", "log.to own.py send"),
+        ("own.py:number", "log.to own.py:number"),
+        ("own.py:Watch", "log.to own.py:Watch"),
+        ("none.py:send", "log.to none.py"),
     ],
 )
 def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch, place: str, line: str) -> None:
@@ -379,7 +379,7 @@ def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch, place: str,
     recipe = small(log={"to": [place]})
     with pytest.raises(BadInputError) as refused:
         check_request(recipe, make_task(recipe), 1)
-    assert line in str(refused.value)
+    assert named(str(refused.value), line)
 
 
 @pytest.mark.parametrize(
@@ -388,20 +388,20 @@ def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch, place: str,
         (
             "log",
             {"to": ["jsnol"]},
-            "'jsnol' is none of jsonl, csv, tensorboard, wandb, mlflow, nor module:NAME",
+            "jsnol module:NAME",
         ),
-        ("log", {"to": ["own.py"]}, "nor module:NAME or file.py:NAME of a function"),
-        ("log", {"to": "jsonl"}, "a list is wanted, such as --set 'log.to=[jsonl]'"),
-        ("hooks", {"use": ["own.py"]}, "'own.py': give file.py:NAME or module:NAME"),
-        ("hooks", {"use": ["own.py:a b"]}, "give file.py:NAME or module:NAME"),
-        ("hooks", {"use": "own.py:Watch"}, "a list is wanted, such as --set 'hooks.use=[own.py:Watch]'"),
-        ("hooks", {"on_error": "ignore"}, "allowed: stop | warn"),
+        ("log", {"to": ["own.py"]}, "module:NAME file.py:NAME"),
+        ("log", {"to": "jsonl"}, "--set log.to=[jsonl]"),
+        ("hooks", {"use": ["own.py"]}, "own.py file.py:NAME module:NAME"),
+        ("hooks", {"use": ["own.py:a b"]}, "file.py:NAME module:NAME"),
+        ("hooks", {"use": "own.py:Watch"}, "--set hooks.use=[own.py:Watch]"),
+        ("hooks", {"on_error": "ignore"}, "stop"),
     ],
 )
 def test_words_that_are_no_places(key: str, word: dict[str, Any], line: str) -> None:
     with pytest.raises(BadInputError) as refused:
         validated(Recipe, {"epochs": 1, key: word}, "mine")
-    assert line in str(refused.value)
+    assert named(str(refused.value), line)
     assert "\n" not in str(refused.value)
 
 
@@ -409,7 +409,7 @@ def test_one_that_cannot_be_made_leaves_no_run_folder(own: Path, tmp_path: Path)
     """What its `__init__` does only a rank can know: it may open a connection."""
     recipe = small(hooks={"use": [f"{own.name}:Failing"]}, data={"micro_batch_size": 4})
     done = typed(tmp_path, recipe, "--nproc-per-node", "2")
-    refused(done.returncode, done.stderr, "own.py:Failing", "KeyError", "WANDB")
+    refusal(done.returncode, done.stderr, "own.py:Failing", "KeyError", "WANDB")
     assert not list((tmp_path / "runs").glob("mine-*"))
 
 
@@ -487,7 +487,7 @@ def test_a_tasks_file_may_bring_some(own: Path, monkeypatch: pytest.MonkeyPatch)
 
     Path("line.py").write_text(f"{TASK}\nfrom own import Watch\n\nhooks = Watch\n")
     recipe = validated(Recipe, {"epochs": 1, "task": str(Path("line.py").absolute())}, "line")
-    with pytest.raises(BadInputError, match="hooks is a type; give a list of classes or objects"):
+    with refused("hooks classes"):
         check_request(recipe, make_task(recipe), 1)
 
 

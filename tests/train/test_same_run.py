@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.few_pictures import make_folder
 from tests.helpers.forked import attempt, replace
+from tests.helpers.refusals import named
 from tests.helpers.run_folders import changed
 from trainer.config.recipe import Recipe
 from trainer.data import dataset
@@ -50,7 +51,7 @@ def test_another_kind_of_device_is_refused(tmp_path: Path, stopped: Path) -> Non
     manifest = json.loads((folder / "manifest.json").read_text())
     write_json(folder / "manifest.json", {**manifest, "device": {"kind": "cuda"}})
     refused = attempt(folder)
-    assert refused.code == 2 and "(trained on cuda, now cpu)" in refused.line
+    assert refused.code == 2 and named(refused.line, "cuda cpu")
     assert attempt(folder, mode="force").code == 0
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, strategies as st
 from torch import nn
 
+from tests.helpers.refusals import refused
 from tests.helpers.small_task import Small
 from tests.helpers.steps import ALONE, train_some
 from tests.helpers.toys import TokenTask, make_recipe
@@ -258,14 +259,14 @@ def test_what_cannot_be_shared_out_or_adapted_is_refused(kind: str, tmp_path: Pa
     check_sharding(ParallelConfig(), model, 2)
     if kind in ("transposed", "data"):
         lora = ModelConfig(lora=LoraConfig(rank=2, targets=("dec",)))
-        with pytest.raises(BadInputError, match=r"enc.weight and dec.weight are one weight; leave dec out"):
+        with refused("enc.weight dec.weight"):
             fine_tune(Tied(kind), lora)
         state = {name: tensor.clone().contiguous() for name, tensor in Tied(kind).state_dict().items()}
         safetensors.torch.save_file(state, tmp_path / "good.safetensors")
         assert load_initial(Tied(kind), tmp_path / "good.safetensors", ()) == f"{len(state)} tensors"
         state["dec.weight"] = state["dec.weight"] + 1
         safetensors.torch.save_file(state, tmp_path / "other.safetensors")
-        with pytest.raises(BadInputError, match=r"enc.weight and dec.weight share memory in the model"):
+        with refused("enc.weight dec.weight"):
             load_initial(Tied(kind), tmp_path / "other.safetensors", ())
 
 
@@ -273,7 +274,7 @@ def test_a_parameter_with_gaps_is_refused_as_kernels_would_write_into_them() -> 
     for task in (Task("slice"), Task("transposed")):
         model = task.model()
         if task.kind == "slice":
-            with pytest.raises(BadInputError, match=r"'dec.bias' is a view with gaps \(strides \(6,\)"):
+            with refused("dec.bias 6"):
                 parameter_groups(OptimConfig(), model)
         else:
             assert len(parameter_groups(OptimConfig(), model)) == 4
