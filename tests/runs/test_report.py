@@ -436,7 +436,7 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypat
         ([str(run), "empty"], "folder"),
         (["torn"], "torn/manifest.json JSON"),
         (["list"], "list/manifest.json JSON"),
-        (["deep"], "deep/manifest.json"),
+        (["deep"], "deep manifest"),
         ([str(run), "--out", "empty"], "--out"),
         (
             [str(run), "--out", "list/manifest.json"],

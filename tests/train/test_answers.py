@@ -92,7 +92,7 @@ def test_of_several_ranks_the_first_answers_and_a_sharded_model_the_same(ranks: 
 
 
 def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
-    with refused("language.sequence_length"):
+    with refused("language.prompts 64"):
         build_alone(recipe := recipe_of(folder, "a " * 99), make_task(recipe))
     with refused("language.prompts data.name=conversations"):
         make_task(
