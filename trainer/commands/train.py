@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError, reading
 from trainer.host.here import paths_from_here
-from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
+from trainer.host.latest import MANIFEST, nor_below_runs, run_path
 from trainer.host.limits import read_limits
 from trainer.host.startup import choose_waiting
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
@@ -298,8 +297,8 @@ def find_run(options: argparse.Namespace) -> Path | None:
         return None
     if options.begin_from is not None:
         raise BadInputError(
-            f"--init-from {options.begin_from} and --resume {options.resume}: give one of them; --resume goes on "
-            "with a run, --init-from begins a new one with the weights of another"
+            f"--init-from {options.begin_from} and --resume {options.resume}: give one of them; --resume "
+            "goes on with a run, --init-from begins a new one with the weights of another"
         )
     run = _run_named(options.resume, "--resume")
     with reading(f"--resume {run}"):
@@ -324,7 +323,7 @@ def _run_named(word: str, flag: str) -> Path:
 
 
 def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
-    """Reads the run that --init-from names; without a recipe, takes that of the run to resume or to begin from."""
+    """Reads the run of --init-from; without a recipe, takes that of the run to resume or to begin from."""
     from trainer.runs.differences import own_config
     from trainer.runs.manifest import read_run
     from trainer.train.options import parse_source
@@ -342,8 +341,8 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
         return
     if named is None:
         raise BadInputError(
-            "RECIPE is missing: give one (trainer recipes lists them), or --resume RUN or --init-from RUN for "
-            "that run's own"
+            "RECIPE is missing: give one (trainer recipes lists them), or --resume RUN or --init-from RUN "
+            "for that run's own"
         )
     run = read_run(named)
     own_config(run, options.set)

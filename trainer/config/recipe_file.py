@@ -42,8 +42,8 @@ def read_recipe(name: str) -> dict[str, Any]:
         return custom_task_recipe(path)
     if path.is_dir():
         raise BadInputError(
-            f"{path} is a folder, and no recipe; to resume the run give --resume {path}, to begin a new "
-            f"one with its weights --init-from {path}, to train its configuration again {path / 'config.yaml'}"
+            f"{path} is a folder, and no recipe; to resume the run give --resume {path}, to begin a new one with "
+            f"its weights --init-from {path}, to train its configuration again {path / 'config.yaml'}"
         )
     if path.suffix == ".json" and (path.parent / "config.yaml").is_file():
         raise BadInputError(f"{path} is no recipe; the run's configuration is {path.parent / 'config.yaml'}")

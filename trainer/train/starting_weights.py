@@ -5,8 +5,8 @@ scale, where they fit; steps, epochs, the order of the data and the schedule sta
 kept in the run folder (by hard links, where possible): the other run isn't needed again.
 
 The file of `model.pretrained` is found and hashed once, before any rank starts, also when a run is resumed.
-A run with a checkpoint, its own or that of `--init-from`, takes all weights from there: its pretrained weights
-aren't read any more, and may be gone.
+A run with a checkpoint, its own or that of `--init-from`, takes all weights from there: its pretrained
+weights aren't read any more, and may be gone.
 """
 
 import os

@@ -71,7 +71,7 @@ def decide(
         task: The recipe's task.
         pretrained: Source and hash of the pretrained weights, or None.
         resume: The flag --resume.
-        source: The checkpoint that `--init-from` names, or that the launcher found for it; None without --init-from.
+        source: The checkpoint that `--init-from` names, or that the launcher found for it; None without it.
 
     Raises:
         BadInputError: If the folder holds another run, or `--init-from` names no checkpoint that fits.
@@ -137,7 +137,7 @@ def check_resumable(
 
 
 def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> None:
-    """Checks that the run in a folder began from the checkpoint that `--init-from` names, which may be gone now.
+    """Checks that a folder's run began from the checkpoint that `--init-from` names, which may be gone now.
 
     Raises:
         BadInputError: If it began in another way.
@@ -155,8 +155,8 @@ def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> No
         same = True
     if not same or (source.which.isdigit() and int(source.which) != begun.step):
         raise BadInputError(
-            f"--init-from {source.word}: {folder} holds a run that began from {begun.folder}, step {begun.step}; "
-            f"{remedy}"
+            f"--init-from {source.word}: {folder} holds a run that began from {begun.folder}, step "
+            f"{begun.step}; {remedy}"
         )
 
 
