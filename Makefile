@@ -58,7 +58,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor mutants steady image verify-image first-build push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
-	chaos nightly slowdowns lint docs bench profile verify tune tensorboard venv lock stack release audit sbom clean-venv
+	chaos nightly slowdowns lint docs bench profile verify tensorboard venv lock stack release audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -185,10 +185,6 @@ profile: ## look at some steps of RECIPE: with Nsight Systems where nsys and a G
 verify: ## train RUN=runs/mine again and compare the bits; ARGS="--steps 200"
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/trainer verify $(RUN) $(ARGS)
-
-tune: ## find the largest micro-batch of RECIPE that fits, and write OUT=tuned.yaml; GPUS=2, ARGS="--check"
-	$(call bootstrap,--groups train)
-	$(VENV)/bin/trainer tune $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 tensorboard: ## show the runs under RUN=runs on this machine's port 6006
 	$(call bootstrap,--groups train)

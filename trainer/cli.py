@@ -23,7 +23,7 @@ from trainer.version import __version__
 
 # Commands, each trainer/commands/NAME (a file or folder with `add_parser`), with their groups in the help.
 COMMANDS = {
-    **dict.fromkeys(("train", "new", "check", "recipes", "tune"), "Train"),
+    **dict.fromkeys(("train", "new", "check", "recipes"), "Train"),
     **dict.fromkeys(
         ("runs", "checkpoints", "report", "evaluate", "predict", "export", "verify"), "Use a run"
     ),
@@ -82,7 +82,7 @@ _COMMANDS_ELSEWHERE = {
     **dict.fromkeys(("validate", "test", "eval", "val"), "evaluate"),
     **dict.fromkeys(("fit", "run"), "train"),
     **dict.fromkeys(("models", "list-recipes", "configs"), "recipes"),
-    **dict.fromkeys(("lr-find", "lr_find", "sweep"), "tune"),
+    "tune": "train RECIPE data.micro_batch_size=auto",
     "resume": "train --resume",
     "compare": "report",
 }

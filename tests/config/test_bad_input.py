@@ -174,7 +174,6 @@ CASES = [
     (["train", "digits", "--resume", "x" * 300], "--resume"),
     (["train", "digits", "optim.lr=1", "--batch-size", "3"], "data.global_batch_size=…"),
     (["train", "digits", "--lr", "0.1"], "--lr 0.1 optim.lr=…"),
-    (["tune", "digits", "--batch-size=8"], "--batch-size=8 data.global_batch_size=…"),
     (["train", "digits", "optim.clip=1"], "optim.clip optim.max_grad_norm"),
     (["train", "digits", "batch_size=8"], "data.global_batch_size"),
     (["train", "digits", "--num-workers", "2"], "--num-workers 2 data.workers=…"),
@@ -198,12 +197,11 @@ CASES = [
     (["train", "big.yaml"], "big.yaml 1 MiB"),
     (["train", "slip.yaml"], "slip.yaml epoch epochs 1"),
     (["train", "digits", "--set", "task=[language]"], "task=[language]"),
-    # Before anything is probed, let alone trained.
+    # Before anything is tried, let alone trained.
     (
         ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch_size=auto"],
         "resnet19 resnet18",
     ),
-    (["tune", "digits", "--set", "model.name=resnet19"], "resnet19 resnet18"),
 ]
 
 
@@ -244,9 +242,6 @@ LOCKED = [
     ["report", "locked/run"],
     ["new", "locked/task.py"],
     ["submit", "locked/recipe.yaml", "--on", "docker", "--dry-run"],
-    ["tune", "digits", "--out", "locked/tuned.yaml"],
-    ["tune", "digits", "--out", "fixed/tuned.yaml"],
-    ["tune", "digits", "--out", "half"],
 ]
 
 
@@ -336,8 +331,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
         "train digits --set optim.lrr=1": (2, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         "train digits --set optim.name=sgdd": (2, "did you mean 'sgd'?"),
         f"train {task} --set optim.lrr=1": (2, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
-        "tune digist": (2, "no recipe 'digist'; did you mean 'digits'?"),
-        "tune digits --set data.micro_batch_size=auto --set seeed=1": (2, "did you mean 'seed'?"),
+        "train digits --set data.micro_batch_size=auto --set seeed=1": (2, "did you mean 'seed'?"),
         "evaluate nothing": (2, "nothing: not a run folder"),
         "predict nothing x.png": (2, "nothing: not a run folder"),
         "verify nothing": (2, "nothing: not a run folder"),

@@ -182,7 +182,7 @@ def test_a_slip_is_told_what_was_meant_and_another_word_nothing(typed: str) -> N
     assert said == (f"; did you mean '{meant}'?" if meant else "; --help-config shows every key")
 
 
-@pytest.mark.parametrize("command", ["train", "tune", "doctor"])
+@pytest.mark.parametrize("command", ["train", "doctor"])
 def test_a_key_and_its_value_alone_are_a_setting(command: str) -> None:
     words = [command, "digits", "optim.lr=0.1", "--set", "epochs=2", "--out", "x", "max_steps=3"]
     options = make_parser().parse_args(words)

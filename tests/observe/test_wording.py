@@ -30,7 +30,7 @@ PLACE = "runs/a-1"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # Words of other programs, and of whole commands of ours, which can be typed anywhere.
 _COMMAND = re.compile(
-    r"`?(trainer (data|tune|export|predict|evaluate|doctor|report|bench)|tar|docker run)\b[^;,)]*"
+    r"`?(trainer (data|export|predict|evaluate|doctor|report|bench)|tar|docker run)\b[^;,)]*"
 )
 # Files of what `fit` never does: other commands, the launcher and its flags.
 NOT_OF_FIT = {
@@ -39,7 +39,6 @@ NOT_OF_FIT = {
         "resolve.py",
         "options.py",
         "model_of_run.py",
-        "tuned.py",
         "export_formats.py",
         "follower.py",
         "flags.py",
@@ -70,9 +69,7 @@ def remedies(leave_out: Collection[str] = ()) -> Iterator[str]:
     """Texts that a run can print and that name a flag."""
     root = Path(trainer.__file__).parent
     files = [file for room in ROOMS for file in (root / room).rglob("*.py")]
-    files += [
-        file for file in (root / "train").rglob("*.py") if file.parent.name not in ("tune", "report")
-    ]  # CSS has variables
+    files += (root / "train").rglob("*.py")
     for file in files:
         if file.name not in ("wording.py", "redact.py", *leave_out):
             yield from (text for text in texts(file) if FLAG.search(text) and " " in text)

@@ -243,7 +243,7 @@ def test_every_command_asks_before_it_runs_anything(
         line = [*given, str(sent)] if given[-1] != "onnx" else [given[0], str(sent), *given[1:]]
         assert cli.main(line) == 2
         assert "--trust" in capsys.readouterr().err
-    for words in (["train"], ["tune"], ["check"]):
+    for words in (["train"], ["check"]):
         assert cli.main([*words, str(sent / "config.yaml")]) == 2
         assert "read it, then" in capsys.readouterr().err
     assert cli.main(["report", str(sent)]) == 0
@@ -255,6 +255,6 @@ def test_a_requeued_run_whose_command_names_its_recipe_never_asks(run: Path) -> 
     change(run, trust={})
     for recipe in (str(run / "task.py"), "digits"):
         options = argparse.Namespace(recipe=recipe, resume=str(run), begin_from=None, out=None, values=None)
-        options.set, options.tuned, options.trust, options.source, options.named = [], None, False, None, None
+        options.set, options.trust, options.source, options.named = [], False, None, None
         find_recipe(options, find_run(options))
         check_code(options)

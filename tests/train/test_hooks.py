@@ -28,7 +28,8 @@ from trainer.errors import BadInputError, StopRun
 from trainer.train import loop
 from trainer.train.components.task import check_request, make_task
 from trainer.train.hooks import hook_sink
-from trainer.train.start.tune.trial import probe_recipe, train_some
+from trainer.train.start.micro_batch import trial_recipe
+from trainer.train.start.micro_batch_rank import train_some
 
 # Each tells in a file beside it what it was called with, and in which rank.
 OWN = dedent("""
@@ -426,15 +427,16 @@ def test_a_sink_gets_every_row_and_verify_calls_none(own: Path, tmp_path: Path) 
     assert told(own) == before
 
 
-def test_a_probe_calls_none(own: Path) -> None:
+def test_a_trial_calls_none(own: Path) -> None:
     recipe = with_hooks(own, "Watch", log={"every": 1, "to": [f"{own}:send"]})
-    request = {"recipe": probe_recipe(recipe, 8, 1), "threads": 1, "room": 0, "settings": []}
+    request = {"recipe": trial_recipe(recipe, 8, 1), "threads": 1}
 
-    def probe() -> None:
+    def trial() -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os._exit(train_some(request, lambda _: None))
+        train_some(request)
+        os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=probe)
+    process = multiprocessing.get_context("fork").Process(target=trial)
     process.start()
     process.join(300)
     assert process.exitcode == 0

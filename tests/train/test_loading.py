@@ -1,4 +1,4 @@
-"""Promise: workers and prefetch fit the box; `trainer tune` takes another setting only where it is faster."""
+"""Promise: workers and prefetch fit the box."""
 
 from pathlib import Path
 

@@ -26,8 +26,6 @@ from trainer.train.components.memory import describe_model, memory_to_come, top_
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
 from trainer.train.evaluate import evaluate
-from trainer.train.start.tune import trial
-from trainer.train.start.tune.trial import probe_recipe
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step
 
@@ -305,29 +303,6 @@ def test_memory_is_told_of_a_ranks_part(ranks: Ranks, micro_batch_size: int) -> 
         gradients = 2 * block + (whole - -(-whole // 2) if micro_batch_size == 2 else rest)
         assert coming["gradients and optimizer state"] == 3 * own
         assert coming["gathered parameters and gradients"] == gathered + gradients
-
-
-def probed(world: World, parallel: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What this rank tells of a probe of `trainer tune`."""
-    recipe = make_recipe(**{**DIGITS, "ema": {"decay": 0.9}}, parallel={"threads": 1, **parallel})
-    size = recipe.data.micro_batch_size
-    request = {"recipe": probe_recipe(recipe, size, world.size), "settings": [], "threads": 1, "room": 0}
-    told: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(world.size))
-        patch.setattr(trial, "joined_world", lambda *_: nullcontext(world))
-        patch.setattr(trial, "_TIMED_SECONDS", 0.05)
-        assert trial.train_some({**request, "folder": folder}, told.update) == 0
-    return told
-
-
-def test_a_probe_of_tune_trains_the_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks.run(2, probed, {}, str(tmp_path))[0]["held"]
-    for size, parallel in ((2, FSDP), (4, HSDP)):
-        answers = ranks.run(size, probed, parallel, str(tmp_path))
-        for what in ("weights", "optimizer state", "average"):
-            assert max(told["held"][what] for told in answers) < 0.7 * whole[what], what
-        assert all(told["samples_per_s"] > 0 for told in answers)
 
 
 def overflowing(world: World) -> tuple[float, bool]:

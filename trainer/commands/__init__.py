@@ -4,7 +4,7 @@ Each has `add_parser`, which defines the options and the function that runs them
 torch alone takes two seconds and is imported when a command runs. A command reads its options, calls other
 rooms, prints the result and returns the exit code. Code that two commands need belongs to another room.
 
-- `train`, `tune`: train a recipe; find the micro-batch size that fits
+- `train`: trains a recipe
 - `new`, `recipes`: write the template of a custom task; list the recipes
 - `checkpoints`, `report`, `verify`: list a run's checkpoints, write its report, replay it and compare bits
 - `evaluate`, `export`, `predict`: measure a run's model, write it in another format, apply it to files

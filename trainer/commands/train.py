@@ -50,9 +50,6 @@ def add_parser(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="set a configuration key (repeatable); KEY=VALUE alone does the same",
     )
-    train.add_argument(
-        "--tuned", type=Path, metavar="FILE", help="settings that `trainer tune` wrote (--set wins)"
-    )
     train.add_argument("--help-config", action="store_true", help="print all configuration keys and exit")
     _add_run(train.add_argument_group("run folder, stop and resume"))
     _add_processes(train.add_argument_group("GPUs and processes"))
@@ -60,7 +57,11 @@ def add_parser(commands: Any) -> None:
     _add_trials(train.add_argument_group("short runs and profiles"))
     _add_output(train.add_argument_group("output"))
     add_trust(train)
-    train.told = {"--from": "it is --init-from now", "--name": "--out runs/NAME does that"}
+    train.told = {
+        "--from": "it is --init-from now",
+        "--name": "--out runs/NAME does that",
+        "--tuned": "data.micro_batch_size=auto finds the size at the start",
+    }
     train.set_defaults(run=_run, source=None, values=None, named=None, verbosity="normal")
 
 
@@ -215,14 +216,13 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     from trainer.config.recipe_file import provisional
     from trainer.launch.nodes.discover import is_rank, rank_variables
     from trainer.train.options import check_alone, fast_settings, folder_for_a_try
-    from trainer.train.start.tune.tuned import with_tuned
 
     resume = None if options.resume in _MODES else options.resume
     several = is_rank({**os.environ, **rank_variables(os.environ)})
     check_alone(several, out=options.out, resume=resume, nnodes=options.nnodes)
     find_recipe(options, None)
     check_code(options)
-    recipe, _ = provisional(options.recipe, with_tuned(options.tuned, options.set), options.values)
+    recipe, _ = provisional(options.recipe, options.set, options.values)
     options.set = [*fast_settings(recipe), *options.set]
     options.out = stack.enter_context(folder_for_a_try())
 
@@ -230,7 +230,6 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 def _train(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import key_lines, provisional
     from trainer.launch.nodes.discover import is_rank, rank_variables
-    from trainer.train.start.tune.tuned import with_tuned
 
     variables = {**os.environ, **rank_variables(os.environ)}
     rank = int(variables["RANK"]) if is_rank(variables) else None
@@ -241,8 +240,7 @@ def _train(options: argparse.Namespace) -> int:
         log_as_json(rank)
     find_recipe(options, find_run(options))
     if options.help_config:
-        settings = with_tuned(options.tuned, options.set)
-        print("\n".join(key_lines(options.recipe, *provisional(options.recipe, settings, options.values))))
+        print("\n".join(key_lines(options.recipe, *provisional(options.recipe, options.set, options.values))))
         return 0
     check_code(options)
     os.environ.update(rank_variables(os.environ))
@@ -250,7 +248,6 @@ def _train(options: argparse.Namespace) -> int:
         from trainer.launch.worker import Worker
 
         with Worker() as worker:  # before the slow imports, so that a signal finds a handler
-            options.set = with_tuned(options.tuned, options.set)
             from trainer.train.start.resolve import train_without_launcher
 
             worker.code = train_without_launcher(options_of(options))
@@ -260,7 +257,6 @@ def _train(options: argparse.Namespace) -> int:
 
     end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
     fresh = "torch" not in sys.modules
-    options.set = with_tuned(options.tuned, options.set)
     # What is wrong with it is said before torch is imported.
     given = provisional(options.recipe, options.set, options.values)
     choose_waiting(_cpus_wanted(given[0], options.nproc_per_node or 1))
@@ -356,9 +352,8 @@ def check_code(options: argparse.Namespace) -> None:
         return
     from trainer.config.recipe_file import provisional
     from trainer.runs.trust import check_recipe, check_run
-    from trainer.train.start.tune.tuned import with_tuned
 
-    recipe, _ = provisional(options.recipe, with_tuned(options.tuned, options.set), options.values)
+    recipe, _ = provisional(options.recipe, options.set, options.values)
     if options.values is None:
         check_recipe(options.recipe, recipe, options.set, options.trust)
     else:

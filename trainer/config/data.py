@@ -103,7 +103,8 @@ class DataConfig(LoaderConfig):
     micro_batch_size: int = Field(
         64,
         ge=1,
-        description="samples per forward pass on one rank; part of the arithmetic; auto: the most that fits",
+        description="samples per forward pass on one rank; part of the arithmetic; auto: the most that "
+        "fits on the GPUs",
         json_schema_extra={"words": "int | auto"},
     )
     eval_batch_size: int = Field(256, ge=1, description="samples per forward pass in evaluation, on one rank")
@@ -253,9 +254,7 @@ class DataConfig(LoaderConfig):
     @classmethod
     def _auto_is_chosen_before(cls, value: Any) -> Any:
         if value == "auto":
-            raise ValueError(
-                "a number is needed here; `trainer train` chooses one, and `trainer tune RECIPE` prints it"
-            )
+            raise ValueError("a number is needed here; `trainer train` chooses one at the start")
         return value
 
     @field_validator("cache_limit")

@@ -42,8 +42,8 @@ def read_recipe(name: str) -> dict[str, Any]:
         return custom_task_recipe(path)
     if path.is_dir():
         raise BadInputError(
-            f"{path} is a folder, and no recipe; to resume the run give --resume {path}, to begin a new one with "
-            f"its weights --init-from {path}, to train its configuration again {path / 'config.yaml'}"
+            f"{path} is a folder, and no recipe; to resume the run give --resume {path}, to begin a new one "
+            f"with its weights --init-from {path}, to train its configuration again {path / 'config.yaml'}"
         )
     if path.suffix == ".json" and (path.parent / "config.yaml").is_file():
         raise BadInputError(f"{path} is no recipe; the run's configuration is {path.parent / 'config.yaml'}")
@@ -152,7 +152,7 @@ def load_recipe(name: str, settings: Sequence[str], values: dict[str, Any] | Non
 def provisional(
     name: str, settings: Sequence[str], values: dict[str, Any] | None = None
 ) -> tuple[Recipe, bool]:
-    """Returns a recipe, and whether its micro-batch is auto; then it has a valid number as a placeholder.
+    """Returns a recipe, and whether its micro-batch is auto; then it has the recipe's own number, or a part.
 
     Args:
         name: Name of the recipe, or its path.
@@ -169,7 +169,12 @@ def provisional(
     auto = isinstance(data, Mapping) and data.get("micro_batch_size") == "auto"
     if auto:
         whole = values["data"].get("global_batch_size", DataConfig.model_fields["global_batch_size"].default)
-        values = {**values, "data": {**values["data"], "micro_batch_size": whole}}
+        own = (before.get("data") or {}).get("micro_batch_size")
+        number = own if isinstance(own, int) else DataConfig.model_fields["micro_batch_size"].default
+        if isinstance(whole, int) and whole > 0:  # the largest part of it that isn't larger
+            counts = range(-(-whole // number), whole + 1)
+            number = whole // next(count for count in counts if whole % count == 0)
+        values = {**values, "data": {**values["data"], "micro_batch_size": number}}
     return make_recipe(values, source=name), auto
 
 

@@ -34,7 +34,7 @@ _LARGE_BATCH_BYTES = 16 << 20
 # Fraction of the container's memory for loading; the rest is for weights, activations and the page cache.
 _MEMORY_FRACTION = 0.25
 # Bytes that a loader process adds to the PSS of all, decoding included: 31 to 49 MiB were seen where it is
-# forked, 380 where it is spawned and so imports torch (photographs; torch 2.9.1, see docs/results/tune.md).
+# forked, 380 where it is spawned and so imports torch (photographs; torch 2.9.1).
 _FORKED_BYTES = 48 << 20
 _STARTED_BYTES = 384 << 20
 # The batch in use and the one that is being copied, in addition to those that workers prepare.

@@ -1,6 +1,6 @@
 """Facts from /proc on processes and this thread: parents, memory, time spent waiting for a CPU.
 
-From the kernel's documentation: filesystems/proc.rst (status, smaps_rollup, clear_refs).
+From the kernel's documentation: filesystems/proc.rst (status, clear_refs).
 """
 
 import os
@@ -66,17 +66,6 @@ def _mapped(library: str) -> list[range]:
     lines = [line.split(maxsplit=5) for line in text_of("/proc/self/maps").splitlines()]
     found = [words[0].split("-") for words in lines if len(words) == 6 and library in Path(words[5]).name]
     return [range(int(begin, 16), int(end, 16)) for begin, end in found]
-
-
-def is_running(pid: int) -> bool:
-    """Returns True if a process exists and is neither stopped nor a zombie."""
-    state = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
-    return bool(state) and state[0] not in "TtZX"
-
-
-def private_bytes(pid: int) -> int:
-    """Bytes that a process has for itself."""
-    return figures_in(text_of(f"/proc/{pid}/smaps_rollup")).get("Private_Dirty", 0)
 
 
 def resident_bytes() -> int:

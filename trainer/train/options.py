@@ -53,9 +53,8 @@ class TrainOptions:
 
     Attributes:
         recipe: Name of a recipe, or path of its file.
-        set: Settings KEY=VALUE, of which later ones win; those of `tuned` come first.
+        set: Settings KEY=VALUE, of which later ones win.
         values: Configuration of the run to resume or to begin from, in place of the recipe's; else None.
-        tuned: File of settings that `trainer tune` wrote, or None.
         out: The run folder; None for a new one, named by the trainer.
         resume: The flag --resume: whether to resume the run in the folder, even if its configuration differs.
         source: The checkpoint that `--init-from` names, or None.
@@ -75,7 +74,6 @@ class TrainOptions:
     recipe: str
     set: list[str]
     values: dict[str, Any] | None = None
-    tuned: Path | None = None
     out: Path | None = None
     resume: Mode = "auto"
     source: StartingPoint | None = None

@@ -11,19 +11,14 @@ from trainer.config.recipe_file import provisional
 from trainer.data.workers import Sizes, by_rule, bytes_needed
 from trainer.host.limits import Limits
 
-_USUAL_BATCH = 64
-
 
 def read_for_needs(recipe: str, settings: Sequence[str]) -> Recipe:
-    """Reads a recipe as `trainer train` would; a usual micro-batch size stands in for `auto`.
+    """Reads a recipe as `trainer train` would; its own micro-batch size stands in for `auto`.
 
     Raises:
         BadInputError: For the first thing that is wrong.
     """
-    read, auto = provisional(recipe, settings)
-    if auto:
-        read.data.micro_batch_size = _USUAL_BATCH
-    return read
+    return provisional(recipe, settings)[0]
 
 
 def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeNeeds:

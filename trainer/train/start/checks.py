@@ -6,7 +6,7 @@ a rank without a launcher runs, at its first start only, not when torchrun resta
 
 | check | where |
 |---|---|
-| flags, `--tuned`, `threads_line` | before the data is opened: launcher, first process of a job, `fit` |
+| flags, `threads_line` | before the data is opened: launcher, first process of a job, `fit` |
 | `check_request`: what would fail on every rank | launcher, `fit`; each rank with the number of all ranks |
 | `decide`: state of the folder, `--init-from` | launcher, `fit`; each rank, under the lock of rank 0 |
 | `claim_folder`, of a run that begins | node 0's launcher, rank 0, `fit` |

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import load_recipe, make_recipe
+from trainer.config.recipe_file import provisional
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.here import from_here, paths_from_here
 from trainer.launch.forked import hangs_in_parallel
@@ -25,7 +25,7 @@ from trainer.observe.console import warn
 from trainer.observe.rows import FILES, OWN
 from trainer.observe.wording import started_by
 from trainer.runs.folder import RUNS, claim_folder, new_folder, read_rows, remove_unused
-from trainer.runs.manifest import read_stored
+from trainer.runs.manifest import Manifest, read_stored
 from trainer.runs.report.write import failure_reported
 from trainer.runs.trust import check_recipe
 from trainer.tasks import Task
@@ -36,6 +36,7 @@ from trainer.train.options import Mode, parse_source
 from trainer.train.request import Request
 from trainer.train.start.checks import Start, check_start, places, threads_line
 from trainer.train.start.decision import Finished, From, decide
+from trainer.train.start.micro_batch import stored_size, usual_size
 from trainer.train.start.process_state import process_state_kept
 from trainer.train.start.rank import train_rank
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
@@ -132,7 +133,7 @@ def _fit(
     stored = None if wanted is None else read_stored(wanted)
     if hangs_in_parallel():
         torch.set_num_threads(1)  # from here on: more would wait for ever, also in a user's method
-    name, recipe, opened = _open(task, words)
+    name, recipe, opened = _open(task, words, stored)
     if hangs_in_parallel() and recipe.parallel.threads != 1:
         raise BadInputError(
             "fit was called in a fork of a process in which torch had computed with several threads, as in "
@@ -192,17 +193,27 @@ def _absolute(out: str | Path) -> Path:
         ) from error
 
 
-def _open(task: str | Path | object, words: Sequence[str]) -> tuple[str, Recipe, Task]:
+def _open(
+    task: str | Path | object, words: Sequence[str], stored: Manifest | None
+) -> tuple[str, Recipe, Task]:
     """Returns name, configuration and task of the argument `task` of `fit`."""
     if isinstance(task, str | Path):
-        recipe = load_recipe(str(task), words)
+        recipe = _sized(stored, *provisional(str(task), words))
         check_recipe(str(task), recipe, words)
         return Path(task).stem, recipe, make_task(recipe)
     own = task() if isinstance(task, type) else task
     name = type(own).__name__
-    recipe = make_recipe({**getattr(own, "RECIPE", {}), "task": "own"}, words, name)
+    recipe = _sized(stored, *provisional(name, words, {**getattr(own, "RECIPE", {}), "task": "own"}))
     opened = CustomTask(own, name)
     return name, recipe, limit_data(opened, recipe.data.limit)
+
+
+def _sized(stored: Manifest | None, recipe: Recipe, auto: bool) -> Recipe:
+    """Returns a recipe with a number in place of data.micro_batch_size=auto."""
+    if not auto:
+        return recipe
+    number = stored_size(stored) or usual_size(recipe, 1, "fit tries no others")
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"micro_batch_size": number})})
 
 
 _under_way = threading.Lock()

@@ -40,9 +40,8 @@ from trainer.train.request import Request, as_json
 from trainer.train.start.checks import CheckPlace, Start, check_start, places, threads_line
 from trainer.train.start.decision import Decision, Finished, From, Resume, decide
 from trainer.train.start.local_ranks import plan_local_ranks
+from trainer.train.start.micro_batch import KEY, Interrupted, fitting_size, stored_size, usual_size
 from trainer.train.start.rank import train_rank
-from trainer.train.start.tune.job import Interrupted, Job, chosen_setting, for_ranks, stored_setting
-from trainer.train.start.tune.tuned import check_tuned, read_tuned
 from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 from trainer.version import __version__
 
@@ -67,22 +66,20 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
     )
     _check_options(options, nodes)
     local = plan_local_ranks(recipe, options.gpus, options.nproc_per_node)
-    _check_tuned(options, recipe, local.ranks)
     wanted, stored = _wanted(options), _stored(options)
     if line := threads_line(recipe, stored, options.resume):
         warn(line)
     recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, options.resume, options.source)
     if auto:
-        with folder_kept():  # probes and ranks start in the current folder of this process
-            check_request(recipe, make_task(recipe), 1, fresh)  # so that no probe fails on such a fault
+        with folder_kept():  # trials and ranks start in the current folder of this process
+            check_request(recipe, make_task(recipe), 1, fresh)  # so that no trial fails on such a fault
         try:
-            setting = micro_batch_size(stored, nodes, Job(recipe, local))
+            number = stored_size(stored) or _tried_size(recipe, local, nodes)
         except Interrupted as interrupted:
             warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
             return EXIT_FAILED
-        recipe = load_recipe(options.recipe, [*options.set, setting], options.values).model_copy(
-            update={"model": recipe.model}
-        )
+        sized = load_recipe(options.recipe, [*options.set, f"{KEY}={number}"], options.values)
+        recipe = sized.model_copy(update={"model": recipe.model})
     with folder_kept():
         task = make_task(recipe)
         _check_batch(recipe, task, local.ranks, nodes, fresh)
@@ -171,8 +168,9 @@ def _of_rank(options: TrainOptions) -> tuple[Request, Task]:
     _check_options(options, None)
     recipe, auto = provisional(options.recipe, options.set, options.values)
     if auto:
-        recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))], options.values)
-    _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
+        world = int(os.environ["WORLD_SIZE"])
+        number = stored_size(_stored(options)) or usual_size(recipe, world, "no launcher could try others")
+        recipe = load_recipe(options.recipe, [*options.set, f"{KEY}={number}"], options.values)
     folder = _folder_of_rank(options, recipe).absolute()
     # One rank of a host fetches the weights, the others wait for it.
     recipe, pretrained, _ = resolve_pretrained(
@@ -219,11 +217,6 @@ def _restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _check_tuned(options: TrainOptions, recipe: Recipe, ranks: int) -> None:
-    if options.tuned is not None:
-        check_tuned(read_tuned(options.tuned), options.tuned, recipe, ranks, device_kind(recipe))
-
-
 def _check_options(options: TrainOptions, nodes: Nodes | None) -> None:
     if options.max_restarts < 0:
         raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
@@ -259,21 +252,19 @@ def _shares(recipe: Recipe, task: Task, world: int, fresh: bool) -> bool:
     return True
 
 
-def micro_batch_size(stored: Manifest | None, nodes: Nodes | None, job: Job) -> str:
-    """Returns the setting for data.micro_batch_size=auto; a resumed run keeps its own.
+def _tried_size(recipe: Recipe, local: LocalRanks, nodes: Nodes | None) -> int:
+    """Returns the micro-batch size that trials find.
 
     Raises:
         BadInputError: With several nodes, if nothing fits, or if the recipe can't be trained here.
         Interrupted: After a signal.
     """
-    if setting := stored_setting(stored):
-        return setting
     if nodes is not None:
         raise BadInputError(
-            "data.micro_batch_size=auto: each of several nodes would choose for itself; find it by `trainer "
-            "tune` on one of them, and give --tuned FILE"
+            f"{KEY}=auto: each of several nodes would choose for itself; find the number on one of them "
+            "(--fast-dev-run), and give it"
         )
-    return chosen_setting(job)
+    return fitting_size(recipe, local)
 
 
 def _folder(name: str, recipe: Recipe, wanted: Path | None, begins: bool) -> tuple[Path, bool]:

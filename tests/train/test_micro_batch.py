@@ -1,0 +1,304 @@
+"""Promise: data.micro_batch_size=auto is the first of the halved sizes that fits; the global batch stays."""
+
+import json
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, strategies as st
+
+import trainer
+from tests.helpers import preloaded
+from tests.helpers.forked import small
+from tests.helpers.manifests import least_manifest
+from tests.helpers.refusals import named, refusal, refused
+from trainer.cli import main
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe
+from trainer.data.sampling.plan import Plan
+from trainer.distributed.parallel import World
+from trainer.launch.launcher import LocalRanks
+from trainer.launch.signals import SignalReceiver
+from trainer.train.components.run import build
+from trainer.train.components.task import make_task
+from trainer.train.start import micro_batch
+from trainer.train.start.micro_batch import (
+    Interrupted,
+    Trial,
+    first_that_fits,
+    halved,
+    micro_batch_sizes,
+    run_trial,
+    trial_recipe,
+    verdict,
+)
+from trainer.train.step import train_step
+
+GIB = 1 << 30
+SMALL = ("model.width=4", "data.limit=64", "parallel.threads=1", "max_steps=2", "device=cpu")
+AUTO = "data.micro_batch_size=auto"
+
+
+def test_sizes_keep_the_global_batch() -> None:
+    def sizes(ranks: int = 1, **sections: Any) -> list[int]:
+        return micro_batch_sizes(small(**sections), ranks)
+
+    assert sizes(data={"global_batch_size": 60}) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
+    assert sizes(3, data={"global_batch_size": 60}) == [1, 2, 4, 5, 10, 20]
+    assert sizes(data={"global_batch_size": 60}, regularization={"mixup": 0.2})[0] == 2
+    assert sizes(2, data={"global_batch_size": 48}, parallel={"reduction": "tree"}) == [3, 6, 12, 24]
+    with refused("data.global_batch_size=60 7"):
+        sizes(7, data={"global_batch_size": 60})
+
+
+@given(st.integers(1, 1 << 24))
+def test_each_size_is_at_most_half_of_the_one_before(batch: int) -> None:
+    sizes = micro_batch_sizes(small(data={"global_batch_size": batch}), 1)
+    found = halved(sizes)
+    assert found[0] == batch and 1 <= len(found) <= 8 and {*found} <= {*sizes}
+    for before, size in pairwise(found):
+        assert size <= before // 2 and not [one for one in sizes if size < one <= before // 2]
+
+
+@given(st.integers(1, 96), st.sampled_from([1, 2, 3]), st.integers(1, 200))
+def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: int, samples: int) -> None:
+    recipe = small(data={"global_batch_size": each * ranks})
+
+    def steps(size: int) -> list[list[int]]:
+        plan = Plan(samples, each * ranks, size, 2, "cross", seed=3)
+        order = plan.read(np.arange(plan.steps * plan.micro_batches))
+        return order.sample.reshape(plan.steps, -1).tolist()
+
+    first, *others = (steps(size) for size in micro_batch_sizes(recipe, ranks))
+    assert all(other == first for other in others)
+
+
+def test_every_size_has_the_same_loss_curve() -> None:
+    def curve(size: int) -> list[float]:
+        recipe = small(
+            max_steps=4,
+            data={"global_batch_size": 16, "micro_batch_size": size},
+            model={"norm": "group"},
+            optim={"lr": 0.01},
+        )
+        run = build(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0)
+        batches = run.loader(run.share.batches())
+        losses = []
+        for step in range(4):
+            train_step(run, batches, step)
+            losses.append(float(run.state.loss))
+        return losses
+
+    sizes = micro_batch_sizes(small(data={"global_batch_size": 16}), 1)
+    curves = [curve(size) for size in sizes]
+    assert len(curves) == 5
+    for other in curves[1:]:
+        assert other == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_a_trial_has_the_steps_that_show_the_peak() -> None:
+    def shape(size: int, **sections: Any) -> tuple[int, int, int]:
+        recipe = Recipe.model_validate(trial_recipe(small(**sections), size, 2))
+        assert recipe.max_steps is not None
+        return recipe.data.micro_batch_size, recipe.data.global_batch_size, recipe.max_steps
+
+    whole = {"global_batch_size": 64}
+    assert shape(4, data=whole) == (4, 16, 2)  # two micro-batches on each of two ranks, with optimizer state
+    assert shape(32, data=whole) == (32, 64, 2)  # which accumulates nothing
+    assert shape(4, data=whole, parallel={"reduction": "tree"})[:2] == (4, 64)  # whose sums need the step
+    assert shape(4, data=whole, compile={"mode": "max-autotune"})[2] >= 4
+    values = trial_recipe(small(data={"last_batch": "drop"}), 8, 1)
+    assert values["data"]["last_batch"] == "cross"  # the step of a trial may be larger than the data
+
+
+def test_the_first_that_fits_is_taken_and_no_smaller_one_is_tried() -> None:
+    tried = list[int]()
+
+    def attempt(size: int) -> Trial:
+        tried.append(size)
+        return Trial(size <= 8, "planted")
+
+    assert first_that_fits([64, 32, 16, 8, 4], attempt) == 8
+    assert tried == [64, 32, 16, 8]
+    with refused("data.micro_batch_size=16 planted"):
+        first_that_fits([64, 32, 16], attempt)
+
+
+@pytest.mark.parametrize(
+    ("used", "fits"), [((15, 10), True), ((10, 15), True), ((15.2, 1), True), ((1, 15.3), False)]
+)
+def test_the_fullest_gpu_decides_with_five_percent_left(used: tuple[float, ...], fits: bool) -> None:
+    assert verdict([{"used": one * GIB, "total": 16 * GIB} for one in used]).fits is fits
+
+
+def ranks(count: int) -> LocalRanks:
+    return LocalRanks(count, 1, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def attempted(folder: str, count: str, values: str) -> None:
+    """A trial on CPUs; what it returns or raises is written to the folder."""
+    recipe = Recipe.model_validate_json(values)
+    with SignalReceiver() as receiver:
+        try:
+            told = run_trial(recipe, ranks(int(count)), recipe.data.micro_batch_size, receiver)._asdict()
+        except Exception as error:
+            told = {"error": str(error)}
+    Path(folder, "told").write_text(json.dumps(told))
+
+
+def attempt(folder: Path, recipe: Recipe, count: int = 1) -> dict[str, Any]:
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    words = (str(folder), str(count), recipe.model_dump_json())
+    preloaded.call(attempted, *words, timeout=300, env=environment)
+    assert not list((folder / "tmp").glob("trainer-trial-*"))
+    return dict(json.loads((folder / "told").read_text()))
+
+
+@pytest.mark.parametrize(("count", "parallel"), [(1, {}), (2, {}), (2, {"strategy": "fsdp"})])
+def test_the_ranks_of_a_trial_train_and_end(count: int, parallel: dict[str, Any], tmp_path: Path) -> None:
+    recipe = small(parallel=parallel, data={"global_batch_size": 8, "micro_batch_size": 4})
+    assert attempt(tmp_path, recipe, count)["fits"]
+
+
+TASK = """
+import torch
+class Mine:
+    def data(self): return ({"x": torch.ones(16, 2).numpy()},) * 2
+    def model(self): return torch.nn.Linear(2, 1)
+    def loss(self, model, batch):
+        %s
+    def measure(self, model, batch): return {"loss": model(batch.fields["x"]).sum()}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")', "fits"),
+        ('raise ZeroDivisionError("oh")', "error"),
+    ],
+)
+def test_only_memory_makes_a_size_too_large(line: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(TASK % line)
+    found = attempt(tmp_path, load_recipe(str(file), ["device=cpu", "parallel.threads=1"]))
+    assert next(iter(found)) == told and not found.get("fits")
+    assert named(str(found), "memory" if told == "fits" else "data.micro_batch_size=64 ZeroDivisionError")
+
+
+def test_a_signal_ends_the_trial() -> None:
+    with SignalReceiver() as receiver:
+        receiver.received.append(signal.SIGTERM)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            run_trial(small(), ranks(1), 8, receiver)
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Sizes of which a trial was asked, of which 16 and less fit; the CPU passes for a GPU."""
+    sizes = list[int]()
+
+    def planted(_recipe: Recipe, _local: LocalRanks, size: int, _receiver: SignalReceiver) -> Trial:
+        sizes.append(size)
+        return Trial(size <= 16, "planted")
+
+    monkeypatch.setattr(micro_batch, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(micro_batch, "run_trial", planted)
+    monkeypatch.chdir(tmp_path)
+    return sizes
+
+
+def size_of(run: Path | str) -> tuple[int, int]:
+    """The micro-batch in the configuration and in the manifest of a run."""
+    facts = json.loads(Path(run, "manifest.json").read_text())
+    config = yaml.safe_load(Path(run, "config.yaml").read_text())
+    return config["data"]["micro_batch_size"], facts["config"]["data"]["micro_batch_size"]
+
+
+def test_what_was_found_stands_in_the_run_and_is_kept_on_resume(tried: list[int]) -> None:
+    assert main(["train", "digits", *SMALL, AUTO, "--out", "run"]) == 0
+    assert tried == [64, 32, 16] and size_of("run") == (16, 16)
+    assert main(["train", "digits", *SMALL, AUTO, "max_steps=3", "--out", "run"]) == 0
+    assert tried == [64, 32, 16] and size_of("run") == (16, 16)
+
+
+def test_where_nothing_fits_no_folder_is_left(tried: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.global_batch_size=65536", "data.last_batch=weighted", "model.norm=group"]
+    code = main(["train", "digits", *SMALL, *words, AUTO, "--out", "run"])
+    refusal(code, capsys.readouterr().err, "data.micro_batch_size=512", folder=Path("run"))
+    assert len(tried) == 8
+
+
+def test_several_nodes_are_refused(tried: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost", "--out", "run"]
+    code = main(["train", "digits", *SMALL, AUTO, *words])
+    refusal(code, capsys.readouterr().err, AUTO, folder=Path("run"))
+    assert not tried
+
+
+@pytest.mark.parametrize(
+    ("own", "batch", "found"), [("", 64, 64), ("", 96, 48), ("micro_batch_size: 24", 96, 24)]
+)
+def test_on_a_cpu_it_is_the_recipes_own(
+    own: str, batch: int, found: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"epochs: 1\ndata: {{name: digits, global_batch_size: {batch}{', ' * bool(own)}{own}}}\n")
+    assert main(["train", str(file), *SMALL, AUTO, "--out", str(tmp_path / "run")]) == 0
+    assert named(capfd.readouterr().out, f"{AUTO} {found}")
+    assert size_of(tmp_path / "run") == (found, found)
+
+
+def test_fit_takes_the_recipes_own(tmp_path: Path) -> None:
+    settings = dict(yaml.safe_load(f"{{{one.replace('=', ': ')}}}").popitem() for one in (*SMALL, AUTO))
+    trainer.fit("digits", settings, out=tmp_path / "run")
+    assert size_of(tmp_path / "run") == (64, 64)
+
+
+def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.train.components.task import data_of
+    from trainer.train.start import resolve
+
+    found = list[int]()
+    monkeypatch.setattr("trainer.launch.worker.Worker", SimpleNamespace)
+    monkeypatch.setattr(
+        resolve, "train_rank", lambda request, _: found.append(request.recipe.data.micro_batch_size) or 0
+    )
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    recipe = load_recipe("digits", [*SMALL, "data.micro_batch_size=8"])
+    (tmp_path / "run").mkdir()
+    fingerprint = data_of(recipe, make_task(recipe))
+    manifest = least_manifest(config=recipe.model_dump(mode="json"), threads=1, fingerprint=fingerprint)
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    from trainer.cli import make_parser
+    from trainer.commands.train import options_of
+
+    for out in ("run", "other"):
+        options = make_parser().parse_args(["train", "digits", *SMALL, AUTO, "--out", str(tmp_path / out)])
+        assert resolve.train_without_launcher(options_of(options)) == 0
+    assert found == [8, 64]
+
+
+def test_help_shows_auto_and_only_train_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", AUTO, "--help-config"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "data.micro_batch_size " in line)
+    assert named(line, "int | auto", "(digits: auto)")
+    refusal(main(["check", "digits", AUTO]), capsys.readouterr().err, "data.micro_batch_size")
+
+
+@pytest.mark.parametrize("words", [["tune", "digits"], ["train", "digits", "--tuned", "tuned.yaml"]])
+def test_what_went_names_what_replaces_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    refusal(int(str(ended.value)), capsys.readouterr().err, AUTO)

@@ -1,1 +1,0 @@
-"""Choice of the micro-batch for this machine, by measurement."""
