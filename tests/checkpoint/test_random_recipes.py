@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.recorded.__main__ import RECORD, differences
-from tests.recorded.__main__ import SEEDS as RECORDED
+from tests.recorded.__main__ import RECORD, SEEDS as RECORDED, differences
 from tests.recorded.draw import BATCH, KINDS, draw
 from tests.recorded.files import left_out
 from tests.recorded.play import Workplace, WrongError, compare, play
