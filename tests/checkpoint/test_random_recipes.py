@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.recorded.__main__ import differences
-from tests.recorded.draw import KINDS, draw
+from tests.recorded.__main__ import RECORD, SEEDS as RECORDED, differences
+from tests.recorded.draw import BATCH, KINDS, draw
 from tests.recorded.files import left_out
 from tests.recorded.play import Workplace, WrongError, compare, play
+from tests.recorded.refusals import REFUSALS
 
 SEEDS = range(100, 110)  # one of each kind
 
@@ -40,6 +41,20 @@ def test_a_seed_gives_the_same_recipe_and_others_give_all_kinds() -> None:
     alone = [case for case in cases if case.recipe["data"]["micro_batch_size"] == 8]
     assert [case.seed for case in alone] == [*range(0, 30, 3)]
     assert {case.ranks for case in alone} == {1}
+
+
+def test_the_record_is_whole() -> None:
+    record = json.loads(RECORD.read_text())
+    cases = {int(seed): one["case"] for seed, one in record["recipes"].items()}
+    assert sorted(cases) == [*RECORDED] and not record["commit"].endswith("+")
+    assert {case["kind"] for case in cases.values()} == set(KINDS)
+    assert sum(case["recipe"]["data"]["micro_batch_size"] == BATCH for case in cases.values()) >= 20
+    assert all(one["weights"] and one["order"] for one in record["recipes"].values())
+    assert {words: one["code"] for words, one in record["refusals"].items()} == {
+        one.words: 2 for one in REFUSALS
+    }
+    assert all(record["refusals"][one.words]["names"] == list(one.names) for one in REFUSALS)
+    assert len(REFUSALS) == 40 and set(record["machine"]) >= {"flags", "threads", "torch", "python"}
 
 
 def _run(folder: Path, weight: float, loss: float) -> Path:
