@@ -24,9 +24,7 @@ from trainer.version import __version__
 # Commands, each trainer/commands/NAME (a file or folder with `add_parser`), with their groups in the help.
 COMMANDS = {
     **dict.fromkeys(("train", "new", "check", "recipes"), "Train"),
-    **dict.fromkeys(
-        ("runs", "checkpoints", "report", "evaluate", "predict", "export", "verify"), "Use a run"
-    ),
+    **dict.fromkeys(("runs", "report", "evaluate", "predict", "export", "verify"), "Use a run"),
     "data": "Data",
     **dict.fromkeys(("doctor", "submit", "bench"), "Machine and cluster"),
 }
@@ -76,7 +74,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("--dry-run", "--sanity-check", "--smoke-test"), "--fast-dev-run"),
     **dict.fromkeys(("--ckpt-path", "--initial-checkpoint", "--pretrained", "--resume-from"), "--init-from"),
 }
-# What other tools call a command of ours.
+# What other tools, or this one formerly, call a command of ours.
 _COMMANDS_ELSEWHERE = {
     **dict.fromkeys(("list", "ls", "list-runs", "history", "experiments"), "runs"),
     **dict.fromkeys(("validate", "test", "eval", "val"), "evaluate"),
@@ -85,6 +83,7 @@ _COMMANDS_ELSEWHERE = {
     "tune": "train RECIPE data.micro_batch_size=auto",
     "resume": "train --resume",
     "compare": "report",
+    "checkpoints": "runs RUN",
 }
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")  # argparse's words
 _MOST_OPTIONS = 1 << 20  # bytes of a file of options

@@ -1,7 +1,6 @@
 """Promise P7: the doctor reads a box as it is: planted files, a false NVML, and the real kernel."""
 
 import json
-import os
 import resource
 import threading
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.helpers.doctor_box import GIB, MIB
 from tests.helpers.nobody import IN_ROOT_ONLY, as_nobody
 from tests.helpers.planted import write
 from trainer.commands.doctor.doctor import judge_facts, read_box
-from trainer.commands.doctor.facts import Gpus, System
+from trainer.commands.doctor.facts import Gpus
 from trainer.commands.doctor.gpu import read_gpus
 from trainer.commands.doctor.needs import make_needs, read_for_needs
 from trainer.commands.doctor.resources import read_system
@@ -22,7 +21,7 @@ from trainer.commands.doctor.software import read_software
 from trainer.config.formats import FORMATS
 from trainer.config.recipe_file import recipe_names
 from trainer.data.workers import Sizes, by_rule, bytes_needed
-from trainer.host.limits import Limits, read_limits
+from trainer.host.limits import Limits
 from trainer.host.reading import within_seconds
 from trainer.observe.text import rough_size
 
@@ -66,7 +65,6 @@ def nvml(gpus: int = 2, init: int = 0, lost: tuple[int, ...] = (), **more: Any) 
         nvmlDeviceGetIndex=lambda number: number,
         nvmlDeviceGetUUID=lambda number: f"GPU-{number}abc",
         nvmlDeviceGetName=lambda _: b"NVIDIA GeForce RTX 4090",
-        nvmlDeviceGetBrand=lambda _: 15,
         nvmlDeviceGetCudaComputeCapability=lambda _: (8, 9),
         nvmlDeviceGetMemoryInfo=memory,
         nvmlSystemGetDriverVersion=lambda: "570.86",
@@ -78,14 +76,12 @@ def test_gpus(tmp_path: Path) -> None:
     found = read_gpus(nvml(), tmp_path, {})
     assert (found.driver, found.nodes, found.problem) == ("570.86", True, "")
     one = found.cards[0]
-    assert (one.name, one.architecture, one.data_center) == ("NVIDIA GeForce RTX 4090", "sm_89", False)
-    assert (one.total, one.used) == (80 * GIB, GIB)
+    assert (one.name, one.architecture) == ("NVIDIA GeForce RTX 4090", "sm_89")
 
 
 def test_visible_devices(tmp_path: Path) -> None:
     found = read_gpus(nvml(), tmp_path, {"CUDA_VISIBLE_DEVICES": "1,7,0"})
-    assert [card.index for card in found.cards] == [1]
-    assert found.wrong == "7"
+    assert (len(found.cards), found.wrong) == (1, "7")
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["no handle", "no answer"])
@@ -115,20 +111,10 @@ def test_the_open_kernel_module_has_a_version_too(tmp_path: Path) -> None:
     assert read_gpus(nvml(init=12), tmp_path, {}).kernel == "580.65.06"
 
 
-def test_forward_compatibility(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "usr/local/cuda/compat/libcuda.so.580.65.06": "",
-            "usr/local/cuda/compat/libcuda.so.1": "",
-            "opt/other/libcuda.so.570.1": "",
-        },
-    )
-    assert read_gpus(nvml(), tmp_path, {"LD_LIBRARY_PATH": "/opt/other"}).compat == ()
-    found = read_gpus(nvml(), tmp_path, {"LD_LIBRARY_PATH": "/x:/usr/local/cuda/compat"})
-    assert found.compat == ("580.65.06",)
-    write(tmp_path, {"etc/ld.so.conf.d/000_cuda.conf": "/usr/local/cuda/compat"})
-    assert read_gpus(nvml(), tmp_path, {}).compat == ("580.65.06",)
+def test_the_folder_that_gke_mounts_the_driver_in(tmp_path: Path) -> None:
+    assert read_gpus(nvml(init=12), tmp_path, {}).unsearched == ""
+    write(tmp_path, {"usr/local/nvidia/lib64/libnvidia-ml.so.1": ""})
+    assert read_gpus(nvml(init=12), tmp_path, {}).unsearched == "/usr/local/nvidia/lib64"
 
 
 # The kernel
@@ -138,28 +124,23 @@ V2 = {
     "proc/self/cgroup": "0::/",
     "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
     "sys/devices/system/cpu/online": "0-63",
-    "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB\n"
-    "CommitLimit: 1000 kB\nCommitted_AS: 3000 kB",
+    "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB",
     "sys/fs/cgroup/cpu.max": "400000 100000",
-    "sys/fs/cgroup/cpu.stat": "usage_usec 9\nnr_periods 200\nnr_throttled 50\nthrottled_usec 1",
     "sys/fs/cgroup/memory.max": str(8 * GIB),
     "sys/fs/cgroup/memory.stat": f"anon {3 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_unreclaimable 0",
     "sys/fs/cgroup/memory.events": "low 0\noom 4\noom_kill 3",
-    "proc/self/status": "Name:\tpython\nCapEff:\t00000000a80465fb\nMems_allowed_list:\t0",
-    "proc/sys/vm/overcommit_memory": "2",
+    "proc/self/status": "Mems_allowed_list:\t0",
 }
 
 
 def test_the_kernel_with_cgroup_v2(tmp_path: Path) -> None:
     root = write(tmp_path, V2)
     (root / "dev/shm").mkdir(parents=True)
-    found = read_system(root, read_limits(root), {})
-    assert (found.machine_cpus, found.ipc_lock) == (64, True)
-    assert found.throttled == 0.25
+    found = read_system(root)
+    assert found.machine_cpus == 64
     assert (found.available, found.oom_kills) == (4 * GIB, 3)
-    assert (found.overcommit, found.commit_left) == (2, -2000 * 1024)
     assert found.shm is not None
-    assert set(found.rlimits) == {"nofile", "nproc", "memlock"}
+    assert found.open_files[0] <= found.open_files[1]
 
 
 def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
@@ -170,20 +151,17 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.limit_in_bytes": str(8 * GIB),
             "sys/fs/cgroup/memory/memory.stat": f"total_rss {5 * GIB}\ntotal_shmem {GIB}\ntotal_cache {GIB}",
             "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
         },
     )
-    found = read_system(root, read_limits(root), {})
+    found = read_system(root)
     assert (found.available, found.oom_kills) == (2 * GIB, 1)
-    assert found.throttled == 0.0  # no period has passed
     assert found.shm is None
 
 
 def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     found = judge_facts(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
-    assert len(found) >= 25
-    assert found["gpu.lost"].status == found["gpu.driver"].status == "not available"
+    assert len(found) == 16
+    assert found["gpu.nvml"].status == found["gpu.driver"].status == "not available"
     assert not any("can't be checked" in one.finding for one in found.values())
 
 
@@ -198,8 +176,6 @@ def test_as_a_user_without_a_name_under_tight_limits() -> None:
     said = as_nobody(imports, "main(['doctor', '--json'])", resource.RLIMIT_NOFILE, 200)
     rows = {row["id"]: row for row in json.loads(said)}
     assert rows["ulimit.nofile"]["finding"] == "open files: 200"
-    assert rows["user.name"]["finding"].startswith("uid 12345 has no name, and neither")
-    assert rows["user.home"]["finding"] == "HOME isn't set"
 
 
 # Software
@@ -216,7 +192,7 @@ def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
             "site/numpy-1.26.4.dist-info/METADATA": "",
             "site/PyYAML-6.0.2-py3.12.egg-info/PKG-INFO": "",
             "site/nvidia_cudnn_cu12-9.1.0.dist-info/METADATA": "",
-            "user/black-24.1.0.dist-info/METADATA": "",
+            "user/numpy/__init__.py": "",
             "work/torch/__init__.py": "",
             "cuda/libcudnn.so.9": "",
             "cuda/libcublasLt.so.12": "",
@@ -235,14 +211,13 @@ def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
     assert found.wanted == {"nvidia-cudnn-cu12": "9.10.2.21"}
     assert (found.installed["pyyaml"], found.installed["nvidia-cudnn-cu12"]) == ("6.0.2", "9.1.0")
     assert found.twice == ("numpy 1.26.4 and 2.1.0",)
-    assert found.leaked == ("black",)
-    assert found.shadowed == (f"torch in {root}/work",)
+    assert found.shadowed == (f"torch in {root}/work", f"numpy in {root}/user")
     assert found.searched == (
         "/x/libnccl.so.2",
         f"{root}/cuda/libcublasLt.so.12",
         f"{root}/cuda/libcudnn.so.9",
     )
-    assert read_software(paths[:1], root, f"{root}/user", {}).leaked == ()
+    assert read_software(paths[:1], root, f"{root}/user", {}).shadowed == ()
 
 
 def test_a_torch_for_cpus(tmp_path: Path) -> None:
@@ -256,24 +231,6 @@ def test_this_environment_is_that_of_its_lock() -> None:
     found = read_software()
     assert found.torch == torch.__version__
     assert found.cuda == (torch.version.cuda or "")
-
-
-# Network
-
-
-# Who
-
-
-def test_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(environ: dict[str, str]) -> System:
-        return read_system(tmp_path, read_limits(tmp_path), environ)
-
-    found = read({"HOME": str(tmp_path)})
-    assert (found.uid, found.home_error) == (os.getuid(), "")
-    assert read({}).home_error == "HOME isn't set"
-    assert read({"HOME": "/no/such"}).home_error == "HOME=/no/such isn't there"
-    monkeypatch.setattr("os.getuid", lambda: 98765)
-    assert read({}).user == ""
 
 
 # What a recipe needs
@@ -292,16 +249,14 @@ def test_a_plan(tmp_path: Path) -> None:
     file.write_text(
         f"epochs: 1\ndata: {{name: folder, path: {tmp_path}, image_size: 160, micro_batch_size: 32}}\n"
     )
-    keys = read_for_needs(str(file), ["data.prefetch=2", "compile.mode=default"])
+    keys = read_for_needs(str(file), ["data.prefetch=2"])
     assert keys.data.path == tmp_path
     gpus = read_gpus(nvml(), tmp_path, {})
     needs = make_needs("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), gpus)
-    assert (needs.ranks, needs.workers, needs.prefetch, needs.compiles) == (2, 6, 2, True)
-    assert needs.batch_bytes == 32 * 3 * 160 * 160
-    assert needs.ahead == 2 * 6 * 2 * needs.batch_bytes
+    assert (needs.ranks, needs.workers) == (2, 6)
     assert make_needs("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), Gpus()).ranks == 1
     digits = make_needs("digits", read_for_needs("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
-    assert (digits.workers, digits.ahead, digits.loader_bytes) == (0, 0, 0)
+    assert (digits.workers, digits.loader_bytes) == (0, 0)
 
 
 def test_the_needs_are_those_of_the_loader(tmp_path: Path) -> None:
@@ -313,7 +268,7 @@ def test_the_needs_are_those_of_the_loader(tmp_path: Path) -> None:
     sample = 3 * 512 * 512
     sizes = Sizes(sample, 128 * sample, 256 * sample)
     chosen = by_rule("auto", "auto", sizes, limits, 1)
-    assert (needs.workers, needs.prefetch) == chosen == (12, 2)
+    assert needs.workers == chosen.workers == 12
     assert needs.loader_bytes == bytes_needed(chosen, sizes)
     tight = make_needs("pets.yaml", read_for_needs(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
     assert tight.workers < 12

@@ -60,7 +60,10 @@ def test_the_newest_is_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
         ["old", "digits", "finished", "12", "12", "0.75", "accuracy", "0", "KiB", "9", "d"],
     ]
     assert listed(capsys, str(runs))[0] == [heading, *lines]
-    assert len(listed(capsys, "runs/old")[0]) == 2, "a run folder is that run"
+    one = listed(capsys, "runs/old")[0]
+    assert one == listed(capsys, "old")[0]
+    assert [line.split() for line in one[:2]] == [heading.split(), lines[1].split()]
+    assert one[2:] == ["runs/old: no checkpoints"]
 
 
 def test_for_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +122,10 @@ def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("list", "runs"), ("ls", "runs"), ("validate", "evaluate"), ("test", "evaluate"), ("fit", "train")],
+    [
+        *(("list", "runs"), ("ls", "runs"), ("checkpoints", "runs RUN")),
+        *(("validate", "evaluate"), ("test", "evaluate"), ("fit", "train")),
+    ],
 )
 def test_the_words_of_others_lead_to_a_command(
     typed: str, meant: str, capsys: pytest.CaptureFixture[str]
@@ -137,12 +143,12 @@ def test_names_that_steer_a_terminal_are_shown_on_their_line(
     made(tmp_path / "runs", f"c{sign}d", 1).joinpath("manifest.json").write_text("no JSON")
     rows, told = listed(capsys, str(tmp_path / "runs"))
     assert len(rows) == 2 and told.count("\n") == 1
-    assert main(["checkpoints", str(good)]) == 0
-    assert main(["checkpoints", f"{good}-not-there"]) == 2
+    assert main(["runs", str(good)]) == 0
+    assert main(["runs", f"{good}-not-there"]) == 2
     shown = capsys.readouterr()
     text = "".join([*rows, told, shown.out, shown.err])
     assert all(each.isprintable() or each == "\n" for each in text)
-    assert (shown.out + shown.err).count("\n") == 2
+    assert (shown.out + shown.err).count("\n") == 4
 
 
 def checkpoint(folder: Path, step: int, run_id: str = "1") -> None:

@@ -238,7 +238,7 @@ LOCKED = [
     ["data", "verify", "locked/tokens.bin"],
     ["data", "show", "digits", "--set", "data.name=folder", "--set", "data.path=locked/pictures"],
     ["runs", "locked"],
-    ["checkpoints", "locked/run"],
+    ["runs", "locked/run"],
     ["report", "locked/run"],
     ["new", "locked/task.py"],
     ["submit", "locked/recipe.yaml", "--on", "docker", "--dry-run"],

@@ -60,7 +60,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
     older = f"1 {FORMAT}"
     refusal(2, capsys.readouterr().err, older)
-    for words in (["verify"], ["report"], ["checkpoints"], ["predict"], ["export", "--to", "safetensors"]):
+    for words in (["verify"], ["report"], ["runs"], ["predict"], ["export", "--to", "safetensors"]):
         assert main([*words, str(tmp_path)]) == 2
         refusal(2, capsys.readouterr().err, older)
     manifest["format"] = FORMAT

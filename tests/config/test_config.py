@@ -8,11 +8,19 @@ import yaml
 
 import trainer
 from tests.helpers.hf_models import folder_of
+from tests.helpers.refusals import refusal
 from trainer.cli import main, make_parser
 from trainer.config.formats import FORMATS
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import make_recipe, override, parse_recipe, read_recipe, recipe_names
+from trainer.config.recipe_file import (
+    make_recipe,
+    override,
+    parse_recipe,
+    read_recipe,
+    recipe_names,
+    recipe_text,
+)
 from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.config.suggest import MEANT
 from trainer.config.tasks import TASKS
@@ -66,6 +74,29 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_that_is_printed_is_that_recipe(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes", name]) == 0
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(capsys.readouterr().out)
+    assert read_recipe(str(mine)) == read_recipe(name)
+    assert mine.read_text() == recipe_text(name)
+
+
+@pytest.mark.parametrize("name", ["digist", "mine.yaml", "../recipes/digits", ""])
+def test_what_is_no_recipe_is_not_printed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("epochs: 1\n")
+    assert main(["recipes", name]) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    refusal(2, told.err, name)
 
 
 def test_overrides_are_typed_and_leave_the_rest() -> None:

@@ -36,7 +36,7 @@ assert torch.equal(step(x), torch.relu(x @ x) + 1)
 END
 short="--set parallel.threads=1 --set max_steps=4 --set checkpoint.every=2"
 trainer train digits $short --set data.workers=1 --out /tmp/run
-trainer checkpoints /tmp/run
+trainer runs /tmp/run
 """
 SHELLS_OWN = ("_", "PWD", "OLDPWD", "SHLVL")
 LIMITED = ["--rm", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--network=none"]
@@ -79,7 +79,7 @@ echo "[$(cat /tmp/first), $(cat /tmp/second), $code]"
 
 
 def test_the_doctor_finds_nothing_wrong_with_anyone(train_image: str) -> None:
-    """What it can't write to is said; the software is whole, and the user needs no name."""
+    """What it can't write to is said; the software is whole."""
     for user in USERS:
         given = [f"--user={user}"] if user else []
         run = ["run", *LIMITED, *READ_ONLY, *given, train_image, "bash", "-c", DOCTOR]
@@ -246,11 +246,11 @@ def test_the_allocator_can_be_changed(train_image: str, library: str) -> None:
 
 
 def test_nccl_finds_the_verbs_library_and_it_its_providers(train_image: str) -> None:
-    """By the name that NCCL opens it by, from /opt/env's Python; without a device it lists none."""
+    """By the name that NCCL opens it by, from /opt/env's Python."""
     if "trainer.stand-in" in configuration(train_image)["Labels"]:
         pytest.skip("the stand-in for conda's packages has no rdma-core")
-    read = "from ctypes import CDLL; from trainer.commands.doctor.network import verbs_devices as listed"
-    words = f"python -c '{read}; assert listed(CDLL) == ()' && ls /opt/env/lib/libibverbs/libmlx5-*.so"
+    read = 'from ctypes import CDLL; CDLL("libibverbs.so.1")'
+    words = f"python -c '{read}' && ls /opt/env/lib/libibverbs/libmlx5-*.so"
     engine("run", *LIMITED, train_image, "bash", "-c", words)
 
 

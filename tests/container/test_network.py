@@ -63,7 +63,7 @@ def test_training_on_two_ranks_asks_nobody(train_image: str) -> None:
         compiled="--set data.micro_batch_size=32 --set compile.mode=default"
         trainer train digits --nproc-per-node 2 $short $compiled --out /tmp/r
         trainer report /tmp/r
-        trainer checkpoints /tmp/r
+        trainer runs /tmp/r
         python -c 'import tensorboard, tokenizers, s3fs, torchaudio, torchvision'
     """
     with watched(train_image, "sleep", "900") as (name, sent):

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from tests.helpers.refusals import refused
 from trainer import cli
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats import audio, decode, files, tar_shards
@@ -244,33 +245,21 @@ def test_parquet_that_inflates_is_refused(tmp_path: Path, made: str) -> None:
     assert len(str(refused.value)) < 500
 
 
-def varint(number: int, size: int = 0) -> bytes:
-    """A number as Thrift's compact protocol has it, in at least so many bytes."""
-    digits = [number * 2 >> shift & 127 for shift in range(0, 64, 7) if not shift or number * 2 >> shift]
-    digits += [0] * (size - len(digits))
-    return bytes([digit | 128 for digit in digits[:-1]] + digits[-1:])
-
-
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_footer_of_parquet_that_understates_its_pages_is_not_believed(
-    tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("made", ["a page", "a label", "a list"])
+def test_a_group_of_rows_is_bounded_before_it_is_read(
+    tmp_path: Path, made: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "train.parquet"
-    table = pyarrow.table({"path": ["a" * (16 << 20)] * rows, "label": ["c"] * rows})
-    parquet.write_table(table, file, compression="zstd", use_dictionary=False, data_page_size=1)
-    facts, data = parquet.read_metadata(file), bytearray(file.read_bytes())
-    size = varint(facts.row_group(0).column(0).total_uncompressed_size)
-    at = data.index(size, len(data) - facts.serialized_size - 8)
-    data[at : at + len(size)] = varint(100, len(size))
-    file.write_bytes(data)
-    assert parquet.read_metadata(file).row_group(0).column(0).total_uncompressed_size == 100
+    parquet.write_table(PARQUET[made][0], file, compression="zstd", use_dictionary=False)
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it is inflated"))
-    with pytest.raises(BadInputError, match="column 'path' holds more than"):
+    with refused(file, "path" if made == "a page" else "label"):
         in_table(file)
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"\xff" * 64, b"\x1c" * 4096, b"\x19" * 4096, b"\x15\x01" * 8, b"\x19\xfc" + b"\xff" * 9]
+    "damaged",
+    [b"\xff" * 64, b"\x1c" * 4096, b"\x19" * 4096, b"\x15\x01" * 8, b"\x19\xfc" + b"\xff" * 9],
+    ids=range(5),
 )
 def test_a_header_of_a_parquet_page_that_is_none_is_one_line(tmp_path: Path, damaged: bytes) -> None:
     file = tmp_path / "train.parquet"
@@ -280,7 +269,7 @@ def test_a_header_of_a_parquet_page_that_is_none_is_one_line(tmp_path: Path, dam
     data = bytearray(file.read_bytes())
     data[4 : 4 + len(damaged)] = damaged
     file.write_bytes(data)
-    with pytest.raises(BadInputError, match="not a readable Parquet file"):
+    with refused(file):
         in_table(file)
 
 
@@ -365,15 +354,12 @@ def test_arrow_that_is_no_set_of_images_is_one_line(tmp_path: Path, made: str) -
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
 @pytest.mark.parametrize("of", ["rows", "a dictionary"])
-def test_compressed_arrow_is_not_inflated(tmp_path: Path, compression: str, of: str) -> None:
-    large = pyarrow.array(["a" * (64 << 20)])
+def test_compressed_arrow_is_refused(tmp_path: Path, compression: str, of: str) -> None:
+    large = pyarrow.array(["a" * 1000])
     columns = {"text": large if of == "rows" else pyarrow.DictionaryArray.from_arrays(_SAME[:1], large)}
-    file = save(tmp_path / "train", columns, compression)
-    assert file.stat().st_size < 1 << 20
-    before = pyarrow.default_memory_pool().max_memory()
+    save(tmp_path / "train", columns, compression)
     with pytest.raises(BadInputError, match="compressed"):
         split_text(tmp_path / "train", "text")
-    assert pyarrow.default_memory_pool().max_memory() == before
 
 
 @pytest.mark.parametrize("said", [1 << 30, (1 << 31) - 1, -1, -(1 << 31)])

@@ -30,7 +30,7 @@ def test_the_newest_of_the_run_itself_is_taken(mixed: Path, capsys: pytest.Captu
 
 
 def test_a_listing_tells_it(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoints", str(mixed)]) == 1
+    assert main(["runs", str(mixed)]) == 1
     told = capsys.readouterr().out
     assert "it is of another run" in told and "newest good: step 5" in told
 

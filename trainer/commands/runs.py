@@ -1,19 +1,26 @@
-"""`trainer runs [DIR]`: lists the runs in a folder, newest first."""
+"""`trainer runs [DIR]`: lists the runs in a folder, newest first; of a run its checkpoints, too."""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.redact import redact
-from trainer.errors import EXIT_DONE, BadInputError
-from trainer.host.latest import MANIFEST, RUNS
+from trainer.config.sizes import MIB
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError, reading
+from trainer.host.latest import MANIFEST, RUNS, run_path
 from trainer.observe.console import warn
-from trainer.observe.text import age, number, rough_size, table
+from trainer.observe.text import age, number, rough_size, table, without_controls
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.store import Entry
 
 _TAIL = 1 << 16  # bytes of a file of rows in which its last one is
 
@@ -46,17 +53,132 @@ class FoundRun(NamedTuple):
 
 def add_parser(commands: Any) -> None:
     """Adds `runs` to the commands."""
-    runs = commands.add_parser("runs", help="List runs, the newest first.", allow_abbrev=False)
+    runs = commands.add_parser(
+        "runs",
+        help="List runs, the newest first; verify a RUN's checkpoints. Exit code 1: one is damaged, or "
+        "another run's.",
+        allow_abbrev=False,
+    )
     runs.add_argument(
-        "folder", type=Path, nargs="?", default=RUNS, metavar="DIR", help=f"where they lie (default: {RUNS})"
+        "folder",
+        type=run_path,
+        nargs="?",
+        default=RUNS,
+        metavar="DIR|RUN",
+        help=f"where they lie (default: {RUNS}), or a run (latest: the newest)",
     )
     runs.add_argument("--json", action="store_true", help="print JSON")
     runs.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    from trainer.runs.checkpoint_place import checkpoints_of
+
+    folder: Path = options.folder
+    # Without its manifest, the checkpoints are all that is left of a run.
+    left = checkpoints_of(folder)
+    if (folder / MANIFEST).is_file() or (left.is_dir() and not (left / MANIFEST).is_file()):
+        return _show_run(folder, left, options.json)
+    found, odd = _read_all(_folders(folder), quiet=options.json)
+    if options.json:
+        print(json.dumps(_for_programs(found, odd), indent=1))
+    elif found:
+        print("\n".join(_table(found)))
+    else:
+        print(f"{folder}: no run lies there")
+    return EXIT_DONE
+
+
+def _show_run(run: Path, folder: Path, as_json: bool) -> int:
+    from trainer.checkpoint.store import listing
+    from trainer.runs.folder import read_json
+    from trainer.runs.manifest import check_format
+
+    with contextlib.suppress(OSError, ValueError):
+        check_format(run, read_json(run / MANIFEST))
+    found, odd = _read_all([run] if (run / MANIFEST).is_file() else [], quiet=as_json)
+    with reading(run):
+        size = sum(entry.size for entry in listing(folder))
+        started = time.monotonic()
+        with _progress(size) as advance:
+            entries = [_of_this_run(run, one) for one in listing(folder, verify=True, advance=advance)]
+        seconds = time.monotonic() - started
+    good = next((entry for entry in entries if entry.problem is None), None)
+    speed = sum(entry.size for entry in entries) / seconds / 1e6
+    if as_json:
+        shown = {
+            **_for_programs(found, odd),
+            "checkpoints": [{**entry._asdict(), "path": str(entry.path)} for entry in entries],
+            "newest_good": str(good.path) if good else None,
+            "mb_per_second": round(speed, 1),
+        }
+        print(json.dumps(shown, indent=1))
+    else:
+        lines = [*_table(found), *checkpoint_lines(run, entries, good, speed)]
+        print("\n".join(without_controls(line.replace("\n", "\\n")) for line in lines))
+    return EXIT_FAILED if any(entry.problem for entry in entries) else EXIT_DONE
+
+
+def _of_this_run(run: Path, entry: Entry) -> Entry:
+    """Gives an intact checkpoint of another run, which would not be resumed from, that as its problem."""
+    from trainer.checkpoint.folder import read_state
+    from trainer.runs.manifest import read_run
+
+    if entry.problem is not None:
+        return entry
+    try:
+        manifest = read_run(run).manifest
+    except BadInputError:  # the manifest can't be read: the checkpoints are all that is left
+        return entry
+    return entry._replace(problem=manifest.foreign(read_state(entry.path)))
+
+
+@contextlib.contextmanager
+def _progress(size: int) -> Iterator[Callable[[int], object]]:
+    """Shows a progress bar over bytes on a terminal, removed at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from trainer.checkpoint.folder import quietly
+
+    if not sys.stderr.isatty():
+        yield quietly
+        return
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=size)
+        yield lambda count: bar.advance(task, count)
+
+
+def checkpoint_lines(run: Path, entries: Sequence[Entry], good: Entry | None, speed: float) -> Iterator[str]:
+    """Yields the lines of a run's checkpoints.
+
+    Args:
+        run: The run folder.
+        entries: Its checkpoints, verified.
+        good: The newest good one.
+        speed: Megabytes that were verified per second.
+    """
+    if not entries:
+        yield f"{run}: no checkpoints"
+        return
+    yield f"{'step':>10}  {'age':>8}  {'size':>10}  verified"
+    for entry in entries:
+        old, size = age(time.time() - entry.time), f"{entry.size / MIB:,.1f} MiB"
+        yield f"{entry.step:>10}  {old:>8}  {size:>10}  {entry.problem or 'good'}"
+    if speed:
+        yield f"verified at {f'{speed:,.0f}' if speed >= 10 else f'{speed:.2g}'} MB/s"
+    yield (
+        f"newest good: step {good.step} ({good.path})"
+        if good
+        else "newest good: none; all are damaged or of another run"
+    )
+
+
+def _read_all(folders: Iterable[Path], quiet: bool = False) -> tuple[list[FoundRun], dict[str, str]]:
+    """Returns the runs, newest first, and why others can't be read, by name."""
     found, odd = list[FoundRun](), dict[str, str]()
-    for path in _folders(options.folder):
+    for path in folders:
         try:
             found.append(_read(path))
         except BadInputError as error:
@@ -64,18 +186,19 @@ def _run(options: argparse.Namespace) -> int:
         except OSError as error:
             odd[path.name] = f"{path}: can't be read ({error.strerror})"
     found.sort(key=lambda one: (one.age_s, one.name))
-    if options.json:
-        unreadable = [{"name": name, "reason": reason} for name, reason in odd.items()]
-        print(json.dumps({"runs": [one._asdict() for one in found], "unreadable": unreadable}, indent=1))
-        return EXIT_DONE
-    for reason in odd.values():
+    for reason in [] if quiet else odd.values():
         warn(" ".join(reason.split()))
-    if not found:
-        print(f"{options.folder}: no run lies there")
-        return EXIT_DONE
+    return found, odd
+
+
+def _for_programs(found: Sequence[FoundRun], odd: Mapping[str, str]) -> dict[str, Any]:
+    unreadable = [{"name": name, "reason": reason} for name, reason in odd.items()]
+    return {"runs": [one._asdict() for one in found], "unreadable": unreadable}
+
+
+def _table(found: Sequence[FoundRun]) -> list[str]:
     names = ("run", "recipe", "status", "step", "of", "best", "", "size", "age")
-    print(table(names, [_cells(one) for one in found], left=(0, 1, 2, 6)))
-    return EXIT_DONE
+    return table(names, [_cells(one) for one in found], left=(0, 1, 2, 6)).splitlines() if found else []
 
 
 def _cells(one: FoundRun) -> tuple[str, ...]:
@@ -88,14 +211,11 @@ def _cells(one: FoundRun) -> tuple[str, ...]:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Yields the run folders in a folder, or the folder itself if it is a run; links aren't followed.
+    """Yields the run folders in a folder; links aren't followed.
 
     Raises:
         BadInputError: If there is no such folder.
     """
-    if (root / MANIFEST).is_file():
-        yield root
-        return
     try:
         with os.scandir(root) as entries:
             inside = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

@@ -28,6 +28,18 @@ def recipe_names() -> list[str]:
     )
 
 
+def recipe_text(name: str) -> str:
+    """Returns a recipe of the package as it is written.
+
+    Raises:
+        BadInputError: If there is none of that name.
+    """
+    known = recipe_names()
+    if name not in known:
+        raise BadInputError(f"no recipe '{name}'{nearest(name, known)} (there are: {', '.join(known)})")
+    return (importlib.resources.files("trainer") / "recipes" / f"{name}.yaml").read_text("utf-8")
+
+
 def read_recipe(name: str) -> dict[str, Any]:
     """Reads a recipe of the package by its name, or of the user by its path.
 
@@ -35,8 +47,7 @@ def read_recipe(name: str) -> dict[str, Any]:
         BadInputError: If there is none, or it isn't a mapping.
     """
     if name in recipe_names():
-        text = (importlib.resources.files("trainer") / "recipes" / f"{name}.yaml").read_text("utf-8")
-        return parse_recipe(text, name)
+        return parse_recipe(recipe_text(name), name)
     path = Path(name)
     if path.suffix == ".py":
         return custom_task_recipe(path)

@@ -193,11 +193,3 @@ def cache_folders(environ: Mapping[str, str]) -> dict[str, Path]:
     if "XDG_CACHE_HOME" not in found:
         found["XDG_CACHE_HOME"] = Path(environ.get("HOME") or "/", ".cache")
     return found
-
-
-def tmp_path() -> Path:
-    """The folder for temporary files; /tmp if none can be written."""
-    try:
-        return Path(tempfile.gettempdir())
-    except OSError:
-        return Path(os.environ.get("TMPDIR") or "/tmp")

@@ -1,4 +1,4 @@
-"""Readers of the kernel's files: figures, mounts, cgroups, the processor, InfiniBand ports.
+"""Readers of the kernel's files: figures, mounts, cgroups, the processor.
 
 From its documentation: filesystems/proc.rst, cgroup-v2.rst, cgroup-v1/*.rst; and proc_pid_mountinfo(5). What
 is missing (macOS, gVisor) or malformed isn't there; nothing raises.
@@ -62,13 +62,3 @@ def processor() -> str | None:
     """Returns the processor's name, if the kernel has it."""
     lines = text_of("/proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-
-
-def infiniband_ports(root: Path = Path("/")) -> dict[str, float]:
-    """The active InfiniBand and RoCE ports, with their rate in Gbit/s; 0 where it is unknown."""
-    ports = {}
-    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        if "ACTIVE" in text_of(port / "state"):
-            rate = re.match(r"[0-9]+(\.[0-9]+)?\b", text_of(port / "rate"))  # "100 Gb/sec (4X EDR)"
-            ports[f"{port.parent.parent.name}:{port.name}"] = float(rate[0]) if rate else 0.0
-    return ports

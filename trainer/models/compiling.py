@@ -4,7 +4,9 @@ import functools
 import getpass
 import logging
 import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +16,6 @@ import torch
 from torch import nn
 
 from trainer.config.model import CompileConfig
-from trainer.host.toolchain import missing_compiler, missing_headers
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one code object; torch falls back to eager after eight of them.
@@ -30,7 +31,19 @@ def missing_for_compiling(device: torch.device) -> str | None:
 
     Inductor builds C++ for a CPU, Triton a C launcher for a GPU; both include Python's headers.
     """
-    return missing_compiler(device.type == "cuda") or missing_headers()
+    if device.type == "cuda":
+        compilers, package = [os.environ.get("CC", ""), "clang", "gcc"], "gcc"
+    else:
+        usual = "clang++" if sys.platform == "darwin" else "g++"
+        compilers, package = [os.environ.get("CXX", usual)], "g++"
+    if not any(compiler and shutil.which(compiler) for compiler in compilers):
+        return f"no compiler was found ({' or '.join(filter(None, compilers))}); install {package}"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    try:
+        header.stat()
+    except OSError:  # or it may not be looked at, which would raise with exists()
+        return f"{header} is missing; install python3-dev, or use a Python that comes with its headers"
+    return None
 
 
 def prepare_cache() -> tuple[Path | None, str | None]:

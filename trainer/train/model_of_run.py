@@ -156,7 +156,7 @@ def stored_weights(
                 if run.manifest.foreign(found.state) is None:
                     break
                 found = None
-            why = why or f" ({entry.path.name} is damaged, or of another run: trainer checkpoints {folder})"
+            why = why or f" ({entry.path.name} is damaged, or of another run: trainer runs {folder})"
     except (OSError, Unreadable) as error:
         raise BadInputError(f"{folder / CHECKPOINTS}: can't be read ({error}); mend that") from error
     if found is None:

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.doctor import gpu, network, resources, software, storage
-from trainer.commands.doctor.facts import (
-    CheckResult,
-    Environment,
-    Gpus,
-    MachineFacts,
-    RecipeNeeds,
-    unavailable,
-)
+from trainer.commands.doctor.facts import CheckResult, Gpus, MachineFacts, RecipeNeeds, unavailable
 from trainer.commands.doctor.resources import read_system
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
@@ -64,11 +57,10 @@ def doctor(options: argparse.Namespace) -> int:
         raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
     box = read_box(options.recipe, recipe, options.out or _RUNS)
     found = judge_facts(box)
-    place = surroundings(box.environ)
     if options.json:
-        print(json.dumps([_for_machines(name, one, place) for name, one in found.items()], indent=2))
+        print(json.dumps([_for_machines(name, one) for name, one in found.items()], indent=2))
     else:
-        print_findings(found, place, time.monotonic() - began)
+        print_findings(found, time.monotonic() - began)
     return EXIT_FAILED if any(one.status == "bad" for one in found.values()) else EXIT_DONE
 
 
@@ -106,8 +98,8 @@ def read_box(
     silent = Gpus(problem=f"no answer within {_NVML_SECONDS:g} s", code=999, nodes=True)
     gpus = within_seconds(_NVML_SECONDS, lambda: gpu.read_gpus(nvml, root, environ), silent)
     caches = disks.cache_folders(environ)
-    cache = recipe.data.cache if recipe and recipe.data.cache else caches["XDG_CACHE_HOME"]
-    paths = {"run": out, "cache": cache, "tmp": disks.tmp_path()}
+    if recipe and recipe.data.cache:
+        caches["data.cache"] = recipe.data.cache
     if name is None or recipe is None:
         needs = RecipeNeeds(ranks=max(1, len(gpus.cards)))
     else:
@@ -118,46 +110,36 @@ def read_box(
         environ=environ,
         limits=limits,
         gpus=gpus,
-        system=read_system(root, limits, environ),
-        folders={role: disks.read_folder(path, root) for role, path in paths.items()},
+        system=read_system(root),
+        run=disks.read_folder(out, root),
         caches={name: disks.read_folder(path, root) for name, path in caches.items()},
         data=disks.read_data(str(recipe.data.path) if recipe and recipe.data.path else None, root),
-        software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
-        network=network.read_interfaces(root),
+        software=software.read_software(environ=environ),
+        interfaces=network.read_interfaces(root),
         needs=needs,
     )
 
 
-def _for_machines(name: str, found: CheckResult, place: Environment) -> dict[str, str]:
-    texts = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy(place)}
+def _for_machines(name: str, found: CheckResult) -> dict[str, str]:
+    texts = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy}
     return {"id": name, "status": found.status, **{key: redact_text(text) for key, text in texts.items()}}
 
 
 _COLORS = {"bad": "red", "warn": "yellow"}
 
 
-def print_findings(found: Mapping[str, CheckResult], place: Environment, seconds: float) -> None:
-    """Prints each problem with the remedy for this place, then the number of checks that passed."""
+def print_findings(found: Mapping[str, CheckResult], seconds: float) -> None:
+    """Prints each problem with its remedy, then the number of checks that passed."""
     console = Console()
     for name, one in sorted(found.items(), key=lambda item: item[1].status != "bad"):
         if one.status in _COLORS:
-            lines = (f"{one.status:<5} {name}: {one.finding}", f"cause: {one.cause}", one.remedy(place))
+            lines = (f"{one.status:<5} {name}: {one.finding}", f"cause: {one.cause}", one.remedy)
             first, *more = (without_controls(redact_text(line).replace("\n", " ")) for line in lines)
             # A remedy is one line, however long: it is copied.
             console.print(Text(first, _COLORS[one.status]), soft_wrap=True)
             for line in more:
                 console.print(Text(f"      {line}"), soft_wrap=True)
     print(found_summary(found, seconds))
-
-
-def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> Environment:
-    """Returns where this process runs: in a Slurm job, a pod, another container, or on the machine itself."""
-    if "SLURM_JOB_ID" in environ:
-        return "slurm"
-    if "KUBERNETES_SERVICE_HOST" in environ or kind_of(root / "var/run/secrets/kubernetes.io"):
-        return "kubernetes"
-    marks = (root / ".dockerenv", root / "run/.containerenv")
-    return "container" if any(kind_of(mark) for mark in marks) else "host"
 
 
 def found_summary(found: Mapping[str, CheckResult], seconds: float) -> str:

@@ -31,9 +31,9 @@ def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeN
         gpus: The GPUs: one rank each.
     """
     ranks = max(1, len(gpus.cards)) if recipe.device != "cpu" else 1
-    data, compiles = recipe.data, recipe.compile.mode != "none"
+    data = recipe.data
     if not FORMATS[data.name].workers:
-        return RecipeNeeds(recipe=name, compiles=compiles, ranks=ranks)
+        return RecipeNeeds(recipe=name, ranks=ranks)
     sample = 3 * data.image_size**2  # uint8, as it lies in the ring
     sizes = Sizes(
         sample,
@@ -43,12 +43,4 @@ def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeN
         workers=data.workers,
     )
     chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
-    return RecipeNeeds(
-        recipe=name,
-        workers=chosen.workers,
-        prefetch=chosen.prefetch,
-        batch_bytes=sizes.batch,
-        loader_bytes=ranks * bytes_needed(chosen, sizes),
-        compiles=compiles,
-        ranks=ranks,
-    )
+    return RecipeNeeds(name, chosen.workers, ranks * bytes_needed(chosen, sizes), ranks)

@@ -17,24 +17,19 @@ from trainer.commands.doctor.facts import (
     fine,
     some,
     unavailable,
-    variable,
     warning,
 )
 from trainer.host.reading import kind_of, text_of
 from trainer.host.stacks import numbers, read_stacks, read_stamp, unsupported
-from trainer.host.toolchain import missing_compiler, missing_headers
 
 # What a folder on PYTHONPATH, or the one that one stands in, must not hide.
 _IMPORTED = (
     *("torch", "torchvision", "torchaudio", "triton", "numpy", "pydantic", "safetensors", "yaml", "PIL"),
 )
 _NATIVE = re.compile(r"lib(cuda(?=rt)|cudart|cublas(Lt)?|cudnn\w*|nccl|cufft|cusparse|cusolver)\.so")
-_ANEW = {
-    "container": "docker run --rm IMAGE …   (a new container has what the image has)",
-    "kubernetes": "kubectl delete pod NAME   (and leave pip install out of command:)",
-    "slurm": "module purge; unset PYTHONPATH; use the environment's own trainer",
-    "host": "make clean-venv && make venv   (packages of your own: into another environment)",
-}
+_ANEW = (
+    "make clean-venv && make venv   (an image: a new container, without .packages/ in what is at /workspace)"
+)
 
 
 def read_software(
@@ -42,7 +37,6 @@ def read_software(
     prefix: Path | None = None,
     user_site: str | None = None,
     environ: Mapping[str, str] | None = None,
-    gpu: bool = False,
 ) -> Software:
     """Reads the packages from their files; nothing is imported.
 
@@ -51,7 +45,6 @@ def read_software(
         prefix: Prefix of the environment; by default sys.prefix.
         user_site: The user's own site-packages.
         environ: Environment variables; by default this process's.
-        gpu: Whether compilers for a GPU are needed.
     """
     environ = os.environ if environ is None else environ
     paths = sys.path if paths is None else paths
@@ -66,7 +59,7 @@ def read_software(
     facts = text_of(torch / "torch/version.py") if torch else ""
     says = dict(re.findall(r"^(\w+)(?:: [\w\[\]. ]+)? = '?([^'\n]*)'?$", facts, re.MULTILINE))
     stamp = read_stamp(Path(sys.prefix) if prefix is None else prefix)
-    leaked = [name for name, _ in _distributions(Path(user_site))] if user_site in paths else []
+    before = [*environ.get("PYTHONPATH", "").split(os.pathsep), _here(), *({user_site} & set(paths))]
     return Software(
         installed={name: versions[0] for name, versions in found.items()},
         twice=tuple(
@@ -77,10 +70,8 @@ def read_software(
         wanted=_wanted(torch) if torch else {},
         lock=stamp.lock or "",
         changing=stamp.changing,
-        leaked=tuple(leaked),
-        shadowed=tuple(_shadowed([*environ.get("PYTHONPATH", "").split(os.pathsep), _here()], torch)),
+        shadowed=tuple(_shadowed(before, torch)),
         searched=tuple(_searched(environ)),
-        uncompiled=missing_compiler(gpu) or missing_headers() or "",
     )
 
 
@@ -141,24 +132,22 @@ def locked_packages(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     release, installed = software.torch.partition("+")[0], software.installed
     dist = installed.get("torch", release)
     if not software.torch:
-        return bad("there is no torch", "nothing can be trained", **_ANEW)
+        return bad("there is no torch", "nothing can be trained", _ANEW)
     if software.changing:
-        return bad("an installer of this environment was interrupted", "half a package may be there", **_ANEW)
+        return bad("an installer of this environment was interrupted", "half a package may be there", _ANEW)
     if {"trainer", "reproducible-trainer"} <= installed.keys():
         finding = "both reproducible-trainer and another project's trainer are installed"
         remedy = "pip uninstall trainer reproducible-trainer; then install one"
-        return bad(finding, "both are imported as trainer: one overwrote files of the other", host=remedy)
+        return bad(finding, "both are imported as trainer: one overwrote files of the other", remedy)
     if software.twice:
-        return bad(f"{some(software.twice)} are both installed", "one was installed over another", **_ANEW)
+        return bad(f"{some(software.twice)} are both installed", "one was installed over another", _ANEW)
     if dist.partition("+")[0] != release:
-        return bad(
-            f"torch's files are of {release}, its record of {dist}", "half of it was replaced", **_ANEW
-        )
+        return bad(f"torch's files are of {release}, its record of {dist}", "half of it was replaced", _ANEW)
     stack = software.stack()
     if stack is None:
         known = ", ".join(sorted(stacks))
         finding = f"torch {software.torch} is of no stack (there are {known})"
-        return warning(finding, "nobody has tried these versions together", **_ANEW)
+        return warning(finding, "nobody has tried these versions together", _ANEW)
     pins = {name: getattr(stack, name) for name in ("torch", "torchvision", "torchaudio")}
     pins = {name: version for name, version in pins.items() if version}
     locked = {**pins, **stack.wheels} if software.lock == stack.lock else pins
@@ -173,11 +162,11 @@ def locked_packages(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
             some(other),
             f"pip install put it over what {stack.name} locks: nobody has tried these together, and the "
             "manifests of runs name a lock that isn't what ran",
-            **_ANEW,
+            _ANEW,
         )
     if ended := unsupported(stack):
         return warning(
-            ended, "known weaknesses of its packages are no longer looked for", host="make train STACK=…"
+            ended, "known weaknesses of its packages are no longer looked for", "make train STACK=…"
         )
     if software.lock != stack.lock:
         how = "from another lock; make venv updates it" if software.lock else "not from its lock"
@@ -193,7 +182,7 @@ def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     if not software.cuda:
         finding = f"torch {software.torch} is built without CUDA"
         if box.gpus.cards or box.gpus.nodes:
-            return bad(f"{finding}, and there is a GPU", "it trains on the CPU", **_ANEW)
+            return bad(f"{finding}, and there is a GPU", "it trains on the CPU", _ANEW)
         return fine(f"{finding}, and there is no GPU")
     major = numbers(software.cuda)[0]
     others = [
@@ -205,7 +194,7 @@ def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         return bad(
             f"torch is built for CUDA {software.cuda}, and there are {some(others)}",
             "libraries of two CUDA versions get loaded into one process",
-            host=f"pip uninstall {' '.join(others)}",
+            f"pip uninstall {' '.join(others)}",
         )
     wrong = [
         f"{name} {software.installed[name]} (torch wants {version})"
@@ -213,55 +202,25 @@ def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
         if name.startswith("nvidia-") and software.installed.get(name, version) != version
     ]
     if wrong:
-        return bad(some(wrong), "something replaced libraries that torch was built with", **_ANEW)
+        return bad(some(wrong), "something replaced libraries that torch was built with", _ANEW)
     if software.searched:
         return warning(
             f"LD_LIBRARY_PATH or LD_PRELOAD has another CUDA, cuDNN or NCCL: {some(software.searched, 2)}",
             "extensions may load that one instead of torch's; cuDNN loads its parts by name "
             "(CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH), and ranks with different NCCLs can't talk",
-            **variable("LD_LIBRARY_PATH", ""),
-            slurm="module unload cuda cudnn nccl",
+            "unset LD_LIBRARY_PATH LD_PRELOAD   (Slurm: module unload cuda cudnn nccl)",
         )
     return fine(f"one CUDA, {software.cuda}")
-
-
-def compiler(box: MachineFacts) -> CheckResult:
-    """Checks whether torch.compile finds a compiler and Python's headers."""
-    if not box.software.uncompiled:
-        return fine("a compiler and Python.h are there for torch.compile")
-    planned = f", which {box.needs.recipe} sets" if box.needs.compiles else ""
-    return warning(
-        box.software.uncompiled,
-        f"with compile.mode{planned} it says so and trains eagerly: slower",
-        container="the images of this project have both: docker run trainer:torch2.9-cu128-train …",
-        slurm="module load gcc",
-        host="sudo apt-get install g++ python3-dev   (dnf install gcc-c++ python3-devel)",
-    )
-
-
-def user_site(box: MachineFacts) -> CheckResult:
-    """Checks whether the user's own site-packages are on the search path."""
-    leaked = box.software.leaked
-    if not leaked:
-        return fine("no package comes from the user's own site-packages")
-    ours = {name for stack in read_stacks().values() for name in stack.wheels}
-    locked = [name for name in leaked if name in ours]
-    judge = bad if locked else warning
-    return judge(
-        f"{some(locked or leaked)} in ~/.local come before or beside the environment's",
-        "pip install --user, or a home folder that is mounted into the container",
-        **variable("PYTHONNOUSERSITE", "1"),
-    )
 
 
 def path(box: MachineFacts) -> CheckResult:
     """Checks whether a folder on the search path hides installed packages."""
     if box.software.shadowed:
+        local = "" if box.environ.get("PYTHONNOUSERSITE") else "; export PYTHONNOUSERSITE=1"
         return bad(
             some(box.software.shadowed),
-            "ranks are started as modules: what lies on PYTHONPATH or where one stands is imported instead",
-            container="docker run -e PYTHONPATH= -w /workspace …",
-            host="unset PYTHONPATH; start it in another folder, or rename that one",
+            "it is imported instead: PYTHONPATH, ~/.local and the folder that one stands in come first",
+            f"unset PYTHONPATH{local}; start it in another folder, or rename that one",
         )
     return fine("nothing hides an installed package")
 
@@ -269,7 +228,5 @@ def path(box: MachineFacts) -> CheckResult:
 SOFTWARE_CHECKS = (
     ("software.lock", locked_packages),
     ("software.cuda", cuda),
-    ("software.compiler", compiler),
-    ("software.user_site", user_site),
     ("software.path", path),
 )

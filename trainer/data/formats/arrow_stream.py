@@ -14,9 +14,6 @@ from trainer.host.reading import kind_of
 _CONTINUATION, _END = b"\xff" * 4, bytes(4)  # before each message of a stream, and at its end
 _BLOCK = 1 << 16
 _ROWS = 1 << 20  # rows that a file of fewer bytes may have
-# https://github.com/apache/arrow/tree/main/format: fields of tables in Message.fbs.
-_HEADER, _DATA, _COMPRESSION = 2, 1, 3
-_KIND, _DICTIONARY = 1, 2
 
 
 def schema_of(file: Path) -> Any:
@@ -42,9 +39,19 @@ def column_of(file: Path, name: str) -> Any:
     if "_view" in (kind := str(schema.field(index).type)):  # all rows may refer to the same gigabyte
         raise BadInputError(f"{file}: column {quoted(name)} holds {kind[:60]}; save the data again")
     try:
-        _check_not_compressed(file)
         source, stream = _opened(file, [index])
-        table = stream.read_all()
+        at, batches = source.tell(), list[Any]()
+        source.seek(0)
+        mapped = source.read_buffer()
+        source.seek(at)
+        for batch in stream:
+            if _compressed(batch.column(0), mapped):
+                raise BadInputError(
+                    f"{file}: its columns are compressed, so that rows can't be read one by one; save the "
+                    "data again without compression (save_to_disk does so)"
+                )
+            batches.append(batch)
+        table = pyarrow.Table.from_batches(batches, stream.schema)
         # Including each offset: pyarrow reads memory at unchecked offsets.
         table.validate(full=True)
     except (OSError, OverflowError, MemoryError, pyarrow.ArrowException) as error:
@@ -92,51 +99,11 @@ def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
         raise _unreadable(file, error) from error
 
 
-def _check_not_compressed(file: Path) -> None:
-    """Checks that no message is compressed: `save_to_disk` compresses none, and a few bytes may be gigabytes.
-
-    Raises:
-        BadInputError: If a message is compressed.
-    """
-    pyarrow = import_pyarrow()
-    with pyarrow.memory_map(str(file)) as source:
-        for message in pyarrow.ipc.MessageReader.open_stream(source):
-            if _compressed(message.metadata.to_pybytes()):
-                raise BadInputError(
-                    f"{file}: its columns are compressed, so that rows can't be read one by one; save the "
-                    "data again without compression (save_to_disk does so)"
-                )
-
-
-def _compressed(message: bytes) -> bool:
-    """True if a message holds compressed rows, which pyarrow doesn't expose.
-
-    pyarrow has already verified the flatbuffer (https://flatbuffers.dev/internals).
-    """
-    table = _number(message, 0, 4)
-    header = _field(message, table, _HEADER)
-    if not header:
-        return False
-    rows = header + _number(message, header, 4)
-    kind = _field(message, table, _KIND)
-    if kind and message[kind] == _DICTIONARY:
-        data = _field(message, rows, _DATA)
-        rows = data + _number(message, data, 4)
-    elif not kind or message[kind] < _DICTIONARY:
-        return False  # the schema
-    return bool(_field(message, rows, _COMPRESSION))
-
-
-def _field(message: bytes, table: int, number: int) -> int:
-    """Returns the offset of a field of a flatbuffer table; 0 if it is absent."""
-    vtable = table - _number(message, table, 4)
-    at = 4 + 2 * number
-    offset = _number(message, vtable + at, 2) if at < _number(message, vtable, 2) else 0
-    return table + offset if offset else 0
-
-
-def _number(message: bytes, at: int, size: int) -> int:
-    return int.from_bytes(message[at : at + size], "little", signed=True)
+def _compressed(column: Any, mapped: Any) -> bool:
+    """True if a column lies anywhere but in the mapped file: pyarrow has inflated it."""
+    buffers = [*column.buffers(), *(column.dictionary.buffers() if hasattr(column, "dictionary") else ())]
+    end = mapped.address + mapped.size
+    return any(one is not None and one.size and not mapped.address <= one.address < end for one in buffers)
 
 
 def _check_end(file: Path, source: Any) -> None:

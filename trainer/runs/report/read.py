@@ -268,7 +268,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """Lists folders named as checkpoints. They aren't verified, see `trainer checkpoints`."""
+    """Lists folders named as checkpoints. They aren't verified, see `trainer runs RUN`."""
     found = list[tuple[int, int, float, Path]]()
     try:
         for path in checkpoints_of(folder).iterdir():
