@@ -112,7 +112,7 @@ def _total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     ids=lambda sections: "+".join(sections) or "plain",
 )
 def test_a_run_leaves_nothing_and_a_second_one_in_its_process_finds_none(sections: dict[str, Any]) -> None:
-    """As a rollback, a probe of tune or a second `fit` builds it: once more in one process."""
+    """As a probe of tune or a second `fit` builds it: once more in one process."""
     recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, **sections)
     task = Task()
     for _ in range(2):
