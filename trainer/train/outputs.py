@@ -229,7 +229,7 @@ def _served(folder: Path, run: Run, manifest: Manifest, writer: BackgroundWriter
     progress = Progress(
         about, run.steps, begun, lambda: (begun or None) if writer.written is None else writer.written
     )
-    with served(run.recipe.log, progress.page):
+    with served(run.recipe.log, progress):
         yield progress
 
 
