@@ -57,7 +57,7 @@ def test_every_kind_of_tensor_is_staged_in_one_piece_of_memory(cuda: Cuda) -> No
 
 
 def test_the_room_is_given_back_before_its_memory(cuda: Cuda) -> None:
-    """A run that is rolled back makes another one; what is being written stays."""
+    """What is being written stays."""
     tensors = of_all_kinds(cuda)
     room = make_room(tensors)
     staged = stage(tensors, room)

@@ -177,7 +177,7 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
         }
         money = {"energy/joules": 1.23e8, "cost/money": 812.4, "cost/per_thousand_samples": 0.0071}
         _write(files["end"], {"kind": "end", "step": step, **end, **money})
-    anomaly = {"number": 1, "step": rows * 25, "kind": "spike", "policy": "rollback", "loss": 33.1}
+    anomaly = {"number": 1, "step": rows * 25, "kind": "spike", "policy": "stop", "loss": 33.1}
     infinite = {"number": 2, "step": rows * 30, "kind": "nonfinite", "policy": "skip", "loss": "nan"}
     with (folder / "anomalies.jsonl").open("w") as file:
         for one in (anomaly, infinite):

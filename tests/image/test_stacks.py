@@ -98,6 +98,7 @@ def test_it_can_compile_and_the_slim_image_carries_no_more_than_it_needs(stack: 
 def test_conda_brings_what_the_trainer_needs_or_a_wheel_does(stack: Path) -> None:
     description, project = read_toml(stack / "stack.toml"), read_toml(ROOT / "pyproject.toml")
     here = {"torch" if one.name == "pytorch" else one.name for one in locked(stack, "train")}
+    here = {name.replace("_", "-") for name in here}
     here |= {one.name for one in read_wheels((stack / "wheels.lock").read_text()) if "train" in one.groups}
     for line in project["project"]["dependencies"]:
         assert line.partition(">")[0] in here, description["name"]

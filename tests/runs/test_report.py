@@ -109,7 +109,7 @@ def test_everything_that_a_run_says_is_there(run: Path) -> None:
         "MFU = FLOP/s \u00f7 (GPUs \u00d7 peak FLOP/s of one at this precision).",
         "sw_power_cap in 12 records",
         "2,400 best",
-        "spike rollback 33.1",
+        "spike stop 33.1",
         "nonfinite skip nan",
         "812.4",
     ):

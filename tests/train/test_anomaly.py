@@ -4,9 +4,6 @@ import json
 import math
 import multiprocessing
 import os
-import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, strategies as st
-from torch import nn
 
 from tests.chaos import ending
 from tests.helpers.forked import Attempt, attempt, replace, small
@@ -28,15 +23,13 @@ from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good
 from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import make_recipe
 from trainer.config.training import AnomalyConfig
 from trainer.launch.worker import Worker
-from trainer.tasks.classification import Classification
 from trainer.train.anomaly import (
     AnomalyLog,
     Finding,
-    anomalies_before,
     judge_step,
-    left_out,
     median_and_deviation,
     read_anomalies,
 )
@@ -99,6 +92,19 @@ def test_stop_in_the_last_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_a_leap_stops(tmp_path: Path) -> None:
+    recipe = watched(spike="stop", spike_history=10)
+    assert attempt(tmp_path / "run", recipe, before=poison([12], "leap")).code == 1
+    (anomaly,) = read_anomalies(tmp_path / "run")
+    assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, "spike", samples_of(recipe, 12))
+
+
+@pytest.mark.parametrize("key", ["nonfinite", "spike"])
+def test_rollback_names_what_replaces_it(key: str) -> None:
+    with refused(f"anomaly.{key} skip --init-from"):
+        make_recipe({"epochs": 1}, [f"anomaly.{key}=rollback"])
+
+
 SKIPPED = [3, 7, 8]
 
 
@@ -109,6 +115,27 @@ def skipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     recipe = watched(nonfinite="skip")
     harms: tuple[Harm, ...] = ("loss", "gradient")
     return {harm: (root / harm, attempt(root / harm, recipe, before=poison(SKIPPED, harm))) for harm in harms}
+
+
+@pytest.mark.parametrize("harm", ["loss", "gradient"])
+def test_means_are_over_the_steps_that_were_made(
+    skipped: dict[str, tuple[Path, Attempt]], tmp_path: Path, harm: Harm
+) -> None:
+    """A step that was left out has no loss and no norm, and counts nothing in a longer row."""
+    every = {log: watched(nonfinite="skip").model_copy(deep=True) for log in (1, 8)}
+    for log, recipe in every.items():
+        recipe.log.every = log
+        for stop_at, code in ((5, 75), (None, 0)) if log > 1 else ((None, 0),):
+            done = attempt(tmp_path / f"{log}", recipe, stop_at=stop_at, before=poison(SKIPPED, harm))
+            assert done.code == code
+    each = {row["step"]: row for row in read_rows(tmp_path / "1") if row["kind"] == "train"}
+    losses = [each[step]["loss"] for step in range(1, 17)]
+    assert [step for step, loss in enumerate(losses) if loss is None] == SKIPPED
+    assert [step - 1 for step, row in each.items() if row["grad_norm"] is None] == SKIPPED
+    for log, folder in ((2, skipped[harm][0]), (8, tmp_path / "8")):
+        for row in (row for row in read_rows(folder) if row["kind"] == "train"):
+            made = [loss for loss in losses[row["step"] - log : row["step"]] if loss is not None]
+            assert row["loss"] == sum(made) / len(made)
 
 
 @pytest.mark.parametrize("harm", ["loss", "gradient"])
@@ -140,123 +167,14 @@ def test_what_is_skipped_does_not_matter(skipped: dict[str, tuple[Path, Attempt]
     assert ending(skipped["loss"][0]).weights == ending(skipped["gradient"][0]).weights
 
 
-ROLLBACK = watched(nonfinite="rollback")
-
-
-def leaves_out_the_13th(folder: Path, recipe: Recipe = ROLLBACK) -> Path:
-    """A run that was rolled back before its first step, so to say."""
-    folder.mkdir()
-    told = {"number": 1, "step": 13, "kind": "nonfinite", "policy": "rollback"}
-    (folder / "anomalies.jsonl").write_text(json.dumps(told) + "\n")
-    assert attempt(folder, recipe, before=poison([12], "gradient")).code == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def without_13th(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The oracle: a run that is told from the start to leave the step out."""
-    return leaves_out_the_13th(tmp_path_factory.mktemp("without") / "run")
-
-
-@pytest.mark.parametrize("harm", ["gradient", "leap"])
-def test_rollback(tmp_path: Path, without_13th: Path, harm: Harm) -> None:
-    kind = "spike" if harm == "leap" else "nonfinite"
-    recipe = watched(**{kind: "rollback"}, spike_history=10)
-    folder = tmp_path / "run"
-    done = attempt(folder, recipe, before=poison([12], harm))
-    assert done.code == 0
-    trace = [json.loads(line) for line in (folder / "checksums.jsonl").read_text().splitlines()]
-    rows = [(row["kind"], int(row["step"])) for row in trace]
-    assert len(rows) == len(set(rows)), "rows of what was rolled back are still there"
-    assert named(done.said, "checkpoint") and "resumes after step 10" in done.said
-    assert "without step 13" in done.said
-    assert ending(folder) == ending(without_13th)
-    (anomaly,) = read_anomalies(folder)
-    assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, kind, samples_of(recipe, 12))
-
-
-# Before the step, and at it; a signal within the one after is below.
-@pytest.mark.parametrize("stop_at", [11, 13, pytest.param(14, marks=pytest.mark.slow)])
-def test_a_rollback_of_a_run_that_is_stopped(tmp_path: Path, without_13th: Path, stop_at: int) -> None:
-    cut = tmp_path / "cut"
-    assert attempt(cut, ROLLBACK, stop_at=stop_at, before=poison([12], "gradient")).code == 75
-    assert attempt(cut, ROLLBACK, before=poison([12], "gradient")).code == 0
-    assert ending(cut).weights == ending(without_13th).weights
-
-
-def test_a_run_that_is_stopped_right_after_the_step_that_it_leaves_out(
-    tmp_path: Path, without_13th: Path
-) -> None:
-    cut = tmp_path / "cut"
-    cut.mkdir()
-    shutil.copy(without_13th / "anomalies.jsonl", cut)
-    assert attempt(cut, ROLLBACK, stop_at=13).code == 75
-    assert attempt(cut, ROLLBACK).code == 0
-    assert ending(cut).weights == ending(without_13th).weights
-
-
-def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path, without_13th: Path) -> None:
-    each = leaves_out_the_13th(
-        tmp_path / "each", small(**SEED, anomaly={"nonfinite": "rollback"}, log={"every": 1})
-    )
-    losses = [
-        next(row["loss"] for row in read_rows(folder) if row["step"] == 14) for folder in (without_13th, each)
-    ]
-    assert losses[0] == losses[1]
-
-
-def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
-    """Writing the checkpoint before an anomaly takes long; and a signal comes in the middle of a step."""
-
-    def install() -> None:
-        poison([12], "gradient")()
-        commit, harmed = store.commit, Classification.loss
-
-        def slow(folder: Path, step: int, *rest: Any) -> Any:
-            if step in (10, 12):
-                time.sleep(seconds)
-            return commit(folder, step, *rest)
-
-        def signaled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
-            if number and sys.modules["trainer.observe.phases"].PHASE_TIMER.step == at + 1 and model.training:
-                os.kill(os.getpid(), number)
-            return harmed(self, model, batch)
-
-        replace(store, "commit", slow)
-        replace(Classification, "loss", signaled)
-
-    return install
-
-
-def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
-    done = attempt(tmp_path / "run", ROLLBACK, before=slowly(0.4))
-    assert done.code == 0 and "resumes after step 10" in done.said
-
-
-def test_a_stop_that_comes_with_an_anomaly_is_a_stop(tmp_path: Path, without_13th: Path) -> None:
-    folder = tmp_path / "run"
-    stopped = attempt(folder, ROLLBACK, before=slowly(0.0, signal.SIGTERM, 13))
-    assert stopped.code == 75 and "resumes after step 10" in stopped.said
-    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
-    assert attempt(folder, ROLLBACK).code == 0
-    assert ending(folder) == ending(without_13th)
-
-
-def test_rollback_to_the_very_start(tmp_path: Path) -> None:
-    done = attempt(tmp_path / "run", ROLLBACK, before=poison([0, 1], "gradient"))
-    assert done.code == 0 and left_out(read_anomalies(tmp_path / "run")) == {0, 1}
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "finished"
-
-
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_too_many(tmp_path: Path, policy: str) -> None:
-    recipe = watched(nonfinite=policy, most=2)
+def test_too_many(tmp_path: Path) -> None:
+    recipe = watched(nonfinite="skip", most=2)
     stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"))
     assert stopped.code == 1 and "step 7" in stopped.line and "anomaly.most=2" in stopped.line
-    assert [one["policy"] for one in read_anomalies(tmp_path / "run")] == [policy, "stop"]
+    assert [one["policy"] for one in read_anomalies(tmp_path / "run")] == ["skip", "stop"]
 
 
-@pytest.mark.parametrize(("policy", "code"), [("stop", 1), ("skip", 0), ("rollback", 1)])
+@pytest.mark.parametrize(("policy", "code"), [("stop", 1), ("skip", 0)])
 def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -336,8 +254,6 @@ def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[
         pytest.param("gradient", "stop", "tree", marks=pytest.mark.slow),
         ("loss", "skip", "tree"),
         ("gradient", "skip", "all_reduce"),
-        pytest.param("loss", "rollback", "all_reduce", marks=pytest.mark.slow),
-        ("gradient", "rollback", "tree"),
     ],
 )
 def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) -> None:
@@ -361,6 +277,23 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
     assert ending(tmp_path / "run").weights == ending(tmp_path / "other").weights
 
 
+def slowly(seconds: float) -> Callable[[], None]:
+    """Writing the checkpoint before an anomaly takes long."""
+
+    def install() -> None:
+        poison([12], "gradient")()
+        commit = store.commit
+
+        def slow(folder: Path, step: int, *rest: Any) -> Any:
+            if step in (10, 12):
+                time.sleep(seconds)
+            return commit(folder, step, *rest)
+
+        replace(store, "commit", slow)
+
+    return install
+
+
 def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
     """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
     recipe = small(**{**SEED, "data": {"micro_batch_size": 4}}, checkpoint={"every": 12})
@@ -370,28 +303,7 @@ def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
     assert len(read_anomalies(tmp_path / "run")) == 1
 
 
-def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
-    """Before its first step a run has ten times as long as in a step."""
-    seen = tmp_path / "seen"
-
-    def install() -> None:
-        poison([12], "gradient")()
-        module = sys.modules["trainer.train.start.rank"]
-        build, timer = module.__dict__["build"], sys.modules["trainer.observe.phases"].PHASE_TIMER
-
-        def looked_at(*arguments: Any) -> Any:
-            with seen.open("a") as file:
-                print(timer.phase, timer.step, file=file)
-            return build(*arguments)
-
-        replace(module, "build", looked_at)
-
-    done = attempt(tmp_path / "run", small(**SEED, anomaly={"nonfinite": "rollback"}), before=install)
-    assert done.code == 0 and "resumes after step 10" in done.said, done.line
-    assert seen.read_text().splitlines() == ["start 0"] * 2
-
-
-CONFIG = AnomalyConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0, spike_history=10)
+CONFIG = AnomalyConfig(nonfinite="stop", spike="stop", spike_deviations=5.0, spike_history=10)
 
 
 def test_a_leap_is_judged_by_what_was_before() -> None:
@@ -401,7 +313,7 @@ def test_a_leap_is_judged_by_what_was_before() -> None:
     assert len(history) == 10
     kept = list(history)
     found = judge_step(CONFIG, 30, 1.5, 1.0, history)
-    assert found is not None and (found.kind, found.policy, found.median) == ("spike", "rollback", 1.05)
+    assert found is not None and (found.kind, found.policy, found.median) == ("spike", "stop", 1.05)
     assert history == kept, "a leap is no part of what the next is measured by"
     assert judge_step(CONFIG, 31, 1.4, 1.0, history) is None, "1.05 + 5 x 1.4826 x 0.05 is 1.42"
     assert judge_step(CONFIG, 32, -9.0, 1.0, history) is None, "a loss that falls is no leap"
@@ -431,21 +343,6 @@ def test_the_deviation_is_that_of_a_normal_distribution(values: list[float]) -> 
     assert median == float(np.median(values))
     wanted = 1.4826 * float(np.median(np.abs(np.array(values) - median)))
     assert deviation == pytest.approx(max(wanted, 0.01 * abs(median)))
-
-
-def test_what_would_happen_again_is_forgotten() -> None:
-    recipe = small()
-    plan = make_plan(recipe, make_task(recipe))
-    anomalies = [
-        {"step": 3, "policy": "skip"},
-        {"step": 9, "policy": "skip"},
-        {"step": 12, "policy": "rollback"},
-        {"step": 13, "policy": "rollback", "samples": samples_of(recipe, 12)},
-        {"step": 14, "policy": "rollback", "samples": [1]},  # of another plan
-        {"step": 17, "policy": "rollback"},  # and beyond the end of this one
-        {"step": 20, "policy": "stop"},
-    ]
-    assert anomalies_before(anomalies, 8, plan) == [anomalies[0], anomalies[2], anomalies[3]]
 
 
 @pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"step": "a", "policy": "rollback"}\n'])

@@ -72,18 +72,6 @@ def test_anomalies_are_looked_for_before_each_checkpoint() -> None:
     assert saved == looked == [3, 6, 8]
 
 
-def test_all_numbers_come_back() -> None:
-    run, other = small_run(), small_run()
-    run.state.step, run.state.best, run.state.no_better = 7, (0.5, 4), 3
-    run.state.metrics, run.state.history = {"loss": 0.25, "odd": float("inf")}, [1.0, 2.0]
-    run.state.logged = replace(run.state.logged, step=6, seconds=1.5, samples=24)
-    numbers = numbers_of(run.state, [0.75])
-    load_state(other, 7, tensors_of(run.state), numbers)
-    assert float(other.state.loss) == 0.75
-    assert numbers_of(other.state, [0.75]) == numbers
-    assert other.state.step == 7
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [("row", 8, "speaks of later ones"), ("best", [0.5, 8], "later ones"), ("losses", [], "losses")],

@@ -1,15 +1,18 @@
 """Promise: what a run carries from step to step is saved and restored to the bit."""
 
-from collections.abc import Container
+import json
+from collections.abc import Container, Mapping
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.toys import build_alone, make_recipe
+from trainer.observe.log import Logged
 from trainer.train.components.task import make_task
-from trainer.train.state import Run, load_tensors, tensors_of
-from trainer.train.step import train_step
+from trainer.train.state import Run, TrainState, load_state, load_tensors, numbers_of, tensors_of
+from trainer.train.step import take_metrics, train_step
 
 pytestmark = pytest.mark.compat
 
@@ -101,3 +104,42 @@ def test_a_run_that_was_cut_ends_with_the_same_bits(sections: dict[str, Any]) ->
             assert ended[kind].keys() == tensors.keys()
             for name, tensor in tensors.items():
                 assert torch.equal(ended[kind][name], tensor), f"{cut} {kind} {name}"
+
+
+def held(thing: Any, above: tuple[Any, ...] = ()) -> Any:
+    """All tensors, numbers and texts that an object holds, in lists that can be compared."""
+    if isinstance(thing, torch.Tensor):
+        return thing.tolist()
+    if isinstance(thing, int | float | str | None) or any(thing is one for one in above):
+        return repr(thing) if isinstance(thing, int | float | str | None) else "itself"
+    if isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
+        thing = thing.state_dict()
+    if isinstance(thing, Mapping):
+        return [(str(name), held(one, (*above, thing))) for name, one in thing.items()]
+    if isinstance(thing, list | tuple | set):
+        return [held(one, (*above, thing)) for one in thing]
+    return [] if callable(thing) else held(getattr(thing, "__dict__", {}), (*above, thing))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+def test_each_field_comes_back_or_is_made_by_each_step(mode: str) -> None:
+    """So nothing that a row reports depends on where the process began."""
+    sections = {"precision": {"mode": mode}, "anomaly": {"nonfinite": "skip", "spike": "stop"}}
+    run, other = started(**sections), started(**sections)
+    names = [each.name for each in fields(TrainState) if getattr(run.state, each.name) is not None]
+    fresh = {name: held(getattr(other.state, name)) for name in names}
+    go_on(run, range(3))
+    state = run.state
+    assert state.left_out is not None
+    state.left_out.fill_(1)
+    state.step, state.no_better, state.history, state.metrics = 3, 1, [1.0, 2.0], {"loss": 0.25}
+    state.best, state.logged = (0.5, 2), Logged(2, 1.5, 24, [{"time/wall": 1.0}])
+    untried = [name for name in names if held(getattr(state, name)) == fresh[name]]
+    assert not untried, "give it another value than a run begins with"
+    numbers = numbers_of(state, run.reduction.gather_losses(state.loss).tolist())
+    load_state(other, 3, saved(run), json.loads(json.dumps(numbers)))
+    for one in (run, other):
+        train_step(one, one.loader(one.share.batches(3)), 3)
+    for name in names:
+        assert held(getattr(other.state, name)) == held(getattr(state, name)), name
+    assert [*map(float, take_metrics(other).values())] == [*map(float, take_metrics(run).values())]

@@ -263,7 +263,7 @@ def test_the_same_bits_are_told_only_where_kernels_repeat_theirs(
 ) -> None:
     stored: Any = mock.Mock(config={"parallel": {"reduction": "tree"}, **settings}, world_size=4, steps=9)
     stored.status, stored.extended = "stopped", False
-    notes = resume_notes(stored, [], 3, World(0, 1, 0, torch.device(device), None), [], 9)
+    notes = resume_notes(stored, [], 3, World(0, 1, 0, torch.device(device), None), 9)
     assert named(notes[-1], told)
 
 

@@ -276,12 +276,11 @@ class ParallelConfig(Section):
 class AnomalyConfig(Section):
     """Reaction to a step whose loss or gradients are bad."""
 
-    nonfinite: Literal["stop", "skip", "rollback", "off"] = Field(
+    nonfinite: Literal["stop", "skip", "off"] = Field(
         "stop",
-        description="reaction to a loss or gradient that isn't finite; skip: its update is not made; "
-        "rollback: resume from the checkpoint before it, without its samples",
+        description="reaction to a loss or gradient that isn't finite; skip: its update is not made",
     )
-    spike: Literal["off", "stop", "rollback"] = Field("off", description="reaction to a spike of the loss")
+    spike: Literal["off", "stop"] = Field("off", description="reaction to a spike of the loss")
     spike_deviations: float = Field(
         10.0,
         gt=0,
@@ -291,6 +290,15 @@ class AnomalyConfig(Section):
     most: int = Field(
         20, ge=1, description="maximum number of anomalies, after which the run stops in any case"
     )
+
+    @field_validator("nonfinite", "spike", mode="before")
+    @classmethod
+    def _no_rollback(cls, value: object) -> object:
+        if value == "rollback":
+            raise ValueError(
+                "rollback is gone: take stop, and then --init-from RUN@STEP with anomaly.nonfinite=skip"
+            )
+        return value
 
     @property
     def skips_updates(self) -> bool:

@@ -4,9 +4,10 @@ A sink is a function that takes a metrics record: a flat mapping with `kind` ("t
 "hook", "verdict", "end"), `step` (steps done) and metrics.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -133,15 +134,14 @@ class MetricLogger:
         checksums: Checksums | None = None,
         logged: Logged | None = None,
         sources: Sources | None = None,
-        left_out: Collection[int] = (),
     ) -> None:
         """Starts where an earlier attempt stopped.
 
         Args:
             take_metrics: Returns tensors () and resets them; "loss", "loss/…" and "watched/…" are sums
-                over the steps since the last call, all others are values of the last step.
+                over the steps since the last call but for as many as "left_out" says, all others are values
+                of the last step.
             logged: The last metrics record so far; updated in place.
-            left_out: Numbers of the steps that aren't trained.
         """
         self._plan = plan
         self._device = device
@@ -151,7 +151,7 @@ class MetricLogger:
         self._staged: _Staged | None = None
         self._later = deque[_Later]()
         self.logged = logged or Logged()
-        self._sources, self._left_out = sources or Sources(), left_out
+        self._sources = sources or Sources()
         self._timeline = DeviceTimeline() if device.type == "cuda" else None
         PHASE_TIMER.on_device = self._timeline
         self._reading = clock_reading(self.logged.step)
@@ -179,10 +179,8 @@ class MetricLogger:
         prints = None if self._checksums is None else self._on_its_way(self._checksums.take())
         split, table, more = self._explanation(step)
         now = self._now(step)  # last: its event says that all the copies above have arrived
-        before = self.logged.step
-        steps = step - before - sum(before <= one < step for one in self._left_out)
         self._staged = _Staged(
-            self._start, now, max(1, steps), tuple(metrics), values, prints, split, table, more
+            self._start, now, step - self.logged.step, tuple(metrics), values, prints, split, table, more
         )
         self._start, self.logged.step = now, step
 
@@ -247,18 +245,20 @@ class MetricLogger:
             staged.end.event.synchronize()
         while self._later and self._later[0].at.step < staged.end.step:
             self._tell_first()
+        metrics = dict(zip(staged.names, staged.values.tolist(), strict=True))
+        made = staged.steps - metrics.pop("left_out", 0)
+        for name, value in metrics.items():
+            if name == "loss" or name.startswith(("loss/", "watched/")):
+                metrics[name] = value / made if made else math.nan
         row: dict[str, float | int | str] = {
             "kind": "train",
             "step": staged.end.step,
             "epoch": round(self._plan.epoch_at(staged.end.step), 4),
-            **dict(zip(staged.names, staged.values.tolist(), strict=True)),
+            **metrics,
             "memory_bytes": used_memory(self._device),
         }
-        for name in staged.names:
-            if name == "loss" or name.startswith(("loss/", "watched/")):
-                row[name] = float(row[name]) / staged.steps
         if self._checksums is not None and staged.prints is not None:
-            exact = {name: row[name] for name in ("kind", "step", "epoch", *staged.names)}
+            exact = {name: row[name] for name in ("kind", "step", "epoch", *metrics)}
             prints, *differ = staged.prints.view(-1, staged.prints.shape[-1]).tolist()
             self._checksums.write(exact, prints)
             for flags in differ:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 Phase = Literal[
-    "start",  # until the first step: lazy imports, starting loader workers, a rollback
+    "start",  # until the first step: lazy imports, starting loader workers
     "data",  # waiting for a batch, or loading it in this process
     "copy",  # on a GPU: waiting for a batch on its way from the host
     "forward",

@@ -1,20 +1,10 @@
-"""A run's progress as Prometheus reads it: the text format, served on this host. Imports no torch.
-
-By the standard library's server and a dozen lines: prometheus-client is in no stack's train group.
-"""
+"""A run's progress for Prometheus, served on this host by prometheus-client. Imports no torch."""
 
 import contextlib
-import http.server
-import io
-import ipaddress
-import math
-import re
 import socket
-import socketserver
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trainer.config.redact import redact_text
 from trainer.config.training import LogConfig
@@ -23,14 +13,11 @@ from trainer.observe.console import warn
 from trainer.observe.phases import PHASES
 from trainer.observe.text import seconds_left
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_PREFIX = "trainer_"
-_CLIENT_S = 5.0  # for a request as a whole
-_CONNECTIONS = 16  # at once, a thread each
-_REQUEST_BYTES = 8 << 10
-_POLL_S = 0.1  # as long the end of a run may wait for the server's
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
-_Samples = Sequence[tuple[Mapping[str, str], float]]
+_Row = Mapping[str, float | int | str]
+_Samples = Sequence[tuple[str, float]]
 
 # Of a row of metrics: what is a family of its own; its name, and what it is.
 _TRAIN = {
@@ -48,7 +35,7 @@ _TRAIN = {
 
 
 class Progress:
-    """A sink that keeps the newest records of a run, and makes a page of them on request."""
+    """A sink that keeps the newest records of a run, and a collector that makes gauges of them on request."""
 
     def __init__(
         self, about: Mapping[str, str], steps: int, first: int, checkpoint: Callable[[], int | None]
@@ -61,15 +48,15 @@ class Progress:
             first: How many of them were done when this attempt began.
             checkpoint: Returns the step of the newest checkpoint that was written, or None.
         """
-        self._about = {name: redact_text(value) for name, value in about.items()}
+        self._about = {name: _text(redact_text(value)) for name, value in about.items()}
         self._steps, self._first, self._checkpoint = steps, first, checkpoint
-        self._train: Mapping[str, float | int | str] = {"step": first}
-        self._eval: Mapping[str, float | int | str] = {}
-        self._phases: Mapping[str, float | int | str] = {}
+        self._train: _Row = {"step": first}
+        self._eval: _Row = {}
+        self._phases: _Row = {}
         self._began, self._seen = time.monotonic(), time.time()
         self._left: float | None = None
 
-    def __call__(self, row: Mapping[str, float | int | str]) -> None:
+    def __call__(self, row: _Row) -> None:
         """Takes a record. Records are replaced whole: the server's thread sees one or the other."""
         self._seen = time.time()
         if row["kind"] == "eval":
@@ -81,38 +68,50 @@ class Progress:
             if row.get("time/wall"):  # where rows come often, not each explains itself
                 self._phases = row
 
-    def page(self) -> str:
-        """Returns the page of metrics for Prometheus."""
-        train, measured, phases, saved = self._train, self._eval, self._phases, self._checkpoint()
+    def collect(self) -> "Iterator[Metric]":
+        """Yields the gauges; none of what isn't known yet. Called by prometheus-client."""
+        from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+
+        train, measured, phases = self._train, self._eval, self._phases
+        yield InfoMetricFamily("trainer_run", "The run, in labels.", self._about)
+        one = {
+            "step": ("Steps done.", train["step"]),
+            "steps": ("Steps that the run trains in all.", self._steps),
+            **{name: (about, train.get(key)) for key, (name, about) in _TRAIN.items()},
+            "remaining_seconds": ("Time left, by this attempt's steps so far.", self._left),
+            "checkpoint_step": ("Step of the newest checkpoint.", self._checkpoint()),
+            "eval_step": ("Step of the newest evaluation.", measured.get("step")),
+            "row_time_seconds": ("When the newest row came, in seconds since 1970.", self._seen),
+        }
+        for name, (about, value) in one.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"trainer_{name}", about, float(value))
         wall = float(phases.get("time/wall", 1.0))
         shares = [
-            ({"phase": phase}, float(phases[f"time/{phase}"]) / wall)
+            (phase, float(phases[f"time/{phase}"]) / wall)
             for phase in (*PHASES, "unexplained")
             if f"time/{phase}" in phases
         ]
         others = [
-            ({"metric": name}, value)
+            (name, value)
             for name, value in _numbers(train)
             if name not in _TRAIN and not name.startswith("time/")
         ]
-        figures = [({"metric": name}, value) for name, value in _numbers(measured) if name != "epoch"]
-        families = [
-            ("run_info", "The run, in labels.", [(self._about, 1.0)]),
-            ("step", "Steps done.", _one(train["step"])),
-            ("steps", "Steps that the run trains in all.", _one(self._steps)),
-            *((name, about, _one(train.get(key))) for key, (name, about) in _TRAIN.items()),
-            ("remaining_seconds", "Time left, by this attempt's steps so far.", _one(self._left)),
-            ("checkpoint_step", "Step of the newest checkpoint.", _one(saved)),
-            ("phase_share", "Share of the time since the row before, by phase.", shares),
-            ("train", "Further values of a metrics record, by key.", others),
-            ("eval_step", "Step of the newest evaluation.", _one(measured.get("step"))),
-            ("eval", "The newest evaluation, by metric.", figures),
-            ("row_time_seconds", "When the newest row came, in seconds since 1970.", _one(self._seen)),
+        figures = [(name, value) for name, value in _numbers(measured) if name != "epoch"]
+        many: list[tuple[str, str, str, _Samples]] = [
+            ("phase_share", "Share of the time since the row before, by phase.", "phase", shares),
+            ("train", "Further values of a metrics record, by key.", "metric", others),
+            ("eval", "The newest evaluation, by metric.", "metric", figures),
         ]
-        return "".join(_family(*family) for family in families)
+        for name, about, label, samples in many:
+            family = GaugeMetricFamily(f"trainer_{name}", about, labels=[label])
+            for key, number in samples:
+                family.add_metric([_text(key)], number)
+            if samples:
+                yield family
 
 
-def _numbers(row: Mapping[str, float | int | str]) -> list[tuple[str, float]]:
+def _numbers(row: _Row) -> list[tuple[str, float]]:
     return [
         (name, float(value))
         for name, value in row.items()
@@ -120,101 +119,8 @@ def _numbers(row: Mapping[str, float | int | str]) -> list[tuple[str, float]]:
     ]
 
 
-def _one(value: float | int | str | None) -> _Samples:
-    """A sample without labels; none of what isn't known."""
-    return [] if value is None else [({}, float(value))]
-
-
-def _family(name: str, about: str, samples: _Samples) -> str:
-    """A gauge in the text format 0.0.4; nothing without samples."""
-    if not samples:
-        return ""
-    name = _PREFIX + name
-    lines = [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
-    for labels, value in samples:
-        pairs = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-        lines.append(f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    text = text.encode("utf-8", "replace").decode()  # a path may hold what is no text
-    return re.sub(r"[\\\"\n]", lambda found: {"\n": r"\n"}.get(found[0], f"\\{found[0]}"), text)
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    # Not http.server's own, which asks a name service for the host's name: that may take ten seconds.
-    allow_reuse_address = True
-    request_queue_size = 64
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, *given: Any) -> None:
-        self._under_way = list[socket.socket]()
-        self.address_family = socket.AF_INET6 if ":" in given[0][0] else socket.AF_INET
-        super().__init__(*given)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Gives a connection a thread; of too many the oldest ends, so that Prometheus is answered."""
-        self._under_way.append(request)
-        if len(self._under_way) > _CONNECTIONS:
-            with contextlib.suppress(OSError):
-                self._under_way.pop(0).shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Ends a connection; its thread is about to."""
-        with contextlib.suppress(ValueError):
-            self._under_way.remove(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, *_: object) -> None:
-        """Ignores errors of a client that went away."""
-
-
-def _head_of_request(connection: socket.socket) -> bytes:
-    """A request up to its blank line, with bounds on its bytes and on its time as a whole; else nothing."""
-    data, end = b"", time.monotonic() + _CLIENT_S
-    while b"\r\n\r\n" not in data and b"\n\n" not in data:
-        left = end - time.monotonic()
-        if left <= 0 or len(data) > _REQUEST_BYTES:
-            return b""
-        connection.settimeout(left)
-        try:
-            piece = connection.recv(_REQUEST_BYTES)
-        except OSError:
-            return b""
-        if not piece:
-            return b""
-        data += piece
-    connection.settimeout(_CLIENT_S)
-    return data
-
-
-def is_asked(host: str | None, listens: str) -> bool:
-    """Returns True if a request's Host header means this host.
-
-    A web page could read it by a foreign name that resolves to this address (DNS rebinding).
-
-    Args:
-        host: The header; None without one, which no browser sends.
-        listens: log.metrics_host.
-    """
-    if host is None:
-        return True
-    name = re.sub(r":\d*$", "", host.strip()).lower().rstrip(".")
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(name.removeprefix("[").removesuffix("]")))
-    own = socket.gethostname().lower()
-    return name in ("localhost", listens.lower()) or name.partition(".")[0] == own.partition(".")[0]
+def _text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()  # a path may hold what is no text
 
 
 def check_metrics_port(config: LogConfig) -> None:
@@ -225,8 +131,10 @@ def check_metrics_port(config: LogConfig) -> None:
     """
     if config.metrics_port:
         try:
-            with _Server((config.metrics_host, config.metrics_port), http.server.BaseHTTPRequestHandler):
-                pass
+            where = socket.getaddrinfo(
+                config.metrics_host, config.metrics_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            socket.create_server(where[0][4][:2], family=where[0][0]).close()
         except (OSError, UnicodeError) as error:
             raise BadInputError(_taken(config, error)) from error
 
@@ -239,47 +147,23 @@ def _taken(config: LogConfig, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def served(config: LogConfig, page: Callable[[], str]) -> Iterator[None]:
-    """Answers GET /metrics with the page; where the port is taken, the training continues without."""
+def served(config: LogConfig, progress: Progress) -> Iterator[None]:
+    """Answers with the page of a run; where the port is taken, the training continues without."""
+    from prometheus_client import CollectorRegistry, start_http_server
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = _CLIENT_S
-        server_version, sys_version = "trainer", ""
-
-        def setup(self) -> None:
-            """Reads the request here: a byte now and then would put off the end of `timeout` for ever."""
-            super().setup()
-            self.rfile = io.BytesIO(_head_of_request(self.connection))
-
-        def do_GET(self) -> None:
-            """The page, or 404."""
-            hosts = self.headers.get_all("Host", [None])
-            if len(hosts) > 1 or not is_asked(hosts[0], config.metrics_host):
-                self.send_error(421, explain="Ask by this host's own name or address.")
-                return
-            if self.path.partition("?")[0] != "/metrics":
-                self.send_error(404, explain="It is at /metrics.")
-                return
-            body = page().encode()
-            self.send_response(200)
-            self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Logs no requests."""
-
+    registry = CollectorRegistry()  # its own: the library's counts Python's garbage and the like
+    registry.register(progress)
     try:
-        server = _Server((config.metrics_host, config.metrics_port), Handler)
+        server, thread = start_http_server(config.metrics_port, config.metrics_host, registry)
     except (OSError, UnicodeError) as error:
         warn(f"{_taken(config, error)}; the training goes on without")
         yield
         return
-    thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True)
-    thread.start()
+    # A client that goes away is no traceback in the middle of the run's lines.
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         server.shutdown()
         server.server_close()
+        thread.join()

@@ -60,7 +60,6 @@ class WeightAverage:
             return
         if skipped is None:
             self._move(max(1 - decay ** (done - self._moved), 9 / (10 + self.before + step)))
-            self._moved = done
             if last:
                 self.moved_at.fill_(done)
         else:
@@ -70,6 +69,7 @@ class WeightAverage:
             fraction = torch.maximum(1 - decay**missed, 9 / (10 + self.before + updates)) * (missed > 0)
             self._move(fraction[0])
             self.moved_at.copy_(made)
+        self._moved = done
 
     def go_on(self, step: int) -> None:
         """Continues after `step` steps; the average and `moved_at` have been restored."""

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class Finding:
 
     step: int
     kind: Literal["nonfinite", "spike"]
-    policy: Literal["stop", "skip", "rollback"]
+    policy: Literal["stop", "skip"]
     loss: float
     grad_norm: float
     median: float | None = None
@@ -60,7 +60,7 @@ class Finding:
     @property
     def ends(self) -> bool:
         """True if it ends the attempt."""
-        return self.policy != "skip"
+        return self.policy == "stop"
 
     def __str__(self) -> str:
         step = f"step {self.step + 1}"
@@ -102,7 +102,6 @@ class AnomalyDetector:
         group: dist.ProcessGroup | None,
         start: int,
         history: list[float],
-        left_out: Collection[int] = (),
         anomalies: int = 0,
     ) -> None:
         """Takes the state of the detection at the start of an attempt.
@@ -113,10 +112,9 @@ class AnomalyDetector:
             group: Process group to sum the losses over; None if each rank has the sum already.
             start: The attempt's first step, from 0.
             history: Losses of the steps before, to judge spikes by; updated in place.
-            left_out: Steps, from 0, that aren't trained.
             anomalies: Number of anomalies so far.
         """
-        self._config, self._ring, self._group, self._left_out = config, ring, group, left_out
+        self._config, self._ring, self._group = config, ring, group
         self._from = self._staged_from = start
         self._history = history
         self._anomalies = anomalies
@@ -163,8 +161,6 @@ class AnomalyDetector:
         losses, norms = staged.tolist()
         for step in range(self._staged_from, self._from):
             slot = step % self._ring.size
-            if step in self._left_out:
-                continue
             if one := judge_step(self._config, step, losses[slot], norms[slot], self._history):
                 self._anomalies += 1
                 if one.policy != "stop" and self._anomalies >= self._config.most:
@@ -219,20 +215,10 @@ def read_anomalies(folder: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(
-            f"{folder / _NAME}: can't be read as a list of anomalies ({error}); it decides which steps are "
-            "left out: bring it back, or give another --out"
+            f"{folder / _NAME}: can't be read as a list of anomalies ({error}); bring "
+            "it back, or give another --out"
         ) from error
     return anomalies
-
-
-def rolled_back(anomalies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the anomalies for which the run was rolled back."""
-    return [anomaly for anomaly in anomalies if anomaly["policy"] == "rollback"]
-
-
-def left_out(anomalies: list[dict[str, Any]]) -> set[int]:
-    """Returns the steps, from 0, that are not trained: the run was rolled back for them."""
-    return {anomaly["step"] - 1 for anomaly in rolled_back(anomalies)}
 
 
 def first_stop(anomalies: list[dict[str, Any]]) -> int | None:
@@ -249,21 +235,6 @@ def ending_at(config: dict[str, Any], anomaly: dict[str, Any]) -> dict[str, Any]
     eager = config.get("compile", {}).get("mode", "none") == "none"
     precision = {**config.get("precision", {}), "debug": eager and anomaly["kind"] == "nonfinite"}
     return {**config, "anomaly": policies, "precision": precision}
-
-
-def anomalies_before(anomalies: list[dict[str, Any]], step: int, plan: Plan) -> list[dict[str, Any]]:
-    """Returns the anomalies that still hold for a run that resumes after `step` steps of this plan.
-
-    Later ones that skipped an update or stopped the run would be found again. A rollback isn't undone, unless
-    its step has other samples now.
-    """
-
-    def comes_again(anomaly: dict[str, Any]) -> bool:
-        if anomaly["policy"] != "rollback" or anomaly["step"] > plan.steps:
-            return False
-        return anomaly.get("samples") in (None, _samples(plan, anomaly["step"] - 1)[1])
-
-    return [one for one in anomalies if one["step"] <= step or comes_again(one)]
 
 
 def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
@@ -311,17 +282,13 @@ class AnomalyLog:
             warn(f"{finding}; its update was not made {where}")
         return None
 
-    def ends(self, finding: Finding, config: AnomalyConfig) -> DivergedError | None:
-        """Writes the anomaly that ends an attempt; returns the run's error, or None for a rollback."""
+    def ends(self, finding: Finding, config: AnomalyConfig) -> DivergedError:
+        """Writes the anomaly that ends a run; returns the run's error."""
         try:
             if self.folder is not None:
                 self._add(finding, self.folder)
         except OSError as error:
             return DivergedError(f"{finding}; {_NAME} can't be written ({error.strerror})")
-        if finding.policy == "rollback":
-            if self.folder is not None:
-                warn(f"{finding}; back to the checkpoint before it, and on without its samples")
-            return None
         if finding.one_too_many:
             return DivergedError(f"{finding}; it is anomaly {config.most}: anomaly.most={config.most}")
         if finding.step == 0:
@@ -329,9 +296,10 @@ class AnomalyLog:
                 f"{finding}; no update was made before it: look for NaN in its samples, whose numbers are in "
                 f"{_NAME} in the run folder, and in the loss; precision.debug=true names the first module"
             )
+        skip = " or anomaly.nonfinite=skip" * (finding.kind == "nonfinite")
         return DivergedError(
-            f"{finding}; lower optim.lr, set optim.max_grad_norm or anomaly.{finding.kind}=rollback, and go "
-            f"on by --resume force; {_NAME} in the run folder has the samples"
+            f"{finding}; lower optim.lr, set optim.max_grad_norm{skip}, and go on by --resume force; "
+            f"{_NAME} in the run folder has the samples"
         )
 
     def _add(self, finding: Finding, folder: Path) -> int:

@@ -1,6 +1,5 @@
 """Training loop."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +14,7 @@ from trainer.train.answers import answers
 from trainer.train.evaluate import evaluate_run, next_evaluation, out_of_patience
 from trainer.train.outputs import Outputs
 from trainer.train.state import Run
-from trainer.train.step import leave_out_step, train_step
+from trainer.train.step import train_step
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     run: Run,
     out: Outputs,
     detector: AnomalyDetector | None = None,
-    left_out: Collection[int] = (),
     until: int | None = None,
     stop_after: int | None = None,
 ) -> Ending:
@@ -51,7 +49,6 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
         run: Model, optimizer, data and plan; its state is updated in place.
         out: Receivers of metrics records, checkpoints and anomalies.
         detector: Looks for anomalies, some steps late, but always before a checkpoint; None: it is off.
-        left_out: Steps, from 0, that are passed over without an update.
         until: Number of steps after which to return as finished, but without a checkpoint; None: all steps.
         stop_after: Number of steps after which to save a checkpoint and stop, or None.
 
@@ -71,10 +68,7 @@ def train(  # noqa: PLR0912, PLR0915  (one loop, to be read from top to bottom)
     if state.step == 0:
         _log_memory(run, logger, "start")
     for step in range(state.step, until):
-        if step in left_out:
-            leave_out_step(run, batches, step)
-        else:
-            train_step(run, batches, step)
+        train_step(run, batches, step)
         done = state.step = step + 1
 
         enter_phase("logging")

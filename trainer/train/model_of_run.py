@@ -47,8 +47,8 @@ _MEANINGS = ("classes", "characters", "tokenizer", "tokenizer_sha256", "vocabula
 NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
     *("model.pretrained=null", "model.reinit=[]", "log.to=[]"),
-    "hooks.enabled=false",
-    "checkpoint.folder=null",
+    *("hooks.enabled=false", "checkpoint.folder=null"),
+    *("anomaly.nonfinite=stop", "anomaly.spike=off"),  # may be rollback in a run of 0.1
     *("model.freeze=[]", f"model.lora={json.dumps(LoraConfig().model_dump(mode='json'))}"),
 )
 

@@ -109,7 +109,6 @@ def open_outputs(
     data: Mapping[str, str],
     notes: Sequence[str],
     anomalies: list[dict[str, Any]],
-    left_out: frozenset[int],
     brought: Sequence[Any] = (),
 ) -> Outputs:
     """Opens the outputs of this rank; the stack closes them.
@@ -122,7 +121,6 @@ def open_outputs(
         data: Fingerprints of the data, from `data_of`.
         notes: Lines for the manifest and the console.
         anomalies: Anomalies of earlier attempts that still hold.
-        left_out: Steps, from 0, that aren't trained.
         brought: Hooks that `fit` was given.
 
     Raises:
@@ -134,7 +132,7 @@ def open_outputs(
     if run.world.rank:
         sinks = [hook_sink(hooks, config)] if hooks else []
         checksums = other_ranks_checksums(run)
-        logger = _make_logger(run, sinks, checksums, metric_sources(stack, run), left_out)
+        logger = _make_logger(run, sinks, checksums, metric_sources(stack, run))
         row_writer = None
         if run.state.rows is not None and run.state.rows.first:
             row_writer = BackgroundWriter(checkpoints_of(folder), run.recipe.checkpoint.keep, warn)
@@ -169,14 +167,12 @@ def open_outputs(
     if run.nonfinite is not None:
         sinks.append(run.nonfinite.name_first)
     sinks += [_watch_for_no_gradient(), *load_sinks(run.recipe.log, config)]
-    sinks += stack.enter_context(
-        tracked(folder, run.recipe, run.state.step, manifest, progress_bar.say, len(left_out))
-    )
+    sinks += stack.enter_context(tracked(folder, run.recipe, run.state.step, manifest, progress_bar.say))
     writer = BackgroundWriter(place, run.recipe.checkpoint.keep, warn, run.state.step or None)
     stack.callback(writer.abandon)
     if run.recipe.log.metrics_port:
         sinks.append(stack.enter_context(_served(folder, run, manifest, writer)))
-    logger = _make_logger(run, sinks, checksums, sources, left_out)
+    logger = _make_logger(run, sinks, checksums, sources)
     if hooks:
         sinks.append(hook_sink(hooks, config, HookRows(folder, logger)))
     advisor = _add_advisor(run, logger, sources, profiled=request.profile is not None)
@@ -233,19 +229,13 @@ def _served(folder: Path, run: Run, manifest: Manifest, writer: BackgroundWriter
     progress = Progress(
         about, run.steps, begun, lambda: (begun or None) if writer.written is None else writer.written
     )
-    with served(run.recipe.log, progress.page):
+    with served(run.recipe.log, progress):
         yield progress
 
 
-def _make_logger(
-    run: Run,
-    sinks: list[Sink],
-    checksums: Checksums | None,
-    sources: Sources,
-    left_out: frozenset[int] = frozenset(),
-) -> MetricLogger:
+def _make_logger(run: Run, sinks: list[Sink], checksums: Checksums | None, sources: Sources) -> MetricLogger:
     take, logged = partial(take_metrics, run), run.state.logged
-    return MetricLogger(run.plan, run.world.device, sinks, take, checksums, logged, sources, left_out)
+    return MetricLogger(run.plan, run.world.device, sinks, take, checksums, logged, sources)
 
 
 def _compiled(run: Run, progress_bar: ProgressBar) -> Callable[[int], None]:

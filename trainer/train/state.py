@@ -56,7 +56,9 @@ class TrainState:
         statistics: BatchNorm's running statistics, and other buffers that a forward pass changes.
         loss: Sum of this rank's losses since the last metrics record, each divided by its step's items:
             float64 (), or (1 + n,) if the task has several, see `Run.losses`. With a tree, of all ranks.
-        norm: Gradient norm of the last step before clipping, float ().
+        norm: Gradient norm of the last step before clipping, float (); each step makes it anew.
+        left_out: Number of steps since the last metrics record that anomaly.nonfinite=skip left out: their
+            losses aren't in `loss`; float64 (), on the device; None with another policy.
         step: Steps done; written by the loop.
         logged: Steps, seconds and samples at the last metrics record; written by `MetricLogger`, in place.
         metrics: Metrics of the last evaluation; written by `evaluate_run`, like `best` and `no_better`.
@@ -74,6 +76,7 @@ class TrainState:
     statistics: StepStatistics
     loss: torch.Tensor
     norm: torch.Tensor
+    left_out: torch.Tensor | None = None
     step: int = 0
     logged: Logged = field(default_factory=Logged)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -200,6 +203,7 @@ def numbers_of(state: TrainState, losses: list[Any]) -> dict[str, Any]:
     """
     return {
         "row": state.logged.step,
+        "left_out": 0 if state.left_out is None else int(state.left_out),
         "losses": [[*map(_word, one)] if isinstance(one, list) else _word(one) for one in losses],
         "seconds": state.logged.seconds,
         "samples": state.logged.samples,
@@ -239,6 +243,8 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
     load_tensors(state, step, own_tensors(state, saved), known.own)
     losses = [run.reduction.own_loss([float(loss) for loss in each]) for each in zip(*rows, strict=True)]
     state.loss.copy_(torch.tensor(losses, dtype=torch.float64).view(state.loss.shape))
+    if state.left_out is not None:
+        state.left_out.fill_(known.left_out)
     state.step, state.logged = step, Logged(known.row, known.seconds, known.samples, _rows_of(known))
     state.metrics = {n: math.nan if metric is None else metric for n, metric in known.metrics.items()}
     state.best, state.no_better, state.history = known.best, known.no_better, known.history
@@ -338,6 +344,7 @@ class _Numbers(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     row: int = Field(ge=0)
+    left_out: int = Field(0, ge=0)
     # JSON has no NaN or infinity, and a sum of losses must be restored exactly.
     losses: list[_Loss | list[_Loss]] = Field(min_length=1)
     seconds: float = Field(ge=0)

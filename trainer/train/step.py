@@ -88,14 +88,22 @@ def train_step(run: Run, batches: Iterator[Batch], step: int) -> None:
     enter_phase("update")
     loss = reduction.finish()
     loss = items.correct(loss, run.gradients)
-    state.loss += loss
-    _update(run, step, loss[0] if run.losses else loss)
+    skipped = _update(run, step, loss[0] if run.losses else loss)
+    if state.left_out is None or skipped is None:
+        state.loss += loss
+    else:
+        state.loss += torch.where(skipped > 0, 0.0, loss)
+        state.left_out += skipped
     if run.nonfinite is not None:
         run.nonfinite.end_step(step)
 
 
-def _update(run: Run, step: int, loss: torch.Tensor) -> None:
-    """Updates weights, average and schedule by the step's gradients, and clears these."""
+def _update(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor | None:
+    """Updates weights, average and schedule by the step's gradients, and clears these.
+
+    Returns:
+        As `Precision.update`.
+    """
     # The order matters: gradients are unscaled before they are clipped, and a skipped update (its gradients
     # overflowed in fp16, or aren't finite with anomaly.nonfinite=skip) moves neither schedule nor average.
     state, precision = run.state, run.precision
@@ -112,17 +120,22 @@ def _update(run: Run, step: int, loss: torch.Tensor) -> None:
     if state.average is not None:
         state.average.update(step, skipped, state.lr.updates, step + 1 == run.steps)
     state.lr.advance(skipped)
+    return skipped
 
 
 def take_metrics(run: Run) -> dict[str, torch.Tensor]:
     """Returns metrics by name, each (), on the device; collective.
 
-    Losses are sums over the steps since the last call; the other metrics are those of the last step.
+    Losses are sums over the steps since the last call, without the `left_out` ones; the other metrics are
+    those of the last step.
     """
     state = run.state
     loss = sum_over_ranks(state.loss.clone(), run.reduction.loss_group)
     state.loss.zero_()
     metrics = dict(zip(("loss", *run.losses), loss.unbind() if run.losses else (loss,), strict=True))
+    if state.left_out is not None:
+        metrics["left_out"] = state.left_out.clone()
+        state.left_out.zero_()
     metrics |= {"lr": state.lr.of_last_update(), "updates": state.lr.updates[0]}
     if run.max_grad_norm or run.recent is not None:
         metrics["grad_norm"] = state.norm
@@ -131,15 +144,3 @@ def take_metrics(run: Run) -> dict[str, torch.Tensor]:
     if run.nonfinite is not None:
         metrics |= run.nonfinite.take()
     return metrics
-
-
-def leave_out_step(run: Run, batches: Iterator[Batch], step: int) -> None:
-    """Passes over a step without an update: its batches are loaded and dropped, and its number is used up."""
-    PHASE_TIMER.step = step + 1
-    enter_phase("data")
-    for _ in range(run.gradient_accumulation_steps):
-        next(batches)
-    state = run.state
-    if state.average is not None:
-        skipped = torch.ones_like(state.norm) if run.precision.may_skip else None
-        state.average.update(step, skipped, state.lr.updates, step + 1 == run.steps)

@@ -24,7 +24,6 @@ from trainer.runs.differences import FREE, flat, names_a_place, other_arithmetic
 from trainer.runs.folder import KEPT, MANIFEST
 from trainer.runs.manifest import update_manifest
 from trainer.runs.trust import check_run
-from trainer.train.anomaly import write_anomalies
 from trainer.train.components.task import data_of, make_task, task_changes
 from trainer.train.options import TrainOptions
 from trainer.train.start.resolve import start
@@ -35,14 +34,13 @@ _SUMS = ("parallel.strategy", "parallel.shard")  # another one adds in another o
 _ELSEWHERE = [key for key in FREE if key.startswith("parallel.") and key not in _SUMS] + ["model.pretrained"]
 
 
-def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
-    """Makes the folder of a replay, with the steps to skip that the run was rolled back for."""
+def begin(run: Recorded, folder: Path) -> None:
+    """Makes the folder of a replay."""
     folder.mkdir()
     if not oddity(run.path / KEPT, folder=True) and (run.path / KEPT).exists():  # what it began from
         copy_folder(run.path / KEPT, folder / KEPT)
     # As if it had been stopped: the replay goes on with it, at its start.
     update_manifest(folder, run.manifest.model_copy(), status="stopped")
-    write_anomalies(folder, refused)
 
 
 def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[str, Any]:

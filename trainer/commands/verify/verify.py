@@ -21,7 +21,7 @@ from trainer.observe.console import say, warn
 from trainer.runs.altered import unhashed_rows
 from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.manifest import Manifest, read_run
-from trainer.train.anomaly import ending_at, first_stop, read_anomalies, rolled_back
+from trainer.train.anomaly import ending_at, first_stop, read_anomalies
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def verify(options: argparse.Namespace) -> int:
     parts = parts_of(run, until, ranks_wanted(options, run.manifest.device.kind))
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
-        begin(run, folder, rolled_back(anomalies))
+        begin(run, folder)
         say(f"{run.path}: training steps 1 to {until} of {run.manifest.last_step} again, in {temporary}")
         code = replay(config, parts, run.manifest.last_step, folder, options.gpus)
         if code != EXIT_DONE:
@@ -100,8 +100,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
     config = ending_at(replay_config(run, options.set, options.trust), wanted)
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
-        refused = rolled_back(anomalies[: options.anomaly - 1])
-        begin(run, folder, refused)
+        begin(run, folder)
         start = _checkpoint_before(run, folder, step)
         steps = f"step {step}" if step == start + 1 else f"steps {start + 1} to {step}"
         say(f"{run.path}: training {steps} again, in {temporary}")
@@ -110,7 +109,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         code = replay(config, parts, run.manifest.last_step, folder, options.gpus)
         if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the anomaly comes again
             return code
-        again = [one for one in read_anomalies(folder)[len(refused) :] if one["step"] == step]
+        again = [one for one in read_anomalies(folder) if one["step"] == step]
     number = f"anomaly {options.anomaly}, step {step}"
     if not again:
         say(f"{number}: did not come again")

@@ -24,7 +24,7 @@ PHASES_EXPLAINED = {
     "evaluation": "evaluating the model",
     "checkpoint": "training paused for a checkpoint",
     "logging": "reading and writing metrics",
-    "start": "until the first step: late imports, loader workers, a rollback",
+    "start": "until the first step: late imports, loader workers",
     "end": "after the last step",
     "unexplained": "time that no timer covers",
 }

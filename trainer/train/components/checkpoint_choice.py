@@ -1,6 +1,6 @@
 """Choice of a run's checkpoint (newest intact, best, or of a step), and its loading."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,6 @@ def resume_notes(
     skipped: list[str],
     step: int,
     world: World,
-    left_out: Collection[int],
     steps: int = 0,
     parallel: Mapping[str, Any] = _NOTHING,
 ) -> list[str]:
@@ -197,14 +196,11 @@ def resume_notes(
         skipped: Lines on checkpoints that were skipped.
         step: Steps done before the attempt.
         world: The ranks.
-        left_out: Steps, from 0, that aren't trained.
         steps: Number of steps at which the run is to end.
         parallel: The section `parallel` of the configuration.
     """
     notes = [note] if (note := binding_note(cpu_shares())) else []
     notes += [f"checkpoint left out: {line}" for line in skipped]
-    if left_out:
-        notes.append(f"without step {', '.join(str(step + 1) for step in sorted(left_out))}")
     if stored is None:
         return notes
     if not step:

@@ -128,6 +128,7 @@ def build(
             statistics=statistics,
             loss=torch.zeros((1 + len(losses),) if losses else (), dtype=torch.float64, device=device),
             norm=torch.zeros((), device=device),
+            left_out=torch.zeros((), dtype=torch.float64, device=device) if skips else None,
             rows=rows,
         ),
         recipe=recipe,

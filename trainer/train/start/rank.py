@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -20,23 +20,23 @@ from trainer.distributed.parallel import (
     least_over_ranks,
 )
 from trainer.distributed.watchdog import Watchdog, watching
-from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
+from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.host.affinity import limits_within, unpin_main_thread
 from trainer.host.allocator import check_allocator
 from trainer.host.here import paths_from_here
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.nvml import driver_version
 from trainer.launch.signals import Stopped
-from trainer.launch.worker import cpu_shares, current, requested
+from trainer.launch.worker import cpu_shares, current
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.runs.checkpoint_place import place_checkpoints
 from trainer.runs.folder import check_inside, lock
-from trainer.runs.manifest import Manifest, read_stored
+from trainer.runs.manifest import Manifest
 from trainer.runs.report.write import leave_report
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.anomaly import AnomalyDetector, Finding, anomalies_before, left_out, read_anomalies
+from trainer.train.anomaly import AnomalyDetector, Finding, read_anomalies
 from trainer.train.components.checkpoint_choice import load_checkpoint, newest_checkpoint, resume_notes
 from trainer.train.components.loading import choose_loading
 from trainer.train.components.memory import memory_warning
@@ -45,7 +45,6 @@ from trainer.train.components.task import (
     check_request,
     data_of,
     device_kind,
-    make_plan,
     make_task,
     methods_of,
     task_notes,
@@ -125,16 +124,12 @@ def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> 
         _late_marked(),
     ):
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
-        while (done := _attempt(request, task, hooks, data, world, stored, watchdog)) is None:
-            PHASE_TIMER.step = 0  # the watchdog allows as long as for the first start
-            enter_phase("start")
-            stored = read_stored(folder)
-        return done
+        return _attempt(request, task, hooks, data, world, stored, watchdog)
 
 
 @contextlib.contextmanager
 def _late_marked() -> Iterator[None]:
-    """Marks bad input as late where steps were trained in this process before it was met, in any attempt."""
+    """Marks bad input as late where steps were trained in this process before it was met."""
     try:
         yield
     except BadInputError as error:
@@ -150,8 +145,8 @@ def _attempt(
     world: World,
     stored: Manifest | None,
     watchdog: Watchdog,
-) -> int | None:
-    """Trains from the newest checkpoint; returns the exit code, or None to roll back and try again."""
+) -> int:
+    """Trains from the newest checkpoint; returns the exit code."""
     recipe, folder = request.recipe, request.folder
     with contextlib.ExitStack() as stack:
         switches_are_set = stack.enter_context(switches_kept())
@@ -161,15 +156,12 @@ def _attempt(
         sharded = is_sharded(recipe.parallel, world)
         checkpoint, damaged = newest_checkpoint(folder, request.resume, world, stored, sharded)
         begin = checkpoint.step if checkpoint else 0
-        anomalies = anomalies_before(read_anomalies(folder), begin, make_plan(recipe, task))
-        skipped = frozenset(left_out(anomalies))
+        anomalies = [one for one in read_anomalies(folder) if one["step"] <= begin]  # later ones come again
         begun = (stored.begun_from if stored else request.begun_from) if checkpoint is None else None
         fresh = checkpoint is None and begun is None
         check_request(recipe, task, world.size, fresh)
         where = f"{begin} of {begun.hash}" if begun else str(begin)
-        check_agreement(
-            f"{config_hash(recipe)} {data} {methods_of(task)} from {where} without {sorted(skipped)}", world
-        )
+        check_agreement(f"{config_hash(recipe)} {data} {methods_of(task)} from {where}", world)
         losses = ", ".join(getattr(task, "losses", ()))  # summed over the ranks in this order
         check_agreement(losses, world, f"orders of the losses ({losses})", "name them in a tuple, not a set")
 
@@ -179,31 +171,26 @@ def _attempt(
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
         load_checkpoint(run, checkpoint, request.stop_after, stored)
         parallel = recipe.parallel.model_dump()
-        resumed = resume_notes(stored, damaged, begin, world, skipped, run.steps, parallel)
+        resumed = resume_notes(stored, damaged, begin, world, run.steps, parallel)
         notes += [*loading, *run.notes, *resumed, *task_notes(stored, task)]
         if begun is not None:
             notes += begin_from(run, folder, begun)
-        out = open_outputs(stack, request, run, stored, data, notes, anomalies, skipped, hooks)
+        out = open_outputs(stack, request, run, stored, data, notes, anomalies, hooks)
         detector = None
         if run.recent is not None:
             group, history = run.reduction.loss_group, run.state.history
-            detector = AnomalyDetector(
-                recipe.anomaly, run.recent, group, begin, history, skipped, len(anomalies)
-            )
+            detector = AnomalyDetector(recipe.anomaly, run.recent, group, begin, history, len(anomalies))
         detail(f"the loop begins with step {begin + 1}")
         watchdog.start(begin + recipe.compile.warm_up if run.compiled else 0)
         with memory_explained(run, folder):
-            ending = train(run, out, detector, skipped, stop_after=request.stop_after)
+            ending = train(run, out, detector, stop_after=request.stop_after)
 
-        number = ending.signal
         if ending.finding is not None:
-            number = _end_by_anomaly(ending.finding, request, run, out)
-            if not number:
-                return None
+            _end_by_anomaly(ending.finding, request, run, out)
         if ending.how != "finished":
             out.leave(
                 "stopped",
-                _how_to_resume(number, run.state.step, out.checkpoints, request.command),
+                _how_to_resume(ending.signal, run.state.step, out.checkpoints, request.command),
                 run.state.step,
             )
             return EXIT_REQUEUE
@@ -228,31 +215,23 @@ def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run
     return run, [loading.line] if loading.line else []
 
 
-def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) -> int:
+def _end_by_anomaly(finding: Finding, request: Request, run: Run, out: Outputs) -> NoReturn:
     """Writes the anomaly, checkpoints and report, before any rank leaves; collective.
 
-    Returns:
-        0 to roll back; or the number of a signal that asks for a stop: the next attempt would see it too
-        late.
-
     Raises:
-        DivergedError: If the run is to end.
+        DivergedError: The run's end.
     """
     enter_phase("checkpoint")
-    end: DivergedError | None = out.anomalies.ends(finding, request.recipe.anomaly)
+    end = out.anomalies.ends(finding, request.recipe.anomaly)
     out.checkpoints.close()
     if out.progress_bar is not None:
         out.progress_bar.close()
-    if end and out.manifest is not None:
+    if out.manifest is not None:
         out.leave("diverged", str(end), run.state.step)
         leave_report(request.folder)
-    # Collective, so that the ranks wait for each other until all is written.
-    number = torch.tensor([int(requested() or 0)])
-    if run.world.group is not None:
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=run.world.control or run.world.group)
-    if end:
-        raise end
-    return int(number)
+    if run.world.group is not None:  # the ranks wait for each other until all is written
+        dist.barrier(run.world.control or run.world.group)
+    raise end
 
 
 def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: str) -> str:
