@@ -3,10 +3,9 @@
 import argparse
 import os
 import re
-import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -16,7 +15,6 @@ from trainer.config.redact import redact_text
 from trainer.config.registry import named
 from trainer.config.suggest import MEANT, nearest
 from trainer.errors import EXIT_BAD_INPUT, BadInputError, paths_explained, reading
-from trainer.host.files import read_bounded
 from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
@@ -26,7 +24,7 @@ COMMANDS = {
     **dict.fromkeys(("train", "new", "check", "recipes"), "Train"),
     **dict.fromkeys(("runs", "report", "evaluate", "predict", "export", "verify"), "Use a run"),
     "data": "Data",
-    **dict.fromkeys(("doctor", "submit", "bench"), "Machine and cluster"),
+    **dict.fromkeys(("doctor", "job"), "Machine and cluster"),
 }
 
 
@@ -84,9 +82,11 @@ _COMMANDS_ELSEWHERE = {
     "resume": "train --resume",
     "compare": "report",
     "checkpoints": "runs RUN",
+    "submit": "job",
 }
+# Commands that went, with no other in their place.
+_GONE = {"bench": "examples/links measures the links of a job's ranks by torchrun"}
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")  # argparse's words
-_MOST_OPTIONS = 1 << 20  # bytes of a file of options
 _SETTING = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
 
@@ -95,16 +95,12 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         told: What to say of flags that another command has, in place of a flag that looks alike.
-        takes_files: Whether @FILE stands for the options of a file.
     """
 
     told: Mapping[str, str] = MappingProxyType({})
-    takes_files = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses; a flag that the command's own parser doesn't know is reported there."""
-        if self.takes_files and args is not None:
-            args = list(self._with_files(args))
         options, unknown = super().parse_known_args(self._with_settings(args), namespace)
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}"
@@ -119,26 +115,6 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{message}; did you mean '{key}=…'?")
             self.error(message + (f"; did you mean {meant!r}?" if meant in known else nearest(flag, known)))
         return options, unknown
-
-    def _with_files(self, words: Sequence[str], within: Sequence[str] = ()) -> Iterator[str]:
-        """Puts the options of a file in the place of @FILE; there may be such words in it, too."""
-        for word in words:
-            if not word.startswith("@"):
-                yield word
-                continue
-            if word in within:
-                self.error(f"{word}: names itself; take that line out")
-            try:
-                lines = read_bounded(Path(word[1:]), _MOST_OPTIONS).decode("utf-8-sig").splitlines()
-            except (OSError, ValueError) as error:
-                why = getattr(error, "strerror", "isn't text in UTF-8")
-                self.error(f"{word}: can't be read ({why}): give a file of options, or leave @ out")
-            for number, line in enumerate(lines, 1):
-                try:
-                    found = shlex.split(line, comments=True)
-                except ValueError as error:
-                    self.error(f"{word}, line {number}: {line.strip()}: {error}")
-                yield from self._with_files(found, [*within, word])
 
     def _with_settings(self, words: Sequence[str] | None) -> list[str] | None:
         """KEY=VALUE alone becomes --set KEY=VALUE, in its place, where no other words may look like that."""
@@ -156,8 +132,11 @@ class Parser(argparse.ArgumentParser):
         """Ends with code 2."""
         if found := _CHOICE.search(message):
             meant = _COMMANDS_ELSEWHERE.get(found[1], "") if "'runs'" in found[2] else ""
+            gone = _GONE.get(found[1]) if "'runs'" in found[2] else None
             hint = (
-                f"; that is 'trainer {meant}' here"
+                f"; it went: {gone}"
+                if gone
+                else f"; that is 'trainer {meant}' here"
                 if meant
                 else nearest(found[1], re.findall(r"[\w-]+", found[2]))
             )

@@ -162,14 +162,6 @@ CASES = [
         "--init-from --resume",
     ),
     (["train", "."], "--resume"),
-    (
-        ["submit", "digits", "--on", "docker", "--from", "a"],
-        "--from",
-    ),
-    (
-        ["submit", "digits", "--on", "docker", "--resume", "a"],
-        "--resume",
-    ),
     (["train", "digits", "--resume", "runs/none"], "--resume runs/none"),
     (["train", "digits", "--resume", "x" * 300], "--resume"),
     (["train", "digits", "optim.lr=1", "--batch-size", "3"], "data.global_batch_size=…"),
@@ -180,8 +172,7 @@ CASES = [
     (["train", "digits", "optim.lrr=0.1"], "optim.lrr optim.lr"),
     (["recipes", "optim.lr=0.1"], "optim.lr=0.1"),
     (["train", "digits", "--ranks", "2"], "--ranks 2 --nproc-per-node"),
-    (["submit", "digits", "--on", "slurm", "--ranks-per-node=2"], "--nproc-per-node"),
-    (["submit", "digits", "--on", "slurm", "--nodes", "2"], "--nodes 2 --nnodes"),
+    (["job", "slurm", "digits", "--ranks-per-node=2"], "--nproc-per-node"),
     (["fly"], "fly"),
     (["trian", "digits"], "train"),
     ([], "COMMAND"),
@@ -241,7 +232,7 @@ LOCKED = [
     ["runs", "locked/run"],
     ["report", "locked/run"],
     ["new", "locked/task.py"],
-    ["submit", "locked/recipe.yaml", "--on", "docker", "--dry-run"],
+    ["job", "slurm", "locked/recipe.yaml"],
 ]
 
 

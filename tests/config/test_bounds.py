@@ -8,7 +8,6 @@ import pytest
 
 import trainer
 from tests.helpers.refusals import refused
-from trainer.commands.submit.sweep import points
 from trainer.config.recipe_file import read_recipe
 from trainer.config.yaml_text import parse_dumped, parse_yaml
 from trainer.errors import BadInputError
@@ -104,16 +103,15 @@ def test_json_has_bounds(data: bytes) -> None:
         strict_json.parse_quickly(b" " * 11, most=10)
 
 
-@pytest.mark.parametrize("read", [points, lambda path: read_recipe(str(path))])
-def test_files_that_are_named_have_an_end(tmp_path: Path, read: object) -> None:
+def test_files_that_are_named_have_an_end(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.symlink_to("/dev/zero")
     with pytest.raises(BadInputError, match=r"more than 16 MiB|larger than 1 MiB"):
-        read(path)  # type: ignore[operator]
+        read_recipe(str(path))
     path.unlink()
     path.write_text(BOMBS["merge keys"])
     with pytest.raises(BadInputError):
-        read(path)  # type: ignore[operator]
+        read_recipe(str(path))
 
 
 def test_a_task_is_no_pipe(tmp_path: Path) -> None:

@@ -49,9 +49,13 @@ ReturnToService=1
 JobRequeue=1
 KillWait=5
 MpiDefault=none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PreemptMode=OFF
+PartitionName=spare Nodes=ALL MaxTime=INFINITE State=UP GraceTime=120
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 """
 
 
@@ -75,10 +79,11 @@ class Slurm:
         own = {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(Path(__file__).parents[2])}
         self.environment = {**os.environ, **own}
 
-    def tell(self, *words: str) -> str:
+    def tell(self, *words: str, cwd: Path | None = None, **environment: str) -> str:
         """Runs one of Slurm's programs and returns what it prints."""
+        own = {**self.environment, **environment}
         done = subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, timeout=300, check=False
+            words, env=own, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
@@ -156,7 +161,12 @@ def running(folder: Path) -> Iterator[Slurm]:
     try:
         for command in (munge, ["slurmctld", "-c", "-i"], *(["slurmd", "-N", node] for node in NODES)):
             subprocess.run(command, env=slurm.environment, check=True, timeout=300)
-        until(lambda: slurm.tell("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n") == len(NODES) - 1)
+        until(
+            lambda: (
+                slurm.tell("sinfo", "-h", "-p", "main", "-N", "-t", "idle", "-o", "%N").count("\n")
+                == len(NODES) - 1
+            )
+        )
         yield slurm
     finally:
         subprocess.run(

@@ -1,156 +1,79 @@
-"""Reads what was rendered for a place back to what it means there, by each place's own rules."""
+"""Prints the file of a job, and reads it back as its place does."""
 
 import csv
-import re
+import io
+import itertools
 import subprocess
-from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainer.commands.submit.spec import JobPlace, JobSpec, Site
+from trainer.cli import main
 
-GIB = {"g": 1, "Gi": 1}
-VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
-    """Returns the expected meaning of every place's file for a job; `port`: the file's field of the port."""
-    digest = spec.image.partition("@")[2]
-    return {
-        "name": spec.name,
-        "image": spec.image,
-        "nnodes": spec.nnodes,
-        "gpus": spec.gpus_per_node,
-        "cpus": spec.cpus_per_node,
-        "memory": spec.memory_gib,
-        "shm": spec.shm_gib,
-        "seconds": spec.minutes * 60,
-        "stop": spec.stop_seconds,
-        "user": spec.user,
-        "environment": {
-            **({"TRAINER_IMAGE_DIGEST": digest} if digest else {}),
-            **({} if spec.gpus_per_node else {"NVIDIA_VISIBLE_DEVICES": "void"}),
-            **spec.environment,
-        },
-        "mounts": {
-            target: where
-            for target, where in (
-                ("/workspace/runs", spec.runs),
-                ("/data", spec.data),
-                ("/cache", spec.cache),
-            )
-            if where
-        }
-        | {f"/recipe/{name}": file for name, file in spec.files.items()},
-        "command": spec.command(),
-        "port": port,
-    }
+HEX = 64 * "a"
+IMAGE = f"registry.example/trainer@sha256:{HEX}"
+IN_IMAGE = ("--image", IMAGE, "--volume", "runs:/workspace/runs")
+# A docker, a Slurm, that write down the words they are given. `-` in front of words is of srun's own.
+_STAND_INS = """
+said() { printf '%s\\0' "$@"; printf '\\n\\0'; }
+docker() { said "$@"; }
+srun() { said "$@"; env -0; return ${CODE:-0}; }
+apptainer() { said "$@"; }
+"""
 
 
-def read_docker(text: str) -> dict[str, Any]:
-    """Parses as a shell and the engine do."""
-    shell = "docker() { printf '%s\\0' \"$@\"; }\n" + text
-    done = subprocess.run(["/bin/sh"], input=shell.encode(), capture_output=True, check=True)
-    words = done.stdout.decode().split("\0")[:-1]
-    assert words.pop(0) == "run"
-    found: dict[str, list[str]] = {}
-    while words[0].startswith("--"):
-        name = words.pop(0)[2:]
-        flag = name in ("detach", "read-only")
-        found.setdefault(name, []).append("" if flag else words.pop(0))
-    mounts = {}
-    for mount in found["mount"]:
-        fields = dict(field.partition("=")[::2] for field in next(csv.reader([mount])))
-        assert fields["type"] == "bind"
-        assert ("readonly" in fields) == fields["target"].startswith(("/data", "/recipe/"))
-        mounts[fields["target"]] = fields["source"]
-    assert found["cap-drop"] == ["ALL"]
-    assert found["security-opt"] == ["no-new-privileges"]
-    assert "read-only" in found
-    assert _writable({*(one.partition(":")[0] for one in found["tmpfs"]), *mounts})
-    assert all(one.endswith(":exec") for one in found["tmpfs"])
-    seconds, command = _untimed(words[1:], found["stop-timeout"][0])
-    return {
-        "name": found["name"][0],
-        "image": words[0],
-        "nnodes": 1,
-        "gpus": int(found.get("gpus", ["0"])[0]),
-        "cpus": int(found["cpus"][0]),
-        "memory": _gib(found["memory"][0]),
-        "shm": _gib(found["shm-size"][0]),
-        "seconds": seconds,
-        "stop": int(found["stop-timeout"][0]),
-        "user": found["user"][0],
-        "environment": dict(one.partition("=")[::2] for one in found.get("env", [])),
-        "mounts": mounts,
-        "command": command,
-        "port": None,
-    }
+def printed(place: str, *words: str, recipe: str = "digits") -> str:
+    """What `trainer job PLACE RECIPE WORDS` prints."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert main(["job", place, recipe, *words]) == 0
+    return said.getvalue()
 
 
-def read_slurm(text: str) -> dict[str, Any]:
-    """Parses as sbatch, the shell and Pyxis do; Slurm has no user option, and no limit for /dev/shm."""
-    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.M))
-    shell = "export() { printf 'E%s\\0' \"$@\"; }\nset() { printf 'S%s\\0' \"$@\"; }\n"
-    shell += "df() { echo 0; }; mkdir() { :; }; scontrol() { :; }; SLURM_JOB_ID=0\n"
-    shell += "srun() { printf 'R%s\\0' \"$@\"; }\n" + text
-    done = subprocess.run(["/bin/bash"], input=shell.encode(), capture_output=True, check=False)
-    said = [word for word in done.stdout.decode().split("\0") if word]
-    environment = dict(word[1:].partition("=")[::2] for word in said if word.startswith("E"))
-    command = [word[1:] for word in said if word.startswith("S")]
-    assert command[:3] == ["-u", "--", "trainer"]
-    (mounted,) = [word for word in said if word.startswith("R--container-mounts=")]
-    mounts = [mount.split(":") for mount in mounted.partition("=")[2].split(",")]
-    (image,) = [word.partition("=")[2] for word in said if word.startswith("R--container-image=")]
-    shm = re.search(r"smaller than (\d+) GiB", text)
-    assert shm
-    # A step takes them from its job only below Slurm 22.05.
-    assert f"R--cpus-per-task={options['cpus-per-task']}" in said
-    return {
-        "name": options["job-name"],
-        "image": image.replace("#", "/"),
-        "nnodes": int(options["nodes"]),
-        "gpus": int(options.get("gpus-per-node", 0)),
-        "cpus": int(options["cpus-per-task"]),
-        "memory": int(options["mem"].removesuffix("G")),
-        "shm": int(shm[1]),
-        "seconds": int(options["time"]) * 60,
-        "stop": int(options["signal"].removeprefix("USR1@")),
-        "environment": {name: value for name, value in environment.items() if name not in VARIABLES},
-        "mounts": {mount[1]: mount[0] for mount in mounts},
-        "command": command[2:],
-        "port": int(environment["MASTER_PORT"]),
-    }
+def run_script(
+    text: str, folder: Path, before: str = "", **environment: str
+) -> "subprocess.CompletedProcess[bytes]":
+    """Runs a script in bash; `before` defines more stand-ins."""
+    own = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "LC_ALL": "C.UTF-8"}
+    return subprocess.run(
+        ["/bin/bash"],
+        input=f"{_STAND_INS}{before}\n{text}".encode(),
+        env={**own, **environment},
+        cwd=folder,
+        capture_output=True,
+        check=False,
+    )
+
+
+def words_of(done: "subprocess.CompletedProcess[bytes]") -> tuple[list[str], dict[str, str]]:
+    """The words of a script's one call, and the variables that it had."""
+    words, _, rest = done.stdout.decode().partition("\n\0")
+    return words.split("\0")[:-1], dict(one.partition("=")[::2] for one in rest.split("\0") if one)
 
 
 def documents(text: str) -> dict[str, Any]:
     """The objects of a file for Kubernetes by their kinds."""
     found = {}
-    for document in yaml.load_all(text, yaml.CSafeLoader):
+    for document in yaml.safe_load_all(text):
         assert document["kind"] not in found
         found[document["kind"]] = document
     return found
-
-
-def templates(objects: dict[str, Any]) -> list[tuple[int, Any]]:
-    """Pod templates and how many pods each has, of a Job, a JobSet or a TrainJob."""
-    job = indexed_job(objects)
-    assert job["completions"] == job["parallelism"]
-    return [(job["completions"], job["template"])]
 
 
 def indexed_job(objects: dict[str, Any]) -> Any:
     """The spec of the Job."""
     if "Job" in objects:
         return objects["Job"]["spec"]
-    if "JobSet" in objects:
-        sets = objects["JobSet"]["spec"]
-    else:
-        sets = objects["TrainingRuntime"]["spec"]["template"]["spec"]
-    (replicated,) = sets["replicatedJobs"]
+    (replicated,) = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
     assert replicated["replicas"] == 1
     return replicated["template"]["spec"]
+
+
+def pod_of(objects: dict[str, Any]) -> Any:
+    """The spec of a node's pod."""
+    return indexed_job(objects)["template"]["spec"]
 
 
 def fate(rules: list[dict[str, Any]], code: int, disrupted: bool = False) -> str:
@@ -165,117 +88,36 @@ def fate(rules: list[dict[str, Any]], code: int, disrupted: bool = False) -> str
     return "Count"
 
 
-def read_kubernetes(text: str) -> dict[str, Any]:
-    """Parses as Kubernetes and Kubeflow's operators do; all pods must be the same."""
-    objects = documents(text)
-    names = {document["metadata"]["name"] for document in objects.values()}
-    assert len(names) == 1
-    pods = templates(objects)
-    node = _pod(pods[0][1])
-    assert all(_pod(template) == node for _, template in pods)
-    nodes = sum(count for count, _ in pods)
-    if "TrainJob" in objects:
-        asked = objects["TrainJob"]["spec"]["trainer"]
-        runtime = objects["TrainingRuntime"]["spec"]
-        assert asked["numNodes"] == runtime["mlPolicy"]["numNodes"] == nodes
-        container = indexed_job(objects)["template"]["spec"]["containers"][0]
-        assert asked["resourcesPerNode"] == container["resources"]
-    return {**node, "name": names.pop(), "nnodes": nodes}
-
-
-def _pod(template: Any) -> dict[str, Any]:
-    spec = template["spec"]
-    (container,) = spec["containers"]
-    assert "command" not in container  # the entrypoint stays the first process
-    assert container["resources"]["requests"] == container["resources"]["limits"]
-    limits = container["resources"]["limits"]
-    environment = {one["name"]: single(one["value"]) for one in container["env"] if "value" in one}
-    for name in VARIABLES:
-        environment.pop(name, None)
-    volumes = {one["name"]: one for one in spec["volumes"]}
-    mounts = {}
-    for mount in container["volumeMounts"]:
-        volume = volumes.pop(mount["name"])
-        mounts[mount["mountPath"]] = (volume, mount.get("readOnly", False))
-    assert not volumes
-    assert _writable(set(mounts))
-    claims = {}
-    for where, (volume, read_only) in mounts.items():
-        assert read_only == (where in ("/data", "/recipe"))
-        if claim := volume.get("persistentVolumeClaim"):
-            claims[where] = f"pvc:{claim['claimName']}"
-            assert claim.get("readOnly", False) == read_only
-    shm = mounts["/dev/shm"][0]["emptyDir"]
-    assert shm["medium"] == "Memory"
-    assert _gib(shm["sizeLimit"]) < _gib(limits["memory"])
-    security = spec["securityContext"]
-    ports = [one["containerPort"] for one in container.get("ports", [])]
-    assert len(ports) <= 1
-    return {
-        "image": container["image"],
-        "gpus": int(limits.get("nvidia.com/gpu", 0)),
-        "cpus": int(limits["cpu"]),
-        "memory": _gib(limits["memory"]),
-        "shm": _gib(shm["sizeLimit"]),
-        "seconds": spec["activeDeadlineSeconds"],
-        "stop": spec["terminationGracePeriodSeconds"],
-        "user": f"{security['runAsUser']}:{security['runAsGroup']}",
-        "environment": environment,
-        "mounts": claims,
-        "command": [single(word) for word in container["args"]],
-        "port": ports[0] if ports else None,
-    }
-
-
 def single(text: str) -> str:
-    """Expands variables in a text; none may be left."""
-    assert not re.search(r"\$", text.replace("$$", "")), text
+    """Expands variables in a text as a kubelet does; none may be left."""
+    assert "$" not in text.replace("$$", ""), text
     return text.replace("$$", "$")
 
 
-def _untimed(words: Sequence[str], stop: str) -> tuple[int, list[str]]:
-    fixed = ["timeout", "--foreground", "--preserve-status", "--signal=USR1", f"--kill-after={stop}"]
-    assert list(words[:5]) == fixed
-    return int(words[5]), list(words[6:])
-
-
-def _gib(text: str) -> int:
-    found = re.fullmatch(r"(\d+)(g|Gi)", text)
-    assert found, text
-    return int(found[1]) * GIB[found[2]]
-
-
-def _writable(mounted: set[str]) -> bool:
-    """Whether all is mounted that the image writes to, as its root is read-only."""
-    return {"/tmp", "/home/trainer", "/cache", "/workspace/runs"} <= mounted
-
-
-IMAGE = f"registry.example/trainer@sha256:{64 * 'a'}"
-# Several nodes on claims, and what an engine gets instead.
-FIELDS: dict[str, Any] = {
-    "recipe": "digits",
-    "image": IMAGE,
-    "nnodes": 2,
-    "gpus_per_node": 2,
-    "runs": "pvc:runs",
-    "data": "pvc:data",
-    "cache": "pvc:cache",
-}
-ENGINE = {"runs": "/srv/runs", "data": "/srv/data", "cache": "/srv/cache"}
-Read = Callable[[str], dict[str, Any]]
-PLACES: dict[str, tuple[JobPlace, Site, Read]] = {
-    "docker": ("docker", Site(), read_docker),
-    "job": ("kubernetes", Site(), read_kubernetes),
-    "jobset": ("kubernetes", Site(jobset=True), read_kubernetes),
-    "trainjob": ("kubeflow", Site(), read_kubernetes),
-}
-
-
-def job(where: str, **changes: Any) -> JobSpec:
-    """A job for a place: hosts have folders, and docker one node."""
-    fields = {**FIELDS, **changes}
-    if where in ("docker", "slurm"):
-        fields |= {name: folder for name, folder in ENGINE.items() if name not in changes}
-    if where == "docker" and "nnodes" not in changes and "min_nnodes" not in changes:
-        fields["nnodes"] = 1
-    return JobSpec(**fields)
+def read(place: str, text: str, folder: Path) -> tuple[list[str], dict[str, str], list[str]]:
+    """The trainer's words, the variables and the mounts (SOURCE:TARGET[:ro]) of a job, as its place reads."""
+    if place in ("kubernetes", "kubeflow"):
+        pod = pod_of(documents(text))
+        (node,) = pod["containers"]
+        claims = {
+            one["name"]: one.get("persistentVolumeClaim", {}).get("claimName") for one in pod["volumes"]
+        }
+        assert {one["name"] for one in node["volumeMounts"]} == set(claims)
+        mounts = [
+            f"{claims[one['name']]}:{one['mountPath']}" + ":ro" * one["readOnly"]
+            for one in node["volumeMounts"]
+            if claims[one["name"]]
+        ]
+        environment = {one["name"]: single(one["value"]) for one in node["env"] if "value" in one}
+        return [single(word) for word in node["args"]], environment, mounts
+    words, environment = words_of(run_script(text, folder))
+    if place == "docker":
+        options = list(itertools.pairwise(words))
+        fields = [next(csv.reader([value])) for name, value in options if name == "--mount"]
+        assert all(field[0] == "type=bind" for field in fields)
+        mounts = [":".join(one.partition("=")[2] or "ro" for one in field[1:]) for field in fields]
+        environment = dict(value.partition("=")[::2] for name, value in options if name == "--env")
+        return words[words.index("trainer") :], environment, mounts
+    given = dict(word.partition("=")[::2] for word in words[: words.index("trainer")])
+    mounts = given["--container-mounts"].split(",") if "--container-mounts" in given else []
+    return words[words.index("trainer") :], environment, mounts

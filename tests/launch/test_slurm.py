@@ -5,28 +5,27 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
+from tests.helpers.job_files import printed
 from tests.helpers.ways import Ended, Job, Started
 from tests.launch.test_ways_in import REFUSALS, WATCHED, bits_of, check, data_of, place
-from trainer.commands.submit.slurm import render, render_array
-from trainer.commands.submit.spec import JobSpec, Site
 
-# Without a Slurm: tests/commands/test_jobs*.py (scripts), test_cluster.py (what srun says).
+# Without a Slurm: tests/commands/test_job_slurm.py (scripts), test_cluster.py (what srun says).
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 ROOT = Path(__file__).parents[2]
 VENV = Path(sys.executable).parent.parent
 # Some seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
 SETTINGS = ("data.micro_batch_size=4", "epochs=6", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
+TWO = ("--nodes", "2", "--cpus-per-task", "2")
 # The smallest job, where a second rank would only cost time.
-ONE = {"nnodes": 1, "nproc_per_node": 1}
+ONE = ("--cpus-per-task", "2")
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +60,23 @@ def _names() -> Iterator[None]:
         hosts.write_text(hosts.read_text().replace(line, ""))
 
 
-def _spec(folder: Path, **more: object) -> JobSpec:
-    values: dict[str, object] = {
-        **{"recipe": "digits", "settings": SETTINGS, "name": "job", "nnodes": 2, "nproc_per_node": 2},
-        **{"cpus_per_node": 2, "memory_gib": 3, "shm_gib": 1, "minutes": 60, "grace_seconds": 30},
-        **{"runs": str(folder), "port": PORT},
-    }
-    return JobSpec.model_validate({**values, **more})
-
-
-def _submit(slurm: Slurm, spec: JobSpec) -> tuple[str, Path]:
-    """The job's number and its log."""
-    logs = Path(spec.runs) / ".jobs"
-    logs.mkdir(parents=True, exist_ok=True)
-    script = logs / f"{spec.name}.sbatch"
-    script.write_text(render(spec, Site(container="venv", venv=str(VENV))))
-    job = slurm.tell("sbatch", "--parsable", str(script))
-    return job, logs / f"{spec.name}-{job}.out"
+def _submit(
+    slurm: Slurm,
+    folder: Path,
+    *words: str,
+    settings: Iterable[str] = SETTINGS,
+    recipe: str = "digits",
+    **environment: str,
+) -> tuple[str, Path]:
+    """Sends a job whose run folder is FOLDER/job; returns its number and its log."""
+    own = ("--mem", "3G", "--time", "60", "--grace", "30", "--master-port", str(PORT), "--partition", "main")
+    text = printed(
+        "slurm", "--out", str(folder / "job"), "--venv", str(VENV), *own, *words, *settings, recipe=recipe
+    )
+    script = folder / "job.sbatch"
+    script.write_text(text)
+    job = slurm.tell("sbatch", "--parsable", str(script), cwd=folder, **environment)
+    return job, folder / f"job-{job}.out"
 
 
 def _rows(run: Path) -> int:
@@ -90,6 +89,11 @@ def _manifest(run: Path) -> dict[str, object]:
     return manifest
 
 
+def _environment_of(pid: str) -> list[str]:
+    file = Path("/proc", pid, "environ")
+    return file.read_text().split("\0") if file.exists() else []
+
+
 def _text(log: Path) -> str:
     return log.read_text() if log.exists() else ""
 
@@ -97,12 +101,23 @@ def _text(log: Path) -> str:
 def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_same_bits(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    run, spec = tmp_path / "job", _spec(tmp_path, nproc_per_node=1)
-    job, log = _submit(slurm, spec)
+    """Its site gives jobs another partition and no variable."""
+    run, site = tmp_path / "job", {"SBATCH_EXPORT": "NONE", "SBATCH_PARTITION": "spare", "NOT_PASSED": "x"}
+    job, log = _submit(slurm, tmp_path, *TWO, "--env", "PASSED=1", **site)
     until(lambda: _rows(run) > 2)
-    slurm.tell("scancel", "--signal=USR1", job)  # as Slurm does before the time is up
-    until(lambda: "requeued, number 1" in _text(log))
+    (line,) = [line for line in _text(log).splitlines() if line.startswith("warning: this job has")]
+    assert "Partition=spare" in line and "main" in line and "TimeLimit" not in line
+    pids = slurm.tell("scontrol", "listpids", job, NODES[0]).split()
+    variables = [_environment_of(pid) for pid in pids if pid.isdecimal()]
+    step = [one for one in variables if "SLURM_PROCID=0" in one and "SLURM_STEP_NUM_NODES=2" in one]
+    assert step and all("PASSED=1" in one and f"MASTER_PORT={PORT + int(job) % 1000}" in one for one in step)
+    assert not any("NOT_PASSED=x" in one for one in variables)
+    urgent = slurm.tell(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", cwd=tmp_path
+    )
+    until(lambda: "requeued, number 1" in _text(log), lambda: _text(log))
     assert "the same command resumes from there" in _text(log)
+    until(lambda: slurm.state(urgent) == "COMPLETED")
     slurm.release(job)
     until(lambda: _text(log).count("resumes after step") == 1 and _manifest(run)["status"] == "running")
     (first, second) = [attempt["job"] for attempt in _manifest(run)["attempts"]]  # type: ignore[attr-defined]
@@ -113,8 +128,9 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     until(lambda: not slurm.tell("squeue", "-h"))  # it still holds its port while it completes
     assert _text(log).count("requeued") == 1  # who cancels doesn't want it back
     assert _manifest(run)["status"] == "stopped"
-    again, log = _submit(slurm, spec)
+    again, log = _submit(slurm, tmp_path, *TWO)
     slurm.completes(again, log)
+    assert "warning: this job has" not in _text(log)
     assert _manifest(run)["status"] == "finished"
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-1.log"]
     # One that never stopped, on one node.
@@ -140,9 +156,9 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
 
 
 def test_bad_input_ends_the_job_with_one_line_and_no_requeue(slurm: Slurm, tmp_path: Path) -> None:
-    job, log = _submit(slurm, _spec(tmp_path, settings=("optim.lr=-1",)))
+    job, log = _submit(slurm, tmp_path, *TWO, recipe="/nowhere.yaml")
     until(lambda: slurm.state(job) == "FAILED")
-    assert "optim.lr" in _text(log) and "requeued" not in _text(log)
+    assert "/nowhere.yaml" in _text(log) and "requeued" not in _text(log)
     assert "Traceback" not in _text(log)
     assert "ExitCode=2:0" in slurm.tell("scontrol", "show", "job", "--oneliner", job)
 
@@ -184,53 +200,9 @@ def test_a_task_for_each_rank_ends_as_the_table_of_all_ways_says(slurm: Slurm, t
     assert (bits_of(alike), data_of(alike)) == (bits_of(tmp_path / "own"), data_of(tmp_path / "own"))
 
 
-def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:
-    specs = [
-        _spec(tmp_path, **ONE, name=f"job-{n}", settings=(*SETTINGS, "epochs=12", f"seed={n}"))
-        for n in (0, 1)
-    ]
-    (tmp_path / ".jobs").mkdir()
-    script = tmp_path / ".jobs" / "array.sbatch"
-    script.write_text(render_array(specs, Site(container="venv", venv=str(VENV)), "job"))
-    array = slurm.tell("sbatch", "--parsable", str(script))
-    tasks = [(f"{array}_{n}", tmp_path / f"job-{n}", tmp_path / f".jobs/job-{array}_{n}.out") for n in (0, 1)]
-    for task, run, _ in tasks:
-        until(partial(_has_rows, run))
-        slurm.tell("scancel", "--signal=USR1", task)
-    for task, _, log in tasks:  # one of the two has the array's own number
-        until(partial(_is_requeued, log))
-        slurm.release(task)
-    for _, run, log in tasks:
-        until(partial(_is_finished, run))
-        assert _text(log).count("resumes after step") == 1
-
-
-def _has_rows(run: Path) -> bool:
-    return _rows(run) > 0
-
-
-def _is_requeued(log: Path) -> bool:
-    return "requeued, number 1" in _text(log)
-
-
-def _is_finished(run: Path) -> bool:
-    return _manifest(run)["status"] == "finished"
-
-
-def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
-    run = tmp_path / "job"
-    settings = (*SETTINGS, "epochs=12", "parallel.reduction=tree")
-    job, log = _submit(slurm, _spec(tmp_path, min_nnodes=1, nproc_per_node=1, settings=settings))
-    until(lambda: _rows(run) > 4)
-    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
-    until(lambda: "on 1 rank instead of 2" in _text(log))
-    slurm.completes(job, log)
-    assert _manifest(run)["status"] == "finished"
-
-
 def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: Slurm, tmp_path: Path) -> None:
     long = (*SETTINGS[:1], "epochs=1000", *SETTINGS[2:])
-    job, log = _submit(slurm, _spec(tmp_path, **ONE, settings=long, minutes=2, grace_seconds=10))
+    job, log = _submit(slurm, tmp_path, *ONE, "--time", "2", "--grace", "10", settings=long)
     until(lambda: "requeued, number 1" in _text(log), lambda: _text(log))
     assert "stopped by SIGUSR1 after step" in _text(log)
     slurm.tell("scancel", job)
@@ -238,7 +210,7 @@ def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: S
 
 def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) -> None:
     run = tmp_path / "job"
-    job, log = _submit(slurm, _spec(tmp_path, nproc_per_node=1))
+    job, log = _submit(slurm, tmp_path, *TWO)
     until(lambda: _rows(run) > 5)
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
     until(lambda: slurm.state(job) == "PENDING")
@@ -251,7 +223,7 @@ def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) ->
 
 def test_a_node_that_is_drained_lets_the_job_end(slurm: Slurm, tmp_path: Path) -> None:
     run = tmp_path / "job"
-    job, log = _submit(slurm, _spec(tmp_path, settings=(*SETTINGS[:1], "epochs=3", *SETTINGS[2:])))
+    job, log = _submit(slurm, tmp_path, *TWO, settings=(*SETTINGS[:1], "epochs=3", *SETTINGS[2:]))
     until(lambda: _rows(run) > 1)
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=drain", "reason=test")
     slurm.completes(job, log)
@@ -272,32 +244,13 @@ def test_what_the_doctor_tells_slurms_users_to_ask_for_can_be_asked_for(slurm: S
         slurm.tell("srun", "--test-only", *option.split(), "true")
 
 
-def test_options_of_sbatch_and_a_file_of_secrets_reach_the_job(slurm: Slurm, tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    trainer = tmp_path / "bin" / "trainer"
-    trainer.write_text("#!/bin/sh\necho got $WANDB_API_KEY $PLAIN\n")
-    trainer.chmod(0o755)
-    secrets = tmp_path / "secrets.env"
-    secrets.write_text("# of the lab\nWANDB_API_KEY=a-b=c\nPLAIN=file")
-    secrets.chmod(0o600)
-    site = Site(
-        container="venv",
-        venv=str(tmp_path),
-        sbatch_arg=("comment=of # us", "--nice=7", f"exclude={NODES[1]}"),
-        env_from=(f"file:{secrets}",),
-        rdma="host",
-    )
-    spec = _spec(tmp_path, nnodes=1, environment={"PLAIN": "typed"})
-    (tmp_path / ".jobs").mkdir()
-    script = tmp_path / ".jobs" / "job.sbatch"
-    script.write_text(render(spec, site))
-    assert "a-b=c" not in script.read_text()
-    job = slurm.tell("sbatch", "--parsable", str(script))
-    until(lambda: "got a-b=c typed" in _text(tmp_path / ".jobs" / f"job-{job}.out"))
+@pytest.mark.parametrize(
+    "name", ["it's a #b", "a b;c", 'say "x" $(id) `id`', "é\N{GRINNING FACE}", "-x --uid=0"]
+)
+def test_sbatch_reads_a_directive_as_it_was_given(slurm: Slurm, tmp_path: Path, name: str) -> None:
+    text = printed("slurm", "--out", str(tmp_path / "job"), "--account", name)
+    (tmp_path / "job.sbatch").write_text(text)
+    job = slurm.tell("sbatch", "--parsable", "--hold", str(tmp_path / "job.sbatch"), cwd=tmp_path)
     told = slurm.tell("scontrol", "show", "job", job)
-    assert "Comment=of # us" in told
-    assert "Nice=7" in told
-    assert f"ExcNodeList={NODES[1]}" in told
-    script.write_text(render(spec, Site(container="venv", sbatch_arg=("--no-such=h100",))))
-    with pytest.raises(AssertionError, match="unrecognized option '--no-such=h100'"):
-        slurm.tell("sbatch", str(script))
+    slurm.tell("scancel", job)
+    assert f" Account={name} " in told.replace("\n", " ")

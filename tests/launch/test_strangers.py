@@ -14,10 +14,10 @@ import pytest
 from torch import distributed as dist
 
 from tests.helpers import preloaded
-from tests.helpers.job_files import PLACES, job
+from tests.helpers.job_files import IN_IMAGE, printed
 from tests.helpers.listeners import Listener, listeners
 from tests.helpers.waiting import until
-from trainer.commands.submit.submit import JOB_PLACES as HOW
+from trainer.commands.job import TEMPLATES
 from trainer.host.processes import tree
 from trainer.launch.launcher import STATIC, _alone
 from trainer.launch.nodes.discover import Nodes
@@ -141,10 +141,7 @@ def test_torchrun_is_told_the_static_rendezvous_on_one_host_and_on_several() -> 
         assert not any("c10d" in option for option in options)
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_no_job_that_is_rendered_names_it(where: str) -> None:
-    place, site, _ = PLACES[where]
-    many = {} if where == "docker" else {"nnodes": 3, "min_nnodes": 2}
-    elastic = where not in ("docker", "trainjob")
-    spec = job(where, **(many if elastic else {}))
-    assert not _UNPICKLES.search(HOW[place].render(spec, site))
+@pytest.mark.parametrize("place", TEMPLATES)
+def test_no_job_that_is_printed_names_it(place: str) -> None:
+    several = () if place == "docker" else ("--nodes", "2", "data.micro_batch_size=32")
+    assert not _UNPICKLES.search(printed(place, *IN_IMAGE, *several))

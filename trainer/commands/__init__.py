@@ -9,6 +9,6 @@ rooms, prints the result and returns the exit code. Code that two commands need 
 - `checkpoints`, `report`, `verify`: list a run's checkpoints, write its report, replay it and compare bits
 - `evaluate`, `export`, `predict`: measure a run's model, write it in another format, apply it to files
 - `data`: pack, index, verify, describe and tokenize data sets
-- `doctor`, `bench`: find faults of the machine; measure it
-- `submit`: run a recipe on a container engine or a cluster
+- `doctor`: find faults of the machine
+- `job`: print a job file for a container engine or a cluster
 """

@@ -1,0 +1,85 @@
+"""`trainer job PLACE RECIPE`: prints the file of a job; `sbatch`, `kubectl` or `sh` sends it.
+
+The files are jinja2 templates in `templates/`; `render` makes the values and fills them in.
+"""
+
+import argparse
+from typing import Any
+
+TEMPLATES = {
+    "slurm": "slurm.sbatch.j2",
+    "kubernetes": "kubernetes.yaml.j2",
+    "kubeflow": "kubeflow.yaml.j2",
+    "docker": "docker.sh.j2",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `job` to the commands."""
+    job = commands.add_parser(
+        "job",
+        help="Print a job file for Slurm, Kubernetes, Kubeflow or docker.",
+        description="Prints a job file, as `trainer job slurm digits | sbatch`. An option that the template "
+        "doesn't use is refused.",
+        allow_abbrev=False,
+    )
+    add = job.add_argument
+    add("place", metavar="PLACE", choices=TEMPLATES, help="slurm, kubernetes, kubeflow or docker")
+    add("recipe", metavar="RECIPE", help="as of trainer train, and as the job sees it")
+    add("--template", metavar="FILE", help="a jinja2 template in place of the package's")
+    add("--print-template", action="store_true", help="print the template, as a beginning of one's own")
+    add("--set", action="append", dest="settings", metavar="KEY=VALUE", help="override a key; repeatable")
+    add("--out", metavar="DIR", help="run folder, as the job sees it: the same folder resumes the same run")
+    add("--nodes", metavar="N|MIN-MAX", help="(default: 1); a range: Slurm only")
+    add("--gpus-per-node", metavar="[TYPE:]N", help="a rank each (default: 0, on CPUs)")
+    add("--nproc-per-node", type=int, metavar="N", help="ranks of a node without GPUs (default: 1)")
+    add("--cpus-per-task", type=int, metavar="N", help="cores of a node (default: 4)")
+    add("--mem", metavar="SIZE|none", help="of a node, as 64G (default: 16G); none: the place's default")
+    add("--shm-size", metavar="SIZE", help="of /dev/shm in a container, part of the memory (default: 2G)")
+    add("--time", metavar="TIME", help="of one attempt: minutes, HH:MM, HH:MM:SS, D-HH:MM (default: 1-00:00)")
+    add("--grace", type=int, metavar="S", help="for the checkpoint after a signal (default: 90)")
+    add("--image", metavar="REF", help="best by digest; on Slurm by Pyxis, or Apptainer: docker://REF, *.sif")
+    add("--venv", metavar="DIR", help="Slurm without an image: an environment of all nodes (default: .venv)")
+    add(
+        "--volume",
+        action="append",
+        metavar="SOURCE:TARGET[:ro]",
+        help="a folder, on Kubernetes a claim, and where the container sees it; repeatable",
+    )
+    add("--env", action="append", metavar="NAME=VALUE", help="a variable, no secret; repeatable")
+    add(
+        "--env-from",
+        action="append",
+        metavar="SOURCE",
+        help="variables: a Secret of Kubernetes; elsewhere a file of NAME=VALUE; repeatable",
+    )
+    add("--master-port", type=int, metavar="PORT", help="of node 0 (default: 29500; on Slurm + job % 1000)")
+    add("--user", metavar="UID:GID", help="(default: 1000:1000; docker: the caller); none: the image's")
+    for name in ("partition", "account", "qos"):
+        add(f"--{name}", help="of Slurm")
+    add("--namespace", help="of Kubernetes")
+    job.told = {
+        "--on": "the place is a word: trainer job slurm RECIPE",
+        "--nnodes": "it is --nodes N, or MIN-MAX",
+        "--memory": "it is --mem, as --mem 64G",
+        "--shm": "it is --shm-size, as --shm-size 8G",
+        "--cpus-per-node": "it is --cpus-per-task",
+        "--name": "it is --out runs/NAME",
+        "--port": "it is --master-port",
+        **dict.fromkeys(("--data", "--runs", "--cache"), "it is --volume SOURCE:TARGET"),
+        "--dry-run": "the file is only printed",
+        "--sweep": "write a loop: for lr in 0.1 0.3; do trainer job slurm … optim.lr=$lr | sbatch; done",
+        "--sbatch-arg": "give it to sbatch, whose options override the file's",
+        "--container": "the image says it: REF is Pyxis's, docker://REF and FILE.sif are Apptainer's",
+        **dict.fromkeys(
+            ("--rdma", "--jobset", "--queue", "--service-account"), "write it into a --template FILE"
+        ),
+        "--resume": "a job resumes the run of its --out by itself",
+    }
+    job.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from trainer.commands.job.render import print_job
+
+    return print_job(options)
