@@ -1,7 +1,5 @@
 """Promise: a sharded model learns what the whole one learns, and each rank keeps its rows of it only."""
 
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
