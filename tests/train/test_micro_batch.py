@@ -28,6 +28,7 @@ from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
+from trainer.train.request import Request
 from trainer.train.start import micro_batch
 from trainer.train.start.micro_batch import (
     Interrupted,
@@ -271,9 +272,12 @@ def test_a_rank_without_a_launcher_takes_the_stored_or_the_recipes_own(
 
     found = list[int]()
     monkeypatch.setattr("trainer.launch.worker.Worker", SimpleNamespace)
-    monkeypatch.setattr(
-        resolve, "train_rank", lambda request, _: found.append(request.recipe.data.micro_batch_size) or 0
-    )
+
+    def train_rank(request: Request, _: object) -> int:
+        found.append(request.recipe.data.micro_batch_size)
+        return 0
+
+    monkeypatch.setattr(resolve, "train_rank", train_rank)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     recipe = load_recipe("digits", [*SMALL, "data.micro_batch_size=8"])
