@@ -65,7 +65,8 @@ def defined() -> frozenset[str]:
 def _sentences(tree: ast.Module) -> set[ast.expr]:
     """Sentences that a file expects, each once."""
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    functions = [node for one in (tree, *classes) for node in one.body if isinstance(node, _Function)]
+    scopes: list[ast.Module | ast.ClassDef] = [tree, *classes]
+    functions = [node for one in scopes for node in one.body if isinstance(node, _Function)]
     others = [node for node in tree.body if not isinstance(node, _Function | ast.ClassDef)]
     inside = {function: list(ast.walk(function)) for function in functions}
     calls = [node for nodes in inside.values() for node in nodes if isinstance(node, ast.Call)]
