@@ -1,4 +1,4 @@
-"""Promise: what lies behind a recording's end is told with its place, what is wrong is wrong for each cut."""
+"""Promise: what lies behind a recording's end isn't heard, what is wrong is wrong for each cut."""
 
 import io
 from pathlib import Path
@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_audio import FORMAT, RATE, SOUND, Read, folder, pieces, ramp, write
+from tests.data.test_audio import FORMAT, RATE, SOUND, Read, folder, pieces, write
+from tests.helpers.refusals import named
 from trainer.data.check import CheckedData, check_data
 from trainer.errors import BadInputError
 
 soundfile = pytest.importorskip("soundfile")
+
+
+NOISE = np.random.default_rng(0).integers(-9999, 9999, 9000).astype(np.int16)
 
 
 def encoded(form: str, sound: Any, **how: Any) -> bytes:
@@ -20,12 +24,8 @@ def encoded(form: str, sound: Any, **how: Any) -> bytes:
     return buffer.getvalue()
 
 
-NOISE = np.random.default_rng(0).integers(-9999, 9999, 9000).astype(np.int16)
-OTHER = NOISE[::-1].copy()
 FLAC, WAV = encoded("FLAC", NOISE), encoded("WAV", NOISE)
 RIFX, RF64 = encoded("WAV", NOISE, endian="BIG"), encoded("RF64", NOISE)
-LIST = b"LIST\4\0\0\0INFO"
-ID3V2, APE = b"ID3\4\0\0\0\0\0\5hello", b"APETAGEX" + bytes([0, 0, 0, 0, 7]) + bytes(26)
 
 
 def one_file(root: Path, content: bytes, suffix: str = "wav") -> Path:
@@ -35,49 +35,22 @@ def one_file(root: Path, content: bytes, suffix: str = "wav") -> Path:
     return path
 
 
-BEHIND = [
-    (FLAC, b""),
-    (FLAC, FLAC),
-    (FLAC, encoded("FLAC", OTHER)),
-    (FLAC, encoded("FLAC", ramp(77))),
-    (FLAC, WAV),
-    (FLAC + b"rubbish", encoded("OGG", ramp(500))),
-    (FLAC + b"TAG" + bytes(125), FLAC),
-    (FLAC + ID3V2 + APE + bytes(70), b""),
-    (encoded("FLAC", np.stack([NOISE, OTHER], 1)), RIFX),
-    (FLAC[:42] + b"\2\0\0\x10riff" + WAV[:12] + FLAC[42:], b""),
-    (ID3V2 + FLAC, FLAC),
-    (encoded("FLAC", ramp(1)), FLAC),
-    (WAV, b"rubbish"),
-    (WAV, WAV),
-    (WAV, FLAC),
-    (WAV + LIST, b"\1" * 9),
-    (pieces(FORMAT, (b"data", SOUND[:-1])), b"rubbish"),
-    (pieces(FORMAT, (b"data", SOUND[:-1]))[:-1] + LIST, b"rubbish"),
-    (WAV + LIST + ID3V2 + bytes(5000), b""),
-    (WAV + b"TAG" + bytes(125), b""),
-    (RIFX, b"rubbish"),
-    (RIFX + b"LIST\0\0\0\4abcd", b""),
-    (RF64, WAV),
-    (RF64 + LIST, b""),
-]
+@pytest.mark.parametrize("content", [FLAC, WAV, RIFX, RF64], ids=["FLAC", "WAV", "RIFX", "RF64"])
+@pytest.mark.parametrize("rest", [b"rubbish", FLAC, WAV], ids=["rubbish", "FLAC", "WAV"])
+def test_what_lies_behind_the_end_is_not_heard(tmp_path: Path, content: bytes, rest: bytes) -> None:
+    one_file(tmp_path, content)
+    alone = Read(folder(tmp_path))
+    one_file(tmp_path, content + rest)
+    try:
+        assert Read(folder(tmp_path)) == alone
+    except BadInputError as error:  # libsndfile's word
+        assert named(str(error), "x.wav")
 
 
-@pytest.mark.parametrize(("content", "rest"), BEHIND, ids=map(str, range(len(BEHIND))))
-def test_what_lies_behind_the_end(tmp_path: Path, content: bytes, rest: bytes) -> None:
-    file = one_file(tmp_path, content + rest)
-    line = folder(tmp_path).remarks(False)
-    if not rest:
-        assert line == ""
-    else:
-        assert line.startswith(
-            "1 of 1 recordings that were looked at have more behind their end; the first: "
-            f"{file} ({len(rest):,} bytes at byte {len(content):,}: "
-        )
-
-
-def test_it_is_warned_of_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one_file(tmp_path, WAV + b"rubbish")
+def test_floats_that_are_clipped_are_warned_of_before_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a" / "x.wav", np.linspace(-1.5, 1, 500), subtype="DOUBLE")
     check_data("fast", False, [CheckedData("training", folder(tmp_path), 0)])
     assert "training data: 1 of 1 recordings" in capsys.readouterr().err
 

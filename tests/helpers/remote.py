@@ -60,19 +60,7 @@ class Faulty:
             return _in_halves(body, lambda: self.going.wait(300))
         if fault == "damage":
             body = body[:-1] + bytes([body[-1] ^ 1])
-        return (
-            _in_drops(body)
-            if fault == "drip"
-            else _in_halves(body, lambda: time.sleep(0.7))
-            if fault == "slow"
-            else [body]
-        )
-
-
-def _in_drops(body: bytes) -> Iterator[bytes]:
-    for at in range(len(body)):
-        yield body[at : at + 1]
-        time.sleep(0.05)
+        return _in_halves(body, lambda: time.sleep(0.7)) if fault == "slow" else [body]
 
 
 def _in_halves(body: bytes, between: Callable[[], object]) -> Iterator[bytes]:

@@ -101,9 +101,8 @@ def _opened(file: Path, columns: list[int] | None = None) -> tuple[Any, Any]:
 
 def _compressed(column: Any, mapped: Any) -> bool:
     """True if a column lies anywhere but in the mapped file: pyarrow has inflated it."""
-    buffers = [*column.buffers(), *(column.dictionary.buffers() if hasattr(column, "dictionary") else ())]
     end = mapped.address + mapped.size
-    return any(one is not None and one.size and not mapped.address <= one.address < end for one in buffers)
+    return any(one and one.size and not mapped.address <= one.address < end for one in column.buffers())
 
 
 def _check_end(file: Path, source: Any) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -79,29 +78,24 @@ class AudioFolder(RecordsDataset):
         return self._filled(samples, fill, out)
 
     def remarks(self, everything: bool) -> str:
-        """Returns a line on recordings with bytes behind their end or clipped floats; "" if there are none.
+        """Returns a line on recordings with clipped floats; "" if there are none.
 
         Args:
             everything: True to check every recording, not a part of them.
         """
         chosen = spread(len(self), len(self) if everything else _LOOKED_AT).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
-            if not everything:  # a flac file is read to find its end
+            if not everything:  # a recording of floats is read whole
                 sizes = np.cumsum(list(pool.map(lambda sample: size_of(self.records.path(sample)), chosen)))
                 chosen = chosen[: int(np.searchsorted(sizes, _BYTES, "right"))]
-            oddities = list(pool.map(lambda sample: _odd(self.records.path(sample)), chosen))
-        lines = []
-        kinds = ("have more behind their end", "hold floats beyond 1.0, which are clipped")
-        for index, kind in enumerate(kinds):
-            if odd := [
-                (sample, each[index]) for sample, each in zip(chosen, oddities, strict=True) if each[index]
-            ]:
-                first, what = odd[0]
-                lines.append(
-                    f"{len(odd):,} of {len(chosen):,} recordings that were looked at {kind}; the first: "
-                    f"{self.records.name(first)} ({what})"
-                )
-        return "; ".join(lines)
+            peaks = list(pool.map(lambda sample: _loudest(self.records.path(sample)), chosen))
+        loud = [(sample, peak) for sample, peak in zip(chosen, peaks, strict=True) if peak > 1]
+        if not loud:
+            return ""
+        return (
+            f"{len(loud):,} of {len(chosen):,} recordings that were looked at hold floats beyond 1.0, which "
+            f"are clipped; the first: {self.records.name(loud[0][0])} (up to {loud[0][1]:.4g})"
+        )
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
         """Writes a crop, int16 (length,), by a random number in [0, 1); None: the center."""
@@ -185,25 +179,23 @@ def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
     return np.asarray(mixed, np.int16)
 
 
-def _odd(path: bytes) -> tuple[str, str]:
-    """Describes bytes behind the end of a recording, and floats beyond full scale; "" for none."""
+def _loudest(path: bytes) -> float:
+    """Returns the peak of a wav file of floats; 0 for other files, and those that training refuses."""
     import soundfile
 
     try:
         file, facts = open_sample_file(path)
-    except OSError:  # training on it raises the error
-        return "", ""
-    rest, loud = "", 0.0
+    except OSError:
+        return 0.0
     try:
-        rest = behind(file, facts.st_size)
-        if samples_of_wav(file, facts.st_size):
-            with soundfile.SoundFile(file, closefd=False) as sound:
-                loud = _peak(sound) if sound.subtype in _FLOATS else loud
+        if not samples_of_wav(file, facts.st_size):
+            return 0.0
+        with soundfile.SoundFile(file, closefd=False) as sound:
+            return _peak(sound) if sound.subtype in _FLOATS else 0.0
     except (OSError, ValueError, soundfile.SoundFileError, Corrupt):
-        return rest, ""
+        return 0.0
     finally:
         os.close(file)
-    return rest, f"up to {loud:.4g}" if loud > 1 else ""
 
 
 def _peak(sound: Any) -> float:
@@ -228,7 +220,7 @@ def _peak(sound: Any) -> float:
 
 def _without_tag(file: int, size: int) -> int | io.BytesIO:
     """Returns the file, or its bytes after an ID3 tag: libsndfile can't seek in FLAC with a tag."""
-    begin = past_id3(file, 0)
+    begin = _past_id3(file, 0)
     if begin and size - begin > _LARGEST_TAGGED:
         raise Corrupt(f"has an ID3 tag before {size - begin:,} bytes, which are read at once: take it off")
     return io.BytesIO(read_at(file, begin, max(0, size - begin))) if 0 < begin < size else file
@@ -246,14 +238,9 @@ _ORDERS: dict[bytes, Literal["little", "big"]] = {
     b"RF64": "little",
     b"BW64": "little",
 }
-_CHUNKS = 64  # most chunks of a wav file before its samples, or behind them
+_CHUNKS = 64  # most chunks of a wav file before its samples
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # sizes in files written to a pipe
 _UNKNOWN_LONG = (0, (1 << 63) - 1, (1 << 64) - 1)
-_CHUNK_NAME = re.compile(rb"(?!RIFF|RIFX|RF64|BW64|data|fLaC|OggS|FORM)\w[\w ]{3}", re.ASCII)
-# The first bytes of a flac, wav or ogg file.
-_RECORDING = re.compile(
-    rb"fLaC[\x00\x80]\x00\x00\x22|(?:RIFF|RIFX|RF64|BW64).{4}WAVE|OggS\x00\x02\x00{8}", re.DOTALL
-)
 
 
 class Span(NamedTuple):
@@ -290,37 +277,7 @@ def samples_of_wav(file: int, size: int) -> Span | None:
     return None
 
 
-def behind(file: int, size: int) -> str:
-    """Describes bytes behind a recording, such as "9 bytes at byte 244: …"; "" if there are none.
-
-    Tags, zeros and complete wav chunks are ignored. Behind a flac file only a second recording is found.
-    """
-    begin = _past_tags(file, 0, size)
-    if read_at(file, begin, 4) == b"fLaC":
-        end = _end_of_flac(file, begin, size)
-    elif span := samples_of_wav(file, size):
-        order = _ORDERS[read_at(file, 0, 4)]
-        # Samples of an odd size are followed by a padding byte, which some writers omit.
-        end = max(_past_chunks(file, span.end + odd, size, order) for odd in {0, (span.end - span.begin) % 2})
-    else:
-        return ""
-    if (end := _past_tags(file, end, size)) >= size:
-        return ""
-    what = what_it_is(read_at(file, end, _HEAD))
-    return f"{size - end:,} bytes at byte {end:,}{': ' if what else ''}{what}"
-
-
-def _past_chunks(file: int, position: int, size: int, order: Literal["little", "big"]) -> int:
-    for _ in range(_CHUNKS):
-        chunk = read_at(file, position, 8)
-        length = int.from_bytes(chunk[4:], order)
-        if not _CHUNK_NAME.fullmatch(chunk[:4]) or position + 8 + length > size:
-            break
-        position += 8 + length + length % 2
-    return position
-
-
-def past_id3(file: int, position: int) -> int:
+def _past_id3(file: int, position: int) -> int:
     """Returns the position after an ID3 tag (version 2), or `position` if there is none."""
     header = read_at(file, position, 10)
     if header[:3] != b"ID3" or len(header) < 10:
@@ -328,34 +285,3 @@ def past_id3(file: int, position: int) -> int:
     # Four bytes of seven bits; a footer repeats the header.
     length = sum(digit << shift for digit, shift in zip(header[6:10], (21, 14, 7, 0), strict=True))
     return position + 10 + length + 10 * bool(header[5] & 0x10)
-
-
-def _past_tags(file: int, position: int, size: int) -> int:
-    """Returns the position after zeros and tags (ID3, APE)."""
-    before = -1
-    while before < position < size:
-        before = position
-        while (piece := read_at(file, position, _BLOCK)) and not piece.strip(b"\0"):
-            position += len(piece)
-        position += len(piece) - len(piece.lstrip(b"\0"))
-        position = past_id3(file, position)
-        header = read_at(file, position, 32)
-        if header[:3] == b"TAG" and position + 128 <= size:
-            position += 128
-        elif header[:8] == b"APETAGEX":
-            position += 32 + int.from_bytes(header[12:16], "little")
-    return position
-
-
-def _end_of_flac(file: int, begin: int, size: int) -> int:
-    """Returns the position of a second recording after the metadata blocks of a flac file; `size` if none.
-
-    A flac file doesn't state where its last frame ends, so other bytes may be part of it.
-    """
-    position, last = begin + 4, False
-    while not last and len(header := read_at(file, position, 4)) == 4:
-        last, position = header[0] >= 0x80, position + 4 + int.from_bytes(header[1:], "big")
-    for at in range(position, size, _BLOCK):
-        if match := _RECORDING.search(read_at(file, at, _BLOCK + 16)):
-            return at + match.start()
-    return size

@@ -37,7 +37,6 @@ from trainer.host import strict_json
 from trainer.host.files import read_hashed
 
 _BLOCK, _CHUNK = tarfile.BLOCKSIZE, 1 << 20
-_MAGIC, _MAGIC_AT = b"ustar", 257
 _MEND = "make the shard again"
 _LONGEST_NAME, _LARGEST_HEADER = 4096, 1 << 20
 _TALLIED = 1000  # entries of `left_out` after which they are summed
@@ -62,7 +61,7 @@ def members(file: Path, left_out: list[LeftOut]) -> Iterator[tarfile.TarInfo]:
 
     Args:
         file: The archive.
-        left_out: Receives members that aren't yielded, and bytes behind the archive's end.
+        left_out: Receives members that aren't yielded, and an end without a mark.
 
     Raises:
         BadInputError: If the archive is damaged or truncated, or has links or unsafe names.
@@ -120,87 +119,29 @@ def _left_out(member: tarfile.TarInfo) -> str:
     )
 
 
-class _Rest(NamedTuple):
-    """Bytes behind the last member.
-
-    Attributes:
-        first: Offset of the first nonzero byte; -1 if there is none.
-        last: Offset behind the last nonzero byte.
-        header: Offset of a member's header; -1 if there is none.
-    """
-
-    first: int = -1
-    last: int = -1
-    header: int = -1
-
-
-def _behind(file: Path, end: int) -> Iterator[LeftOut]:
-    """Checks the bytes after the last member, which should be two or more blocks of zeros.
-
-    Yields:
-        Other bytes that are left out.
+def _behind(file: Path, end: int) -> list[LeftOut]:
+    """Checks the bytes after the last member, which should be zeros; returns what to count.
 
     Raises:
-        BadInputError: If they may hold samples.
+        BadInputError: If there are others, which may hold samples.
     """
     size = file.stat().st_size
     if end >= size:
         reason = "end{s} of an archive, which has no mark, as if it were cut off"
-        yield one(reason, f"{file.name}, at byte {size:,}")
-        return
-    rest = _look(file, end)
-    if rest.first < 0:
-        return
-    if rest.first < end + _BLOCK:
+        return [one(reason, f"{file.name}, at byte {size:,}")]
+    with file.open("rb") as stream:
+        at = stream.seek(end)
+        while (chunk := stream.read(_CHUNK)) and not (rest := chunk.lstrip(b"\0")):
+            at += len(chunk)
+    if not chunk:
+        return []
+    if (first := at + len(chunk) - len(rest)) < end + _BLOCK:
         what = "cut off in a header" if size < end + _BLOCK else "damaged header"
         raise BadInputError(f"{file}: {what} at byte {end:,}, and more may lie behind it; {_MEND}")
-    if rest.header >= 0:
-        raise BadInputError(
-            f"{file}: ends at byte {end:,}, and goes on with a member at byte {rest.header:,}: two archives "
-            f"in one file, or a damaged one; {_MEND}"
-        )
-    if rest.first < end + 2 * _BLOCK:
-        raise BadInputError(
-            f"{file}: one block of zeros at byte {end:,}, where an end has two: a damaged header; {_MEND}"
-        )
-    entry = one("byte{s} behind the end of an archive", f"{file.name}, from byte {rest.first:,}")
-    yield entry.model_copy(update={"count": rest.last - rest.first})
-
-
-def _look(file: Path, end: int) -> _Rest:
-    rest, at, before = _Rest(), end, b""
-    with file.open("rb") as stream:
-        stream.seek(end)
-        while chunk := stream.read(_CHUNK):
-            if filled := chunk.rstrip(b"\0"):
-                if rest.first < 0:
-                    first = at + len(chunk) - len(chunk.lstrip(b"\0"))
-                    rest = rest._replace(first=first)
-                rest = rest._replace(last=at + len(filled))
-                window = before + chunk
-                if rest.header < 0 and (offset := _header_in(window)) >= 0:
-                    rest = rest._replace(header=at - len(before) + offset)
-            before, at = chunk[-_BLOCK:], at + len(chunk)
-    return rest
-
-
-def _header_in(window: bytes) -> int:
-    """Returns the offset of a member's header; -1 if there is none."""
-    at = window.find(_MAGIC)
-    while at >= 0:
-        begin = at - _MAGIC_AT
-        if begin >= 0 and _is_header(window[begin : begin + _BLOCK]):
-            return begin
-        at = window.find(_MAGIC, at + 1)
-    return -1
-
-
-def _is_header(block: bytes) -> bool:
-    try:
-        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except (tarfile.TarError, ValueError):
-        return False
-    return True
+    raise BadInputError(
+        f"{file}: ends at byte {end:,}, and goes on at byte {first:,}: two archives in one file, or a "
+        f"damaged one; {_MEND}"
+    )
 
 
 _LARGEST_LABEL = 1 << 20

@@ -21,11 +21,10 @@ from trainer.errors import BadInputError
 
 # Seconds between tries.
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
-# Seconds without a byte, and bytes per second, beyond which a download has failed.
-_SILENCE, _SLOWEST = 30.0, 64 << 10
+# Seconds without a byte, after which a download has failed.
+_SILENCE = 30.0
 # Seconds for a connection when the caller doesn't retry.
 _CONNECT = 5.0
-_UNKNOWN = 256 << 20
 # S3 gives one connection some 80 MB/s: so several, and a part that fails is fetched again alone.
 _PART, _PARTS_AT_ONCE = 8 << 20, 8
 _CLOCKS = ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture")
@@ -121,13 +120,12 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 async def _fetch(url: str, sink: DownloadSink, at_once: bool = False) -> None:
     files = _file_system(url, _CONNECT if at_once else _SILENCE)
-    session = await _tried(url, _SILENCE, files.set_session)
+    session = await _tried(url, files.set_session)
     try:
         if not url.startswith("s3:"):
-            await _tried(url, _seconds(sink.size), lambda: _whole(files, url, sink), at_once)
+            await _tried(url, lambda: _whole(files, url, sink), at_once)
         elif sink.size is None:
-            seconds = _seconds(min(_UNKNOWN, sink.most or _UNKNOWN))
-            sink.write(await _tried(url, seconds, lambda: _small(files, url, sink.most), at_once))
+            sink.write(await _tried(url, lambda: _small(files, url, sink.most), at_once))
         else:
             await _in_parts(files, url, sink, sink.size)
     finally:
@@ -140,11 +138,8 @@ def _file_system(url: str, connect: float) -> Any:
 
     common: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
     if url.startswith("s3:"):
-        from trainer.data.remote.bounded import BoundedSession
-
-        config = {"connect_timeout": connect, "read_timeout": _SILENCE, "http_session_cls": BoundedSession}
         retries = {"total_max_attempts": 1, "mode": "standard"}
-        config_kwargs = {**config, "retries": retries}
+        config_kwargs = {"connect_timeout": connect, "read_timeout": _SILENCE, "retries": retries}
         files = fsspec.filesystem("s3", **common, session=_session(), config_kwargs=config_kwargs)
         files.retries = files.max_concurrency = 1
         return files
@@ -209,25 +204,23 @@ async def _small(files: Any, url: str, most: int | None) -> bytes:
 async def _part(files: Any, url: str, start: int, end: int) -> bytes:
     async def attempt() -> bytes:
         data: bytes = await files._cat_file(url, start=start, end=end)
-        if len(data) != end - start:
+        if len(data) > end - start:
+            raise WrongContentError
+        if len(data) < end - start:
             raise EOFError(f"ended after {start + len(data):,} bytes")
         return data
 
-    return await _tried(url, _seconds(end - start), attempt)
+    return await _tried(url, attempt)
 
 
-def _seconds(size: int | None) -> float:
-    return _SILENCE + (_UNKNOWN if size is None else size) / _SLOWEST
-
-
-async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]], at_once: bool = False) -> T:
+async def _tried(url: str, attempt: Callable[[], Awaitable[T]], at_once: bool = False) -> T:
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
 
     failure: Exception
     for wait in (*_WAITS, None):
         try:
-            return await asyncio.wait_for(attempt(), seconds)
+            return await attempt()
         # Not "from error" below: its text may hold a signed address that the server led to.
         except (OSError, EOFError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             failure = error
@@ -280,12 +273,6 @@ def _refused_redirects() -> Any:
     return aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError | aiohttp.TooManyRedirects
 
 
-def _is_too_much(error: BaseException) -> bool:
-    from trainer.data.remote.bounded import TooMuchError
-
-    return isinstance(error, TooMuchError)
-
-
 def _is_temporary(error: BaseException, status: int | None) -> bool:
     import aiohttp
     from botocore import exceptions
@@ -294,7 +281,7 @@ def _is_temporary(error: BaseException, status: int | None) -> bool:
         return True
     if status is not None:
         return status in (408, 425, 429) or (status >= 500 and status != 501)
-    if _is_too_much(error) or isinstance(error, ValueError | LookupError):
+    if isinstance(error, ValueError | LookupError):
         return False
     if isinstance(error, _refused_redirects() | aiohttp.ClientSSLError | exceptions.SSLError):
         return False
@@ -320,8 +307,6 @@ def _what_without_status(error: BaseException) -> str:
     """Describes an error without an HTTP status."""
     if isinstance(error, _refused_redirects()):
         return f"its server leads elsewhere, where nothing is fetched ({type(error).__name__})"
-    if _is_too_much(error):
-        return "its server sends more than it was asked for"
     if isinstance(error, ValueError | LookupError):
         return f"its server's answer can't be read ({type(error).__name__})"
     return f"can't be reached ({type(error).__name__})"
