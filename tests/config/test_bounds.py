@@ -27,8 +27,6 @@ _OWN_WORDS = {
     "train/evaluate.py": "words of this run's ranks",
     "train/model_of_run.py": "what this process has just made",
     "tasks/trial.py": "what this process has just made",
-    "runs/tracking/as_tracker.py": "its parent's words, by a pipe",
-    "runs/tracking/process.py": "its parent's words, by a pipe",
     "train/start/micro_batch.py": "a temporary folder, for its user alone",
     "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
     "commands/bench/preflight.py": "words of this job's ranks",

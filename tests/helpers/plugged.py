@@ -56,12 +56,6 @@ MODULE = dedent('''
             time.sleep(3600)
 
 
-    class Dying(Watching):
-        def log(self, rows):
-            tell("dies")
-            os._exit(3)
-
-
     class Lacking:
         def log(self, rows):
             pass
@@ -77,7 +71,6 @@ watching = plugged_sinks:Watching
 closed = plugged_sinks:Closed
 refusing = plugged_sinks:Refusing
 hanging = plugged_sinks:Hanging
-dying = plugged_sinks:Dying
 lacking = plugged_sinks:Lacking
 number = plugged_sinks:number
 gone = plugged_nowhere:send

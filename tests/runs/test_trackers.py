@@ -1,9 +1,11 @@
 """Promise: a tracker gets every row once, costs the training nothing, and can't end it."""
 
+import atexit
 import contextlib
 import http.server
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -15,16 +17,17 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import pytest
 
+from tests.chaos import ending
 from tests.helpers import plugged, preloaded
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.plugged import patiently, waiting
+from tests.helpers.refusals import named
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import before_each_step_ends
 from tests.helpers.waiting import SECONDS, until, until_gone
@@ -32,8 +35,9 @@ from trainer.config.redact import redact_text
 from trainer.config.section import validated
 from trainer.config.training import LogConfig
 from trainer.errors import EXIT_REQUEUE, BadInputError
-from trainer.runs.tracking import feed, process
+from trainer.runs.tracking import feed
 from trainer.runs.tracking.tracker import check_reachable, metrics_of
+from trainer.train import outputs
 from trainer.train.components.task import check_request, make_task
 
 SECRET = "hunter2hunter2"
@@ -80,8 +84,7 @@ def test_a_package_brings_a_function_and_a_tracker(told: Any, tmp_path: Path) ->
     assert sorted(event[2:] for event in told("sent")) == sorted(rows)
     assert [event[2:4] for event in told("row")] == [event[2:] for event in told("sent")]
     ((process, _, about),) = told("open")
-    assert {event[0] for event in told("row", "close")} == {process}
-    assert process not in {event[0] for event in told("sent")}, "a process of its own"
+    assert {event[0] for event in told("row", "close", "sent")} == {process}
     assert manifest(run)["trackers"] == {"watching": f"id-{process}"}
     assert manifest(run)["status"] == "finished"
     assert (about["id"], about["rows"], about["run_id"]) == (None, 0, manifest(run)["run_id"])
@@ -89,7 +92,6 @@ def test_a_package_brings_a_function_and_a_tracker(told: Any, tmp_path: Path) ->
     assert told("close") == [[process, "close", "finished"]]
     losses = [event[4]["loss"] for event in told("row") if event[2] == "end"]
     assert losses == [row["loss"] for row in read_rows(run, ("end",))]
-    until_gone(process)
 
 
 def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any, tmp_path: Path) -> None:
@@ -110,7 +112,6 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     killed = attempt(run, recipe, before=lambda: before_each_step_ends(kill_after))
     assert killed.code == -signal.SIGKILL
     (first,) = told("open")
-    until_gone(first[0])
     assert not told("close")
     assert manifest(run)["trackers"] == {"watching": f"id-{first[0]}"}
     done = attempt(run, recipe, before=patiently)
@@ -141,14 +142,13 @@ def test_the_manifest_knows_the_id(told: Any, tmp_path: Path) -> None:
     [
         ("closed", "closed: ConnectionError: nobody is at http://***@host; its records may be lost"),
         ("refusing", "refusing: PermissionError: no; its records may be lost"),
-        ("dying", "dying: its process ended; its records may be lost"),
         ("hanging", "hanging: "),
     ],
 )
 def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path, name: str, line: str) -> None:
     def wait_for_it(done: int) -> None:
-        if done == 5 and name in ("dying", "hanging"):
-            until(lambda: told("dies", "hangs"))
+        if done == 5 and name == "hanging":
+            until(lambda: told("hangs"))
 
     def before() -> None:
         waiting(0.5 if name == "hanging" else SECONDS)
@@ -162,10 +162,10 @@ def test_one_that_fails_costs_its_rows(told: Any, tmp_path: Path, name: str, lin
     rows = len(read_rows(run, ()))
     assert f"trainer: {name}: {rows} of {rows} records didn't reach it" in done.said
     assert manifest(run)["status"] == "finished"
-    until_gone(*{event[0] for event in told("open")})
 
 
-def test_a_stop_is_not_delayed_by_one_that_hangs(told: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("told")
+def test_a_stop_is_not_delayed_by_one_that_hangs(tmp_path: Path) -> None:
     """Only the bound of a stop is short here."""
     run = tmp_path / "run"
     stopped = attempt(
@@ -173,21 +173,150 @@ def test_a_stop_is_not_delayed_by_one_that_hangs(told: Any, tmp_path: Path) -> N
     )
     assert stopped.code == EXIT_REQUEUE, stopped.said
     assert "the same command resumes from there" in stopped.said
-    until_gone(*{event[0] for event in told("open")})
 
 
-def test_rows_never_wait_for_a_tracker(told: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    about = {"folder": str(tmp_path), "id": None, "step": 0, "left_out": 0}
-    tracker = feed.Feed("hanging", about, lambda *_: None)
-    until(lambda: tracker._hear() and told("open"))
-    for step in range(4000):
-        tracker({"kind": "train", "step": step, "text": "x" * 1000})
-    until(lambda: told("hangs"))
-    assert len(tracker._waiting) <= feed._ROWS, "it is bounded"
-    tracker.end("finished")
-    tracker.close(lambda: 0.0)
-    assert "hanging: 4000 of 4000 records didn't reach it" in capfd.readouterr().err
-    assert tracker._process.returncode == -signal.SIGKILL
+class Held:
+    """A tracker that waits, and one that can't be opened at first."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.rows, self.gate, self.failures = list[dict[str, Any]](), threading.Event(), failures
+
+    def open(self, about: dict[str, Any]) -> tuple[str, str]:
+        assert about["id"] is None
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ConnectionError("nobody is there yet")
+        return "id", "there"
+
+    def log(self, rows: list[dict[str, Any]]) -> None:
+        self.gate.wait(SECONDS)
+        self.rows += rows
+
+    def close(self, status: str) -> None:
+        assert status == "finished"
+
+
+def fed(held: Held, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> feed.Feed:
+    monkeypatch.setattr(feed, "tracker_class", lambda _: lambda: held)
+    made = feed.Feed(["held"], {"folder": str(folder), "trackers": {}}, lambda *_: None)
+    for step in range(rows):
+        made({"kind": "train", "step": step})
+    return made
+
+
+def test_rows_never_wait_and_those_beyond_the_bound_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held = Held()
+    made = fed(held, tmp_path, monkeypatch, 4000)
+    held.gate.set()
+    made.close("finished")
+    steps = [row["step"] for row in held.rows]
+    assert steps == sorted(steps) and 1000 <= len(steps) <= 2000, "what waits, and what the thread took"
+    assert named(capfd.readouterr().err, f"held {4000 - len(steps)} 4000")
+
+
+def test_a_server_that_answers_later_gets_what_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held = Held(failures=1)
+    held.gate.set()
+    made = fed(held, tmp_path, monkeypatch, 1)
+    until(lambda: held.failures == 0)
+    made({"kind": "train", "step": 1})
+    made.close("finished")
+    assert [row["step"] for row in held.rows] == [0, 1]
+    assert capfd.readouterr().err.count("\n") == 1, "one warning, and none of lost rows"
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"train": "x"}', '{"train": []}', "null"])
+def test_a_file_that_is_odd_says_nothing_of_what_was_sent(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tracker.json"
+    file.write_text(f'{{"id": "id", "rows": 3, "steps": {text}}}')
+    sent = feed.Sent(file)
+    sent.begin("id")
+    assert (sent.rows, len(sent.new([{"kind": "train", "step": 1}]))) == (0, 1)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A server that takes connections and never answers, for W&B and for MLflow."""
+    for module in ("wandb", "mlflow"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for name, value in (
+            ("WANDB_BASE_URL", address),
+            ("WANDB_API_KEY", "0" * 40),
+            ("WANDB_MODE", "online"),
+            ("MLFLOW_TRACKING_URI", address),
+        ):
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("order", [("wandb", "mlflow"), ("mlflow", "wandb")])
+def test_a_server_that_never_answers_changes_neither_bits_nor_exit_code(
+    tmp_path: Path, silent: socket.socket, order: tuple[str, str]
+) -> None:
+    """Also where the run is stopped while they begin."""
+
+    def asked(done: int) -> None:
+        if done == 9:
+            until(lambda: select.select([silent], [], [], 0)[0])
+
+    def before() -> None:
+        waiting(0.2)
+        before_each_step_ends(asked)
+
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    stopped = attempt(run, small(**logged(*order)), stop_at=1, before=lambda: waiting(0.2))
+    assert stopped.code == EXIT_REQUEUE, stopped.said
+    done = attempt(run, small(**logged(*order)), before=before)
+    assert done.code == 0, done.said
+    assert all(named(done.said, f"{name} records") for name in order), done.said
+    assert attempt(plain, small(**logged())).code == 0
+    assert ending(run).weights == ending(plain).weights
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_they_put_into_the_process_goes_at_the_end(tmp_path: Path) -> None:
+    """W&B's and MLflow's exit functions wait for their servers; W&B has an excepthook and a sys.exit."""
+    for module in ("wandb", "mlflow"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    seen = tmp_path / "seen.json"
+
+    def state() -> tuple[Any, ...]:
+        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+        hooks = sys.exit, sys.excepthook, threading.excepthook, atexit.register
+        return *hooks, handlers, dict(os.environ)
+
+    def install() -> None:
+        patiently()
+        kept, real = outputs.__dict__["tracked"], atexit.register
+        modules = list[str]()
+
+        def noted(function: Any, *given: Any, **named: Any) -> Any:
+            modules.append(str(function.__module__))
+            return real(function, *given, **named)
+
+        @contextlib.contextmanager
+        def looked_at(*given: Any) -> Iterator[Any]:
+            replace(atexit, "register", noted)
+            before = state()
+            with kept(*given) as feeds:
+                yield feeds
+            differ = [n for n, (one, other) in enumerate(zip(state(), before, strict=True)) if one != other]
+            seen.write_text(json.dumps([modules, differ]))
+
+        replace(outputs, "tracked", looked_at)
+
+    done = attempt(tmp_path / "run", small(**logged("wandb", "mlflow")), before=install)
+    assert done.code == 0, done.said
+    modules, differ = json.loads(seen.read_text())
+    assert differ == []
+    assert not [one for one in modules if one.partition(".")[0] in ("wandb", "mlflow")]
 
 
 PICTURE = """
@@ -282,7 +411,6 @@ def test_mlflow_server(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     address, process = server
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
 
     def ask(what: str, **words: str) -> Any:
         with urlopen(f"{address}/api/2.0/mlflow/{what}?{urlencode(words)}", timeout=60) as answer:
@@ -422,33 +550,32 @@ def test_an_address_with_a_password_is_asked_without_it_and_never_shown() -> Non
     assert "hunter2" not in redact_text(str(refused.value))
 
 
-def test_what_a_library_prints_goes_to_the_log_without_its_secrets(tmp_path: Path) -> None:
-    """Also what it writes past Python, and the traceback of an error that ends it."""
-    pid = os.fork()
-    if pid == 0:
-        file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(file, 2)
-        # Not pytest's, which lead elsewhere.
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
-        with contextlib.suppress(SystemExit), process._redacted_log():
-            os.write(2, b"POST failed: Authorization: Basic hunter2hunter2==\n")
-            print("api_key=hunter2hunter2", flush=True)
-            raise RuntimeError("https://me:hunter2hunter2@host/x")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    log = (tmp_path / "log").read_text()
-    assert "hunter2" not in log
-    assert log.startswith("POST failed: Authorization: ***\napi_key=***\nTraceback")
-    assert "RuntimeError: https://***@host/x" in log
-
-
-def test_an_error_of_a_tracker_is_cut_after_its_secrets_went() -> None:
-    told = list[dict[str, Any]]()
-    inbox = SimpleNamespace(closing=SimpleNamespace(wait=lambda _: True))
-
+def test_an_error_of_a_tracker_is_cut_after_its_secrets_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise RuntimeError(f"https://{'u' * 200}:hunter2hunter2{'x' * 200}@host/x")
 
-    with pytest.raises(process._Given):
-        process._tried(fail, inbox, lambda **words: told.append(words))  # type: ignore[arg-type]
-    assert "hunter2" not in str(told) and "***@host" in str(told)
+    monkeypatch.setattr(feed, "tracker_class", lambda _: fail)
+    made = feed.Feed(["failing"], {"folder": str(tmp_path), "trackers": {}}, lambda *_: None)
+    made({"kind": "train", "step": 0})
+    made.close("finished")
+    said = capfd.readouterr().err
+    assert "hunter2" not in said and "***@host" in said
+
+
+@pytest.mark.usefixtures("alone")
+def test_records_can_be_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    run = tmp_path / "run"
+    assert attempt(run, small(**logged())).code == 0
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    script = Path(__file__).parents[2] / "examples/send-records/send.py"
+    for _ in range(2):
+        done = preloaded.run(
+            [sys.executable, str(script), str(run), "mlflow"], cwd=tmp_path, env={**os.environ}
+        )
+        assert done.returncode == 0, done.stderr
+    (losses,) = (run / "mlflow").glob("*/*/metrics/train/loss")
+    got = {int(line.split()[2]): float(line.split()[1]) for line in losses.read_text().splitlines()}
+    assert got == {row["step"]: row["loss"] for row in read_rows(run, ("train",))}

@@ -14,7 +14,7 @@ class SinkKind(NamedTuple):
             function of a record and one that closes it; or of a class like `Tracker` in
             runs/tracking/tracker.py.
         about: Description for the configuration page; empty where the name suffices.
-        tracker: True for a tracker, which runs in a process of its own.
+        tracker: True for a tracker, which a thread calls.
         folder: Folder below the run folder that it writes to, and that a new run empties.
         module: Module that it needs, of `package`, a dependency in the group of its name.
         package: Package to install for it.

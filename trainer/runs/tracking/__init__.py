@@ -1,6 +1,5 @@
-"""Trackers (wandb, mlflow, those of other packages): each in a process of its own beside rank 0.
+"""Trackers (wandb, mlflow, those of other packages), which one thread of rank 0 calls.
 
-A thread would compete for the interpreter's lock, and a tracker that hangs or crashes would stop the
-training. The rank writes records to a pipe without waiting (`feed`); the process reads them and calls the
-tracker (`process`).
+The training puts records into a bounded queue without waiting (`feed`). W&B uploads from a program of its
+own, and the requests of MLflow's client have short bounds, so the thread mostly sleeps.
 """

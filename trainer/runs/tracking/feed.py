@@ -1,185 +1,228 @@
-"""Sends records to the processes of trackers. The training waits for them only at its end, and briefly."""
+"""Feeds the trackers of `log.to` from one thread. The training waits for it only at its end, and briefly."""
 
+import atexit
 import contextlib
 import json
 import os
-import select
-import subprocess
+import queue
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.config.recipe import Recipe
-from trainer.config.redact import redact
+from trainer.config.redact import redact, redact_text
+from trainer.config.sinks import SINKS
 from trainer.host import strict_json
-from trainer.host.files import open_own, own_folder
-from trainer.launch.signals import blocked
+from trainer.host.files import own_folder, read_bounded, write_whole
 from trainer.launch.worker import requested
 from trainer.observe.console import warn
 from trainer.observe.log import Row
 from trainer.observe.phases import heartbeat
 from trainer.runs.manifest import Manifest, status_after, update_manifest
-from trainer.runs.tracking import as_tracker
-from trainer.runs.tracking.tracker import trackers_of
+from trainer.runs.tracking.tracker import Tracker, tracker_class, trackers_of
 
-_ROWS = 1000  # most records that wait for the pipe
-_FINISH_S = 30.0  # for the last records of a run that finished
+_ROWS = 1000  # most records that wait for the thread, and for each tracker
+_FINISH_S = 30.0  # for the last records of a run that finished, to all trackers together
 _LEAVE_S = 5.0  # of one that was stopped, or failed
+_LIBRARIES = {one.module for one in SINKS.values() if one.module}
+
+
+class Sent:
+    """Records that a tracker's run has, in a file of the run folder: none is sent twice.
+
+    Attributes:
+        id: Id of the tracker's run.
+        rows: Number of its records.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Reads the file; one that is odd says nothing."""
+        self._file, self.id, self.rows = file, "", 0
+        self._steps: dict[str, int] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            facts = strict_json.parse_quickly(read_bounded(file))
+            steps = {kind: int(last) for kind, last in facts["steps"].items()}
+            self.id, self.rows, self._steps = str(facts["id"]), int(facts["rows"]), steps
+        self._before = dict(self._steps)
+
+    def begin(self, id_: str) -> None:
+        """Sets the tracker's run; records that another one has count as not sent."""
+        if id_ != self.id:
+            self.id, self.rows, self._steps, self._before = id_, 0, {}, {}
+
+    def new(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the records that no earlier attempt sent."""
+        return [row for row in rows if row["step"] > self._before.get(row["kind"], -1)]
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Stores that these records were sent."""
+        self.rows += len(rows)
+        for row in rows:
+            self._steps[row["kind"]] = max(row["step"], self._steps.get(row["kind"], 0))
+        with contextlib.suppress(OSError):
+            write_whole(
+                self._file, json.dumps({"id": self.id, "rows": self.rows, "steps": self._steps}) + "\n"
+            )
+
+
+class _Link:
+    """A tracker as the thread calls it. What fails is tried again with the next records."""
+
+    def __init__(self, name: str, about: Mapping[str, Any], tell: Callable[..., None]) -> None:
+        self.name, self.done = name, 0
+        self._about, self._tell = about, tell
+        self._tracker: Tracker | None = None
+        self._waiting = deque[dict[str, Any]](maxlen=_ROWS)
+        self._sent = Sent(Path(about["folder"], "trackers", f"{name}.json"))
+
+    def send(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Sends records, after those that wait."""
+        self._waiting.extend(rows)
+        with self._errors_told():
+            if self._tracker is None:
+                self._open()
+            if self._tracker is not None and (fresh := self._sent.new(self._waiting)):
+                self._tracker.log(fresh)
+                self._sent.add(fresh)
+            self.done += len(self._waiting)
+            self._waiting.clear()
+
+    def _open(self) -> None:
+        tracker, sent = tracker_class(self.name)(), self._sent
+        known = (
+            self._about["trackers"].get(self.name) or sent.id or None
+        )  # a killed run's manifest may lack it
+        about = {name: value for name, value in self._about.items() if name != "trackers"}
+        id_, where = tracker.open({**about, "id": known, "rows": sent.rows if sent.id == known else 0})
+        sent.begin(id_)
+        self._tracker = tracker
+        self._tell(self.name, id=id_, where=where)
+
+    def close(self, status: str) -> None:
+        """Ends the run at the tracker."""
+        if self._tracker is not None:
+            with self._errors_told():
+                self._tracker.close(status)
+
+    @contextlib.contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            # Redacted before it is shortened, which could cut off the sign of a secret.
+            problem = redact_text(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+            self._tell(self.name, problem=problem)
 
 
 class Feed:
-    """Sink that sends records to the process of a tracker."""
+    """Sink that hands records to the thread of the trackers."""
 
-    def __init__(self, name: str, about: Mapping[str, Any], found: Callable[[str, str, str], object]) -> None:
-        """Starts the process.
+    def __init__(
+        self, names: Sequence[str], about: Mapping[str, Any], found: Callable[[str, str, str], object]
+    ) -> None:
+        """Starts the thread; after the loader's workers, which may be forks.
 
         Args:
-            about: See `Tracker.open`.
-            found: Called with name, id and place of the tracker's run once they are known.
+            names: Trackers, from `trackers_of`.
+            about: As for `Tracker.open`, but for `id` and `rows`; and `trackers`: ids by name.
+            found: Called with name, id and place of a tracker's run once they are known.
         """
-        self._name, self._found, self._rank = name, found, os.getpid()
-        self._rows = self._done = 0
-        self._warned = self._closed = False
-        self._heard = b""
-        log = Path(about["folder"], "trackers", f"{name}.log")
-        own_folder(log.parent)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        log_file = open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with os.fdopen(log_file, "ab") as errors, blocked():
-            self._process = subprocess.Popen([sys.executable, as_tracker.__file__], stderr=errors, **pipes)  # type: ignore[call-overload]
-        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for end in (self._to, self._from):
-            os.set_blocking(end, False)
-        first = {"path": sys.path, "name": name, "about": about, "parent": self._rank}
-        self._waiting = deque([_line(first)])
-        self._write()
+        self._found, self._rows, self._warned = found, 0, set[str]()
+        self._queue = queue.Queue[dict[str, Any] | str]()  # a text ends it: the run's status
+        self._news = queue.SimpleQueue[tuple[str, dict[str, str]]]()
+        self._links = [_Link(name, about, lambda n, **news: self._news.put((n, news))) for name in names]
+        self.thread = threading.Thread(target=self._feed, name="trackers", daemon=True)
+        self.thread.start()
 
     def __call__(self, row: Row) -> None:
-        """Sends a record without waiting; drops it if `_ROWS` records wait already."""
+        """Hands on a record without waiting; drops it if `_ROWS` records wait already."""
         self._rows += 1
-        if len(self._waiting) < _ROWS:
-            self._waiting.append(_line({**row, "time": time.time()}))
-        self._write()
+        if self._queue.qsize() < _ROWS:
+            self._queue.put({**row, "time": time.time()})
         self._hear()
 
-    def _write(self) -> None:
-        try:
-            while self._waiting:
-                written = os.write(self._to, self._waiting[0])
-                if written < len(self._waiting[0]):
-                    self._waiting[0] = self._waiting[0][written:]
-                else:
-                    self._waiting.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:  # its process has ended
-            self._waiting.clear()
-            self._warn("its process ended")
+    def _feed(self) -> None:
+        status: str | None = None
+        while status is None:
+            rows = list[dict[str, Any]]()
+            message = self._queue.get()
+            while isinstance(message, dict):
+                rows.append(message)
+                if self._queue.empty():
+                    break
+                message = self._queue.get()
+            else:
+                status = message
+            for link in self._links:
+                link.send(rows)
+        for link in self._links:
+            link.close(status)
 
-    def _hear(self) -> bool:
-        """Reads messages of the process; returns False once its output has ended."""
-        try:
-            received = os.read(self._from, 1 << 16)
-        except BlockingIOError:
-            return True
-        self._heard += received
-        *lines, self._heard = self._heard.split(b"\n")
-        for line in lines:
-            try:
-                message = dict(strict_json.parse_quickly(line))
-            except (ValueError, TypeError):  # printed by user code before the process redirected its output
-                continue
-            self._done += message.get("done", 0)
-            self._closed |= message.get("closed", False)
-            if "id" in message:
-                self._found(self._name, str(message["id"]), str(message["where"]))
-            if "problem" in message:
-                self._warn(message["problem"])
-        if not received and not self._closed:
-            self._warn("its process ended")
-        return bool(received)
+    def _hear(self) -> None:
+        while not self._news.empty():
+            name, news = self._news.get()
+            if "id" in news:
+                self._found(name, news["id"], news["where"])
+            elif name not in self._warned:
+                self._warned.add(name)
+                warn(f"{name}: {news['problem']}; its records may be lost, the training goes on")
 
-    def _warn(self, why: str) -> None:
-        if not self._warned:
-            warn(
-                f"{self._name}: {why}; its records may be lost, the training goes on "
-                f"(trackers/{self._name}.log)"
-            )
-        self._warned = True
-
-    def end(self, status: str) -> None:
-        """Sends the status at the end of the run, without waiting."""
-        self._waiting.append(_line({"close": status}))
-        self._write()
-
-    def close(self, deadline: Callable[[], float]) -> None:
-        """Waits for the last records, and ends the process.
-
-        Args:
-            deadline: Returns the end of the wait on the monotonic clock; a signal may bring it nearer.
-        """
-        while (left := deadline() - time.monotonic()) > 0:
-            heartbeat()
-            pipes = select.poll()
-            pipes.register(self._from, select.POLLIN)
-            if self._waiting:
-                pipes.register(self._to, select.POLLOUT)
-            ready = [pipe for pipe, _ in pipes.poll(min(left, 0.2) * 1000)]
-            self._write()
-            if self._from in ready and not self._hear():
+    def close(self, status: str) -> None:
+        """Sends the run's status, waits for the last records, and counts those that didn't get there."""
+        self._queue.put(status)
+        began = time.monotonic()
+        while self.thread.is_alive():
+            # A signal may come now, and leaves less time.
+            bound = _FINISH_S if status == "finished" and requested() is None else _LEAVE_S
+            if (left := began + bound - time.monotonic()) <= 0:
                 break
-        self._process.kill()  # nothing, if it has ended
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
-        if lost := self._rows - self._done:
-            warn(f"{self._name}: {lost} of {self._rows} records didn't reach it")
+            heartbeat()
+            self.thread.join(min(left, 0.2))
+        self._hear()
+        for link in self._links:
+            if lost := self._rows - link.done:
+                warn(f"{link.name}: {lost} of {self._rows} records didn't reach it; the run folder has them")
 
 
 @contextlib.contextmanager
 def tracked(
-    folder: Path,
-    recipe: Recipe,
-    step: int,
-    manifest: Manifest,
-    say: Callable[[str], object],
-    left_out: int = 0,
+    folder: Path, recipe: Recipe, step: int, manifest: Manifest, say: Callable[[str], object]
 ) -> Iterator[list[Feed]]:
     """Opens the trackers of `log.to`; at the end sends them the run's status and waits for them briefly.
 
     Their ids are written to the manifest once they are known, which may be during the training.
     """
-    process, feeds, status = os.getpid(), list[Feed](), str(manifest.status)
 
     def found(name: str, id_: str, where: str) -> None:
         say(f"  {name:<12} {where}")
         with contextlib.suppress(OSError):
             update_manifest(folder, manifest, trackers={**manifest.trackers, name: id_})
 
-    try:
-        for name in trackers_of(recipe.log.to):
-            try:
-                about = _about(folder, recipe, step, manifest, name)
-                feeds.append(Feed(name, {**about, "left_out": left_out}, found))
-            except OSError as error:
-                warn(
-                    f"{name}: can't be started ({error.strerror}); its records are lost, the training goes on"
-                )
-        yield feeds
-        status = manifest.status
-    except BaseException as error:
-        status = status_after(error)
-        raise
-    finally:
-        if os.getpid() == process:  # not in a fork by user code
-            _close(feeds, status)
+    names = trackers_of(recipe.log.to)
+    if not names:
+        yield []
+        return
+    process, status = os.getpid(), str(manifest.status)
+    with contextlib.suppress(OSError):
+        own_folder(folder / "trackers")
+    with _process_kept(names):
+        feed = Feed(names, _about(folder, recipe, step, manifest), found)
+        try:
+            yield [feed]
+            status = manifest.status
+        except BaseException as error:
+            status = status_after(error)
+            raise
+        finally:
+            if os.getpid() == process:  # not in a fork by user code
+                feed.close(status)
 
 
-def _about(folder: Path, recipe: Recipe, step: int, manifest: Manifest, name: str) -> dict[str, Any]:
+def _about(folder: Path, recipe: Recipe, step: int, manifest: Manifest) -> dict[str, Any]:
     return {
         "run_id": manifest.run_id,
         "commit": manifest.commit,
@@ -187,19 +230,48 @@ def _about(folder: Path, recipe: Recipe, step: int, manifest: Manifest, name: st
         "recipe": Path(manifest.recipe).stem,
         "folder": str(folder),
         "config": redact(recipe.model_dump(mode="json")),
-        "id": manifest.trackers.get(name),
+        "trackers": dict(manifest.trackers),
         "step": step,
         "steps": manifest.planned_steps,
     }
 
 
-def _close(feeds: list[Feed], status: str) -> None:
-    for feed in feeds:
-        feed.end(status)
-    began = time.monotonic()
-    for feed in feeds:  # a signal has less time
-        feed.close(lambda: began + (_FINISH_S if status == "finished" and requested() is None else _LEAVE_S))
+@contextlib.contextmanager
+def _process_kept(names: Sequence[str]) -> Iterator[None]:
+    """Keeps the environment and the end of this process free of what W&B and MLflow put there.
+
+    Their exit functions wait for a server without a bound, and W&B replaces sys.exit and sys.excepthook.
+    Signal handlers are safe: Python lets only the main thread set one.
+    """
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    register, training = atexit.register, threading.get_ident()
+
+    def registered(function: Callable[..., Any], *given: Any, **named: Any) -> Callable[..., Any]:
+        if threading.get_ident() != training and _is_theirs(function):
+            return function
+        return register(function, *given, **named)
+
+    for name in names:
+        for variable, value in getattr(tracker_class(name), "environment", {}).items():
+            os.environ.setdefault(variable, value)  # here: another thread may be reading it later
+    hooks = {name: getattr(sys, name) for name in ("exit", "excepthook")}
+    atexit.register = registered  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if not any(thread.name == "trackers" for thread in threading.enumerate()):
+            atexit.register = register
+        for name, hook in hooks.items():
+            if _is_theirs(getattr(sys, name)):
+                setattr(sys, name, hook)
+        for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
+            if name not in environment:
+                del os.environ[name]
+        os.environ.update(environment)
 
 
-def _line(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+_VARIABLES = ("WANDB_", "MLFLOW_", "_WANDB_")
+
+
+def _is_theirs(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES

@@ -4,11 +4,12 @@ The files are those of MLflow's file store, and not of its newer default, SQLite
 set up, and needs SQLAlchemy and a file system with locks.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer.errors import BadInputError
 from trainer.host.here import path_shown
@@ -24,6 +25,16 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "div
 class ToMlflow:
     """Tracker for MLflow; on resume its run is found by its id, or by the tag `trainer.run_id`."""
 
+    environment: ClassVar = {
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        # By default it retries for ten minutes, while further records wait.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    }
+
     @staticmethod
     def check(environment: Mapping[str, str]) -> None:
         """Refuses a server in MLFLOW_TRACKING_URI that doesn't answer."""
@@ -36,12 +47,10 @@ class ToMlflow:
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
         """See `Tracker.open`."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # By default it retries for ten minutes, while further records wait.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        logging.getLogger("urllib3").setLevel(
+            logging.ERROR
+        )  # it warns of each retry, between the run's lines
         server = os.environ.get("MLFLOW_TRACKING_URI")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 

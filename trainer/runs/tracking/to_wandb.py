@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from trainer.errors import BadInputError
@@ -20,11 +20,14 @@ from trainer.runs.tracking.tracker import metrics_of, silent
 _MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 _SERVER = "https://api.wandb.ai"
 _INIT_S = 20.0  # for the server's answer; then it goes offline
+_FINISH_S = 20.0  # for the upload at the end; wandb's own default is to wait without a bound
 _FLUSH_S = 1.0  # a killed run loses what wandb hasn't written: 15 s of records by default
 
 
 class ToWandb:
     """Tracker for W&B; its run has the id of the trainer's run, by which it is resumed."""
+
+    environment: ClassVar = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
     @staticmethod
     def check(environment: Mapping[str, str]) -> None:
@@ -41,8 +44,7 @@ class ToWandb:
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
         """See `Tracker.open`."""
-        os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        self._mine = "WANDB_SERVICE" not in os.environ  # else a script uses W&B itself, and calls `fit`
         import wandb
 
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key(wandb) else "offline")
@@ -51,8 +53,7 @@ class ToWandb:
         except Exception as error:
             if mode != "online":
                 raise
-            with suppress(Exception):
-                wandb.teardown()
+            self._tear_down(wandb)
             self._begin(wandb, about, "offline")
             why = " ".join(str(error).split())[:200]
             return about["run_id"], f"{self._place()} (not online: {why})"
@@ -63,7 +64,9 @@ class ToWandb:
             "console": "off",
             "disable_code": True,
             "disable_git": True,
+            "finish_timeout": _FINISH_S,
             "init_timeout": _INIT_S,
+            "reinit": "create_new",
             "silent": True,
             "x_disable_machine_info": True,  # the trainer's records have it
             "x_disable_meta": True,
@@ -72,6 +75,8 @@ class ToWandb:
             "x_transaction_log_flush_interval": _FLUSH_S,
         }
         known = {name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
+        if "create_new" not in str(wandb.Settings.model_fields["reinit"].annotation):  # before 0.19.10
+            del known["reinit"]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or about["recipe"],
             id=about["run_id"],
@@ -119,7 +124,12 @@ class ToWandb:
         if status == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if status in ("finished", "running") else 1)
-        wandb.teardown()
+        self._tear_down(wandb)
+
+    def _tear_down(self, wandb: Any) -> None:
+        if self._mine:
+            with suppress(Exception):
+                wandb.teardown()
 
 
 def _has_key(wandb: Any) -> bool:

@@ -21,12 +21,13 @@ _REACH_S = 5.0  # for the answer of a server before the training
 
 
 class Tracker(Protocol):
-    """Sink in a process of its own, so that the training neither waits for it nor ends with it.
+    """Sink that one thread of rank 0 calls, so that the training doesn't wait for it.
 
     An entry point of the group `trainer.sinks` names a class with these methods, which is called without
-    arguments and needn't inherit from this one. If a method raises or hangs, or the process ends, records
-    may be lost; the training continues. A tracker of `SINKS` may have a static method `check(environment)`,
-    which raises BadInputError before a new run if the tracker can't work; a resumed run trains without it.
+    arguments and needn't inherit from this one. All trackers share the thread. If a method raises or hangs,
+    records may be lost; the training continues. A tracker may have `environment`: variables that are set for
+    it unless they are set. One of `SINKS` may have a static method `check(environment)`, which raises
+    BadInputError before a new run if the tracker can't work; a resumed run trains without it.
     """
 
     def open(self, about: dict[str, Any]) -> tuple[str, str]:
@@ -35,8 +36,7 @@ class Tracker(Protocol):
         Args:
             about: `name`, `recipe`, `run_id`, `commit`, `folder` and `config` (without secrets) of the run;
                 `id`: id that an earlier attempt returned, or None; `rows`: number of records sent to that;
-                `step`: steps that are done; `steps`: steps of the whole run; `left_out`: steps left out by
-                rollbacks: if there are more than before, records after `step` are sent again.
+                `step`: steps that are done; `steps`: steps of the whole run.
 
         Returns:
             Id of the tracker's run, for the manifest; and its place, for the console.
@@ -45,8 +45,8 @@ class Tracker(Protocol):
     def log(self, rows: list[dict[str, Any]]) -> None:
         """Logs records in their order, each with `kind`, `step` and `time` (Unix time in seconds).
 
-        Records that an earlier attempt sent to the same id aren't sent again, except after a rollback, which
-        changes them. After an error the same records are sent again, a few times.
+        Records that an earlier attempt sent to the same id aren't sent again. After an error the same records
+        are sent again, with the next ones.
         """
 
     def close(self, status: str) -> None:
