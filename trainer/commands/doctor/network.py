@@ -113,7 +113,7 @@ def infiniband(box: MachineFacts) -> CheckResult:
             f"NCCL can't use it: {over_tcp}",
             container="docker run --device=/dev/infiniband --ulimit memlock=-1:-1 --network=host …",
             kubernetes="resources: {limits: {rdma/hca_shared_devices_a: 1}}   (your device plugin's name)",
-            slurm="srun --container-mounts=/dev/infiniband …   (Pyxis; trainer submit: --rdma host)",
+            slurm="srun --container-mounts=/dev/infiniband …   (Pyxis)",
             host="ls -l /dev/infiniband; sudo modprobe ib_uverbs",
         )
     missing = {one.partition(":")[0] for one in network.infiniband} - set(network.listed or ())
