@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings as hypothesis_settings, strategies as st
+from hypothesis import example, given, settings as hypothesis_settings, strategies as st
 
 from tests.helpers.job_files import (
     HEX,
@@ -50,6 +50,10 @@ ODD = [
     PATH,
     PATH,
 )
+@example("slurm", ODD, {"ODD": ODD[0]}, "of it's", "a b")
+@example("docker", ODD, {"ODD": ODD[0]}, "of it's", "a b")
+@example("kubernetes", ODD, {"ODD": ODD[0]}, "claim", "a b")
+@example("kubeflow", ODD, {"ODD": ODD[1]}, "claim", "a b")
 def test_any_value_reaches_its_place(
     tmp_path_factory: pytest.TempPathFactory,
     place: str,

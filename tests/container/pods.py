@@ -1,4 +1,4 @@
-"""Pods of a rendered job as containers of the local engine: what a kubelet and a Job's controller do."""
+"""Pods of a printed job as containers of the local engine: what a kubelet and a Job's controller do."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,6 @@ from typing import Any
 
 from tests.container.run import engine, wait_for
 from tests.helpers import job_files
-from trainer.commands.submit import kubernetes
-from trainer.commands.submit.spec import JobSpec, Site
 
 # Ranks stand still after a step while /held/hold-STEP is there, and decide after every step.
 _HELD = """
@@ -40,14 +38,14 @@ class Job:
         codes: With which its pods ended, by their index, in order.
     """
 
-    def __init__(self, spec: JobSpec, folder: Path) -> None:
-        """Makes the network, the claim, and no pod yet."""
-        text = kubernetes.render(spec, Site())
-        self.name, self.runs, self.folder = spec.name, folder / "runs", folder
-        self.codes: list[list[int]] = [[] for _ in range(spec.nnodes)]
-        self._node = job_files.read_kubernetes(text)
-        self._spec = job_files.documents(text)["Job"]["spec"]
-        self._names: list[list[str]] = [[] for _ in range(spec.nnodes)]
+    def __init__(self, text: str, folder: Path) -> None:
+        """Makes the network, the claim, and no pod yet, of what `trainer job kubernetes` printed."""
+        job = job_files.documents(text)["Job"]
+        self.name, self.runs, self.folder = job["metadata"]["name"], folder / "runs", folder
+        self._spec = job["spec"]
+        self.codes: list[list[int]] = [[] for _ in range(self._spec["completions"])]
+        self._command, self._environment, self._mounts = job_files.read("kubernetes", text, folder)
+        self._names: list[list[str]] = [[] for _ in self.codes]
         self._held = folder / "held"
         for shared in (self.runs, self._held):
             shared.mkdir(parents=True)
@@ -68,41 +66,47 @@ class Job:
 
     def start(self, *indexes: int) -> None:
         """Starts a pod for each index: the first, or another in the place of one that ended."""
-        node, (container,) = self._node, self._pod["containers"]
+        (container,) = self._pod["containers"]
+        limits, user = container["resources"]["limits"], self._pod["securityContext"]
         for index in indexes:
             name = f"{self.name}-{index}-{len(self._names[index])}"
             message = self.folder / name
             message.touch()
             message.chmod(0o666)
             # A kubelet sets the first in every pod, whatever enableServiceLinks says.
-            environment = {"KUBERNETES_SERVICE_HOST": "192.0.2.1", **node["environment"]}
+            environment = {"KUBERNETES_SERVICE_HOST": "192.0.2.1", **self._environment}
             for variable in container["env"]:
                 if "valueFrom" in variable:
                     field = variable["valueFrom"]["fieldRef"]["fieldPath"]
                     environment[variable["name"]] = name if field == "metadata.name" else str(index)
                 else:
                     environment[variable["name"]] = job_files.single(variable["value"])
-            claims = {"pvc:runs": self.runs}
+            claims = {"runs": self.runs}
             emptied = [
                 mount["mountPath"]
                 for volume in self._pod["volumes"]
                 for mount in container["volumeMounts"]
                 if volume["name"] == mount["name"] and volume.get("emptyDir") == {}
             ]
-            binds = {where: claims[claim] for where, claim in node["mounts"].items()}
+            binds = {where: claims[claim] for claim, where in (one.split(":") for one in self._mounts)}
             binds |= {"/dev/termination-log": message, "/held": self._held}
             engine(
                 *("run", "--detach", "--name", name, "--hostname", f"{self.name}-{index}"),
                 # The headless Service's name of the pod.
                 *("--network", self.name, "--network-alias", f"{self.name}-{index}.{self._pod['subdomain']}"),
-                *("--user", node["user"], "--group-add", self._pod["securityContext"]["fsGroup"]),
+                *(
+                    "--user",
+                    f"{user['runAsUser']}:{user['runAsGroup']}",
+                    "--group-add",
+                    self._pod["securityContext"]["fsGroup"],
+                ),
                 *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
-                *("--cpus", node["cpus"], "--memory", f"{node['memory']}g", "--shm-size", f"{node['shm']}g"),
-                *("--stop-timeout", node["stop"]),
+                *("--cpus", limits["cpu"], "--memory", limits["memory"].removesuffix("i")),
+                *("--shm-size", "1g", "--stop-timeout", self._pod["terminationGracePeriodSeconds"]),
                 *(f"--tmpfs={where}:exec,mode=1777" for where in emptied),
                 *(f"--volume={source}:{where}" for where, source in binds.items()),
                 *(f"--env={key}={value}" for key, value in environment.items()),
-                *("--env=PYTHONPATH=/held", node["image"], *node["command"]),
+                *("--env=PYTHONPATH=/held", container["image"], *self._command),
             )
             self._names[index].append(name)
 

@@ -1,4 +1,4 @@
-"""P3, P4, P8: the pods of a rendered job, run: one that comes late, is drained, is killed."""
+"""P3, P4, P8: the pods of a printed job, run: one that comes late, is drained, is killed."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 from tests.container.pods import Job
 from tests.container.run import wait_for
-from trainer.commands.submit.spec import JobSpec
+from tests.helpers.job_files import printed
 
 pytestmark = [pytest.mark.container, pytest.mark.xdist_group("pods")]
 
@@ -20,9 +20,9 @@ SETTINGS = (
 
 
 def job(name: str, image: str, folder: Path) -> Job:
-    limits = {"cpus_per_node": 1, "memory_gib": 3, "shm_gib": 1}
-    common = {"recipe": "digits", "name": f"{name}{os.getpid()}", "image": image, "runs": "pvc:runs"}
-    return Job(JobSpec(**common, **limits, nnodes=2, settings=SETTINGS), folder)
+    limits = ("--nodes", "2", "--cpus-per-task", "1", "--mem", "3G", "--shm-size", "1G")
+    place = ("--image", image, "--volume", "runs:/workspace/runs", "--out", f"runs/{name}{os.getpid()}")
+    return Job(printed("kubernetes", *place, *limits, *SETTINGS), folder)
 
 
 def steps(job: Job) -> list[int]:

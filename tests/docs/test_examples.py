@@ -1,6 +1,7 @@
 """Promise: the commands of each example's README run as they stand, in a copy of its folder."""
 
 import ast
+import os
 import re
 import runpy
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import preloaded
+from tests.helpers.ports import free_port
 from trainer import PUBLIC
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -20,9 +22,12 @@ SMALL = {
     "conversations": ["max_steps=2", "language.width=32", "language.layers=1"],
     "custom-task": ["epochs=1"],
     "fine-tune-images": ["max_steps=2", "data.image_size=32", "evaluation.every=end"],
+    "links": [],
     "lr-range": ["max_steps=30", "optim.warmup_steps=30", "optim.lr=10"],
     "own-text": ["max_steps=2", "language.width=32", "language.layers=1", "data.eval_batch_size=512"],
 }
+
+_PROGRAMS = {"python": [], "trainer": ["-m", "trainer"], "torchrun": ["-m", "torch.distributed.run"]}
 
 
 def commands_of(example: str) -> list[list[str]]:
@@ -38,15 +43,16 @@ def run_all(example: str, folder: Path) -> str:
     (folder / "README.md").unlink()  # what runs needs none of it
     said = ""
     for words in commands_of(example):
-        program = {"python": [], "trainer": ["-m", "trainer"]}[words[0]]
+        program = _PROGRAMS[words[0]]
         small = [f"--set={one}" for one in (*SMALL[example], "parallel.threads=1") if words[1] == "train"]
-        done = preloaded.run([sys.executable, *program, *words[1:], *small], cwd=folder)
+        environment = {**os.environ, "PET_MASTER_PORT": str(free_port())}
+        done = preloaded.run([sys.executable, *program, *words[1:], *small], cwd=folder, env=environment)
         assert done.returncode == 0, f"{shlex.join(words)}:\n{done.stdout}{done.stderr}"
         said += done.stdout
     return said
 
 
-def test_there_are_five() -> None:
+def test_each_has_a_row() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 
@@ -99,6 +105,15 @@ def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss(
     never = runpy.run_path(str(FOLDER / "lr-range" / "lr_range.py"))["LRRange"]()
     never.after_step({"lr": 1.0, "loss": float("nan")})
     assert "the loss never fell: no suggestion" in capsys.readouterr().out
+
+
+def test_the_links_between_ranks(tmp_path: Path) -> None:
+    rows = re.findall(
+        r"(\d+) bytes +([\d.]+) us +([\d.]+) GB/s  bus ([\d.]+) GB/s", run_all("links", tmp_path / "mine")
+    )
+    assert [int(size) for size, *_ in rows] == [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25]
+    for size, us, rate, bus in rows:  # of two ranks the bus carries what is reduced
+        assert float(rate) == float(bus) == pytest.approx(int(size) / float(us) / 1e3, rel=0.02, abs=1e-3)
 
 
 def test_a_custom_task(tmp_path: Path) -> None:
