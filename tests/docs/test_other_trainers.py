@@ -10,7 +10,7 @@ from tests.docs.test_readme import ROOT, _check
 from trainer import PUBLIC
 from trainer.cli import make_parser
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import load_recipe, make_recipe, recipe_names
+from trainer.config.recipe_file import load_recipe, provisional, recipe_names
 from trainer.config.section import describe
 from trainer.tasks.own_methods import GIVEN, OPTIONAL_METHODS
 from trainer.train.hooks import HOOK_METHODS
@@ -47,9 +47,9 @@ def test_it_can_be_typed(span: str) -> None:
         settings = shlex.split(span)
         assert all("=" in one and one.partition("=")[0] in KEYS for one in settings), span
         if settings[0].startswith("data.class_weights"):
-            load_recipe("digits", settings)
+            provisional("digits", settings)
         else:
-            make_recipe({"task": "classification", "epochs": 1}, settings)
+            provisional("recipe", settings, {"task": "classification", "epochs": 1})
 
 
 def test_readme_and_site_lead_to_it() -> None:

@@ -97,7 +97,7 @@ def test_the_latest_is_resumed_and_begun_from() -> None:
     link_latest(folder.absolute())
     assert parsed("digits", "--resume", "latest").out == folder
     assert parsed("digits", "--init-from", "latest@7").source[:2] == (folder, "7")
-    for command in ("report", "verify", "checkpoints", "predict"):
+    for command in ("report", "verify", "runs", "predict"):
         options = vars(make_parser().parse_args([command, "latest"]))
         assert folder in (options.get("folder"), *options.get("folders", ()))
 

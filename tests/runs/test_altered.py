@@ -78,7 +78,7 @@ def test_commands_say_what_isnt_what_the_run_wrote(
         assert "the hash of its config is" in said
         assert ("memory.jsonl isn't the file" in said) == (words[0] == "report")
     _flipped(next((folder / "checkpoints").rglob("optimizer.safetensors")), 0.5)
-    assert cli.main(["checkpoints", str(folder)]) == 1
+    assert cli.main(["runs", str(folder)]) == 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESTALE, errno.EDQUOT])

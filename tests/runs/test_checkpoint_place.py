@@ -59,7 +59,7 @@ def test_a_run_goes_through_with_its_checkpoints_elsewhere(
     assert same[0]["config"]["checkpoint"]["folder"].endswith("scratch/a")
     export = ["export", str(run), "--to", "safetensors", "--out", str(placed / "x")]
     evaluate = ["evaluate", str(run), "--checkpoint", "last", "--json"]
-    for words in (evaluate, ["checkpoints", str(run)], export, ["report", str(run)]):
+    for words in (evaluate, ["runs", str(run)], export, ["report", str(run)]):
         assert cli.main(words) == 0, capsys.readouterr()
     assert "step 16" in capsys.readouterr().out
     assert "16" in (run / "report.html").read_text()
@@ -67,7 +67,7 @@ def test_a_run_goes_through_with_its_checkpoints_elsewhere(
     began = attempt(placed / "b", small(), source=str(run))
     assert began.code == 0, began
     (place / "step-00000016" / "model.safetensors").write_bytes(b"x")
-    assert cli.main(["checkpoints", str(run)]) == 1
+    assert cli.main(["runs", str(run)]) == 1
     assert any("step-00000016" in line for line in contradictions(read_recorded(run)))
 
 
@@ -76,7 +76,7 @@ def test_a_moved_folder_is_one_line_and_goes_on_where_it_is_now(
 ) -> None:
     run, place = placed / "a", placed / "scratch" / "a"
     shutil.move(place, placed / "big")
-    for words in (["checkpoints", str(run)], ["evaluate", str(run)]):
+    for words in (["runs", str(run)], ["evaluate", str(run)]):
         assert cli.main(words) == 2
         assert f"leads to {place}, which isn't there: bring" in capsys.readouterr().err
     assert cli.main(["report", str(run)]) == 0
@@ -221,7 +221,7 @@ def test_a_link_that_was_planted_is_refused_with_the_key(
     ended = attempt(run, small())
     assert ended.code == 2 and "\n" not in ended.line, ended
     assert planted is a_circle or "checkpoint.folder=DIR" in ended.line
-    for command in ("checkpoints", "evaluate"):
+    for command in ("runs", "evaluate"):
         assert cli.main([command, str(run)]) == 2
     assert "checkpoints" in capsys.readouterr().err
     assert _outside(placed, run) == before

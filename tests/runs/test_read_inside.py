@@ -100,7 +100,7 @@ def _commands(run: Path, name: str) -> dict[str, Callable[[], object]]:
     """Those that are quick; and those that read weights."""
     some: dict[str, Callable[[], object]] = {
         "report": lambda: cli.main(["report", str(run), "--out", str(run.parent / "report.html")]),
-        "checkpoints": lambda: cli.main(["checkpoints", str(run)]),
+        "checkpoints": lambda: cli.main(["runs", str(run)]),
         "verify": lambda: contradictions(read_recorded(run)),
         "anomalies": lambda: read_anomalies(run),
         "rows": lambda: list(read_rows(run)),
@@ -218,6 +218,6 @@ def test_a_run_folder_that_is_a_link_is_read(
     run = tmp_path / "run"
     run.symlink_to(whole)
     export = ["export", str(run), "--to", "safetensors", "--streamed", "--out", str(tmp_path / "x")]
-    for words in (["evaluate", str(run), "--json"], ["checkpoints", str(run)], export):
+    for words in (["evaluate", str(run), "--json"], ["runs", str(run)], export):
         assert cli.main(words) == 0, capsys.readouterr()
     assert json.loads((tmp_path / "x" / "model.json").read_text())["weights"] == "ema.safetensors"

@@ -247,7 +247,7 @@ def test_every_command_asks_before_it_runs_anything(
         assert cli.main([*words, str(sent / "config.yaml")]) == 2
         assert "read it, then" in capsys.readouterr().err
     assert cli.main(["report", str(sent)]) == 0
-    assert cli.main(["checkpoints", str(sent)]) == 0
+    assert cli.main(["runs", str(sent)]) == 0
     assert not (tmp_path / "ran").exists()
 
 

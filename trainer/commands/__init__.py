@@ -6,7 +6,7 @@ rooms, prints the result and returns the exit code. Code that two commands need 
 
 - `train`: trains a recipe
 - `new`, `recipes`: write the template of a custom task; list the recipes
-- `checkpoints`, `report`, `verify`: list a run's checkpoints, write its report, replay it and compare bits
+- `runs`, `report`, `verify`: list runs and their checkpoints, write a report, replay it and compare bits
 - `evaluate`, `export`, `predict`: measure a run's model, write it in another format, apply it to files
 - `data`: pack, index, verify, describe and tokenize data sets
 - `doctor`: find faults of the machine
