@@ -225,7 +225,7 @@ def test_what_the_doctor_tells_slurms_users_to_ask_for_can_be_asked_for(slurm: S
         path.read_text()
         for path in (Path(__file__).parents[2] / "trainer" / "commands" / "doctor").glob("*.py")
     )
-    found = re.findall(r'(?:#SBATCH|srun|sbatch|Slurm:)((?: --[a-z-]+(?:=[^\s",]+)?)+)', source)
+    found = re.findall(r'(?:#SBATCH|srun|sbatch|Slurm:)((?: --[a-z-]+(?:=[^\s",;)]+)?)+)', source)
     options = {re.sub(r"\{[^}]*\}?|\b8\b", "2", text) for text in found}
     # These nodes say nothing of GPUs.
     asked = {option for option in options if "gpus-per-node" not in option}

@@ -5,8 +5,8 @@ torch alone takes two seconds and is imported when a command runs. A command rea
 rooms, prints the result and returns the exit code. Code that two commands need belongs to another room.
 
 - `train`: trains a recipe
-- `new`, `recipes`: write the template of a custom task; list the recipes
-- `runs`, `report`, `verify`: list runs and their checkpoints, write a report, replay it and compare bits
+- `new`, `recipes`: write the template of a custom task; list the recipes, or print one
+- `runs`, `report`, `verify`: list runs and a run's checkpoints, write its report, replay it and compare bits
 - `evaluate`, `export`, `predict`: measure a run's model, write it in another format, apply it to files
 - `data`: pack, index, verify, describe and tokenize data sets
 - `doctor`: find faults of the machine
