@@ -29,7 +29,6 @@ _OWN_WORDS = {
     "tasks/trial.py": "what this process has just made",
     "train/start/micro_batch.py": "a temporary folder, for its user alone",
     "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
-    "commands/bench/preflight.py": "words of this job's ranks",
 }
 _PARSERS = (
     "json.load",

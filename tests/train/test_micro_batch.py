@@ -35,10 +35,10 @@ from trainer.train.start.micro_batch import (
     Trial,
     first_that_fits,
     halved,
+    judged,
     micro_batch_sizes,
     run_trial,
     trial_recipe,
-    verdict,
 )
 from trainer.train.step import train_step
 
@@ -136,7 +136,7 @@ def test_the_first_that_fits_is_taken_and_no_smaller_one_is_tried() -> None:
     ("used", "fits"), [((15, 10), True), ((10, 15), True), ((15.2, 1), True), ((1, 15.3), False)]
 )
 def test_the_fullest_gpu_decides_with_five_percent_left(used: tuple[float, ...], fits: bool) -> None:
-    assert verdict([{"used": one * GIB, "total": 16 * GIB} for one in used]).fits is fits
+    assert judged([{"used": one * GIB, "total": 16 * GIB} for one in used]).fits is fits
 
 
 def ranks(count: int) -> LocalRanks:

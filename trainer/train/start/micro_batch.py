@@ -193,10 +193,10 @@ def run_trial(recipe: Recipe, local: LocalRanks, micro_batch_size: int, receiver
         lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
         what = " … ".join(dict.fromkeys((*lines[:1], *lines[-1:]))) or "it printed nothing"
         raise BadInputError(f"{KEY}={micro_batch_size}: the trial failed, but not for lack of memory: {what}")
-    return verdict(results)
+    return judged(results)
 
 
-def verdict(results: Sequence[Mapping[str, Any]]) -> Trial:
+def judged(results: Sequence[Mapping[str, Any]]) -> Trial:
     """Returns whether all ranks have room, by `used` and `total` bytes of their devices."""
     used, total = max(((one["used"], one["total"]) for one in results), key=lambda one: one[0] / one[1])
     note = f"{memory_size(used)} of {memory_size(total)} on the fullest GPU"
