@@ -40,7 +40,7 @@ ODD = [
 ]
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(PLACES),
     st.lists(st.one_of(TEXT, st.sampled_from(ODD)), max_size=3),
