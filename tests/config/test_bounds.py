@@ -31,7 +31,6 @@ _OWN_WORDS = {
     "runs/tracking/process.py": "its parent's words, by a pipe",
     "train/start/tune/job.py": "a temporary folder, for its user alone",
     "commands/evaluate/evaluate.py": "a temporary folder, for its user alone",
-    "commands/bench/preflight.py": "words of this job's ranks",
 }
 _PARSERS = (
     "json.load",
