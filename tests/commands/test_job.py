@@ -40,7 +40,7 @@ ODD = [
 ]
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(PLACES),
     st.lists(st.one_of(TEXT, st.sampled_from(ODD)), max_size=3),
@@ -159,6 +159,8 @@ REFUSED = [
     ("kubernetes digits IMAGE --nodes 1-2", "--nodes 1-2"),
     ("kubeflow digits IMAGE --master-port 3000", "--master-port 3000"),
     ("docker digits IMAGE --venv v", "--venv v"),
+    ("docker digits --image=--privileged", "--image --privileged"),
+    ("slurm digits --image=", "--image"),
     ("slurm digits --gpus-per-node many", "--gpus-per-node many"),
     ("slurm digits --gpus-per-node 1 --nproc-per-node 2", "--nproc-per-node"),
     ("slurm digits --cpus-per-task 0", "--cpus-per-task 0"),
@@ -203,6 +205,12 @@ def test_bad_input_is_one_line(words: str, names: str, capsys: pytest.CaptureFix
     assert said.out == ""
     line = refusal(code, said.err, names)
     assert "abc" not in line and "\x1b" not in line
+
+
+def test_its_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["job", "--help"])
+    assert ended.value.code == 0 and "--print-template" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gone", "instead"), [("submit", "job"), ("bench", "examples/links")])

@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         metavar="SOURCE",
         help="variables: a Secret of Kubernetes; elsewhere a file of NAME=VALUE; repeatable",
     )
-    add("--master-port", type=int, metavar="PORT", help="of node 0 (default: 29500; on Slurm + job % 1000)")
+    add("--master-port", type=int, metavar="PORT", help="of node 0 (default: 29500; on Slurm + job %% 1000)")
     add("--user", metavar="UID:GID", help="(default: 1000:1000; docker: the caller); none: the image's")
     for name in ("partition", "account", "qos"):
         add(f"--{name}", help="of Slurm")

@@ -177,6 +177,10 @@ def job_values(place: str, given: dict[str, Any]) -> dict[str, Any]:
         )
     if image is None and place != "slurm":
         raise BadInputError("--image is missing: give a reference, best with its digest")
+    if image is not None and (not image or image.startswith("-")):
+        raise BadInputError(
+            f"--image {image}: is no reference, which begins with a letter or digit; give another"
+        )
     _check_recipe(recipe, settings, lowest * ranks if lowest == highest else 0)
     out = options.get("out") or default_out(recipe, settings)
     volumes = [_volume(place, text) for text in options["volume"]]
