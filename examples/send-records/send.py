@@ -4,19 +4,23 @@ import json
 import sys
 from pathlib import Path
 
-from trainer.runs.tracking.tracker import tracker_class
-
-folder, name = Path(sys.argv[1]), sys.argv[2]
-manifest = json.loads((folder / "manifest.json").read_text())
-files = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
+run, tracker = Path(sys.argv[1]), sys.argv[2]
+manifest = json.loads((run / "manifest.json").read_text())
 rows = [
-    {**json.loads(line), "time": file.stat().st_mtime}
-    for file in files
-    for line in file.read_text().splitlines()
+    (row["step"], {f"{kind}/{name}": value for name, value in row.items() if isinstance(value, int | float)})
+    for kind, file in {"train": "metrics.jsonl", "eval": "evaluations.jsonl"}.items()
+    for row in map(json.loads, (run / file).read_text().splitlines())
 ]
-about = {key: manifest[key] for key in ("run_id", "commit", "config")}
-about |= {"id": manifest["trackers"].get(name), "rows": 0, "name": folder.name, "folder": str(folder)}
-tracker = tracker_class(name)()
-print(*tracker.open({**about, "recipe": Path(manifest["recipe"]).stem}))
-tracker.log(sorted(rows, key=lambda row: row["step"]))
-tracker.close(manifest["status"])
+if tracker == "wandb":
+    import wandb
+
+    with wandb.init(id=manifest["run_id"], resume="allow", name=run.name, config=manifest["config"]) as there:
+        there.define_metric("*", step_metric="step")
+        for step, figures in rows:
+            there.log({**figures, "step": step})
+else:
+    import mlflow
+
+    with mlflow.start_run(manifest["trackers"].get("mlflow"), run_name=run.name):
+        for step, figures in rows:
+            mlflow.log_metrics(figures, step=step)

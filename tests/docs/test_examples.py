@@ -25,6 +25,7 @@ SMALL = {
     "links": [],
     "lr-range": ["max_steps=30", "optim.warmup_steps=30", "optim.lr=10"],
     "own-text": ["max_steps=2", "language.width=32", "language.layers=1", "data.eval_batch_size=512"],
+    "send-records": [],  # tests/runs/test_trackers.py
 }
 
 _PROGRAMS = {"python": [], "trainer": ["-m", "trainer"], "torchrun": ["-m", "torch.distributed.run"]}
@@ -52,7 +53,7 @@ def run_all(example: str, folder: Path) -> str:
     return said
 
 
-def test_each_has_a_row() -> None:
+def test_each_is_known() -> None:
     assert set(SMALL) == set(EXAMPLES)
 
 

@@ -212,7 +212,7 @@ def test_rows_never_wait_and_those_beyond_the_bound_are_counted(
     held.gate.set()
     made.close("finished")
     steps = [row["step"] for row in held.rows]
-    assert steps == sorted(steps) and 1000 <= len(steps) <= 2000, "what waits, and what the thread took"
+    assert steps[:1000] == list(range(1000)) and len(steps) <= 2000, "what waits, and what the thread took"
     assert named(capfd.readouterr().err, f"held {4000 - len(steps)} 4000")
 
 
@@ -570,12 +570,11 @@ def test_records_can_be_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = tmp_path / "run"
     assert attempt(run, small(**logged())).code == 0
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     script = Path(__file__).parents[2] / "examples/send-records/send.py"
-    for _ in range(2):
-        done = preloaded.run(
-            [sys.executable, str(script), str(run), "mlflow"], cwd=tmp_path, env={**os.environ}
-        )
-        assert done.returncode == 0, done.stderr
-    (losses,) = (run / "mlflow").glob("*/*/metrics/train/loss")
+    done = preloaded.run([sys.executable, str(script), str(run), "mlflow"], cwd=tmp_path, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    (losses,) = (tmp_path / "store").glob("*/*/metrics/train/loss")
     got = {int(line.split()[2]): float(line.split()[1]) for line in losses.read_text().splitlines()}
     assert got == {row["step"]: row["loss"] for row in read_rows(run, ("train",))}

@@ -8,7 +8,6 @@
 | what the launcher starts, until it can: `blocked` | waits | waits | waits |
 | a rank, from `Worker` on: `StopFlag` | asks for a stop | the same; the second ends it | asks for a stop |
 | a rank's forks: `leave_to_rank` | SIGTERM ends it | ignored | ignored |
-| the process of a tracker | waits: it ends with its rank | waits | waits |
 | a rank whose `Worker` is closed | waits: its exit code is decided | waits | waits |
 | `data`, `export`: `unwound` | SIGTERM is an exception | an exception | an exception |
 

@@ -28,6 +28,7 @@ from trainer.runs.tracking.tracker import Tracker, tracker_class, trackers_of
 _ROWS = 1000  # most records that wait for the thread, and for each tracker
 _FINISH_S = 30.0  # for the last records of a run that finished, to all trackers together
 _LEAVE_S = 5.0  # of one that was stopped, or failed
+_REST_S = 30.0  # after an error, so that the thread has time for the other tracker
 _LIBRARIES = {one.module for one in SINKS.values() if one.module}
 
 
@@ -70,18 +71,25 @@ class Sent:
 
 
 class _Link:
-    """A tracker as the thread calls it. What fails is tried again with the next records."""
+    """A tracker as the thread calls it. What fails is tried again with the records after a rest.
+
+    Attributes:
+        done: Number of records that it has, or had.
+        again: Time on the monotonic clock until which it rests.
+    """
 
     def __init__(self, name: str, about: Mapping[str, Any], tell: Callable[..., None]) -> None:
-        self.name, self.done = name, 0
+        self.name, self.done, self.again = name, 0, 0.0
         self._about, self._tell = about, tell
         self._tracker: Tracker | None = None
         self._waiting = deque[dict[str, Any]](maxlen=_ROWS)
         self._sent = Sent(Path(about["folder"], "trackers", f"{name}.json"))
 
-    def send(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Sends records, after those that wait."""
+    def send(self, rows: Sequence[dict[str, Any]], last: bool = False) -> None:
+        """Sends records, after those that wait; the last ones without a rest."""
         self._waiting.extend(rows)
+        if time.monotonic() < self.again and not last:
+            return
         with self._errors_told():
             if self._tracker is None:
                 self._open()
@@ -116,6 +124,7 @@ class _Link:
             # Redacted before it is shortened, which could cut off the sign of a secret.
             problem = redact_text(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
             self._tell(self.name, problem=problem)
+            self.again = time.monotonic() + _REST_S
 
 
 class Feed:
@@ -146,9 +155,11 @@ class Feed:
         self._hear()
 
     def _feed(self) -> None:
-        status: str | None = None
+        status, rows = None, list[dict[str, Any]]()
         while status is None:
-            rows = list[dict[str, Any]]()
+            for link in self._links:
+                link.send(rows)
+            rows = []
             message = self._queue.get()
             while isinstance(message, dict):
                 rows.append(message)
@@ -157,9 +168,8 @@ class Feed:
                 message = self._queue.get()
             else:
                 status = message
-            for link in self._links:
-                link.send(rows)
-        for link in self._links:
+        for link in sorted(self._links, key=lambda one: one.again):  # sound ones first
+            link.send(rows, last=True)
             link.close(status)
 
     def _hear(self) -> None:

@@ -46,7 +46,7 @@ class Tracker(Protocol):
         """Logs records in their order, each with `kind`, `step` and `time` (Unix time in seconds).
 
         Records that an earlier attempt sent to the same id aren't sent again. After an error the same records
-        are sent again, with the next ones.
+        are sent again, half a minute later and with the next ones.
         """
 
     def close(self, status: str) -> None:
