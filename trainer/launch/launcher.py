@@ -31,6 +31,7 @@ from trainer.launch.exit_record import (
     by_memory,
     crashed,
     exit_message,
+    hung,
     job_code,
     leave_message,
     read_exit_record,
@@ -246,8 +247,11 @@ class WorkerGroup:
                     self.pids[rank] = int((self._folder / f"rank-{rank}.pid").read_text())
                 if rank not in self.records:
                     self.records[rank] = read_exit_record(self._folder, rank)
+            if rank not in self.records and (record := hung(self._folder, rank)):
+                self.records[rank] = record
         codes = {record.code for record in self.records.values()}
-        if codes - {EXIT_DONE, EXIT_REQUEUE} or gone - self.records.keys():
+        lost = any(record.consequence for record in self.records.values())
+        if codes - {EXIT_DONE, EXIT_REQUEUE} or lost or gone - self.records.keys():
             self._end_within(_AFTER_FAILURE_SECONDS)
         # With every record known, a process that is still there hangs in its exit.
         if EXIT_REQUEUE in codes or len(self.records) == len(self.ranks):
