@@ -17,7 +17,7 @@ from trainer.commands.submit import carried, container, docker, kubernetes, slur
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.commands.submit.submit import JOB_PLACES as HOW
 from trainer.errors import BadInputError
-from trainer.launch.nodes.discover import find_nodes, is_rank
+from trainer.launch.nodes import find_nodes, is_rank
 
 # Another value for each field of the specification.
 CHANGES: dict[str, Any] = {

@@ -447,18 +447,18 @@ def test_code_that_holds_the_gil(endings: dict[str, Ending]) -> None:
     """No thread of ours runs then: the launcher takes what faulthandler writes for a hang record."""
     code, text, _ = endings["code-that-holds-the-gil"]
     assert code == EXIT_HANG, text
-    assert named(text.splitlines()[0], "rank 0 update step 21 parallel.hang_s"), text
+    assert named(text.splitlines()[0], "rank 0 GIL parallel.hang_s"), text
     assert "sitecustomize.py" in text
 
 
 def test_a_first_dump_may_be_of_a_job_that_was_suspended(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.hang"
     assert exit_record.hung(tmp_path, 0) is None
-    for dumps, hangs in ((0, False), (1, False), (2, True)):
+    for dumps, hung in ((0, False), (1, False), (2, True)):
         file.write_text("rank 0 on here: forward, step 3\n" + "Timeout (0:00:05)!\n  File x\n" * dumps)
         record = exit_record.hung(tmp_path, 0)
-        assert (record is not None) == hangs
-    assert record is not None and record.code == EXIT_HANG and named(record.line, "forward, step 3")
+        assert (record is not None) == hung
+    assert record is not None and record.code == EXIT_HANG and named(record.line, "forward, step 3 GIL")
 
 
 # --- who is blamed ---

@@ -18,7 +18,7 @@ from trainer.launch.exit_record import (
     job_code,
     record_of,
 )
-from trainer.launch.nodes.discover import is_rank
+from trainer.launch.nodes import is_rank
 
 DONE, REQUEUE, BAD, HANG = (
     ExitRecord(0, 0),

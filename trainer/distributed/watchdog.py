@@ -1,8 +1,9 @@
 """Watchdog: ends a rank of a job that hangs, with code 76, and names the rank that the others wait for.
 
-One thread a rank looks at its phase (observe.phases) a few times within parallel.hang_s, and counts the looks at which
-no rank had made progress: a rank that waits for a slow one doesn't hang. The ranks share one counter, and
-where they stand, over the rendezvous store. There a rank that fails leaves its code, too, for those that lose it.
+One thread a rank looks at its phase (observe.phases) a few times within parallel.hang_s, and counts the
+looks at which no rank had made progress: a rank that waits for a slow one doesn't hang. Over the rendezvous
+store the ranks share one counter, and where they are. There a rank that fails leaves its code, too, for those
+that lose it.
 """
 
 import contextlib
@@ -59,14 +60,14 @@ class Place(NamedTuple):
 
     Attributes:
         rank: Number of the rank.
-        count: Number of phases that it entered.
+        entered: Number of phases that it entered.
         step: Current step, counted from 1.
         phase: Current phase; "done" once the rank has ended.
         host: Host name.
     """
 
     rank: int
-    count: int
+    entered: int
     step: int
     phase: str
     host: str = ""
@@ -80,8 +81,8 @@ class Place(NamedTuple):
 def waited_for(places: Sequence[Place], size: int, seconds: float) -> tuple[str, list[int]]:
     """Finds the ranks that the others of a job that hangs wait for.
 
-    Ranks that didn't say where they are: they were stopped, or are gone. Else those with the fewest phases, as all
-    ranks enter the same ones in the same order.
+    Ranks that didn't say where they are: they were stopped, or are gone. Else those with the fewest phases,
+    as all ranks enter the same ones in the same order.
 
     Args:
         places: Where the ranks are that said so.
@@ -100,8 +101,8 @@ def waited_for(places: Sequence[Place], size: int, seconds: float) -> tuple[str,
         )
         parts = [f"{_names(silent, [], 1)} gave no sign of life", *_waiting(running)]
         return _sentence(seconds, parts, check), silent
-    least = min(place.count for place in running)
-    behind = [place for place in running if place.count == least]
+    least = min(place.entered for place in running)
+    behind = [place for place in running if place.entered == least]
     ranks, first = [place.rank for place in behind], behind[0]
     if len(behind) == len(running) > 1 and first.phase == "communication":
         text = f"all {len(running)} ranks wait in {first.where}, and none is behind the others"
@@ -109,7 +110,7 @@ def waited_for(places: Sequence[Place], size: int, seconds: float) -> tuple[str,
     hosts = [place.host for place in behind]
     names = _names(ranks, hosts, len({place.host for place in running}))
     text = f"{names} {'hang' if len(behind) > 1 else 'hangs'} in {first.where}"
-    others = [place for place in running if place.count > least]
+    others = [place for place in running if place.entered > least]
     return _sentence(seconds, [text, *_waiting(others)], _CHECK[first.phase]), ranks
 
 
@@ -137,7 +138,9 @@ def _names(ranks: Sequence[int], hosts: Sequence[str], different: int) -> str:
 
 @contextlib.contextmanager
 def watching(world: World, config: ParallelConfig) -> Iterator["Watchdog"]:
-    """A context with a watchdog, which `Watchdog.start` starts; all ranks enter it before their first collective.
+    """A context with a watchdog, which `Watchdog.start` starts.
+
+    All ranks enter it before their first collective.
 
     Raises:
         LostPeerError: In place of an error that looks like the end of another rank.
@@ -217,7 +220,7 @@ class Watchdog:
                 (allowed + 1) * self._interval, f"rank {here.rank} on {here.host}: {here.where}\n"
             )
             alive = PHASE_TIMER.heartbeats if here.phase in _ALONE else 0
-            moved, place = place != (here.count, alive), (here.count, alive)
+            moved, place = place != (here.entered, alive), (here.entered, alive)
             job, together = self._job(moved, progress)
             # Looks are counted, no clock is read: a job that was suspended as a whole goes on.
             idle = 0 if moved or together != progress else idle + 1

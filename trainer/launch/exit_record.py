@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -106,16 +107,17 @@ def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitR
     if isinstance(error, Stopped | StopRun | DivergedError | OutOfMemory):
         for_all = not isinstance(error, OutOfMemory)  # which can be of one rank alone
         return ExitRecord(rank, EXIT_FAILED, str(error), time=now, for_all=for_all)
-    if isinstance(error, LostPeerError):
-        code = error.code or (EXIT_REQUEUE if error.saved else EXIT_FAILED)
-        line = f"{error}; the same command resumes from the newest checkpoint" * error.saved or str(error)
-        told = error.code is not None
-        return ExitRecord(rank, code, line, time=now, for_all=True, consequence=True, told=told)
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return ExitRecord(rank, error.code or EXIT_DONE, time=now)
         return ExitRecord(rank, EXIT_FAILED, str(error.code), time=now)
-    return _raised(rank, error, now)
+    return _lost(rank, error, now) if isinstance(error, LostPeerError) else _raised(rank, error, now)
+
+
+def _lost(rank: int, error: LostPeerError, now: float) -> ExitRecord:
+    code = error.code or (EXIT_REQUEUE if error.saved else EXIT_FAILED)
+    line = f"{error}; the same command resumes from the newest checkpoint" if error.saved else str(error)
+    return ExitRecord(rank, code, line, "", now, True, True, error.code is not None)
 
 
 def _raised(rank: int, error: BaseException, now: float) -> ExitRecord:
@@ -135,36 +137,41 @@ def read_exit_record(folder: Path, rank: int) -> ExitRecord:
     return ExitRecord(**json.loads((folder / f"rank-{rank}.json").read_text()))
 
 
-def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], str]:
-    """Returns the exit codes of the ranks that torchrun reports as failed, and torchrun's own error."""
+def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], ExitRecord | None]:
+    """Returns the exit codes of ranks that torchrun reports as failed, and a record of what failed before."""
     try:
         report = json.loads((folder / "torchrun.json").read_text())
     except FileNotFoundError:
-        return {}, f"{ending(exit_code)}\n"
-    return {int(rank): code for rank, code in report["exits"].items()}, report["error"]
+        return {}, ExitRecord(TORCHRUN, EXIT_FAILED, traceback=f"{ending(exit_code)}\n")
+    record = None if report["record"] is None else ExitRecord(**report["record"])
+    return {int(rank): code for rank, code in report["exits"].items()}, record
 
 
 def job_code(records: Sequence[ExitRecord]) -> int:
     """Returns the exit code of a job, of which the ranks of this node ended like this; the table in
     docs/recipes.md.
 
-    Own failures of ranks here come first, then that of a rank elsewhere, as it left word, then a hang, then the loss of
-    a rank that left no word: to be requeued if this attempt has written a checkpoint.
+    Own failures of ranks here come first, then that of a rank elsewhere, which left word, then a hang, then
+    the loss of a rank that left no word: to be requeued if this attempt has written a checkpoint.
     """
+    good = {EXIT_DONE, EXIT_REQUEUE, EXIT_HANG}
+    codes = {record.code for record in records}
     own = {record.code for record in records if not record.consequence}
     told = {record.code for record in records if record.told}
-    codes = {record.code for record in records}
     lost = {record.code for record in records if record.consequence}
-    for failed in (own, told):
-        if EXIT_BAD_INPUT in failed:
-            return EXIT_BAD_INPUT
-        if failed - {EXIT_DONE, EXIT_REQUEUE, EXIT_HANG}:
-            return EXIT_FAILED
-    if EXIT_HANG in codes:
-        return EXIT_HANG
-    if lost and EXIT_REQUEUE not in lost:
-        return EXIT_FAILED
-    return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
+    # A crash at an unknown time may come of a hang: NCCL aborts a rank that has lost another.
+    sure = {record.code for record in records if not record.consequence and record.time < math.inf}
+    table = (
+        (EXIT_BAD_INPUT in own, EXIT_BAD_INPUT),
+        (sure - good, EXIT_FAILED),
+        (EXIT_BAD_INPUT in told, EXIT_BAD_INPUT),
+        (told - good, EXIT_FAILED),
+        (EXIT_HANG in codes, EXIT_HANG),
+        (own - good, EXIT_FAILED),
+        (EXIT_REQUEUE in (lost or codes), EXIT_REQUEUE),
+        (lost, EXIT_FAILED),
+    )
+    return next((code for holds, code in table if holds), EXIT_DONE)
 
 
 def exit_message(records: Sequence[ExitRecord], world: int) -> str:
@@ -207,9 +214,9 @@ def crashed(folder: Path, rank: int, exit_code: int) -> ExitRecord:
 
 
 def hung(folder: Path, rank: int) -> ExitRecord | None:
-    """Makes the record of a rank whose code holds the GIL for too long; None if faulthandler says nothing of it.
+    """Makes the record of a rank whose code holds the GIL; None without two dumps of faulthandler.
 
-    A second dump: the first may be of a job that was suspended as a whole.
+    The first may be of a job that was suspended as a whole.
     """
     try:
         where, _, stacks = (folder / f"rank-{rank}.hang").read_text(errors="replace").partition("\n")
@@ -218,7 +225,7 @@ def hung(folder: Path, rank: int) -> ExitRecord | None:
     first, *later = stacks.split(_DUMP)[1:] or [""]
     if not later:
         return None
-    line = f"no progress: {where}; its code holds the GIL; if that is only slow, raise parallel.hang_s"
+    line = f"no progress since {where}; its code holds the GIL; if that is only slow, raise parallel.hang_s"
     return ExitRecord(rank, EXIT_HANG, line, f"{_DUMP}{first}", time.monotonic(), for_all=True)
 
 

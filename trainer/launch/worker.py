@@ -32,7 +32,7 @@ from trainer.host.startup import print_anything
 from trainer.launch import signals
 from trainer.launch.exit_record import ExitRecord, record_of
 from trainer.launch.folder import Launch, read_launch, take_request
-from trainer.launch.nodes.discover import mark_of_rank
+from trainer.launch.nodes import mark_of_rank
 from trainer.observe.console import tell, tell_as
 
 _PR_SET_PDEATHSIG = 1
@@ -237,11 +237,11 @@ def leave_now(
 
 
 def dump_unless_called_within(seconds: float, where: str) -> None:
-    """Lets faulthandler write all stacks, unless this is called again in time: for code that holds the GIL, where no
-    thread of ours runs.
+    """Lets faulthandler write all stacks, unless this is called again in time.
 
-    Under the launcher into a file, again and again; it takes the second dump for a hang, as the first may come of
-    a job that was suspended as a whole. Without it the process then ends, with code 1, after five times as long.
+    For code that holds the GIL, so that no thread of ours runs. Under the launcher it writes into a file,
+    again and again; the second dump counts as a hang, as the first may come of a job that was suspended as a
+    whole. Without the launcher the process ends, with code 1, after five times as long.
 
     Args:
         seconds: The time.
@@ -294,5 +294,5 @@ def _in_a_fork() -> None:
         signals.leave_to_rank()
 
 
-# A fork of a process in which faulthandler waits hangs where it cancels that, at its exit at the latest (CPython 3.11).
+# A fork of a process in which faulthandler waits would hang where it ends that wait: at its exit at latest.
 os.register_at_fork(before=dump_no_more, after_in_child=_in_a_fork)

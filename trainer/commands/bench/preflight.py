@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from trainer.commands.bench.links import STREAM_SECONDS, Link, answer_peer, call_peer, listening
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.interfaces import addresses, from_files_alone, interface_of, own_address
-from trainer.launch.nodes.discover import find_nodes, forget_step_of_shell, is_rank, rank_variables
+from trainer.launch.nodes import find_nodes, forget_step_of_shell, is_rank, rank_variables
 
 _SPARE_SECONDS = 2.0  # added to timeouts, for the time that isn't spent on sends and receives
 _POLL_SECONDS = 0.02  # between two looks at the store
@@ -124,7 +124,7 @@ def bench_links(options: argparse.Namespace) -> int:
             why = "nothing measured: one host has no links; on each: --nnodes, --node-rank, --master-addr"
             print(_as_json([], [], [], []) if options.json else why)
             return EXIT_NOT_MEASURED
-        place = RankPlace(nodes.number, nodes.most, nodes.host, nodes.port, nodes.number == 0)
+        place = RankPlace(nodes.number, nodes.total, nodes.host, nodes.port, nodes.number == 0)
     return _show(preflight(place, options.seconds), options.seconds, options.json, place.rank == 0)
 
 

@@ -16,7 +16,6 @@ from trainer.commands.submit.container import CACHE, DATA, RUNS_MOUNT, files, wo
 from trainer.commands.submit.environment import from_files
 from trainer.commands.submit.spec import JobSpec, Site, folder_of
 from trainer.errors import BadInputError
-from trainer.launch.nodes import EXIT_CODE
 
 _LOGS = ".jobs"
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -116,8 +115,7 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
     else:
         lines.append(f"run={shlex.quote(f'{runs}/{spec.name}')}")
         lines.append(f"set -- {shlex.join(_command(spec, site, runs))}")
-    begin = [f'rm -f "$run/{EXIT_CODE}"']
-    return "\n".join([*lines, *begin, "", *_step(spec, site, runs), "code=$?", *_AFTERWARDS]) + "\n"
+    return "\n".join([*lines, "", *_step(spec, site, runs), "code=$?", *_AFTERWARDS]) + "\n"
 
 
 # Verbs register memory by locking it. The limit is that of the node's slurmd.
@@ -138,9 +136,6 @@ def _reads(path: Path) -> list[str]:
 
 # A job that was cancelled ends with 75 as well; it isn't to come back.
 _AFTERWARDS = [
-    "# srun says the highest code of all tasks that ever ended; node 0's launcher says the job's.",
-    f'if [ -s "$run/{EXIT_CODE}" ]; then code=$(cat "$run/{EXIT_CODE}"); fi',
-    "",
     "job=$SLURM_JOB_ID",
     '[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID',
     'if [ "$code" -eq 75 ]; then',

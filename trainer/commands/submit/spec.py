@@ -199,7 +199,7 @@ class JobSpec(BaseModel):
         """Returns the command of each node; it finds the others by NNODES, NODE_RANK, MASTER_ADDR,
         MASTER_PORT.
 
-        (Or by what Slurm or Kubeflow set themselves, see `trainer.launch.nodes.discover`.)
+        (Or by what Slurm or Kubeflow set themselves, see `trainer.launch.nodes`.)
 
         Args:
             runs: Folder of the runs on a node; by default as in a container.
