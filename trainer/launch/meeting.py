@@ -90,8 +90,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
     except OSError as error:
         raise BadInputError(
             f"node 0 can't listen at {address}:{port} ({error.strerror}); give its address "
-            "by --master-addr (or MASTER_ADDR) and a free port by --master-port (or MASTER_PORT), the same on "
-            "every node"
+            "by --master-addr (or MASTER_ADDR) and a free port by --master-port (or MASTER_PORT), "
+            "the same on every node"
         ) from error
 
 
