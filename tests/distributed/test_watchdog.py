@@ -266,9 +266,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], object]) -> 
     phases.PHASE_TIMER.step = 7
     monkeypatch.setattr("trainer.distributed.watchdog.leave_now", leaves)
     looks = Looks(*happens)
-    monkeypatch.setattr(watchdog, "_stopped", looks)
+    monkeypatch.setattr(watchdog, "stopped", looks)
     try:
-        watchdog._watch()
+        watchdog.watch()
     except LeftError as left:
         assert "no progress for 20 s: rank 0 hangs in" in str(left)
         return looks.looks
@@ -328,10 +328,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Watchdog]:
 
 
 def test_one_rank_that_makes_progress_is_enough(ranks: list[Watchdog]) -> None:
-    _, before = ranks[0]._job(False, 0)
-    assert ranks[1]._job(False, 0) == ("runs", before)
-    ranks[2]._job(True, 0)
-    assert ranks[0]._job(False, 0) == ("runs", before + 1)
+    _, before = ranks[0].job_state(False, 0)
+    assert ranks[1].job_state(False, 0) == ("runs", before)
+    ranks[2].job_state(True, 0)
+    assert ranks[0].job_state(False, 0) == ("runs", before + 1)
 
 
 def test_a_rank_that_fails_leaves_word_for_those_who_lose_it(ranks: list[Watchdog]) -> None:
@@ -342,7 +342,7 @@ def test_a_rank_that_fails_leaves_word_for_those_who_lose_it(ranks: list[Watchdo
     record = exit_record.record_of(0, None, lost.value)
     assert (record.code, record.told, record.consequence) == (EXIT_FAILED, True, True)
     assert named(record.line, "rank 1 ValueError: broken")
-    assert ranks[0]._job(False, 0)[0] == "failed"
+    assert ranks[0].job_state(False, 0)[0] == "failed"
 
 
 @pytest.mark.parametrize(("saved", "code"), [(False, EXIT_FAILED), (True, EXIT_REQUEUE)])
@@ -359,17 +359,17 @@ def test_a_store_that_is_gone_says_nothing(ranks: list[Watchdog], monkeypatch: p
         raise RuntimeError("Connection reset by peer")
 
     monkeypatch.setattr(Store, "add", gone)
-    assert ranks[1]._job(True, 7) == ("runs", 7)
+    assert ranks[1].job_state(True, 7) == ("runs", 7)
     monkeypatch.setattr(Store, "append", gone)
     monkeypatch.setattr(Store, "get", gone)
-    places = ranks[1]._places(Place(1, 5, 2, "communication"))
+    places = ranks[1].places_of_all(Place(1, 5, 2, "communication"))
     line, behind = waited_for(places, 3, 4.0)  # it was in rank 0, or on its host
     assert behind == [0] and named(line, "rank 0 rank 1 communication")
 
 
 def test_no_watch_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Watchdog, "_watch", lambda _: None
+        Watchdog, "watch", lambda _: None
     )  # with no time to wait it would end this process at once
     watchdog = Watchdog(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=0))
     watchdog.start()
@@ -516,7 +516,7 @@ def test_a_step_that_compiles_has_more_time() -> None:
     limits = {}
     for step, phase in ((3, "forward"), (3, "communication"), (4, "forward"), (16, "end")):
         phases.PHASE_TIMER.step, phases.PHASE_TIMER.phase = step, phase  # type: ignore[assignment]
-        limits[step, phase] = watched._limit()
+        limits[step, phase] = watched.allowed_seconds()
     assert limits == {
         (3, "forward"): 300,
         (3, "communication"): 150,  # before the collective's own time is over
@@ -524,7 +524,7 @@ def test_a_step_that_compiles_has_more_time() -> None:
         (16, "end"): 300,
     }
     phases.PHASE_TIMER.reset()
-    assert Watchdog(watched._world, ParallelConfig(hang_s=300, timeout_s=200))._limit() == 1000
+    assert Watchdog(watched._world, ParallelConfig(hang_s=300, timeout_s=200)).allowed_seconds() == 1000
 
 
 def test_without_the_launcher_the_rank_says_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from tests.helpers.waiting import SECONDS
 from trainer.errors import BadInputError
 from trainer.launch import meeting as module
 from trainer.launch.meeting import (
+    AbsentNodeError,
     Meeting,
-    NotThereError,
     listen,
     meet,
     read_meeting,
@@ -60,8 +60,8 @@ class Cluster:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.005)
-    monkeypatch.setattr(module, "_FIRST_NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MEETING_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(module, "MEETING_NOTICE_SECONDS", 0.0)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
@@ -84,7 +84,7 @@ def test_nodes_meet_whoever_comes_first(tmp_path: Path) -> None:
 def test_a_node_that_is_unlike_is_named_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], names: str
 ) -> None:
-    monkeypatch.setattr(module, "_SHOWS_SECONDS", 0.1)
+    monkeypatch.setattr(module, "SHOWS_SECONDS", 0.1)
     if "folder" in other:
         other = {"folder": tmp_path / "elsewhere"}
         other["folder"].mkdir()
@@ -98,7 +98,7 @@ def test_a_node_that_is_unlike_is_named_on_all(
 def test_who_does_not_come_is_named_on_all(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, 3, seconds=1.0)
     for one in [cluster.start(0), cluster.start(2)]:
-        with refused("node 1 (b) 3", by=NotThereError):
+        with refused("node 1 (b) 3", by=AbsentNodeError):
             one.result(SECONDS)
     assert any(named(line, "node 1 (b)") for line in cluster.said)
 
@@ -120,7 +120,7 @@ def test_what_is_in_the_way_to_node_0_is_said(tmp_path: Path) -> None:
     for host, names in (("127.0.0.1", here.nodes.port), ("no-such-node.invalid", "no-such-node.invalid")):
         said = list[str]()
         there = replace(here, nodes=here.nodes._replace(host=host))
-        with refused("node 0 (a)", names, by=NotThereError):
+        with refused("node 0 (a)", names, by=AbsentNodeError):
             wait_for_node_0(there, said.append)
         assert said
     with listen("127.0.0.1", here.nodes.port):

@@ -165,7 +165,7 @@ class Watchdog:
         self._seconds, self._timeout = min(config.hang_s, config.timeout_s / 2), config.timeout_s
         self._interval = self._seconds / _LOOKS
         self._world, self._compiling_until = world, 0
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._asking: threading.Thread | None = None
         self._store: Any = None
@@ -183,12 +183,12 @@ class Watchdog:
         self._compiling_until = compiling_until
         if self._seconds and self._thread is None:
             # A daemon: a thread that waits for a dead host must not keep this process alive.
-            self._thread = threading.Thread(target=self._watch, name="hang", daemon=True)
+            self._thread = threading.Thread(target=self.watch, name="hang", daemon=True)
             self._thread.start()
 
     def stop(self, *, done: bool = False) -> None:
         """Stops watching; `done`: this rank has ended well, and isn't to be waited for."""
-        self._stopped.set()
+        self.stopped.set()
         if self._thread is not None:
             self._thread.join(1.0)
         if done and self._store is not None:
@@ -211,17 +211,18 @@ class Watchdog:
 
     # --- the thread that watches ---
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Looks until it is stopped: the thread's work."""
         idle, place, progress = 0, (-1, -1), -1
-        while not self._stopped.wait(self._interval):
+        while not self.stopped.wait(self._interval):
             here = self._here()
-            allowed = self._limit() / self._interval
+            allowed = self.allowed_seconds() / self._interval
             dump_unless_called_within(
                 (allowed + 1) * self._interval, f"rank {here.rank} on {here.host}: {here.where}\n"
             )
             alive = PHASE_TIMER.heartbeats if here.phase in _ALONE else 0
             moved, place = place != (here.entered, alive), (here.entered, alive)
-            job, together = self._job(moved, progress)
+            job, together = self.job_state(moved, progress)
             # Looks are counted, no clock is read: a job that was suspended as a whole goes on.
             idle = 0 if moved or together != progress else idle + 1
             progress = together
@@ -229,7 +230,7 @@ class Watchdog:
                 self._leave()
         dump_no_more()
 
-    def _job(self, moved: bool, before: int) -> tuple[str, int]:
+    def job_state(self, moved: bool, before: int) -> tuple[str, int]:
         """Counts progress of this rank; returns how the job is, and the progress of all ranks."""
 
         def ask(store: Any) -> tuple[str, int]:
@@ -237,7 +238,7 @@ class Watchdog:
 
         return (_RUNS, 0) if self._store is None else self._asked(ask, (_RUNS, before))
 
-    def _limit(self) -> float:
+    def allowed_seconds(self) -> float:
         """Returns the allowed seconds without progress in this phase."""
         if PHASE_TIMER.phase != "end" and PHASE_TIMER.step > self._compiling_until:
             return self._seconds
@@ -250,7 +251,7 @@ class Watchdog:
         end = self._end()
         if end is not None and end[0] != EXIT_HANG:
             leave_now(*end, consequence=True, told=True)
-        line, ranks = waited_for(self._places(here), world.size, self._seconds)
+        line, ranks = waited_for(self.places_of_all(here), world.size, self._seconds)
         own = world.rank in ranks
         if several:
             self._asked(lambda store: self._tell_end(store, EXIT_HANG, line), None)
@@ -265,7 +266,7 @@ class Watchdog:
             linger=2 * self._interval if holds else 0.0,
         )
 
-    def _places(self, here: Place) -> list[Place]:
+    def places_of_all(self, here: Place) -> list[Place]:
         """Tells the others where this rank is; returns where all are that say so until their next look."""
 
         def tell(store: Any) -> None:

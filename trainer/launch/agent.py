@@ -25,7 +25,7 @@ from trainer.host.interfaces import from_files_alone
 from trainer.launch import as_launcher
 from trainer.launch.exit_record import TORCHRUN, ExitRecord, record_of
 from trainer.launch.folder import read_launch, write_launch
-from trainer.launch.meeting import Meeting, NotThereError, listen, meet, read_meeting, wait_for_node_0
+from trainer.launch.meeting import AbsentNodeError, Meeting, listen, meet, read_meeting, wait_for_node_0
 from trainer.launch.worker import die_with_parent
 from trainer.observe.console import tell, tell_as
 
@@ -87,7 +87,7 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
             run.run(request)
     except ChildFailedError as failed:
         exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    except (BadInputError, NotThereError) as error:
+    except (BadInputError, AbsentNodeError) as error:
         record = record_of(TORCHRUN, EXIT_FAILED, error if isinstance(error, BadInputError) else None)
         record = replace(record, line=str(error), for_all=True)
     except BaseException:
@@ -115,7 +115,7 @@ def _met(meeting: Meeting, store: Any) -> dict[str, str]:
             store = TCPStore(nodes.host, nodes.port, None, False, wait, wait_for_workers=False)
         found = meet(PrefixStore("meeting", store), meeting, say)
     except RuntimeError as error:
-        raise NotThereError(f"{nodes.name(0)} has ended: it says why") from error
+        raise AbsentNodeError(f"{nodes.name(0)} has ended: it says why") from error
     ranks = range(nodes.number * meeting.ranks, (nodes.number + 1) * meeting.ranks)
     say(f"starts ranks {ranks[0]} to {ranks[-1]} of {nodes.total * meeting.ranks}")
     return {name: value for name, value in found.items() if name not in os.environ}

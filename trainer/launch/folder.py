@@ -54,12 +54,12 @@ def write_launch(folder: Path, launch: Launch) -> None:
         "logs": launch.logs,
         "told": launch.told,
     }
-    write_json(folder / _LAUNCH, content)
+    write_content(folder / _LAUNCH, content)
 
 
 def read_launch(folder: Path) -> Launch:
     """Reads what `write_launch` wrote."""
-    content = read_json(folder / _LAUNCH)
+    content = read_content(folder / _LAUNCH)
     each = tuple(frozenset(listed_cpus(text) or ()) for text in content["cpus"])
     cpus = CpuShares(each, content["pinned"])
     return Launch(content["path"], content["parent"], cpus, content["logs"], Told(*content["told"]))
@@ -68,18 +68,18 @@ def read_launch(folder: Path) -> Launch:
 def write_request(folder: Path, request: Mapping[str, Any], ranks: Iterable[int]) -> None:
     """Writes the request to each of these ranks."""
     for rank in ranks:
-        write_json(folder / f"request-{rank}.json", request)
+        write_content(folder / f"request-{rank}.json", request)
 
 
 def take_request(folder: Path, rank: int) -> dict[str, Any]:
     """Reads what `write_request` wrote for a rank, and removes it."""
     file = folder / f"request-{rank}.json"
-    request = read_json(file)
+    request = read_content(file)
     file.unlink()
     return request
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_content(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file whole or not at all, readable by its owner only."""
     beside = path.with_suffix(".tmp")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -87,7 +87,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads what `write_json` wrote."""
+def read_content(path: Path) -> dict[str, Any]:
+    """Reads what `write_content` wrote."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content

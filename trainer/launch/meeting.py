@@ -19,19 +19,19 @@ from typing import Any
 from trainer.errors import BadInputError
 from trainer.host.files import own_folder, read_inside, write_whole
 from trainer.host.interfaces import gloo_interface, own_address
-from trainer.launch.folder import read_json, write_json
+from trainer.launch.folder import read_content, write_content
 from trainer.launch.nodes import Nodes
 
 TOKEN = ".nodes"  # in the run folder while nodes meet: who reads node 0's token there has the same folder
 _FILE = "meeting.json"
-_FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 10.0, 30.0
-_POLL_SECONDS, _CONNECT_SECONDS = 0.2, 5.0
-_SHOWS_SECONDS = 60.0  # until a file server shows one host's new file to another
+MEETING_NOTICE_SECONDS, _NOTICE_SECONDS = 10.0, 30.0
+MEETING_POLL_SECONDS, _CONNECT_SECONDS = 0.2, 5.0
+SHOWS_SECONDS = 60.0  # until a file server shows one host's new file to another
 _HEARD_SECONDS = 3.0  # that node 0 stays for the others to hear why there is no job
 _REMEDY = "give every node the same image, files and command"
 
 
-class NotThereError(Exception):
+class AbsentNodeError(Exception):
     """A node that others waited for in vain: one line."""
 
 
@@ -57,14 +57,14 @@ class Meeting:
 def write_meeting(folder: Path, meeting: Meeting) -> None:
     """Writes it into the folder of a launch."""
     content = asdict(meeting) | {"nodes": list(meeting.nodes), "folder": str(meeting.folder)}
-    write_json(folder / _FILE, content)
+    write_content(folder / _FILE, content)
 
 
 def read_meeting(folder: Path) -> Meeting | None:
     """Reads what `write_meeting` wrote; None for a job of one node."""
     if not (folder / _FILE).exists():
         return None
-    content = read_json(folder / _FILE)
+    content = read_content(folder / _FILE)
     nodes = Nodes(*content.pop("nodes"))
     nodes = nodes._replace(names=tuple(nodes.names))
     return Meeting(**{**content, "nodes": nodes, "folder": Path(content["folder"])})
@@ -99,7 +99,7 @@ def wait_for_node_0(meeting: Meeting, say: Callable[[str], None]) -> None:
     """Waits until node 0's port can be reached; says what is in the way.
 
     Raises:
-        NotThereError: If it can't be in time.
+        AbsentNodeError: If it can't be in time.
     """
     nodes = meeting.nodes
     for late in _waiting(meeting.seconds):
@@ -107,7 +107,7 @@ def wait_for_node_0(meeting: Meeting, say: Callable[[str], None]) -> None:
             return
         line = f"{nodes.name(0)} can't be reached at {nodes.host}:{nodes.port}: {why}"
         if late is None:
-            raise NotThereError(line)
+            raise AbsentNodeError(line)
         if late:
             say(f"waits: {line}")
 
@@ -121,7 +121,7 @@ def meet(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[str, 
         say: Prints what it waits for.
 
     Raises:
-        NotThereError: If a node doesn't come in time.
+        AbsentNodeError: If a node doesn't come in time.
         BadInputError: If a node can't be part of the job.
     """
     return _lead(store, meeting, say) if meeting.nodes.number == 0 else _follow(store, meeting, say)
@@ -141,7 +141,7 @@ def _lead(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[str,
                     f"{names} didn't come within {meeting.seconds:g} s, of {nodes.total} nodes; is each "
                     f"started, and does {nodes.host} lead to this node from there (DNS)?"
                 )
-                raise _told(store, NotThereError(line), nodes.total - 1 - len(missing))
+                raise _told(store, AbsentNodeError(line), nodes.total - 1 - len(missing))
             if late:
                 say(f"waits for {names}")
         others = [json.loads(store.get(f"node-{n}")) for n in range(1, nodes.total)]
@@ -156,10 +156,10 @@ def _lead(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[str,
 
 def _told(store: Any, error: Exception, others: int) -> Exception:
     """Tells the nodes that are there why there is no job, and returns it."""
-    store.set("verdict", json.dumps([str(error), isinstance(error, NotThereError)]))
+    store.set("verdict", json.dumps([str(error), isinstance(error, AbsentNodeError)]))
     until = time.monotonic() + _HEARD_SECONDS
     while store.add("heard", 0) < others and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(MEETING_POLL_SECONDS)
     return error
 
 
@@ -169,7 +169,7 @@ def _follow(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[st
     for _ in _until(store, "token", meeting, say):
         pass
     token = store.get("token").decode()
-    shares = any(_shown(meeting.folder) == token for _ in _waiting(min(_SHOWS_SECONDS, meeting.seconds)))
+    shares = any(_shown(meeting.folder) == token for _ in _waiting(min(SHOWS_SECONDS, meeting.seconds)))
     told = {
         "id": secrets.token_hex(8),
         "number": nodes.number,
@@ -188,18 +188,18 @@ def _follow(store: Any, meeting: Meeting, say: Callable[[str], None]) -> dict[st
     refused, missing = json.loads(store.get("verdict"))
     store.add("heard", 1)
     if refused:
-        raise (NotThereError if missing else BadInputError)(refused)
+        raise (AbsentNodeError if missing else BadInputError)(refused)
     return gloo_interface(address)
 
 
 def _until(store: Any, key: str, meeting: Meeting, say: Callable[[str], None]) -> Iterator[None]:
     """Waits for what node 0 says; it counts the time, and says who is missing."""
-    for late in _waiting(meeting.seconds + _SHOWS_SECONDS):
+    for late in _waiting(meeting.seconds + SHOWS_SECONDS):
         if store.check([key]):
             return
         if late is None:
-            raise NotThereError(
-                f"{meeting.nodes.name(0)} said nothing for {meeting.seconds + _SHOWS_SECONDS:g} s"
+            raise AbsentNodeError(
+                f"{meeting.nodes.name(0)} said nothing for {meeting.seconds + SHOWS_SECONDS:g} s"
             )
         if late:
             say(f"waits: {meeting.nodes.name(0)} waits for other nodes")
@@ -225,11 +225,11 @@ def _problem(meeting: Meeting, other: Mapping[str, Any]) -> str:
 def _waiting(seconds: float) -> Iterator[bool | None]:
     """Passes of a wait: True where it is time to say what is waited for; None, the last, when time is up."""
     began = time.monotonic()
-    notice = began + _FIRST_NOTICE_SECONDS
+    notice = began + MEETING_NOTICE_SECONDS
     while (now := time.monotonic()) - began < seconds:
         yield now > notice
         notice = now + _NOTICE_SECONDS if now > notice else notice
-        time.sleep(_POLL_SECONDS)
+        time.sleep(MEETING_POLL_SECONDS)
     yield None
 
 
