@@ -217,17 +217,6 @@ def _is_finished(run: Path) -> bool:
     return _manifest(run)["status"] == "finished"
 
 
-def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
-    run = tmp_path / "job"
-    settings = (*SETTINGS, "epochs=12", "parallel.reduction=tree")
-    job, log = _submit(slurm, _spec(tmp_path, min_nnodes=1, nproc_per_node=1, settings=settings))
-    until(lambda: _rows(run) > 4)
-    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
-    until(lambda: "on 1 rank instead of 2" in _text(log))
-    slurm.completes(job, log)
-    assert _manifest(run)["status"] == "finished"
-
-
 def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: Slurm, tmp_path: Path) -> None:
     long = (*SETTINGS[:1], "epochs=1000", *SETTINGS[2:])
     job, log = _submit(slurm, _spec(tmp_path, **ONE, settings=long, minutes=2, grace_seconds=10))

@@ -41,18 +41,20 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def test_a_job_of_two_or_three_nodes_outlives_one(slurm: Slurm, tmp_path: Path) -> None:
     run, log, script = tmp_path / "run", tmp_path / "log", tmp_path / "job.sbatch"
     script.write_text(
-        "#!/bin/bash\n#SBATCH --nodes=2-3 --ntasks-per-node=1 --cpus-per-task=1 --mem=3G --requeue\n"
+        "#!/bin/bash\n#SBATCH --nodes=2-3 --ntasks=6 --spread-job --mem=3G --requeue\n"
         f"#SBATCH --output={log} --open-mode=append\nexport MASTER_PORT={PORT}\n"
-        f"srun --export=ALL {sys.executable} -m trainer {' '.join(WORDS)} --out {run} "
+        "srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --export=ALL "
+        f"{sys.executable} -m trainer {' '.join(WORDS)} --out {run} "
         "--nproc-per-node $((6 / SLURM_JOB_NUM_NODES))\n"
     )
     job = slurm.tell("sbatch", "--parsable", str(script))
     until(lambda: any((run / "checkpoints").glob("step-*")), lambda: log.exists() and log.read_text())
     slurm.tell("scontrol", "update", f"nodename={THREE[2]}", "state=down", "reason=test")
+    assert "starts ranks 4 to 5 of 6" in log.read_text()  # on three nodes
     until(lambda: slurm.state(job) == "PENDING")
     slurm.release(job)
     slurm.completes(job, log)
-    assert "starts ranks 3 to 5 of 6" in log.read_text()  # two nodes, and three before
+    assert "starts ranks 3 to 5 of 6" in log.read_text()  # on two
     whole = preloaded.run(
         [sys.executable, "-m", "trainer", *WORDS, "--nproc-per-node", "3", "--out", tmp_path / "whole"],
         cwd=ROOT,
