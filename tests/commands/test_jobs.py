@@ -123,9 +123,9 @@ def test_what_is_rendered_is_what_nodes_find() -> None:
     }
     found = find_nodes(v2, None, None, None, None)
     assert found
-    assert found[:5] == (3, 3, 1, "mine-node-0-0.mine", 29500)
+    assert found[:4] == (3, 1, "mine-node-0-0.mine", 29500)
     v1 = v2 | {
-        "PET_NNODES": "2:3",
+        "PET_NNODES": "3",
         "PET_MASTER_ADDR": "mine-master-0",
         "PET_MASTER_PORT": "30000",
         "PET_RDZV_ENDPOINT": "mine-master-0:30000",
@@ -138,7 +138,7 @@ def test_what_is_rendered_is_what_nodes_find() -> None:
     }
     found = find_nodes(v1, None, None, None, None)
     assert found
-    assert found[:5] == (2, 3, 1, "mine-master-0", 30000)
+    assert found[:4] == (3, 1, "mine-master-0", 30000)
     assert not is_rank(v1)
     assert find_nodes(v2 | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None, None, None, None) is None
 
