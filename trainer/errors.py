@@ -30,6 +30,20 @@ class OutOfMemory(Exception):  # noqa: N818  (torch's own has that name)
     """Memory ran out: a paragraph that says who holds it and what to do, exit code 1, no traceback."""
 
 
+class LostPeerError(Exception):
+    """A rank's loss of another rank: one line.
+
+    Attributes:
+        code: Exit code that the other rank left; None: it left no word.
+        saved: True if this attempt has written a checkpoint.
+    """
+
+    def __init__(self, line: str, code: int | None = None) -> None:
+        """With the line."""
+        super().__init__(line)
+        self.code, self.saved = code, False
+
+
 class BadInputError(Exception):
     """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2.
 

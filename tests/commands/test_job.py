@@ -22,7 +22,7 @@ from tests.helpers.job_files import (
 from tests.helpers.refusals import refusal
 from trainer.cli import main
 from trainer.commands.job import TEMPLATES
-from trainer.launch.nodes.discover import find_nodes, is_rank
+from trainer.launch.nodes import find_nodes, is_rank
 
 PLACES = ("slurm", "kubernetes", "kubeflow", "docker")
 TEXT = st.text(

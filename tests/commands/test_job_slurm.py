@@ -92,15 +92,6 @@ def test_hangs_that_cannot_be_counted_are_not_repeated(tmp_path: Path) -> None:
     assert attempts(text, tmp_path, 76) == [False]
 
 
-def test_the_code_of_the_job_is_what_its_launcher_wrote(tmp_path: Path) -> None:
-    """srun says the highest of all tasks: 137 of one that was killed."""
-    text = printed("slurm", "--out", str(tmp_path / "x"))
-    stand_in = f"{slurm()}; srun() {{ mkdir -p {tmp_path}/x; echo 75 >{tmp_path}/x/.exit-code; return 137; }}"
-    assert run_script(text, tmp_path, stand_in).returncode == 75
-    assert (tmp_path / "requeued").exists()
-    assert run_script(text, tmp_path, slurm()).returncode == 0  # what an earlier attempt wrote is gone
-
-
 LEFT = {
     **{"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_GPUS_PER_TASK": "1", "SLURM_MEM_PER_CPU": "100"},
     **{"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "SLURM_TRES_PER_TASK": "cpu:1"},

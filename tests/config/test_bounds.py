@@ -23,7 +23,7 @@ _OWN_WORDS = {
     "launch/exit_record.py": "the launch's own folder",
     "checkpoint/background.py": "words of this run's ranks",
     "distributed/watchdog.py": "words of this run's ranks",
-    "distributed/flight_recorder.py": "torch's own text in this process",
+    "launch/meeting.py": "words of this job's nodes",
     "train/evaluate.py": "words of this run's ranks",
     "train/model_of_run.py": "what this process has just made",
     "tasks/trial.py": "what this process has just made",

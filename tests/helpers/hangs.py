@@ -5,8 +5,8 @@ the disk. It knows its step from the training loop and not from the phases that 
 """
 
 import contextlib
+import faulthandler
 import itertools
-import mmap
 import multiprocessing
 import os
 import random
@@ -27,14 +27,12 @@ from tests.helpers.late import import_late
 from tests.helpers.ports import free_port
 from trainer.config.recipe import Recipe
 from trainer.data import loader
-from trainer.distributed.watchdog import Watchdog
 from trainer.errors import EXIT_HANG
 from trainer.host.affinity import CpuShares
 from trainer.launch import exit_record
 from trainer.launch.folder import Launch, write_launch
 from trainer.launch.worker import Worker
 from trainer.observe.log import MetricLogger
-from trainer.observe.phases import PHASE_TIMER
 from trainer.tasks.classification import Classification
 from trainer.train import loop, reduction, saving as checkpoints
 from trainer.train.request import Request
@@ -99,6 +97,7 @@ class Job:
             )
             for number in range(size)
         ]
+        faulthandler.cancel_dump_traceback_later()  # pytest's: see trainer/launch/worker.py
         for process in self.ranks:
             process.start()
 
@@ -180,26 +179,11 @@ def sleep_forever() -> None:
 def hang(where: Hang) -> Callable[[int], object]:
     """A fault for `Job`: this rank does not go on there."""
 
-    told = mmap.mmap(-1, 64)  # a byte for each rank, shared by the forks
-
     def put(number: int) -> None:
         if number == where.rank:
-            _put(where, _tracked_step(), told)
-        elif where.phase == "stopped" and where.rank == 0:
-            _note_what_is_told(number, where.step, told)
+            _put(where, _tracked_step())
 
     return put
-
-
-def _note_what_is_told(number: int, step: int, told: mmap.mmap) -> None:
-    listens: Any = Watchdog._listens
-
-    def noted(self: Watchdog) -> Any:  # called as soon as rank 0's last word was read
-        if self._first.step == step and self._first.phase == "forward":
-            told[number] = 1
-        return listens(self)
-
-    replace(Watchdog, "_listens", noted)
 
 
 def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True) -> Callable[[int], object]:
@@ -230,7 +214,7 @@ def _tracked_step() -> Callable[[], int]:
     return lambda: at[0]
 
 
-def _put(where: Hang, step: Callable[[], int], told: mmap.mmap) -> None:
+def _put(where: Hang, step: Callable[[], int]) -> None:
     if where.phase == "data":
         fill = loader._Filler._fill
 
@@ -265,23 +249,10 @@ def _put(where: Hang, step: Callable[[], int], told: mmap.mmap) -> None:
     }
     thing, name = places[where.phase]
     original = getattr(thing, name)
-    said: list[int] = []
-    word: Any = Watchdog._word
-
-    def noted(self: Watchdog) -> Any:
-        if where.phase == "stopped" and PHASE_TIMER.phase == "forward":
-            said.append(PHASE_TIMER.step)
-        return word(self)
-
-    replace(Watchdog, "_word", noted)
 
     def stuck(*arguments: Any, **named: Any) -> Any:
         if step() == where.step:
             if where.phase == "stopped":
-                # The first word has gone out then; rank 0's store stops with it, so the others have read it.
-                others = range(1, int(os.environ["WORLD_SIZE"]) if where.rank == 0 else 1)
-                while said.count(where.step) < 2 or not all(told[number] for number in others):
-                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGSTOP)
             else:
                 sleep_forever()
@@ -294,7 +265,7 @@ def is_named(ending: Ending, where: Hang) -> bool:
     """Whether the job ended with 76 and a line that names this hang, and nothing else."""
     what = f"rank {where.rank} hangs in {where.phase}, step {where.step};"
     if where.phase == "stopped":
-        what = f"rank {where.rank} gave no sign of life since forward, step {where.step};"
+        what = f"rank {where.rank} gave no sign of life;"
     line = ending.text.partition("\n")[0]
     return ending.code == EXIT_HANG and line.startswith("trainer: no progress for ") and f" s: {what}" in line
 

@@ -182,6 +182,7 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "collective": lambda: _collective(broken=False),
     "crash": _crash,
     "done": lambda: None,
+    "fail-1": lambda: _collective(broken=RANK == "1"),
     "fail-in-collective": lambda: _collective(broken=True),
     "hang": _hang,
     "hang-in-exit": _hang_in_exit,

@@ -16,7 +16,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.helpers.toys import make_recipe
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.store import newest_good
-from trainer.distributed import flight_recorder
 from trainer.distributed.parallel import World, check_agreement, gather_rows, joined_world, words_of_ranks
 from trainer.train.components.run import build
 from trainer.train.components.task import make_task
@@ -138,13 +137,3 @@ def check_abort(device: torch.device) -> None:
         except RuntimeError as left:
             assert left is error
         assert not dist.is_initialized()
-
-
-def recorded(device: torch.device) -> str | None:
-    """Says what the flight recorder kept of a group's collectives."""
-    with one_rank(device) as world:
-        total = torch.ones(4, device=device)
-        dist.all_reduce(total, group=world.group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return flight_recorder.dump_recorder()

@@ -1,4 +1,4 @@
-"""Which nodes a job has is found in every kind of environment; what a round's end means is pure."""
+"""Which nodes a job has is found in every kind of environment."""
 
 import json
 import os
@@ -7,15 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.refusals import refused
 from trainer.errors import BadInputError
 from trainer.host.interfaces import gloo_interface, interface_of
 from trainer.launch import launcher as launch
-from trainer.launch.exit_record import ExitRecord
-from trainer.launch.nodes.discover import (
+from trainer.launch.launcher import WorkerGroup
+from trainer.launch.meeting import Meeting
+from trainer.launch.nodes import (
     Nodes,
     expand,
     find_nodes,
@@ -25,7 +28,7 @@ from trainer.launch.nodes.discover import (
     mark_of_rank,
     rank_variables,
 )
-from trainer.launch.nodes.rendezvous import Round, outcome_of
+from trainer.launch.signals import SignalReceiver
 
 # As `env` printed them in a step of a real Slurm (22.05.8), srun with a task on each of two nodes.
 STEP = {
@@ -53,42 +56,42 @@ def _found(
     port: int | None = None,
 ) -> tuple[object, ...] | None:
     found = find_nodes(environ, nnodes, rank, address, port)
-    return None if found is None else found[:5]
+    return None if found is None else found[:4]
 
 
 @pytest.mark.parametrize("environ", [PLAIN, PET], ids=["plain", "kubeflow"])
 def test_variables_say_it(environ: dict[str, str]) -> None:
-    assert _found(environ) == (4, 4, 3, "a", 1234)
-    assert _found(environ, rank=1, address="b", port=99) == (4, 4, 1, "b", 99)
-    assert _found(environ, nnodes="2:4") == (2, 4, 3, "a", 1234)
+    assert _found(environ) == (4, 3, "a", 1234)
+    assert _found(environ, rank=1, address="b", port=99) == (4, 1, "b", 99)
     assert _found(environ, nnodes="1") is None
     first = next(iter(environ))
     assert _found({**environ, first: "1"}) is None
-    assert _found({**environ, first: "2:4"}) == (2, 4, 3, "a", 1234)
+    with refused(first, "2:4"):
+        _found({**environ, first: "2:4"})
     # A shell that has a MASTER_ADDR by chance is a single node.
     assert _found({name: value for name, value in environ.items() if name != first}) is None
 
 
 def test_kubeflow_may_give_an_endpoint() -> None:
-    elastic = {"PET_NNODES": "1:2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "job-worker-0:29400"}
-    assert _found(elastic) == (1, 2, 1, "job-worker-0", 29400)
-    assert _found({**elastic, "PET_RDZV_ENDPOINT": "[fd00::1]:29400"}) == (1, 2, 1, "fd00::1", 29400)
-    assert _found({**elastic, "PET_RDZV_ENDPOINT": "[fd00::1]"}) == (1, 2, 1, "fd00::1", 29500)
-    assert _found({**elastic, "PET_RDZV_ENDPOINT": "job-worker-0"}) == (1, 2, 1, "job-worker-0", 29500)
+    job = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "job-worker-0:29400"}
+    assert _found(job) == (2, 1, "job-worker-0", 29400)
+    assert _found({**job, "PET_RDZV_ENDPOINT": "[fd00::1]:29400"}) == (2, 1, "fd00::1", 29400)
+    assert _found({**job, "PET_RDZV_ENDPOINT": "[fd00::1]"}) == (2, 1, "fd00::1", 29500)
+    assert _found({**job, "PET_RDZV_ENDPOINT": "job-worker-0"}) == (2, 1, "job-worker-0", 29500)
 
 
 def test_a_step_of_slurm_says_it() -> None:
     found = find_nodes(STEP, None, None, None, None)
-    assert found == Nodes(2, 2, 1, "n1", 29500 + 234, ("n1", "n2"), "SLURM_STEP_NUM_NODES")
+    assert found == Nodes(2, 1, "n1", 29500 + 234, ("n1", "n2"), "SLURM_STEP_NUM_NODES")
     assert found.name(1) == "node 1 (n2)"
-    # What the script says itself comes first: an elastic job, another interface's name.
-    assert _found({**STEP, "NNODES": "1:2", "MASTER_ADDR": "ib1"}) == (1, 2, 1, "ib1", 29734)
+    # What the script says itself comes first, such as another interface's name.
+    assert _found({**STEP, "MASTER_ADDR": "ib1"}) == (2, 1, "ib1", 29734)
     assert _found({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert rank_variables(STEP) == {}
 
 
 def test_two_jobs_on_a_node_of_slurm_have_ports_of_their_own() -> None:
-    ports = {find_nodes({**STEP, "SLURM_JOB_ID": str(job)}, None, None, None, None)[4] for job in range(1000)}  # type: ignore[index]
+    ports = {find_nodes({**STEP, "SLURM_JOB_ID": str(job)}, None, None, None, None)[3] for job in range(1000)}  # type: ignore[index]
     assert len(ports) == 1000
 
 
@@ -128,7 +131,7 @@ _FORGETS = """
 import fcntl, json, os, subprocess, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 program = (
-    "import json, os; from trainer.launch.nodes.discover import forget_step_of_shell as f;"
+    "import json, os; from trainer.launch.nodes import forget_step_of_shell as f;"
     "e = dict(os.environ); f(e); print(json.dumps(e))"
 )
 group = None if sys.argv[1] == "task" else 0
@@ -163,7 +166,7 @@ def test_what_is_typed_in_a_shell_of_srun_is_no_task(typed: str) -> None:
 
 
 def test_ranks_of_torchrun_and_other_jobs_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.launch.nodes.discover._typed_in_a_shell", lambda: True)
+    monkeypatch.setattr("trainer.launch.nodes._typed_in_a_shell", lambda: True)
     for more in ({}, {"SLURM_PTY_PORT": "35719", "TORCHELASTIC_RUN_ID": "1"}):
         environ = {**STEP, **more}
         forget_step_of_shell(environ)
@@ -241,7 +244,7 @@ def test_who_has_a_ranks_variables_from_that_rank_is_none() -> None:
     [
         ({}, ("x", None, None, None), "--nnodes x: give a number of nodes"),
         ({}, ("0", None, None, None), "--nnodes 0: give a number of nodes"),
-        ({}, ("4:2", None, None, None), "--nnodes 4:2: give a number of nodes"),
+        ({}, ("4:2", None, None, None), "--nnodes 4:2: a job has one number of nodes"),
         ({}, ("2", None, "a", 1), "says 2 nodes, and nothing which one this is"),
         ({}, (None, None, "a", None), "--master-addr is for several nodes: say how many by --nnodes"),
         ({}, ("2", 2, "a", 1), "says 2 nodes, and '2' which one this is: give --node-rank"),
@@ -272,7 +275,7 @@ def test_an_address_may_be_of_ipv6(address: str) -> None:
     for port in (None, 1234):
         found = _found({}, "2", 0, address, port)
         assert found is not None
-        assert found[3:] == ("fe80::1", port or 29500)
+        assert found[2:] == ("fe80::1", port or 29500)
 
 
 @given(
@@ -308,60 +311,13 @@ def test_slurm_expands_them_alike(text: str) -> None:
     assert told.stdout.split() == expand(text)
 
 
-def _outcome(rank: int, code: int, at: float = 1.0, line: str = "", consequence: bool = False) -> ExitRecord:
-    return ExitRecord(rank, code, line, time=at, consequence=consequence)
-
-
-DONE, STOPPED = [_outcome(rank, 0) for rank in range(2)], [_outcome(rank, 75) for rank in range(2)]
-BROKEN = [_outcome(0, 1, 2.0, "closed by peer", consequence=True), _outcome(1, 1, 1.0, "ValueError: x")]
-CUT = [_outcome(0, 1, 2.0, "closed by peer", consequence=True)]
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "lost", "left", "host", "fixed", "elastic"),
-    [
-        (DONE, [], [], False, (False, 0), (False, 0)),
-        (STOPPED, [], [], False, (False, 75), (False, 75)),  # --stop-after
-        (STOPPED, [], ["node 1 leaves"], False, (False, 75), (True, 75)),
-        (STOPPED, [], ["node 0 leaves"], True, (False, 75), (False, 75)),  # they meet there
-        (STOPPED, [], ["node 1 has come"], False, (False, 75), (True, 75)),
-        (DONE, [], ["node 1 has come"], False, (False, 0), (False, 0)),  # it came too late
-        (CUT, ["node 1 is gone"], [], False, (False, 75), (True, 75)),
-        ([], ["node 1 is gone"], [], False, (False, 75), (True, 75)),
-        (BROKEN, [], [], False, (False, 1), (False, 1)),  # its own failure would come again
-        (BROKEN, [], ["node 1 leaves"], False, (False, 1), (False, 1)),
-        ([_outcome(0, 2, line="lr")], ["node 1 is gone"], [], False, (False, 2), (False, 2)),
-        ([_outcome(0, 76, line="hangs")], [], [], False, (False, 76), (False, 76)),
-    ],
-)
-def test_what_a_rounds_end_means(
-    outcomes: list[ExitRecord],
-    lost: list[str],
-    left: list[str],
-    host: bool,
-    fixed: tuple[bool, int],
-    elastic: tuple[bool, int],
-) -> None:
-    assert outcome_of(outcomes, 2, lost, left, elastic=False, host=host)[:2] == fixed
-    outcome = outcome_of(outcomes, 2, lost, left, elastic=True, host=host)
-    assert outcome[:2] == elastic
-    for line in lost if outcome.code != 2 else ():
-        assert f"trainer: {line}\n" in outcome.text
-    if outcome.again:
-        assert all(line in outcome.text for line in left)
-
-
-def test_the_cause_is_named_wherever_it_was() -> None:
-    text = outcome_of(BROKEN, 2, [], [], elastic=False, host=False).text
-    assert text == (
-        "trainer: rank 1 of 2: ValueError: x\ntrainer: as a consequence failed or was stopped: rank 0\n"
-    )
-
-
-def test_ranks_are_numbered_through_the_nodes() -> None:
-    rounds = [Round(1, place, (2, 1, 4)) for place in range(3)]
-    assert [list(one.ranks) for one in rounds] == [[0, 1], [2], [3, 4, 5, 6]]
-    assert {one.world for one in rounds} == {7}
+def test_ranks_are_numbered_through_the_nodes(tmp_path: Path) -> None:
+    groups = [
+        WorkerGroup(SignalReceiver(), 2, 1.0, Meeting(Nodes(3, number, "a", 1), 2, {}, tmp_path, 1.0))
+        for number in range(3)
+    ]
+    assert [list(one.ranks) for one in groups] == [[0, 1], [2, 3], [4, 5]]
+    assert {one.world for one in groups} == {6}
 
 
 def test_the_interface_of_an_address() -> None:

@@ -13,8 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -23,6 +22,8 @@ from tests.helpers.ports import free_port
 from tests.helpers.waiting import SECONDS, until, until_gone
 from trainer.launch import launcher
 from trainer.launch.exit_record import ExitRecord
+from trainer.launch.meeting import Meeting
+from trainer.launch.nodes import Nodes
 from trainer.launch.signals import SignalReceiver
 
 ROOT = Path(__file__).parents[2]
@@ -302,23 +303,24 @@ def test_a_restart_resumes_what_this_launch_began(monkeypatch: pytest.MonkeyPatc
     assert asked == ["never", "auto"]
 
 
-def test_when_only_torchrun_is_left_it_is_not_waited_for() -> None:
-    """It would wait for nodes that have ended, which no rank of this one can use."""
-    rendezvous = SimpleNamespace(over=True)
-    group = launcher.WorkerGroup(SignalReceiver(), range(2), 4, 60.0, cast(Any, rendezvous))
-    assert group._only_torchrun_is_left(), "no rank has come to be"
+def test_when_only_torchrun_is_left_it_is_not_waited_for(tmp_path: Path) -> None:
+    """It would wait for nodes that have failed, too; where all went well, the others may need its store."""
+    meeting = Meeting(Nodes(2, 0, "a", 1), 2, {}, tmp_path, 60.0)
+    group = launcher.WorkerGroup(SignalReceiver(), 2, 60.0, meeting)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     group.pids = {0: ended.pid, 1: os.getpid()}
     group.records = {rank: ExitRecord(rank, 1) for rank in group.ranks}
     assert not group._only_torchrun_is_left(), "a rank is there"
     group.pids[1] = ended.pid
-    assert group._only_torchrun_is_left(), "all are gone, and each has left its record"
-    del group.records[1]
-    assert not group._only_torchrun_is_left(), "torchrun tells how that one ended"
-    group.records[1], rendezvous.over = ExitRecord(1, 1), False
-    assert not group._only_torchrun_is_left(), "the other nodes go on"
-    assert not launcher.WorkerGroup(SignalReceiver(), range(2), 2, 60.0)._only_torchrun_is_left()
+    assert group._only_torchrun_is_left()
+    group.records = {rank: ExitRecord(rank, 0) for rank in group.ranks}
+    (tmp_path / "met").touch()
+    group._folder = tmp_path
+    assert not group._only_torchrun_is_left(), "all went well"
+    (tmp_path / "met").unlink()
+    assert group._only_torchrun_is_left(), "nodes are still awaited"
+    assert not launcher.WorkerGroup(SignalReceiver(), 2, 60.0)._only_torchrun_is_left()
 
 
 def _anew(words: list[str | Path], **options: Any) -> "subprocess.CompletedProcess[str]":

@@ -18,7 +18,7 @@ from trainer.launch.exit_record import (
     job_code,
     record_of,
 )
-from trainer.launch.nodes.discover import is_rank
+from trainer.launch.nodes import is_rank
 
 DONE, REQUEUE, BAD, HANG = (
     ExitRecord(0, 0),
@@ -27,6 +27,9 @@ DONE, REQUEUE, BAD, HANG = (
     ExitRecord(3, 76),
 )
 RAISED = ExitRecord(4, 1, "ValueError: broken", "Traceback\nValueError: broken\n", time=2.0)
+LOST = ExitRecord(0, 1, "lost", consequence=True)
+SAVED = replace(LOST, code=75)
+TOLD = replace(LOST, told=True)
 KILLED = ExitRecord(5, 1, "was killed by SIGKILL")
 
 
@@ -38,8 +41,17 @@ KILLED = ExitRecord(5, 1, "was killed by SIGKILL")
         ([REQUEUE, RAISED], 1),
         ([REQUEUE, KILLED], 1),
         ([DONE, ExitRecord(1, 3)], 1),
-        ([RAISED, HANG, REQUEUE], 76),
+        ([RAISED, HANG, REQUEUE], 1),
         ([RAISED, HANG, BAD, REQUEUE], 2),
+        ([HANG, REQUEUE], 76),
+        ([LOST, LOST], 1),
+        ([SAVED, LOST], 75),  # the second was killed before it could look
+        ([SAVED, DONE], 75),
+        ([SAVED, RAISED], 1),  # a failure of its own would come again
+        ([SAVED, TOLD], 1),
+        ([SAVED, TOLD, replace(TOLD, code=2)], 2),
+        ([SAVED, replace(TOLD, code=76)], 76),
+        ([SAVED, HANG], 76),
     ],
 )
 def test_code(outcomes: list[ExitRecord], code: int) -> None:
@@ -70,6 +82,8 @@ def test_the_cause_is_the_earliest_failure_that_is_no_consequence() -> None:
 def test_what_gloo_says_of_a_rank_that_left_is_a_consequence(text: str) -> None:
     assert record_of(0, None, RuntimeError(text)).consequence
     assert not record_of(0, None, RuntimeError("broken")).consequence
+    # Of a connection of the user's own.
+    assert not record_of(0, None, ConnectionResetError(text)).consequence
 
 
 def test_a_stop_that_was_asked_for_is_one_line() -> None:

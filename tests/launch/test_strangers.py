@@ -20,9 +20,8 @@ from tests.helpers.waiting import until
 from trainer.commands.job import TEMPLATES
 from trainer.host.processes import tree
 from trainer.launch.launcher import STATIC, _alone
-from trainer.launch.nodes.discover import Nodes
-from trainer.launch.nodes.rendezvous import Round
-from trainer.launch.rounds import _rendezvous_of_torchrun
+from trainer.launch.meeting import Meeting, options_of_torchrun
+from trainer.launch.nodes import Nodes
 
 ROOT = Path(__file__).parents[2]
 TASK = """
@@ -132,13 +131,10 @@ def test_no_command_of_ours_asks_for_torchs_dynamic_rendezvous() -> None:
     assert not {name: found[0] for name, whole in text.items() if (found := _UNPICKLES.search(whole))}
 
 
-def test_torchrun_is_told_the_static_rendezvous_on_one_host_and_on_several() -> None:
-    joined = Round(1, 0, (2, 2), "203.0.113.1")
-    nodes = Nodes(2, 2, 0, "203.0.113.1", 29500)
+def test_torchrun_is_told_the_static_rendezvous_on_one_host_and_on_several(tmp_path: Path) -> None:
+    meeting = Meeting(Nodes(2, 0, "203.0.113.1", 29500), 2, {}, tmp_path, 600.0)
     assert STATIC == "--rdzv-backend=static"
-    for options in (_alone(), _rendezvous_of_torchrun(joined, nodes, 600.0)):
-        assert STATIC in options
-        assert not any("c10d" in option for option in options)
+    assert not any("c10d" in option for option in (*_alone(), *options_of_torchrun(meeting)))
 
 
 @pytest.mark.parametrize("place", TEMPLATES)

@@ -19,7 +19,7 @@ from trainer.host.affinity import CpuShares
 from trainer.launch import worker
 from trainer.launch.exit_record import ExitRecord, read_exit_record
 from trainer.launch.folder import Launch, take_request, write_launch, write_request
-from trainer.launch.nodes.discover import is_rank
+from trainer.launch.nodes import is_rank
 from trainer.launch.signals import SIGNALS
 from trainer.launch.worker import Worker, current, requested
 from trainer.runs.manifest import BegunFrom, Pretrained

@@ -34,13 +34,12 @@ _COMMAND = re.compile(
 )
 # Files of what `fit` never does: other commands, the launcher and its flags.
 NOT_OF_FIT = {
-    *("pack.py", "tokenize.py", "encoders.py", "gpus.py", "rounds.py", "discover.py", "local_ranks.py"),
+    *("pack.py", "tokenize.py", "encoders.py", "gpus.py", "meeting.py", "nodes.py", "local_ranks.py"),
     *(
         "resolve.py",
         "options.py",
         "model_of_run.py",
         "export_formats.py",
-        "follower.py",
         "flags.py",
     ),
 }

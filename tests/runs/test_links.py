@@ -27,7 +27,8 @@ from trainer.host.files import (
     own_folder,
     written_whole,
 )
-from trainer.launch.nodes import EXIT_CODE, FOLDER, LOGS
+from trainer.launch.meeting import TOKEN
+from trainer.launch.nodes import LOGS
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.runs.folder import check_inside, claim_folder, lock
 from trainer.train.request import Request
@@ -66,7 +67,7 @@ def _names(*folders: Path) -> list[str]:
         if "step-" not in str(path.relative_to(folder).parent)
     }
     more = {".writable", "anomalies.jsonl", "quarantine.jsonl", "trackers", "wandb", "mlflow", "begun-from"}
-    more |= {LOGS, EXIT_CODE, FOLDER, "memory_summary.txt", "memory_snapshot.pickle"}
+    more |= {LOGS, TOKEN, "memory_summary.txt", "memory_snapshot.pickle"}
     beside = {f"{name}.tmp" for name in found} | {str(Path(name).with_suffix(".tmp")) for name in found}
     return sorted(found | more | beside)
 
@@ -224,7 +225,7 @@ def test_no_name_leads_what_commands_write_outside(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [".lock", ".writable", LOGS, EXIT_CODE, FOLDER, "begun-from", "x.tmp"])
+@pytest.mark.parametrize("name", [".lock", ".writable", LOGS, TOKEN, "begun-from", "x.tmp"])
 def test_a_new_run_writes_nothing_outside_of_the_folder_it_is_given(
     tmp_path: Path, name: str, kind: Callable[[Path, Path], None]
 ) -> None:

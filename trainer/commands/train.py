@@ -116,9 +116,8 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
 def _add_nodes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--nnodes",
-        metavar="N|MIN:MAX",
-        help="number of nodes, each with its own launcher; MIN:MAX: train on while nodes leave and join "
-        "(default: from Slurm, Kubeflow or NNODES; else 1)",
+        metavar="N",
+        help="number of nodes, each with its own launcher (default: from Slurm, Kubeflow or NNODES; else 1)",
     )
     group.add_argument(
         "--node-rank", type=int, metavar="N", help="index of this node, from 0 (default: NODE_RANK)"
@@ -194,7 +193,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.launch.nodes.discover import forget_step_of_shell
+    from trainer.launch.nodes import forget_step_of_shell
 
     forget_step_of_shell(os.environ)
     with paths_from_here(), contextlib.ExitStack() as stack:
@@ -214,7 +213,7 @@ def _start(options: argparse.Namespace) -> StartWord:
 def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     """Applies --fast: its settings, and a temporary folder."""
     from trainer.config.recipe_file import provisional
-    from trainer.launch.nodes.discover import is_rank, rank_variables
+    from trainer.launch.nodes import is_rank, rank_variables
     from trainer.train.options import check_alone, fast_settings, folder_for_a_try
 
     resume = None if options.resume in _MODES else options.resume
@@ -229,7 +228,7 @@ def _try_fast(options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import key_lines, provisional
-    from trainer.launch.nodes.discover import is_rank, rank_variables
+    from trainer.launch.nodes import is_rank, rank_variables
 
     variables = {**os.environ, **rank_variables(os.environ)}
     rank = int(variables["RANK"]) if is_rank(variables) else None

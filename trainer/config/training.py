@@ -207,8 +207,8 @@ class ParallelConfig(Section):
         300.0,
         ge=0,
         le=86400,
-        description="seconds without progress after which the ranks name the one that hangs and end with "
-        "code 76; never more than half of timeout_s; 0: off",
+        description="seconds without progress of any rank after which the ranks name the one that hangs and "
+        "end with code 76; never more than half of timeout_s; 0: off",
     )
     strategy: Literal["ddp", "fsdp", "hsdp"] = Field(
         "ddp",

@@ -1,9 +1,9 @@
-"""Watchdog: finds the rank that hangs, and ends the job with code 76.
+"""Watchdog: ends a rank of a job that hangs, with code 76, and names the rank that the others wait for.
 
-Each rank has a thread that watches its phases (observe.phases), and a second one that exchanges them with the
-other ranks over the rendezvous store, separate because a request to a dead host never returns. A rank without
-progress for long reads the others' last messages. The rank with the fewest phases is the one that the others
-wait for; a silent one was stopped, or its host is down.
+One thread a rank looks at its phase (observe.phases) a few times within parallel.hang_s, and counts the
+looks at which no rank had made progress: a rank that waits for a slow one doesn't hang. Over the rendezvous
+store the ranks share one counter, and where they are. There a rank that fails leaves its code, too, for those
+that lose it.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from trainer.config.training import ParallelConfig
 from trainer.distributed.exchange import store_client
-from trainer.distributed.flight_recorder import dump_recorder, parse_dumps
 from trainer.distributed.parallel import World
-from trainer.errors import EXIT_FAILED, EXIT_HANG
-from trainer.launch.worker import leave_now
+from trainer.errors import EXIT_HANG, LostPeerError
+from trainer.launch.exit_record import record_of
+from trainer.launch.worker import dump_no_more, dump_unless_called_within, leave_now
 from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.text import enumerated
 
 _ALONE = ("evaluation", "checkpoint", "end")  # phases in which a rank works on while others wait
-_LOOKS = 20  # checks within the allowed time without progress
-_LONGEST_INTERVAL = 5.0  # seconds
+_LOOKS = 4  # within the allowed time without progress
 _PATIENCE = 10  # factor of the allowed time while a step compiles, and at the end
+_ANSWER_SECONDS = 10.0  # of the store
 _NAMED = 3
-_FRAMES = 20
-_NOTHING = "-"
-# With more ranks, reading all flight records would overload the store.
-_MOST_RECORDS = 256
+_FRAMES, _FRAMES_BESIDE = 20, 3  # of the main thread, of each other one
+
+# Keys of the store.
+_JOB, _PROGRESS, _PLACES, _TOLD, _END = "job", "progress", "places", "told", "end"
+_RUNS, _HANGS, _FAILED = "runs", "hangs", "failed"
 
 _CHECK: dict[str, str] = {
     "start": "the disk of the run folder",
@@ -52,28 +52,24 @@ _CHECK: dict[str, str] = {
     "checkpoint": "the disk of the run folder",
     "end": "the disk of the run folder, and the loader's workers",
 }
+_T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """Last message of a rank.
+class Place(NamedTuple):
+    """Where a rank is.
 
     Attributes:
         rank: Number of the rank.
-        count: Number of phases that it entered.
+        entered: Number of phases that it entered.
         step: Current step, counted from 1.
-        phase: Current phase; "failed" or "done" once it has left.
-        idle: Seconds without progress at the time of the message, by the sender's clock.
-        silence: Seconds since the message, or since this rank started to listen, by the receiver's clock.
+        phase: Current phase; "done" once the rank has ended.
         host: Host name.
     """
 
     rank: int
-    count: int
+    entered: int
     step: int
     phase: str
-    idle: float
-    silence: float = 0.0
     host: str = ""
 
     @property
@@ -82,64 +78,48 @@ class RankStatus:
         return f"{self.phase}, step {self.step}" if self.step else "the start"
 
 
-@dataclass(frozen=True)
-class HangVerdict:
-    """Verdict with which the watchdog ends the job.
+def waited_for(places: Sequence[Place], size: int, seconds: float) -> tuple[str, list[int]]:
+    """Finds the ranks that the others of a job that hangs wait for.
 
-    Attributes:
-        line: Message for the user.
-        culprits: Ranks that hang.
-        code: Exit code.
-    """
-
-    line: str
-    culprits: list[int]
-    code: int = EXIT_HANG
-
-
-def judge_ranks(states: Sequence[RankStatus], limit: float, doubtful: float) -> HangVerdict | None:
-    """Finds the rank that the others wait for.
+    Ranks that didn't say where they are: they were stopped, or are gone. Else those with the fewest phases,
+    as all ranks enter the same ones in the same order.
 
     Args:
-        states: Last message of every rank.
-        limit: Seconds without progress, or without a message, after which a rank counts as hanging.
-        doubtful: Seconds of silence of a rank after which the verdict waits for its next message.
+        places: Where the ranks are that said so.
+        size: Number of ranks.
+        seconds: Seconds without progress.
 
     Returns:
-        The verdict; None while all ranks may make progress.
+        A line for the user, and the numbers of these ranks.
     """
-    running = [state for state in states if state.phase != "done"]
-    failed = [state for state in running if state.phase == "failed"]
-    if failed:
-        names = _names(failed, running)
-        return HangVerdict(f"{names} failed, and the others wait in vain", _ranks(failed), EXIT_FAILED)
-    if any(doubtful < state.silence < limit for state in running):
-        return None
-    silent = [state for state in running if state.silence >= limit]
-    least = min(state.count for state in running)
-    culprits = silent or [state for state in running if state.count == least]
-    if not silent and any(state.idle < limit for state in culprits):
-        return None
-    first, others = culprits[0], [state for state in running if state not in culprits]
-    if len(culprits) == len(running) > 1 and first.phase == "communication":
-        text = f"all {len(running)} ranks wait in {first.where}, and none is behind the others"
-        return HangVerdict(_sentence(limit, [text], _CHECK[first.phase]), _ranks(culprits))
-    names = _names(culprits, running)
+    known = {place.rank for place in places}
+    silent = [rank for rank in range(size) if rank not in known]
+    running = [place for place in places if place.phase != "done"]
     if silent:
-        check = "whether it was stopped (SIGSTOP), and whether its host is there"
-        text = f"{names} gave no sign of life since {first.where}"
-    else:
-        check = _CHECK[first.phase]
-        text = f"{names} {'hang' if len(culprits) > 1 else 'hangs'} in {first.where}"
-    return HangVerdict(_sentence(limit, [text, *_waiting(others)], check), _ranks(culprits))
+        check = (
+            "whether it was stopped (SIGSTOP), whether its host is there, and whether its code holds the GIL"
+        )
+        parts = [f"{_names(silent, [], 1)} gave no sign of life", *_waiting(running)]
+        return _sentence(seconds, parts, check), silent
+    least = min(place.entered for place in running)
+    behind = [place for place in running if place.entered == least]
+    ranks, first = [place.rank for place in behind], behind[0]
+    if len(behind) == len(running) > 1 and first.phase == "communication":
+        text = f"all {len(running)} ranks wait in {first.where}, and none is behind the others"
+        return _sentence(seconds, [text], _CHECK[first.phase]), ranks
+    hosts = [place.host for place in behind]
+    names = _names(ranks, hosts, len({place.host for place in running}))
+    text = f"{names} {'hang' if len(behind) > 1 else 'hangs'} in {first.where}"
+    others = [place for place in running if place.entered > least]
+    return _sentence(seconds, [text, *_waiting(others)], _CHECK[first.phase]), ranks
 
 
-def _sentence(limit: float, parts: Sequence[str], check: str) -> str:
+def _sentence(seconds: float, parts: Sequence[str], check: str) -> str:
     slow = "if that is only slow, raise parallel.hang_s"
-    return f"no progress for {limit:g} s: {'; '.join(parts)}; check {check}; {slow}"
+    return f"no progress for {seconds:g} s: {'; '.join(parts)}; check {check}; {slow}"
 
 
-def _waiting(others: Sequence[RankStatus]) -> list[str]:
+def _waiting(others: Sequence[Place]) -> list[str]:
     if not others:
         return []
     ((where, count), *_) = Counter(other.where for other in others).most_common()
@@ -148,60 +128,51 @@ def _waiting(others: Sequence[RankStatus]) -> list[str]:
     return [f"{len(others)} others wait{', most of them' * (count < len(others))} in {where}"]
 
 
-def _names(culprits: Sequence[RankStatus], running: Sequence[RankStatus]) -> str:
+def _names(ranks: Sequence[int], hosts: Sequence[str], different: int) -> str:
     """Names the first few ranks by number, with the host if there are several hosts."""
-    hosts = len({state.host for state in running}) > 1
-    names = [f"{state.rank} on {state.host}" if hosts else str(state.rank) for state in culprits]
+    names = [
+        f"{rank} on {host}" for rank, host in zip(ranks, hosts, strict=True)
+    ] if different > 1 else [str(rank) for rank in ranks]  # fmt: skip
     return f"rank{'s' * (len(names) > 1)} {enumerated(names, _NAMED)}"
-
-
-def _ranks(states: Sequence[RankStatus]) -> list[int]:
-    return [state.rank for state in states]
 
 
 @contextlib.contextmanager
 def watching(world: World, config: ParallelConfig) -> Iterator["Watchdog"]:
     """A context with a watchdog, which `Watchdog.start` starts.
 
-    All ranks enter it before their first collective, so that each has a message of every other.
+    All ranks enter it before their first collective.
+
+    Raises:
+        LostPeerError: In place of an error that looks like the end of another rank.
     """
     watchdog = Watchdog(world, config)
     try:
         yield watchdog
-    except BaseException:
-        watchdog.stop("failed")
+    except BaseException as error:
+        watchdog.stop()
+        watchdog.leave_word(error)
         raise
-    watchdog.stop("done")
+    watchdog.stop(done=True)
 
 
 class Watchdog:
-    """Watchdog of this rank: finds the rank that hangs."""
+    """Watchdog of this rank."""
 
     def __init__(self, world: World, config: ParallelConfig) -> None:
         """Starts no thread yet: loader workers are forked first."""
         PHASE_TIMER.reset()
-        # Before the collectives' own time is over, also for a silent rank, which takes half as much more.
+        # Before the collectives' own time is over.
         self._seconds, self._timeout = min(config.hang_s, config.timeout_s / 2), config.timeout_s
-        self._interval = min(self._seconds / _LOOKS, _LONGEST_INTERVAL)
-        self._world = world
-        self._compiling_until = 0
-        self._idle = 0.0
-        self._number = 0
-        self._left = ""
-        self._stopped = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._first = RankStatus(0, -1, 0, "start", 0.0)
-        self._heard: list[RankStatus] = []
-        self._heard_times = 0
-        self._proposal = self._agreed = ""
-        self._recorded: str | None = None
-        self._records: dict[int, str] = {}
+        self._interval = self._seconds / _LOOKS
+        self._world, self._compiling_until = world, 0
+        self.stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._asking: threading.Thread | None = None
         self._store: Any = None
-        if self._seconds and world.size > 1:
-            self._store = self._connect()
-            self._store.set(self._key(world.rank), self._word())
+        if world.size > 1:
+            self._store = store_client("hang", config.timeout_s)
             if world.rank == 0:
-                self._store.set(_VERDICT, _NOTHING)
+                self._store.set(_JOB, _RUNS)
 
     def start(self, compiling_until: int = 0) -> None:
         """Starts watching; called again after a rollback.
@@ -210,170 +181,169 @@ class Watchdog:
             compiling_until: Last step in which code may be compiled; 0: none.
         """
         self._compiling_until = compiling_until
-        if self._seconds and not self._threads:
-            works = [self._watch, *([self._exchange] if self._world.size > 1 else [])]
-            # Daemons: a thread that waits for a dead host must not keep this process alive.
-            self._threads = [threading.Thread(target=work, name="hang", daemon=True) for work in works]
-            for thread in self._threads:
-                thread.start()
+        if self._seconds and self._thread is None:
+            # A daemon: a thread that waits for a dead host must not keep this process alive.
+            self._thread = threading.Thread(target=self.watch, name="hang", daemon=True)
+            self._thread.start()
 
-    def stop(self, why: str) -> None:
-        """Stops watching, and publishes why this rank leaves: "done" or "failed"."""
-        self._left = why
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(1.0)
+    def stop(self, *, done: bool = False) -> None:
+        """Stops watching; `done`: this rank has ended well, and isn't to be waited for."""
+        self.stopped.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+        if done and self._store is not None:
+            self._asked(lambda store: self._tell_place(store, self._here()._replace(phase="done")), None)
+
+    def leave_word(self, error: BaseException) -> None:
+        """Writes how this rank fails to the store; or reads how the other rank failed that it has lost.
+
+        Raises:
+            LostPeerError: In the second case.
+        """
+        if self._store is None:
+            return
+        record = record_of(self._world.rank, None, error)
+        if record.consequence:
+            lost = f"rank {record.rank} of {self._world.size} lost another rank ({record.line})"
+            code, line = self._end(_ANSWER_SECONDS) or (None, lost)
+            raise LostPeerError(line, code) from error
+        self._asked(lambda store: self._tell_end(store, record.code, record.line), None, _ANSWER_SECONDS)
 
     # --- the thread that watches ---
 
-    def _watch(self) -> None:
-        last, position, unanswered, waited, heard = time.monotonic(), (-1, -1), 0.0, 0.0, 0
-        while not self._stopped.wait(self._interval):
-            # Time during which the whole job was suspended doesn't count.
-            now = time.monotonic()
-            step, last = min(now - last, 4 * self._interval), now
-            here = (
-                PHASE_TIMER.count,
-                PHASE_TIMER.heartbeats if PHASE_TIMER.phase in _ALONE else 0,
+    def watch(self) -> None:
+        """Looks until it is stopped: the thread's work."""
+        idle, place, progress = 0, (-1, -1), -1
+        while not self.stopped.wait(self._interval):
+            here = self._here()
+            allowed = self.allowed_seconds() / self._interval
+            dump_unless_called_within(
+                (allowed + 1) * self._interval, f"rank {here.rank} on {here.host}: {here.where}\n"
             )
-            self._idle = self._idle + step if here == position else 0.0
-            position, limit = here, self._limit()
-            unanswered = unanswered + step if heard == self._heard_times and self._listens() else 0.0
-            heard = self._heard_times
-            if self._agreed:
-                self._leave(HangVerdict(**json.loads(self._agreed)))
-            verdict = self._verdict(limit, unanswered) if self._idle >= limit else None
-            waited = waited + step if verdict else 0.0
-            if verdict and (self._store is None or waited > 4 * self._interval or unanswered >= limit):
-                self._leave(verdict)  # no other rank to agree with
-            self._proposal = json.dumps(asdict(self._with_record(verdict))) if verdict else ""
+            alive = PHASE_TIMER.heartbeats if here.phase in _ALONE else 0
+            moved, place = place != (here.entered, alive), (here.entered, alive)
+            job, together = self.job_state(moved, progress)
+            # Looks are counted, no clock is read: a job that was suspended as a whole goes on.
+            idle = 0 if moved or together != progress else idle + 1
+            progress = together
+            if job == _HANGS or idle >= allowed or (job == _FAILED and not moved):
+                self._leave()
+        dump_no_more()
 
-    def _verdict(self, limit: float, unanswered: float) -> HangVerdict | None:
-        own = self._seen()
-        if self._world.size == 1 or PHASE_TIMER.phase == "end":  # without collectives
-            return judge_ranks([own], limit, limit)
-        if unanswered >= limit:  # the store is in rank 0, or in torchrun on its host
-            first = replace(self._first, silence=limit)
-            return judge_ranks([first, own] if own.rank else [own], limit, limit)
-        heard = [own if state.rank == own.rank else state for state in self._heard]
-        return judge_ranks(heard, limit, 4 * self._interval) if heard else None
+    def job_state(self, moved: bool, before: int) -> tuple[str, int]:
+        """Counts progress of this rank; returns how the job is, and the progress of all ranks."""
 
-    def _with_record(self, verdict: HangVerdict) -> HangVerdict:
-        """Adds the collective that some ranks didn't enter, from torch's flight recorders."""
-        records = {number: self._records.get(number) or None for number in range(self._world.size)}
-        line = parse_dumps(records) if any(records.values()) and verdict.code == EXIT_HANG else None
-        return replace(verdict, line=f"{verdict.line}; {line}") if line else verdict
+        def ask(store: Any) -> tuple[str, int]:
+            return store.get(_JOB).decode(), store.add(_PROGRESS, int(moved))
 
-    def _limit(self) -> float:
+        return (_RUNS, 0) if self._store is None else self._asked(ask, (_RUNS, before))
+
+    def allowed_seconds(self) -> float:
         """Returns the allowed seconds without progress in this phase."""
         if PHASE_TIMER.phase != "end" and PHASE_TIMER.step > self._compiling_until:
             return self._seconds
         patient = _PATIENCE * self._seconds
         return min(patient, 0.75 * self._timeout) if PHASE_TIMER.phase == "communication" else patient
 
-    def _listens(self) -> bool:
-        return self._idle >= self._seconds / 2
-
-    def _leave(self, verdict: HangVerdict) -> None:
-        own = self._world.rank in verdict.culprits
-        # If the store is in rank 0 and not in torchrun, the others need it to read the agreed verdict.
-        holds = self._world.rank == 0 and self._world.size > 1 and not _agent_holds_the_store()
+    def _leave(self) -> None:
+        """Tells the others where this rank is, and ends it with what they told."""
+        world, here, several = self._world, self._here(), self._store is not None
+        end = self._end()
+        if end is not None and end[0] != EXIT_HANG:
+            leave_now(*end, consequence=True, told=True)
+        line, ranks = waited_for(self.places_of_all(here), world.size, self._seconds)
+        own = world.rank in ranks
+        if several:
+            self._asked(lambda store: self._tell_end(store, EXIT_HANG, line), None)
+        # If the store is in rank 0 and not in torchrun, the others need it to read where all are.
+        holds = several and world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         leave_now(
-            verdict.code,
-            verdict.line,
-            f"rank {self._world.rank} is here:\n{_stack()}" if own else "",
+            EXIT_HANG,
+            line,
+            f"rank {world.rank} is here:\n{_stacks()}",
             for_all=True,
             consequence=not own,
-            linger=4 * self._interval if holds else 0.0,
+            linger=2 * self._interval if holds else 0.0,
         )
 
-    # --- the thread that talks to the others ---
+    def places_of_all(self, here: Place) -> list[Place]:
+        """Tells the others where this rank is; returns where all are that say so until their next look."""
 
-    def _exchange(self) -> None:
-        ranks = range(self._world.size)
-        keys, last, numbers = [*map(self._key, ranks), _VERDICT], 0.0, dict.fromkeys(ranks, -1)
-        while True:
-            left = self._stopped.wait(self._interval)
-            try:
-                self._store = self._store or self._connect()
-                self._store.set(self._key(self._world.rank), self._word())
-                if left:
-                    return
-                if self._proposal:
-                    self._agreed = self._store.compare_set(_VERDICT, _NOTHING, self._proposal).decode()
-                self._first = RankStatus(**json.loads(self._store.get(keys[0]))[1])
-                if not self._listens():
-                    self._heard, last = [], 0.0
-                    self._forget_records()
-                    continue
-                self._share_records()
-                *words, verdict = (text.decode() for text in self._store.multi_get(keys))
-            except RuntimeError:  # no answer: `_watch` notices when it takes too long
-                self._store = None
-                if left:
-                    return
-                continue
-            now = time.monotonic()
-            step, last = min(now - last, 4 * self._interval) if last else 0.0, now
-            silences = {state.rank: state.silence + step for state in self._heard}
-            heard = []
-            for number, word in enumerate(words):
-                message, values = json.loads(word)
-                silence = silences.get(number, 0.0) if message == numbers[number] else 0.0
-                heard.append(replace(RankStatus(**values), silence=silence))
-                numbers[number] = message
-            self._heard = heard
-            self._heard_times += 1
-            if verdict != _NOTHING:
-                self._agreed = verdict
+        def tell(store: Any) -> None:
+            self._tell_place(store, here)
+            store.set(_JOB, _HANGS)
 
-    def _share_records(self) -> None:
-        """Publishes this rank's flight record, and reads the others'."""
-        if self._world.size > _MOST_RECORDS or self._recorded == "":
-            return
-        if self._recorded is None:
-            self._recorded = ""  # asked only once: a hanging driver may never answer
-            threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
-            return
-        self._store.set(f"record-{self._world.rank}", self._recorded)
-        for number in range(self._world.size):
-            if self._store.check([f"record-{number}"]):
-                self._records[number] = self._store.get(f"record-{number}").decode()
+        if self._store is not None:
+            self._asked(tell, None)
+            until = time.monotonic() + 2 * self._interval
+            while self._asked(lambda store: store.add(_TOLD, 0), self._world.size) < self._world.size:
+                if time.monotonic() > until:
+                    break
+                time.sleep(self._interval / 20)
+        lines = self._asked(lambda store: store.get(_PLACES).decode(), "")
+        places = {place.rank: place for place in (Place(*json.loads(line)) for line in lines.splitlines())}
+        if not places and self._world.rank:  # the store is in rank 0, or in torchrun on its host
+            others = range(1, self._world.size)
+            return [
+                here._replace(rank=rank, phase="done" if rank != here.rank else here.phase) for rank in others
+            ]
+        return [*(places | {here.rank: here}).values()]
 
-    def _forget_records(self) -> None:
-        """Drops the records of a wait that has ended."""
-        if self._recorded:
-            self._store.set(f"record-{self._world.rank}", "")
-            self._recorded, self._records = None, {}
+    # --- the store ---
 
-    def _record(self) -> None:
-        self._recorded = dump_recorder() or ""
+    def _asked(self, question: Callable[[Any], _T], otherwise: _T, seconds: float | None = None) -> _T:
+        """Asks the store, in a thread of its own: a request to a host that is gone never returns."""
+        seconds = min(_ANSWER_SECONDS, max(1.0, self._interval)) if seconds is None else seconds
+        answers, store = list[_T](), self._store
 
-    def _seen(self) -> RankStatus:
-        phase = self._left or PHASE_TIMER.phase
-        host = platform.node()
-        return RankStatus(self._world.rank, PHASE_TIMER.count, PHASE_TIMER.step, phase, self._idle, host=host)
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question(store))
 
-    def _word(self) -> str:
-        self._number += 1
-        return json.dumps([self._number, asdict(self._seen())])
+        if self._asking is not None:
+            self._asking.join(seconds)
+        if store is not None and not (self._asking and self._asking.is_alive()):
+            self._asking = threading.Thread(target=ask, name="hang: store", daemon=True)
+            self._asking.start()
+            self._asking.join(seconds)
+        return answers[0] if answers else otherwise
 
-    def _key(self, number: int) -> str:
-        return f"rank-{number}"
+    def _here(self) -> Place:
+        timer = PHASE_TIMER
+        return Place(self._world.rank, timer.count, timer.step, timer.phase, platform.node())
 
-    def _connect(self) -> Any:
-        return store_client("hang", self._seconds)
+    def _tell_place(self, store: Any, place: Place) -> None:
+        store.append(_PLACES, f"{json.dumps(place)}\n")
+        store.add(_TOLD, 1)
+
+    def _tell_end(self, store: Any, code: int, line: str) -> None:
+        """The first one counts: the others may be its consequences."""
+        line = f"rank {self._world.rank} on {platform.node()} failed: {line}" if code != EXIT_HANG else line
+        store.append(_END, f"{json.dumps([code, line])}\n")
+        if code != EXIT_HANG:
+            store.set(_JOB, _FAILED)
+
+    def _end(self, seconds: float | None = None) -> tuple[int, str] | None:
+        """Returns the code and the line of the rank that failed first; None if none left word."""
+
+        def ask(store: Any) -> str:
+            return store.get(_END).decode() if store.check([_END]) else ""
+
+        if not (lines := self._asked(ask, "", seconds)):
+            return None
+        code, line = json.loads(lines.splitlines()[0])
+        return int(code), str(line)
 
 
-_VERDICT = "verdict"
-
-
-def _agent_holds_the_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _stack() -> str:
-    """Returns the main thread's stack, from the training on."""
-    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
-    start = max((index for index, frame in enumerate(frames) if frame.name == "train_rank"), default=-1) + 1
-    return "".join(traceback.format_list(frames[start:][-_FRAMES:]))
+def _stacks() -> str:
+    """Returns the stacks of all threads: of the main one, the last, from the training on."""
+    frames, names = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    text = ""
+    for ident, frame in frames.items():
+        name = names.get(ident, "")
+        if ident != main and not name.startswith("hang"):
+            text += f"thread {name}:\n{''.join(traceback.format_stack(frame)[-_FRAMES_BESIDE:])}"
+    stack = traceback.extract_stack(frames.get(main or 0))
+    start = max((index for index, frame in enumerate(stack) if frame.name == "train_rank"), default=-1) + 1
+    return text + "".join(traceback.format_list(stack[start:][-_FRAMES:]))

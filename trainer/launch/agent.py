@@ -7,26 +7,29 @@ shown.
 import json
 import logging
 import os
+import platform
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.host.files import write_whole
 from trainer.host.interfaces import from_files_alone
 from trainer.launch import as_launcher
+from trainer.launch.exit_record import TORCHRUN, ExitRecord, record_of
 from trainer.launch.folder import read_launch, write_launch
+from trainer.launch.meeting import AbsentNodeError, Meeting, listen, meet, read_meeting, wait_for_node_0
 from trainer.launch.worker import die_with_parent
+from trainer.observe.console import tell, tell_as
 
-
-def listen(address: str) -> socket.socket:
-    """Opens a socket on a free port of the first address of the name, which clients also try first."""
-    family, *_, at = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(at[:2], family=family, backlog=1024)
+_LEFT_SECONDS = 3.0  # that the store stays for ranks of other nodes, which look in it why they lost one
 
 
 def store_on(listening: socket.socket, address: str) -> Any:
@@ -56,6 +59,7 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
     launch = read_launch(folder)
     die_with_parent(launch.parent)
     write_launch(folder, replace(launch, parent=os.getpid()))
+    tell_as(launch.told, 0)
     # Its log lines, its warnings and its traceback tell users nothing that the ranks don't tell better.
     logging.disable()
     warnings.simplefilter("ignore")
@@ -70,20 +74,51 @@ def main(folder: Path, module: str, options: Sequence[str]) -> None:
     request = run.parse_args([*options, *(word.replace("$", "$$") for word in script)])  # it expands `$`
     if request.nnodes == "1":  # it looks its own name up again and again, for logs that nobody reads
         socket.getfqdn = lambda name="": name or "localhost"
-    exits, error, store = dict[int, int](), "", None
+    exits, record, store = dict[int, int](), None, None
     try:
-        if not request.master_port:  # all ranks are here
-            listening = listen(request.master_addr)
-            request.master_port = listening.getsockname()[1]
-            store = store_on(listening, request.master_addr)
         with from_files_alone(request.master_addr):
+            if request.node_rank == 0:
+                listening = listen(request.master_addr, request.master_port)
+                request.master_port = listening.getsockname()[1]
+                store = store_on(listening, request.master_addr)
+            if (meeting := read_meeting(folder)) is not None:
+                os.environ |= _met(meeting, store)
+            (folder / "met").touch()
             run.run(request)
     except ChildFailedError as failed:
         exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    except (BadInputError, AbsentNodeError) as error:
+        record = record_of(TORCHRUN, EXIT_FAILED, error if isinstance(error, BadInputError) else None)
+        record = replace(record, line=str(error), for_all=True)
     except BaseException:
-        error = traceback.format_exc()
+        record = ExitRecord(TORCHRUN, EXIT_FAILED, traceback=traceback.format_exc())
+    if exits and store is not None and request.nnodes != "1":
+        time.sleep(_LEFT_SECONDS)
     del store  # not before the ranks have ended
-    write_whole(folder / "torchrun.json", json.dumps({"exits": exits, "error": error}))
+    report = {"exits": exits, "record": None if record is None else asdict(record)}
+    write_whole(folder / "torchrun.json", json.dumps(report))
+
+
+def _met(meeting: Meeting, store: Any) -> dict[str, str]:
+    """Meets the other nodes; returns environment variables for the ranks."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    nodes = meeting.nodes
+
+    def say(text: str) -> None:
+        tell(f"trainer: node {nodes.number} ({platform.node()}) {text}\n", "info")
+
+    try:
+        if store is None:
+            wait_for_node_0(meeting, say)
+            wait = timedelta(seconds=meeting.seconds)
+            store = TCPStore(nodes.host, nodes.port, None, False, wait, wait_for_workers=False)
+        found = meet(PrefixStore("meeting", store), meeting, say)
+    except RuntimeError as error:
+        raise AbsentNodeError(f"{nodes.name(0)} has ended: it says why") from error
+    ranks = range(nodes.number * meeting.ranks, (nodes.number + 1) * meeting.ranks)
+    say(f"starts ranks {ranks[0]} to {ranks[-1]} of {nodes.total * meeting.ranks}")
+    return {name: value for name, value in found.items() if name not in os.environ}
 
 
 if __name__ == "__main__":

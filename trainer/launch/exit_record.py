@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -21,6 +22,7 @@ from trainer.errors import (
     EXIT_REQUEUE,
     BadInputError,
     DivergedError,
+    LostPeerError,
     OutOfMemory,
     OwnCodeError,
     StopRun,
@@ -28,6 +30,8 @@ from trainer.errors import (
 from trainer.launch.signals import Stopped
 
 TORCHRUN = -1  # the "rank" of a record that is torchrun's own
+
+_DUMP = "Timeout ("  # as each dump of faulthandler begins
 
 _MAYBE_MEMORY = " (out of memory? see dmesg)"
 _HINTS = {
@@ -68,6 +72,7 @@ class ExitRecord:
         time: Time of its end in seconds, by the host's monotonic clock; infinite if unknown.
         for_all: Whether the line speaks for the whole job (bad input, a requested stop, a hang).
         consequence: Whether it looks like the effect of another rank's end.
+        told: Whether code and line are those that a rank which failed has left for all.
     """
 
     rank: int
@@ -77,6 +82,7 @@ class ExitRecord:
     time: float = float("inf")
     for_all: bool = False
     consequence: bool = False
+    told: bool = False
 
 
 def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitRecord:
@@ -105,7 +111,13 @@ def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitR
         if error.code is None or isinstance(error.code, int):
             return ExitRecord(rank, error.code or EXIT_DONE, time=now)
         return ExitRecord(rank, EXIT_FAILED, str(error.code), time=now)
-    return _raised(rank, error, now)
+    return _lost(rank, error, now) if isinstance(error, LostPeerError) else _raised(rank, error, now)
+
+
+def _lost(rank: int, error: LostPeerError, now: float) -> ExitRecord:
+    code = error.code or (EXIT_REQUEUE if error.saved else EXIT_FAILED)
+    line = f"{error}; the same command resumes from the newest checkpoint" if error.saved else str(error)
+    return ExitRecord(rank, code, line, "", now, True, True, error.code is not None)
 
 
 def _raised(rank: int, error: BaseException, now: float) -> ExitRecord:
@@ -115,7 +127,8 @@ def _raised(rank: int, error: BaseException, now: float) -> ExitRecord:
     frames = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
     line = traceback.format_exception_only(type(error), error)[-1].strip()
-    consequence = any(sign in text[-2000:] for sign in _CONSEQUENCES)
+    # Those of torch.distributed are RuntimeErrors; a connection of the user's code raises OSError.
+    consequence = isinstance(error, RuntimeError) and any(sign in text[-2000:] for sign in _CONSEQUENCES)
     return ExitRecord(rank, EXIT_FAILED, line, text, now, consequence=consequence)
 
 
@@ -124,30 +137,47 @@ def read_exit_record(folder: Path, rank: int) -> ExitRecord:
     return ExitRecord(**json.loads((folder / f"rank-{rank}.json").read_text()))
 
 
-def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], str]:
-    """Returns the exit codes of the ranks that torchrun reports as failed, and torchrun's own error."""
+def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], ExitRecord | None]:
+    """Returns the exit codes of ranks that torchrun reports as failed, and a record of what failed before."""
     try:
         report = json.loads((folder / "torchrun.json").read_text())
     except FileNotFoundError:
-        return {}, f"{ending(exit_code)}\n"
-    return {int(rank): code for rank, code in report["exits"].items()}, report["error"]
+        return {}, ExitRecord(TORCHRUN, EXIT_FAILED, traceback=f"{ending(exit_code)}\n")
+    record = None if report["record"] is None else ExitRecord(**report["record"])
+    return {int(rank): code for rank, code in report["exits"].items()}, record
 
 
 def job_code(records: Sequence[ExitRecord]) -> int:
-    """Returns the exit code of a job whose ranks ended like this."""
+    """Returns the exit code of a job, of which the ranks of this node ended like this; the table in
+    docs/recipes.md.
+
+    Own failures of ranks here come first, then that of a rank elsewhere, which left word, then a hang, then
+    the loss of a rank that left no word: to be requeued if this attempt has written a checkpoint.
+    """
+    good = {EXIT_DONE, EXIT_REQUEUE, EXIT_HANG}
     codes = {record.code for record in records}
-    for code in (EXIT_BAD_INPUT, EXIT_HANG):
-        if code in codes:
-            return code
-    if codes - {EXIT_DONE, EXIT_REQUEUE}:
-        return EXIT_FAILED
-    return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
+    own = {record.code for record in records if not record.consequence}
+    told = {record.code for record in records if record.told}
+    lost = {record.code for record in records if record.consequence}
+    # A crash at an unknown time may come of a hang: NCCL aborts a rank that has lost another.
+    sure = {record.code for record in records if not record.consequence and record.time < math.inf}
+    table = (
+        (EXIT_BAD_INPUT in own, EXIT_BAD_INPUT),
+        (sure - good, EXIT_FAILED),
+        (EXIT_BAD_INPUT in told, EXIT_BAD_INPUT),
+        (told - good, EXIT_FAILED),
+        (EXIT_HANG in codes, EXIT_HANG),
+        (own - good, EXIT_FAILED),
+        (EXIT_REQUEUE in (lost or codes), EXIT_REQUEUE),
+        (lost, EXIT_FAILED),
+    )
+    return next((code for holds, code in table if holds), EXIT_DONE)
 
 
 def exit_message(records: Sequence[ExitRecord], world: int) -> str:
     """Returns the message for a job whose ranks ended like this: the cause, once; empty if there is none."""
     code = job_code(records)
-    bad = [record for record in records if record.code not in (EXIT_DONE, EXIT_REQUEUE)]
+    bad = [r for r in records if r.consequence or r.code not in (EXIT_DONE, EXIT_REQUEUE)]
     candidates = [record for record in bad if code in (record.code, EXIT_FAILED)]
     if not candidates:
         return ""
@@ -181,6 +211,22 @@ def crashed(folder: Path, rank: int, exit_code: int) -> ExitRecord:
     # Nobody but the kernel or a person kills so, while the launcher waits: it is never another rank's doing.
     time = 0.0 if exit_code == -signal.SIGKILL else float("inf")
     return ExitRecord(rank, EXIT_FAILED, ending(exit_code), trace, time)
+
+
+def hung(folder: Path, rank: int) -> ExitRecord | None:
+    """Makes the record of a rank whose code holds the GIL; None without two dumps of faulthandler.
+
+    The first may be of a job that was suspended as a whole.
+    """
+    try:
+        where, _, stacks = (folder / f"rank-{rank}.hang").read_text(errors="replace").partition("\n")
+    except OSError:
+        return None
+    first, *later = stacks.split(_DUMP)[1:] or [""]
+    if not later:
+        return None
+    line = f"no progress since {where}; its code holds the GIL; if that is only slow, raise parallel.hang_s"
+    return ExitRecord(rank, EXIT_HANG, line, f"{_DUMP}{first}", time.monotonic(), for_all=True)
 
 
 def by_memory(record: ExitRecord, words: str) -> ExitRecord:

@@ -3,6 +3,7 @@
 - `launch.json`: settings of every process (`Launch`); `as_launcher` reads the search path in it
 - `request-N.json`: the request to rank N, which removes it: none stays if the launcher is killed
 - `rank-N.pid`, `rank-N.fault`, `rank-N.json`: written by the ranks (`worker`, `exit_record`)
+- `meeting.json`: for several nodes (`meeting`); `met`: written by the `agent` once they have met
 - `torchrun.json`: written by the `agent`, or the `forked_agent`
 
 The command line names the folder, not an environment variable, so that children of a rank don't see the
@@ -53,12 +54,12 @@ def write_launch(folder: Path, launch: Launch) -> None:
         "logs": launch.logs,
         "told": launch.told,
     }
-    _write(folder / _LAUNCH, content)
+    write_content(folder / _LAUNCH, content)
 
 
 def read_launch(folder: Path) -> Launch:
     """Reads what `write_launch` wrote."""
-    content = _read(folder / _LAUNCH)
+    content = read_content(folder / _LAUNCH)
     each = tuple(frozenset(listed_cpus(text) or ()) for text in content["cpus"])
     cpus = CpuShares(each, content["pinned"])
     return Launch(content["path"], content["parent"], cpus, content["logs"], Told(*content["told"]))
@@ -67,18 +68,18 @@ def read_launch(folder: Path) -> Launch:
 def write_request(folder: Path, request: Mapping[str, Any], ranks: Iterable[int]) -> None:
     """Writes the request to each of these ranks."""
     for rank in ranks:
-        _write(folder / f"request-{rank}.json", request)
+        write_content(folder / f"request-{rank}.json", request)
 
 
 def take_request(folder: Path, rank: int) -> dict[str, Any]:
     """Reads what `write_request` wrote for a rank, and removes it."""
     file = folder / f"request-{rank}.json"
-    request = _read(file)
+    request = read_content(file)
     file.unlink()
     return request
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def write_content(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file whole or not at all, readable by its owner only."""
     beside = path.with_suffix(".tmp")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -86,6 +87,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_content(path: Path) -> dict[str, Any]:
+    """Reads what `write_content` wrote."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content

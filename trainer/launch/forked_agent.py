@@ -11,14 +11,17 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from trainer.errors import EXIT_FAILED
 from trainer.host.files import write_whole
-from trainer.launch.agent import listen, store_on
+from trainer.launch.agent import store_on
+from trainer.launch.exit_record import TORCHRUN, ExitRecord
 from trainer.launch.folder import read_launch, write_launch
 from trainer.launch.forked import ForkedRank
+from trainer.launch.meeting import listen
 from trainer.launch.worker import die_with_parent
 
 
@@ -27,7 +30,7 @@ def main(folder: Path, module: str, ranks: int, address: str) -> None:
     launch = read_launch(folder)
     die_with_parent(launch.parent)
     write_launch(folder, replace(launch, parent=os.getpid()))
-    exits, error = dict[int, int](), ""
+    exits, record = dict[int, int](), None
     try:
         listening = listen(address)
         port = listening.getsockname()[1]
@@ -45,8 +48,8 @@ def main(folder: Path, module: str, ranks: int, address: str) -> None:
         exits = _failed(started)
         del store
     except BaseException:
-        error = traceback.format_exc()
-    write_whole(folder / "torchrun.json", json.dumps({"exits": exits, "error": error}))
+        record = asdict(ExitRecord(TORCHRUN, EXIT_FAILED, traceback=traceback.format_exc()))
+    write_whole(folder / "torchrun.json", json.dumps({"exits": exits, "record": record}))
 
 
 def _variables(rank: int, ranks: int, address: str, port: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from trainer.launch.exit_record import (
     by_memory,
     crashed,
     exit_message,
+    hung,
     job_code,
     leave_message,
     read_exit_record,
@@ -38,7 +39,8 @@ from trainer.launch.exit_record import (
 )
 from trainer.launch.folder import Launch, write_launch, write_request
 from trainer.launch.forked import ForkedRank
-from trainer.launch.nodes.rendezvous import Rendezvous
+from trainer.launch.meeting import Meeting, options_of_torchrun, write_meeting
+from trainer.launch.nodes import LOGS
 from trainer.launch.signals import SignalReceiver, blocked
 from trainer.observe.console import Level, tell, told_here
 
@@ -86,8 +88,11 @@ def launch(
     grace_seconds: float = 25.0,
     output: int | None = None,
     receiver: SignalReceiver | None = None,
+    meeting: Meeting | None = None,
 ) -> int:
     """Runs a module as ranks of this host, and returns the job's exit code.
+
+    With several nodes each runs this, and ends with the code that its own ranks know of, see `job_code`.
 
     Call it in the main thread. The ranks find modules where this process does, not in the working folder.
 
@@ -100,18 +105,19 @@ def launch(
         grace_seconds: How long ranks have to end after a signal, or after one of them asked to be requeued.
         output: A file descriptor that takes the standard output of the ranks; by default this process's own.
         receiver: The caller's receiver of signals; by default a new one.
+        meeting: What this node needs to meet the others of the job; None for a single node.
 
     Returns:
     0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; the cause of a failure is on stderr.
     """
-    if local.ranks > 1:
+    if local.ranks > 1 and meeting is None:
         local = local._replace(environment={**gloo_interface(HERE), **local.environment})
     with nullcontext(receiver) if receiver else SignalReceiver() as signals:
         for attempt in range(1, max_restarts + 2):
-            group = WorkerGroup(signals, range(local.ranks), local.ranks, grace_seconds)
-            records = group.run(module, request, local, _alone(), output)
+            group = WorkerGroup(signals, local.ranks, grace_seconds, meeting)
+            records = group.run(module, request, local, output)
             code = job_code(records)
-            text = exit_message(records, local.ranks)
+            text = exit_message(records, group.world)
             say_on_stderr(text, "warning" if code == EXIT_REQUEUE else "error")
             if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
@@ -124,7 +130,7 @@ def launch(
 
 def _alone() -> list[str]:
     # Port 0: the agent takes a free one of this host's own address.
-    options = ["--nnodes=1", STATIC, f"--master-addr={HERE}", "--master-port=0"]
+    options = ["--nnodes=1", "--node-rank=0", f"--master-addr={HERE}", "--master-port=0"]
     return [*options, f"--rdzv-id=trainer-{os.getpid()}", f"--local-addr={HERE}"]
 
 
@@ -136,23 +142,25 @@ def say_on_stderr(text: str, level: Level = "info") -> None:
 
 @dataclass
 class WorkerGroup:
-    """The ranks of this node in one round, from start to end.
+    """The ranks of this node, from start to end.
 
     Attributes:
         receiver: Signals that this launcher received.
-        ranks: Their global numbers.
-        world: Ranks on all nodes.
+        count: Number of ranks here.
         grace: Seconds from a signal until remaining ranks are killed.
-        rendezvous: The other nodes' launchers, if there are any.
-        logs: Folder for the terminal output of all ranks but the first; None: the terminal.
+        meeting: What this node needs to meet the others, if there are any.
+        signals: Signals for the ranks.
+        pids: Process ids of the ranks, by global number, as each becomes known.
+        records: Exit records of the ranks that have ended.
+        delivered: Number of signals that each rank was sent.
+        overdue: Ranks that had to be killed.
+        deadline: Time at which what is left is killed.
     """
 
     receiver: SignalReceiver
-    ranks: range
-    world: int
+    count: int
     grace: float
-    rendezvous: Rendezvous | None = None
-    logs: Path | None = None
+    meeting: Meeting | None = None
     signals: list[signal.Signals] = field(default_factory=list)
     pids: dict[int, int] = field(default_factory=dict)
     records: dict[int, ExitRecord] = field(default_factory=dict)
@@ -160,15 +168,23 @@ class WorkerGroup:
     overdue: set[int] = field(default_factory=set)
     deadline: float = math.inf
     _folder: Path = Path()  # of the launch, while it runs
-    _taken: int = 0
-    _stopped: bool = False
+
+    @property
+    def ranks(self) -> range:
+        """Global numbers of the ranks here."""
+        first = 0 if self.meeting is None else self.meeting.nodes.number * self.count
+        return range(first, first + self.count)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks on all nodes."""
+        return self.count * (1 if self.meeting is None else self.meeting.nodes.total)
 
     def run(
         self,
         module: str,
         request: Mapping[str, Any],
         local: LocalRanks,
-        joining: Sequence[str],
         output: int | None = None,
     ) -> list[ExitRecord]:
         """Runs the ranks to their end, and returns their exit records.
@@ -177,17 +193,19 @@ class WorkerGroup:
             module: As in `launch`.
             request: As in `launch`.
             local: As in `launch`.
-            joining: torchrun's options for its own rendezvous.
             output: As in `launch`.
         """
         with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
             self._folder = Path(folder)
-            logs = None if self.logs is None else str(self.logs)
+            several = self.meeting is not None
+            logs = None if self.meeting is None else str(self.meeting.folder / LOGS)
             try:
                 path = list(local.path or sys.path)
                 told = Launch(path, os.getpid(), local.cpus, logs, told_here())
                 write_launch(self._folder, told)
                 write_request(self._folder, request, self.ranks)
+                if self.meeting is not None:
+                    write_meeting(self._folder, self.meeting)
             except OSError as error:
                 raise BadInputError(
                     f"{folder}: the launch can't be written there ({error.strerror}); make room, or give "
@@ -197,12 +215,13 @@ class WorkerGroup:
             if self.world == 1:  # torchrun would only add the seconds in which it imports torch
                 variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
                 words = [module, folder]
-            elif local.fork and self.rendezvous is None:
+            elif local.fork and not several:
                 words = ["trainer.launch.forked_agent", folder, module, str(self.world), HERE]
             else:
-                base = [f"--nproc-per-node={len(self.ranks)}", "--max-restarts=0", f"--log-dir={folder}"]
-                words = ["trainer.launch.agent", folder, module, *base, *joining]
-            if local.fork and self.rendezvous is None:
+                base = [f"--nproc-per-node={self.count}", "--max-restarts=0", f"--log-dir={folder}", STATIC]
+                nodes = _alone() if self.meeting is None else options_of_torchrun(self.meeting)
+                words = ["trainer.launch.agent", folder, module, *base, *nodes]
+            if local.fork and not several:
                 return self._run(partial(ForkedRank, words, variables, path, output))
             # torchrun takes defaults from PET_ variables, which are for those who start it without us.
             environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
@@ -222,7 +241,6 @@ class WorkerGroup:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
                 self._look()
-                self._hear()
                 self._forward()
                 if time.monotonic() > self.deadline:
                     self._kill(process)
@@ -246,37 +264,33 @@ class WorkerGroup:
                     self.pids[rank] = int((self._folder / f"rank-{rank}.pid").read_text())
                 if rank not in self.records:
                     self.records[rank] = read_exit_record(self._folder, rank)
+            if rank not in self.records and (record := hung(self._folder, rank)):
+                self.records[rank] = record
         codes = {record.code for record in self.records.values()}
-        if codes - {EXIT_DONE, EXIT_REQUEUE} or gone - self.records.keys():
+        lost = any(record.consequence for record in self.records.values())
+        if codes - {EXIT_DONE, EXIT_REQUEUE} or lost or gone - self.records.keys():
             self._end_within(_AFTER_FAILURE_SECONDS)
         # With every record known, a process that is still there hangs in its exit.
-        if EXIT_REQUEUE in codes or len(self.records) == len(self.ranks):
+        if EXIT_REQUEUE in codes or len(self.records) == self.count:
             self._end_within(self.grace)
-
-    def _hear(self) -> None:
-        """Takes new signals of this launcher, and messages of the other nodes."""
-        self.signals += self.receiver.received[self._taken :]  # a handler may add to it at any moment
-        self._taken = len(self.signals) - self._stopped
-        if self.rendezvous is None:
-            return
-        self.rendezvous.turn()
-        if self.rendezvous.stop and not self._stopped:
-            self._stopped = True
-            self.signals.append(signal.SIGTERM)
-        if self.rendezvous.over:
-            self._end_within(0 if self._only_torchrun_is_left() else _AFTER_FAILURE_SECONDS)
 
     def _forward(self) -> None:
         """Sends each rank the signals that it hasn't received; a rank that registers late gets them then."""
+        self.signals = list(self.receiver.received)  # a handler may add to it at any moment
         for rank, pid in self.pids.items():
             for number in self.signals[self.delivered.get(rank, 0) :]:
                 with suppress(OSError):
                     os.kill(pid, number)
             self.delivered[rank] = len(self.signals)
         if self.signals:
-            self._end_within(self.grace)
+            self._end_within(self.grace if self._met else 0)
         if self.receiver.interrupted_twice:
             self._end_within(_AFTER_SECOND_INTERRUPT_SECONDS)
+
+    @property
+    def _met(self) -> bool:
+        """Whether no other nodes are waited for."""
+        return self.meeting is None or (self._folder / "met").exists()
 
     def _end_within(self, seconds: float) -> None:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
@@ -289,11 +303,12 @@ class WorkerGroup:
             process.kill()
 
     def _only_torchrun_is_left(self) -> bool:
-        """Whether no rank is left that could write a record, and torchrun waits for nodes that have ended."""
-        if self.rendezvous is None or not self.rendezvous.over:
+        """Whether no rank is left that could write a record, and torchrun waits for nodes that won't come."""
+        if self.meeting is None or any(map(_exists, self.pids.values())):
             return False
-        told = len(self.records) == len(self.ranks)
-        return not self.pids or (told and not any(map(_exists, self.pids.values())))
+        codes = {EXIT_FAILED if record.consequence else record.code for record in self.records.values()}
+        failed = len(self.records) == self.count and codes - {EXIT_DONE, EXIT_REQUEUE}
+        return bool(failed) or not self._met
 
     def _kill_groups(self, *unregistered: int) -> None:
         for pid in (*self.pids.values(), *unregistered):  # each rank leads a session
@@ -304,9 +319,9 @@ class WorkerGroup:
         """Returns all exit records, with ones for ranks that wrote none."""
         exits, records = {0: exit_code}, dict(self.records)
         if self.world > 1 and len(records) < len(self.ranks):
-            exits, error = read_torchrun(self._folder, exit_code)
-            if error and not self.overdue:
-                records[TORCHRUN] = ExitRecord(TORCHRUN, EXIT_FAILED, traceback=error)
+            exits, record = read_torchrun(self._folder, exit_code)
+            if record is not None and not self.overdue:
+                records[TORCHRUN] = record
         for rank in self.ranks:
             records.setdefault(rank, self._without_record(rank, exits.get(rank)))
         return list(records.values())
@@ -315,8 +330,7 @@ class WorkerGroup:
         """Makes the record of a rank that wrote none."""
         if self.receiver.interrupted_twice:
             return ExitRecord(rank, EXIT_FAILED, "stopped by a second SIGINT", for_all=True)
-        if rank in self.overdue and self._stopped and not self.receiver.received:
-            # A node came while this rank was still starting, too early to hear of it: nothing is lost.
+        if self.signals and not self._met:  # nothing is lost
             return ExitRecord(rank, EXIT_REQUEUE)
         if rank in self.overdue:
             since = self.signals[0].name if self.signals else "the others' end"

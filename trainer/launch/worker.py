@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
@@ -32,13 +32,14 @@ from trainer.host.startup import print_anything
 from trainer.launch import signals
 from trainer.launch.exit_record import ExitRecord, record_of
 from trainer.launch.folder import Launch, read_launch, take_request
-from trainer.launch.nodes.discover import mark_of_rank
+from trainer.launch.nodes import mark_of_rank
 from trainer.observe.console import tell, tell_as
 
 _PR_SET_PDEATHSIG = 1
 _ADDED = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 _current: "Worker | None" = None
+_dumps = False  # whether faulthandler waits
 _held = list[object]()
 atexit.register(_held.clear)
 
@@ -56,6 +57,7 @@ class Worker:
         record: Its exit record; None before its end.
         launch: Settings of the launch; None without our launcher.
         held: See `hold`.
+        hang_file: See `dump_unless_called_within`; None without our launcher.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -70,6 +72,7 @@ class Worker:
         self._flag = signals.StopFlag()
         self._record_lock = threading.Lock()
         self._stack = contextlib.ExitStack()
+        self.hang_file: TextIO | None = None
 
     @property
     def requested(self) -> signal.Signals | None:
@@ -167,6 +170,9 @@ class Worker:
         if self._folder is not None:
             file = stack.enter_context((self._folder / f"rank-{self.rank}.fault").open("w"))
             faulthandler.enable(file)
+            hangs = self._folder / f"rank-{self.rank}.hang"
+            self.hang_file = stack.enter_context(hangs.open("a"))  # to be emptied while it is written
+            stack.callback(dump_no_more)
         elif sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
         stack.callback(faulthandler.disable)
@@ -207,6 +213,7 @@ def leave_now(
     *,
     for_all: bool = False,
     consequence: bool = False,
+    told: bool = False,
     linger: float = 0.0,
 ) -> NoReturn:
     """Ends this rank from any thread: a watchdog's way out while the main thread hangs in a collective.
@@ -217,17 +224,50 @@ def leave_now(
         trace: The traceback of the main thread, to show below it.
         for_all: Whether the line speaks for the whole job.
         consequence: Whether another rank is to blame.
+        told: Whether code and line are those of another rank that failed.
         linger: Seconds to stay after the record is written, for others who need this process.
     """
     now, worker = time.monotonic(), _current or Worker()
-    worker.write_exit_record(
-        ExitRecord(worker.rank, code, line, trace, now, for_all=for_all, consequence=consequence)
-    )
+    worker.write_exit_record(ExitRecord(worker.rank, code, line, trace, now, for_all, consequence, told))
     time.sleep(linger)
     for child in children(os.getpid()):  # a loader worker that hangs would stay
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)
     os._exit(worker.exit_code)
+
+
+def dump_unless_called_within(seconds: float, where: str) -> None:
+    """Lets faulthandler write all stacks, unless this is called again in time.
+
+    For code that holds the GIL, so that no thread of ours runs. Under the launcher it writes into a file,
+    again and again; the second dump counts as a hang, as the first may come of a job that was suspended as a
+    whole. Without the launcher the process ends, with code 1, after five times as long.
+
+    Args:
+        seconds: The time.
+        where: A line on where this rank is.
+    """
+    global _dumps  # noqa: PLW0603
+    if _current is None:
+        return
+    dump_no_more()
+    _dumps = True
+    if (file := _current.hang_file) is None:
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(5 * seconds, exit=True, file=sys.__stderr__)
+        return
+    file.truncate(0)
+    file.write(where)
+    file.flush()
+    faulthandler.dump_traceback_later(seconds, repeat=True, file=file)
+
+
+def dump_no_more() -> None:
+    """Ends what `dump_unless_called_within` began."""
+    global _dumps  # noqa: PLW0603
+    if _dumps:
+        faulthandler.cancel_dump_traceback_later()
+    _dumps = False
 
 
 def die_with_parent(parent: int | None) -> None:
@@ -254,4 +294,5 @@ def _in_a_fork() -> None:
         signals.leave_to_rank()
 
 
-os.register_at_fork(after_in_child=_in_a_fork)
+# A fork of a process in which faulthandler waits would hang where it ends that wait: at its exit at latest.
+os.register_at_fork(before=dump_no_more, after_in_child=_in_a_fork)

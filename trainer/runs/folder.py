@@ -33,7 +33,8 @@ from trainer.host.files import (
     remove,
     written_whole,
 )
-from trainer.launch.nodes import EXIT_CODE, FOLDER as NODES, LOGS
+from trainer.launch.meeting import TOKEN
+from trainer.launch.nodes import LOGS
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES, TABLES
 
@@ -42,8 +43,8 @@ RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
 OWNER = "run.json"  # in a folder of checkpoints elsewhere: the run that owns it
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 # Files of a start that was killed before there was a manifest.
-_LEFTOVERS = {_LOCK, NODES, LOGS, EXIT_CODE, KEPT}
-_FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, NODES, KEPT)
+_LEFTOVERS = {_LOCK, LOGS, TOKEN, KEPT}
+_FOLDERS = (PICTURES, "tensorboard", "profile", "trackers", "wandb", "mlflow", "export", LOGS, KEPT)
 _ADDED_TO = (_LOCK, *FILES.values(), "checksums.jsonl", "anomalies.jsonl", "quarantine.jsonl", *TABLES)
 
 

@@ -64,7 +64,7 @@ class TrainOptions:
         nproc_per_node: Number of ranks on this host if they train on CPUs, or None.
         stop_after: The step after which to stop with a checkpoint, or None.
         profile: Profiler for a few steps, or None.
-        nnodes: Number of nodes, or MIN:MAX; None to read it from the environment.
+        nnodes: Number of nodes; None to read it from the environment.
         node_rank: Number of this node, from 0.
         master_addr: Host name or address of node 0.
         master_port: Port on node 0.

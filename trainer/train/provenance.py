@@ -21,7 +21,7 @@ from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
 from trainer.host.stacks import read_stacks, read_stamp, stack_of, unsupported
 from trainer.host.startup import waiting
-from trainer.launch.nodes.discover import job_of
+from trainer.launch.nodes import job_of
 from trainer.runs.differences import differences, extends, other_arithmetic, other_data
 from trainer.runs.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
 from trainer.runs.trust import marked

@@ -14,7 +14,6 @@ from trainer.host.allocator import CUBLAS_WORKSPACE, allocator_variables
 from trainer.host.gpus import chosen_gpus
 from trainer.host.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
 from trainer.host.nvml import bus_ids
-from trainer.host.stacks import numbers
 from trainer.launch.launcher import LocalRanks
 from trainer.models.precision import check_precision
 from trainer.train.components.task import device_kind
@@ -41,7 +40,7 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     limits = limits_within(read_limits(), shares)
     environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
     if device_kind(recipe) == "cuda":
-        environment |= _nccl_variables(os.environ, torch.__version__)
+        environment["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "WARN")
         if recipe.deterministic:
             name, value = CUBLAS_WORKSPACE
             environment[name] = os.environ.get(name, value)
@@ -74,16 +73,6 @@ def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
             "taken, slowly)"
         )
     return f"parallel.threads={threads}: {granted}, so the threads of a rank take turns, which is slow"
-
-
-def _nccl_variables(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """Returns variables for NCCL's log, and for the flight recorder that names the cause of a hang.
-
-    The interface is left to NCCL. Sources: NCCL's page on its environment; PyTorch's tutorial on the flight
-    recorder (2000), which is off by default in 2.5 to 2.9 and had another variable up to 2.7.
-    """
-    ring = "TORCH_FR_BUFFER_SIZE" if numbers(torch_version) >= [2, 8] else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    return {name: environ.get(name, value) for name, value in (("NCCL_DEBUG", "WARN"), (ring, "2000"))}
 
 
 def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, dict[str, str]]:

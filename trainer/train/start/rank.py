@@ -4,12 +4,14 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
 from typing_extensions import assert_never
 
+from trainer.checkpoint.store import names_of
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
 from trainer.distributed.parallel import (
@@ -20,7 +22,7 @@ from trainer.distributed.parallel import (
     least_over_ranks,
 )
 from trainer.distributed.watchdog import Watchdog, watching
-from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, LostPeerError
 from trainer.host.affinity import limits_within, unpin_main_thread
 from trainer.host.allocator import check_allocator
 from trainer.host.here import paths_from_here
@@ -30,7 +32,7 @@ from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, current
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
-from trainer.runs.checkpoint_place import place_checkpoints
+from trainer.runs.checkpoint_place import checkpoints_of, place_checkpoints
 from trainer.runs.folder import check_inside, lock
 from trainer.runs.manifest import Manifest
 from trainer.runs.report.write import leave_report
@@ -120,11 +122,25 @@ def _train_locked(request: Request, task: Task | None, hooks: Sequence[Any]) -> 
         check_allocator(recipe.memory.allocator, os.environ, driver_version)
     with (
         joined_world(kind, recipe.parallel.timeout_s) as world,
+        _saved_marked(folder),
         watching(world, recipe.parallel) as watchdog,
         _late_marked(),
     ):
         detail(f"{world.size} rank{'s' * (world.size > 1)} on {world.device}")
         return _attempt(request, task, hooks, data, world, stored, watchdog)
+
+
+@contextlib.contextmanager
+def _saved_marked(folder: Path) -> Iterator[None]:
+    """Marks the loss of a rank where this attempt has written a checkpoint."""
+    place = checkpoints_of(folder)
+    before = {*names_of(place)}
+    try:
+        yield
+    except LostPeerError as error:
+        with contextlib.suppress(OSError):
+            error.saved = not before.issuperset(names_of(place))
+        raise
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from trainer.host.files import write_whole
 from trainer.host.here import folder_kept, from_here
 from trainer.launch.forked import Footprint, can_fork, footprint, handed
 from trainer.launch.launcher import LocalRanks, launch
-from trainer.launch.nodes.discover import Nodes, find_nodes
-from trainer.launch.rounds import launch_with_others
+from trainer.launch.meeting import Meeting
+from trainer.launch.nodes import Nodes, find_nodes
 from trainer.observe.console import detail, say, warn
 from trainer.runs.checkpoint_place import place_checkpoints
 from trainer.runs.folder import (
@@ -82,7 +82,7 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
         recipe = sized.model_copy(update={"model": recipe.model})
     with folder_kept():
         task = make_task(recipe)
-        _check_batch(recipe, task, local.ranks, nodes, fresh)
+        check_request(recipe, task, local.ranks * (nodes.total if nodes else 1), fresh)
         wanted = wanted and from_here(wanted)
         decision = _decided(options, recipe, wanted, task, pretrained)
         if isinstance(decision, Finished):
@@ -103,29 +103,19 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
             place_checkpoints(folder, recipe.checkpoint.folder)
         if begins:
             keep_beginning(folder, asked.begun_from)
-        if nodes is None:
-            fork = _may_fork(recipe, before, local)
-            handed[:] = [task] if fork and isinstance(task, CustomTask) else []
-            code = launch(
-                _RANK,
-                request,
-                local._replace(fork=fork),
-                max_restarts=options.max_restarts,
-                grace_seconds=options.grace,
-                output=output,
-            )
-            return report_failure(folder, code)
-        code = launch_with_others(
+        fork = nodes is None and _may_fork(recipe, before, local)
+        handed[:] = [task] if fork and isinstance(task, CustomTask) else []
+        meeting = nodes and Meeting(
+            nodes, local.ranks, _same(recipe), folder.absolute(), options.join_timeout
+        )
+        code = launch(
             _RANK,
             request,
-            local,
-            nodes=nodes,
-            folder=folder.absolute(),
-            same=_same(recipe),
+            local._replace(fork=fork),
+            max_restarts=options.max_restarts,
             grace_seconds=options.grace,
-            join_seconds=options.join_timeout,
             output=output,
-            suits=lambda world: _shares(recipe, task, world, fresh),
+            meeting=meeting,
         )
         return report_failure(folder, code) if first else code
     finally:
@@ -229,27 +219,12 @@ def _check_options(options: TrainOptions, nodes: Nodes | None) -> None:
         return
     if options.out is None:
         raise BadInputError(
-            f"{nodes.most} nodes need one run folder: give --out, on a file system that all of them have"
+            f"{nodes.total} nodes need one run folder: give --out, on a file system that all of them have"
         )
     if options.max_restarts:
         raise BadInputError(
-            "--max-restarts is for a single node; several go on without a lost one by --nnodes MIN:MAX"
+            "--max-restarts is for a single node; with several the scheduler starts the job again"
         )
-
-
-def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None, fresh: bool) -> None:
-    """Refuses a batch that the ranks can't share; for an elastic job, if no number of nodes can."""
-    counts = range(nodes.least, nodes.most) if nodes else ()
-    if not any(_shares(recipe, task, ranks * count, fresh) for count in counts):
-        check_request(recipe, task, ranks * (nodes.most if nodes else 1), fresh)
-
-
-def _shares(recipe: Recipe, task: Task, world: int, fresh: bool) -> bool:
-    try:
-        check_request(recipe, task, world, fresh)
-    except BadInputError:
-        return False
-    return True
 
 
 def _tried_size(recipe: Recipe, local: LocalRanks, nodes: Nodes | None) -> int:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from trainer.errors import BadInputError
 from trainer.host.environment import RANK_MARK
 
+# In the run folder: what ranks but the first write to the terminal.
+LOGS = "logs"
 PORT = 29500
 # Two jobs can share a node: on Slurm each has a port of its own.
 _SLURM_PORTS = 1000
@@ -35,27 +37,20 @@ class Nodes(NamedTuple):
     """The nodes of a job.
 
     Attributes:
-        least: Minimum number of nodes to begin or to continue with.
-        most: Number of nodes when all are there.
-        number: This node's number, from 0; node 0 decides for all.
+        total: Number of nodes.
+        number: This node's number, from 0.
         host: Name or address of node 0.
         port: Port of the ranks' store on node 0.
         names: Names of the nodes, as far as they are known beforehand.
         source: Source of these values: flags, variables, Kubeflow or Slurm.
     """
 
-    least: int
-    most: int
+    total: int
     number: int
     host: str
     port: int
     names: tuple[str, ...] = ()
     source: str = ""
-
-    @property
-    def elastic(self) -> bool:
-        """Returns True if the job continues with fewer nodes."""
-        return self.least < self.most
 
     def name(self, number: int) -> str:
         """Returns `node 2 (n3)`, or `node 2` if its name is unknown."""
@@ -73,7 +68,7 @@ def find_nodes(
 
     Args:
         environ: The process's environment.
-        nnodes: Value of --nnodes: `4`, or `2:4` for at least 2 and at most 4.
+        nnodes: Value of --nnodes.
         node_rank: Value of --node-rank.
         master_addr: Value of --master-addr.
         master_port: Value of --master-port.
@@ -93,21 +88,21 @@ def find_nodes(
             raise BadInputError(f"{flags[0]} is for several nodes: say how many by --nnodes, or leave it out")
         return None
     source = values["source"]
-    least, most = _count(values["nodes"].strip(), source)
-    if most == 1:
+    count = _count(values["nodes"].strip(), source)
+    if count == 1:
         if nnodes is None:  # Kubeflow's WORLD_SIZE counts the ranks of one node, too
             _not_one_of_several(environ, _SIZES[1:])
         return None
     number = str(node_rank) if node_rank is not None else values.get("number")
-    if number is None or not 0 <= _whole(number) < most:
+    if number is None or not 0 <= _whole(number) < count:
         stated = "nothing" if number is None else f"'{number[:20]}'"
         raise BadInputError(
-            f"{source} says {most} nodes, and {stated} which one this is: give --node-rank (or NODE_RANK), "
-            f"from 0 to {most - 1}, another on each"
+            f"{source} says {count} nodes, and {stated} which one this is: give --node-rank (or NODE_RANK), "
+            f"from 0 to {count - 1}, another on each"
         )
     stated_port = values.get("port", str(PORT)) if master_port is None else str(master_port)
     host, port = _meeting_point(master_addr or values.get("master", ""), stated_port, source)
-    return Nodes(least, most, int(number), host, port, tuple(values.get("names", "").split()), source)
+    return Nodes(count, int(number), host, port, tuple(values.get("names", "").split()), source)
 
 
 def forget_step_of_shell(environ: MutableMapping[str, str]) -> None:
@@ -285,12 +280,15 @@ def _not_one_of_several(environ: Mapping[str, str], sizes: tuple[str, ...]) -> N
             )
 
 
-def _count(text: str, source: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
-    least, most = (int(found[1] or found[2]), int(found[2])) if found else (0, 0)
-    if not 1 <= least <= most:
-        raise BadInputError(f"{source} {text}: give a number of nodes, such as 4, or least:most, such as 2:4")
-    return least, most
+def _count(text: str, source: str) -> int:
+    if re.fullmatch(r"\d{1,6}:\d{1,6}", text):
+        raise BadInputError(
+            f"{source} {text}: a job has one number of nodes; when it has lost a node it ends, and the same "
+            "command with fewer or more nodes resumes it (to the same bits with parallel.reduction=tree)"
+        )
+    if (count := int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0) < 1:
+        raise BadInputError(f"{source} {text}: give a number of nodes, such as 4")
+    return count
 
 
 def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
