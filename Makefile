@@ -150,7 +150,7 @@ lint: ## check style, types, what imports what, spelling, shell files, the Docke
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict
 	$(VENV)/bin/lint-imports --no-logo --no-cache
-	PATH="$(VENV)/bin:$$PATH" shellcheck $$(find . \( -name .git -o -name .venv -o -name build -o -name runs \) -prune -o \
+	PATH="$(VENV)/bin:$$PATH" shellcheck $$(find . \( -name .git -o -name .venv -o -name build -o -name runs -o -name '*.j2' \) -prune -o \
 		-type f -exec awk 'FNR == 1 && /^#!.*[ \/](ba|da)?sh( |$$)/ {print FILENAME} {nextfile}' {} +)
 	$(VENV)/bin/hadolint Dockerfile
 	$(VENV)/bin/codespell
