@@ -14,18 +14,23 @@ import pytest
 
 import trainer.train.start.rank
 from tests.helpers.forked import attempt, replace, small
+from tests.helpers.manifests import least_manifest
 from tests.helpers.refusals import named, refused
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import changed, rewrite, same, with_state
 from trainer.checkpoint import store
-from trainer.commands.train import find_run
+from trainer.cli import make_parser
+from trainer.commands.train import find_run, options_of
 from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe
 from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.runs.folder import (
     write_json,
 )
 from trainer.train import loop, recording, summary
+from trainer.train.components.task import data_of, make_task
+from trainer.train.request import Request
 from trainer.train.start import resolve as start
 from trainer.train.start.rank import words_to_resume
 
@@ -349,22 +354,36 @@ def test_a_checkpoint_without_its_hashes_is_left_out(tmp_path: Path, stopped: Pa
 def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank finds the folder of the newest run, or that of the attempt before."""
     monkeypatch.chdir(tmp_path)
-    recipe = small()
-    options: Any = argparse.Namespace(out=None, resume="newest", recipe="small", set=[])
-    run = Path("runs", "small-00000000-1")
+    found = list[Path]()
+
+    def train_rank(request: Request, _: object) -> int:
+        found.append(request.folder)
+        if os.environ["RANK"] == "0":
+            (request.folder / "begun").touch()
+        return 0
+
+    monkeypatch.setattr(start, "train_rank", train_rank)
+    recipe = load_recipe("digits", words := ["data.limit=64", "model.width=4", "parallel.threads=1"])
+    run = Path("runs", "digits-00000000-1")
     run.mkdir(parents=True)
-    (run / "manifest.json").write_text('{"recipe": "small"}')
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        assert start._folder_of_rank(options, recipe) == run
-    options.resume = "auto"
-    monkeypatch.setenv("RANK", "0")
-    made = start._folder_of_rank(options, recipe)
-    assert made != run and made.is_dir()
+    fingerprint = data_of(recipe, make_task(recipe))
+    manifest = least_manifest(
+        recipe="digits", config=recipe.model_dump(mode="json"), threads=1, fingerprint=fingerprint
+    )
+    (run / "manifest.json").write_text(json.dumps(manifest))
+
+    def folder_of(rank: str, *more: str) -> Path:
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "1")):
+            monkeypatch.setenv(name, value)
+        options = make_parser().parse_args(["train", "digits", *words, *more])
+        assert start.train_without_launcher(options_of(options)) == 0
+        return found[-1]
+
+    assert {folder_of(rank, "--resume", "newest") for rank in "01"} == {run.absolute()}
+    made = folder_of("0")
+    assert made != run.absolute() and made.is_dir()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        assert start._folder_of_rank(options, recipe) == made
+    assert {folder_of(rank) for rank in "01"} == {made}
 
 
 # What fails, and by how many steps it is preceded in that attempt: then the code is 1, else it is bad input.

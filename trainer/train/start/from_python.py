@@ -17,29 +17,26 @@ from torch import nn
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import provisional
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.host.here import from_here, paths_from_here
+from trainer.host.here import paths_from_here
 from trainer.launch.forked import hangs_in_parallel
 from trainer.launch.worker import current
 from trainer.models.weights import load_initial
-from trainer.observe.console import warn
 from trainer.observe.rows import FILES, OWN
 from trainer.observe.wording import started_by
-from trainer.runs.folder import RUNS, claim_folder, new_folder, read_rows, remove_unused
+from trainer.runs.folder import RUNS, read_rows, remove_unused
 from trainer.runs.manifest import Manifest, read_stored
 from trainer.runs.report.write import failure_reported
 from trainer.runs.trust import check_recipe
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.components.task import check_request, limit_data, make_task
+from trainer.train.components.task import limit_data, make_task
 from trainer.train.hooks import HookError, find_hooks
 from trainer.train.options import Mode, parse_source
-from trainer.train.request import Request
-from trainer.train.start.checks import Start, check_start, places, threads_line
-from trainer.train.start.decision import Finished, From, decide
+from trainer.train.start.checks import places
 from trainer.train.start.micro_batch import stored_size, usual_size
+from trainer.train.start.prepare import Asked, prepare
 from trainer.train.start.process_state import process_state_kept
 from trainer.train.start.rank import train_rank
-from trainer.train.starting_weights import keep_beginning, resolve_pretrained
 
 
 @dataclass(frozen=True)
@@ -144,32 +141,17 @@ def _fit(
     if not isinstance(task, str | Path):
         assert isinstance(opened, CustomTask)
         stack.callback(opened.remember_changes)
-    if line := threads_line(recipe, stored, resume):
-        warn(line)
-    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, resume, source)
-    check_request(recipe, opened, 1, fresh)
     find_hooks(recipe.hooks, hooks)
-    if source is not None:
-        source = source._replace(run=from_here(source.run))
-    decision = decide(recipe, wanted, opened, pretrained=pretrained, resume=resume, source=source)
-    begun_from = decision.checkpoint if isinstance(decision, From) else None
     here = places(os.environ)  # a script under torchrun may call fit on each rank
     first = "job" in here
-    if not isinstance(decision, Finished):
-        check_start(Start(recipe, opened, wanted or runs, decision, words), here)
-    made = wanted is None
-    if wanted is None:
-        folder = new_folder(runs, name, recipe)
-    else:
-        folder, made = wanted, stored is None and first and claim_folder(wanted)
+    asked = Asked(recipe, name, 1, here, first, False, wanted, runs, resume, source, words)
+    prepared = prepare(asked, opened)
+    folder = prepared.request.folder
     try:
-        if begun_from is not None and first:
-            keep_beginning(folder, begun_from)
-        request = Request(recipe, name, folder, resume, begun_from=begun_from, pretrained=pretrained)
         with failure_reported(folder) if first else contextlib.nullcontext():
-            code = train_rank(request, opened, hooks)
+            code = train_rank(prepared.request, opened, hooks)
     finally:
-        if made:
+        if prepared.made:
             remove_unused(folder)
     if code != EXIT_DONE:
         raise BadInputError(

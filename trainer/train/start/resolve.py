@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Set
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from trainer.config.recipe_file import load_recipe, provisional
 from trainer.config.section import config_hash
 from trainer.errors import EXIT_FAILED, BadInputError, paths_explained
 from trainer.host.files import write_whole
-from trainer.host.here import folder_kept, from_here
+from trainer.host.here import folder_kept
 from trainer.launch.forked import Footprint, can_fork, footprint, handed
 from trainer.launch.launcher import LocalRanks, launch
 from trainer.launch.meeting import Meeting
@@ -23,26 +24,23 @@ from trainer.observe.console import detail, say, warn
 from trainer.runs.checkpoint_place import place_checkpoints
 from trainer.runs.folder import (
     RUNS,
-    check_inside,
-    claim_folder,
-    new_folder,
     newest_run,
     remove_unused,
 )
-from trainer.runs.manifest import Manifest, Pretrained, read_stored
+from trainer.runs.manifest import Manifest, read_stored
 from trainer.runs.report.write import failure_reported, report_failure
-from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.components.task import check_request, device_kind, make_task
 from trainer.train.options import TrainOptions
 from trainer.train.provenance import lock_hash
-from trainer.train.request import Request, as_json
-from trainer.train.start.checks import CheckPlace, Start, check_start, places, threads_line
-from trainer.train.start.decision import Decision, Finished, From, Resume, decide
+from trainer.train.request import as_json
+from trainer.train.start.checks import CheckPlace, places
+from trainer.train.start.decision import Finished
 from trainer.train.start.local_ranks import plan_local_ranks
 from trainer.train.start.micro_batch import KEY, Interrupted, fitting_size, stored_size, usual_size
+from trainer.train.start.prepare import Asked, prepare
 from trainer.train.start.rank import train_rank
-from trainer.train.starting_weights import keep_beginning, resolve_pretrained
+from trainer.train.starting_weights import resolve_pretrained
 from trainer.version import __version__
 
 _RANK = "trainer.train.start.rank_process"
@@ -66,61 +64,42 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
     )
     _check_options(options, nodes)
     local = plan_local_ranks(recipe, options.gpus, options.nproc_per_node)
-    wanted, stored = _wanted(options), _stored(options)
-    if line := threads_line(recipe, stored, options.resume):
-        warn(line)
-    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, options.resume, options.source)
-    if auto:
-        with folder_kept():  # trials and ranks start in the current folder of this process
-            check_request(recipe, make_task(recipe), 1, fresh)  # so that no trial fails on such a fault
+    with folder_kept():  # trials and ranks start in the current folder of this process
         try:
-            number = stored_size(stored) or _tried_size(recipe, local, nodes)
+            recipe = _sized(options, recipe, local, nodes) if auto else recipe
         except Interrupted as interrupted:
             warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
             return EXIT_FAILED
-        sized = load_recipe(options.recipe, [*options.set, f"{KEY}={number}"], options.values)
-        recipe = sized.model_copy(update={"model": recipe.model})
-    with folder_kept():
-        task = make_task(recipe)
-        check_request(recipe, task, local.ranks * (nodes.total if nodes else 1), fresh)
-        wanted = wanted and from_here(wanted)
-        decision = _decided(options, recipe, wanted, task, pretrained)
-        if isinstance(decision, Finished):
-            say(decision.line)
-            return decision.code
         first = not (nodes and nodes.number)
         here: set[CheckPlace] = {"job", "host"} if first else {"host"}
-        check_start(Start(recipe, task, wanted or RUNS, decision, options.set), here)
-    begins = first and not isinstance(decision, Resume)
-    folder, made = _folder(options.recipe, recipe, wanted, begins)
-    check_inside(folder)
+        ranks = local.ranks * (nodes.total if nodes else 1)
+        prepared = prepare(_asked(options, recipe, ranks, here, first, _wanted(options)))
+    if isinstance(prepared.decision, Finished):
+        say(prepared.decision.line)
+        return prepared.decision.code
+    request = prepared.request
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
-    # An absolute path: the same after each restart.
-    asked = _request(options, recipe, folder.absolute(), decision, pretrained, task)
-    request = as_json(asked)
     try:
         if first:
-            place_checkpoints(folder, recipe.checkpoint.folder)
-        if begins:
-            keep_beginning(folder, asked.begun_from)
-        fork = nodes is None and _may_fork(recipe, before, local)
-        handed[:] = [task] if fork and isinstance(task, CustomTask) else []
+            place_checkpoints(request.folder, recipe.checkpoint.folder)
+        fork = nodes is None and _may_fork(request.recipe, before, local)
+        handed[:] = [prepared.task] if fork and isinstance(prepared.task, CustomTask) else []
         meeting = nodes and Meeting(
-            nodes, local.ranks, _same(recipe), folder.absolute(), options.join_timeout
+            nodes, local.ranks, _same(request.recipe), request.folder, options.join_timeout
         )
         code = launch(
             _RANK,
-            request,
+            as_json(request),
             local._replace(fork=fork),
             max_restarts=options.max_restarts,
             grace_seconds=options.grace,
             output=output,
             meeting=meeting,
         )
-        return report_failure(folder, code) if first else code
+        return report_failure(request.folder, code) if first else code
     finally:
-        if made:
-            remove_unused(folder)
+        if prepared.made:
+            remove_unused(request.folder)
 
 
 def _may_fork(recipe: Recipe, before: Footprint, local: LocalRanks) -> bool:
@@ -147,60 +126,60 @@ def train_without_launcher(options: TrainOptions) -> int:
     Raises:
         BadInputError: If a check fails.
     """
-    with paths_explained():
-        request, task = _of_rank(options)
-    with failure_reported(request.folder) if os.environ["RANK"] == "0" else nullcontext():
-        return train_rank(request, task)
-
-
-def _of_rank(options: TrainOptions) -> tuple[Request, Task]:
-    """Returns the request and the task of a rank that torchrun or Slurm started, all checked."""
     _check_options(options, None)
-    recipe, auto = provisional(options.recipe, options.set, options.values)
-    if auto:
-        world = int(os.environ["WORLD_SIZE"])
-        number = stored_size(_stored(options)) or usual_size(recipe, world, "no launcher could try others")
-        recipe = load_recipe(options.recipe, [*options.set, f"{KEY}={number}"], options.values)
-    folder = _folder_of_rank(options, recipe).absolute()
-    # One rank of a host fetches the weights, the others wait for it.
-    recipe, pretrained, _ = resolve_pretrained(
-        recipe, _stored(options), _wanted(options), options.resume, options.source
-    )
-    here = places(os.environ) if not _restarted() else set()
-    if "job" in here and (line := threads_line(recipe, read_stored(folder), options.resume)):
-        warn(line)
-    task = make_task(recipe)
-    decision = _decided(options, recipe, folder, task, pretrained)
-    if not isinstance(decision, Finished):
-        check_start(Start(recipe, task, folder, decision, options.set), here)
-    request = _request(options, recipe, folder, decision, pretrained, task)
-    if request.begun_from is not None and os.environ["RANK"] == "0":
-        keep_beginning(folder, request.begun_from)
-    return request, task
+    world, first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
+    with paths_explained():
+        recipe, auto = provisional(options.recipe, options.set, options.values)
+        if auto:
+            number = stored_size(_stored(options)) or usual_size(
+                recipe, world, "no launcher could try others"
+            )
+            recipe = load_recipe(options.recipe, [*options.set, f"{KEY}={number}"], options.values)
+        marker = _marker(options, recipe)
+        wanted = _wanted(options)
+        if wanted is None and _restarted() and marker.exists():
+            wanted = Path(marker.read_text("utf-8"))
+        here = places(os.environ) if not _restarted() else set()
+        prepared = prepare(_asked(options, recipe, world, here, first, wanted))
+        folder = prepared.request.folder
+        if wanted is None and first:
+            write_whole(marker, str(folder))
+    try:
+        with failure_reported(folder) if first else nullcontext():
+            return train_rank(prepared.request, prepared.task)
+    finally:
+        if prepared.made:
+            remove_unused(folder)
 
 
-def _request(
+def _asked(
     options: TrainOptions,
     recipe: Recipe,
-    folder: Path,
-    decision: Decision,
-    pretrained: Pretrained | None,
-    task: Task,
-) -> Request:
-    begun_from = decision.checkpoint if isinstance(decision, From) else None
-    flags = (options.resume, options.stop_after, options.profile)
-    tried = dict(getattr(task, "tried", {}))
-    return Request(
-        recipe, options.recipe, folder, *flags, begun_from=begun_from, pretrained=pretrained, tried=tried
+    ranks: int,
+    here: Set[CheckPlace],
+    first: bool,
+    wanted: Path | None,
+) -> Asked:
+    return Asked(
+        recipe,
+        options.recipe,
+        ranks,
+        here,
+        first,
+        _restarted(),
+        folder=wanted,
+        resume=options.resume,
+        settings=options.set,
+        source=options.source,
+        stop_after=options.stop_after,
+        profile=options.profile,
     )
 
 
-def _decided(
-    options: TrainOptions, recipe: Recipe, folder: Path | None, task: Task, pretrained: Pretrained | None
-) -> Decision:
-    """Calls `decide` with paths relative to the folder of the start, which code of a task may have left."""
-    source = options.source and options.source._replace(run=from_here(options.source.run))
-    return decide(recipe, folder, task, pretrained=pretrained, resume=options.resume, source=source)
+def _marker(options: TrainOptions, recipe: Recipe) -> Path:
+    """Returns the file in which a run of torchrun leaves its folder for its restarts."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
 
 
 def _restarted() -> bool:
@@ -227,26 +206,24 @@ def _check_options(options: TrainOptions, nodes: Nodes | None) -> None:
         )
 
 
-def _tried_size(recipe: Recipe, local: LocalRanks, nodes: Nodes | None) -> int:
-    """Returns the micro-batch size that trials find.
+def _sized(options: TrainOptions, recipe: Recipe, local: LocalRanks, nodes: Nodes | None) -> Recipe:
+    """Returns the recipe with the micro-batch size of the run that is resumed, or that trials find.
 
     Raises:
         BadInputError: With several nodes, if nothing fits, or if the recipe can't be trained here.
         Interrupted: After a signal.
     """
-    if nodes is not None:
-        raise BadInputError(
-            f"{KEY}=auto: each of several nodes would choose for itself; find the number on one of them "
-            "(--fast-dev-run), and give it"
-        )
-    return fitting_size(recipe, local)
-
-
-def _folder(name: str, recipe: Recipe, wanted: Path | None, begins: bool) -> tuple[Path, bool]:
-    """Returns the run folder, and True if it was made here; with several nodes, node 0 makes it."""
-    if wanted is None:
-        return new_folder(RUNS, name, recipe), True
-    return wanted, claim_folder(wanted) if begins else False
+    stored = _stored(options)
+    if (number := stored_size(stored)) is None:
+        tried, _, fresh = resolve_pretrained(recipe, stored, _wanted(options), options.resume, options.source)
+        check_request(tried, make_task(tried), 1, fresh)  # so that no trial fails on such a fault
+        if nodes is not None:
+            raise BadInputError(
+                f"{KEY}=auto: each of several nodes would choose for itself; find the number on one of them "
+                "(--fast-dev-run), and give it"
+            )
+        number = fitting_size(tried, local)
+    return load_recipe(options.recipe, [*options.set, f"{KEY}={number}"], options.values)
 
 
 def _same(recipe: Recipe) -> dict[str, str]:
@@ -269,23 +246,3 @@ def _stored(options: TrainOptions) -> Manifest | None:
     """Reads the manifest in the folder that the flags name; None without one."""
     wanted = _wanted(options)
     return None if wanted is None else read_stored(wanted)
-
-
-def _folder_of_rank(options: TrainOptions, recipe: Recipe) -> Path:
-    """Returns --out, or a folder for torchrun's run, which its restarts find again."""
-    restarted = _restarted()
-    if options.out is not None:
-        if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:
-            claim_folder(options.out)
-        return options.out
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    marker = RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
-    if restarted and marker.exists():
-        return Path(marker.read_text("utf-8"))
-    if options.resume == "newest":
-        return newest_run(RUNS, options.recipe)
-    if os.environ["RANK"] != "0":
-        return RUNS  # only rank 0 writes
-    folder = new_folder(RUNS, options.recipe, recipe)
-    write_whole(marker, str(folder))
-    return folder
