@@ -427,7 +427,8 @@ class CommandLine(Apart):
 
 
 JOBS["the-command-line-says-who-hangs"] = lambda: CommandLine(2, INJECTED)
-GIL = INJECTED.replace('== "1"', '== "0"').replace("import time\n", "import ctypes\n")
+GIL = INJECTED.replace('if os.environ.get("RANK") == "1":', "if True:")  # a rank may be a fork
+GIL = GIL.replace("import time\n", "import ctypes\n")
 JOBS["code-that-holds-the-gil"] = lambda: CommandLine(
     1, GIL.replace("time.sleep(1000)", "ctypes.PyDLL(None).sleep(1000)")
 )

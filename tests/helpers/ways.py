@@ -78,7 +78,7 @@ class Started:
             for environment in slurm_tasks(ranks, free_port()):
                 self._start(*_TRAINER, *job.words, **environment)
         else:
-            names = {"from": "from_run"}
+            names = {"init-from": "from_run"}
             options = {names.get(name, name): value for name, value in job.options.items()}
             asked = [job.task, {"settings": dict(job.settings), "out": "run", **options}]
             self._start(sys.executable, "-c", _FIT, json.dumps(asked))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.refusals import named, refused
-from tests.helpers.waiting import SECONDS
+from tests.helpers.waiting import SECONDS, until
 from trainer.errors import BadInputError
 from trainer.launch import meeting as module
 from trainer.launch.meeting import (
@@ -106,8 +106,7 @@ def test_who_does_not_come_is_named_on_all(tmp_path: Path) -> None:
 def test_two_nodes_with_one_number(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, 3)
     waiting = [cluster.start(0), cluster.start(1)]
-    while "node-1" not in cluster.store:
-        pass
+    until(lambda: "node-1" in cluster.store)
     again = cluster.start(1)
     with refused("node 1"):
         waiting[1].result(SECONDS)  # the later one counts: it may have been started again

@@ -142,7 +142,7 @@ REFUSALS: dict[str, tuple[Job, tuple[str, ...]]] = {
         Job("own.py", {"hooks.use": ["watch.py:Failing"], **SOON}),
         ("watch.py:Failing", "PASSWORD_FILE"),
     ),
-    "from": (Job("own.py", {}, {"from": "gone"}), ("gone",)),
+    "from": (Job("own.py", {}, {"init-from": "gone"}), ("gone",)),
 }
 
 

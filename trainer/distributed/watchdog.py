@@ -214,12 +214,13 @@ class Watchdog:
     def watch(self) -> None:
         """Looks until it is stopped: the thread's work."""
         idle, place, progress = 0, (-1, -1), -1
-        while not self.stopped.wait(self._interval):
+        while True:
             here = self._here()
-            allowed = self.allowed_seconds() / self._interval
-            dump_unless_called_within(
-                (allowed + 1) * self._interval, f"rank {here.rank} on {here.host}: {here.where}\n"
-            )
+            where = f"rank {here.rank} on {here.host}: {here.where}\n"
+            dump_unless_called_within((_LOOKS + 1) * self._interval, where)  # the next step may hold the GIL
+            if self.stopped.wait(self._interval):
+                break
+            here, allowed = self._here(), self.allowed_seconds() / self._interval
             alive = PHASE_TIMER.heartbeats if here.phase in _ALONE else 0
             moved, place = place != (here.entered, alive), (here.entered, alive)
             job, together = self.job_state(moved, progress)
