@@ -14,7 +14,8 @@ import torch
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.privileges import permissions_count
 from tests.helpers.refusals import named, refusal, refused
-from trainer.cli import main
+from trainer.cli import main, make_parser
+from trainer.commands.train import options_of
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.errors import BadInputError, mendable, paths_explained
@@ -285,14 +286,17 @@ def test_an_error_of_the_file_system_is_one_line(error: OSError, line: str) -> N
 
 def test_a_rank_that_torchrun_started_says_it_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     error = PermissionError(13, "Permission denied", "data/train")
-    monkeypatch.setattr(start, "_of_rank", mock.Mock(side_effect=error))
+    monkeypatch.setattr(start, "prepare", mock.Mock(side_effect=error))
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     with refused("data/train"):
-        start.train_without_launcher(mock.Mock())
+        start.train_without_launcher(options_of(make_parser().parse_args(["train", "digits"])))
 
 
 QUICK = """
 import contextlib, io, sys
-from trainer.cli import main
+from trainer.cli import main, make_parser
+from trainer.commands.train import options_of
 
 for words in map(str.split, sys.argv[1:]):
     out, err = io.StringIO(), io.StringIO()

@@ -193,6 +193,8 @@ class Watchdog:
             self._thread.join(1.0)
         if done and self._store is not None:
             self._asked(lambda store: self._tell_place(store, self._here()._replace(phase="done")), None)
+            if self._holds_the_store():  # a request to a store that is gone is told at length
+                self._wait_until_all_told(_ANSWER_SECONDS)
 
     def leave_word(self, error: BaseException) -> None:
         """Writes how this rank fails to the store; or reads how the other rank failed that it has lost.
@@ -256,8 +258,8 @@ class Watchdog:
         own = world.rank in ranks
         if several:
             self._asked(lambda store: self._tell_end(store, EXIT_HANG, line), None)
-        # If the store is in rank 0 and not in torchrun, the others need it to read where all are.
-        holds = several and world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # The others need the store to read where all are.
+        holds = several and self._holds_the_store()
         leave_now(
             EXIT_HANG,
             line,
@@ -276,11 +278,7 @@ class Watchdog:
 
         if self._store is not None:
             self._asked(tell, None)
-            until = time.monotonic() + 2 * self._interval
-            while self._asked(lambda store: store.add(_TOLD, 0), self._world.size) < self._world.size:
-                if time.monotonic() > until:
-                    break
-                time.sleep(self._interval / 20)
+            self._wait_until_all_told(2 * self._interval)
         lines = self._asked(lambda store: store.get(_PLACES).decode(), "")
         places = {place.rank: place for place in (Place(*json.loads(line)) for line in lines.splitlines())}
         if not places and self._world.rank:  # the store is in rank 0, or in torchrun on its host
@@ -291,6 +289,17 @@ class Watchdog:
         return [*(places | {here.rank: here}).values()]
 
     # --- the store ---
+
+    def _holds_the_store(self) -> bool:
+        """True if the store is in this rank, and not in torchrun."""
+        return self._world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def _wait_until_all_told(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._asked(lambda store: store.add(_TOLD, 0), self._world.size) < self._world.size:
+            if time.monotonic() > until:
+                break
+            time.sleep(min(self._interval / 20, 0.05))
 
     def _asked(self, question: Callable[[Any], _T], otherwise: _T, seconds: float | None = None) -> _T:
         """Asks the store, in a thread of its own: a request to a host that is gone never returns."""
