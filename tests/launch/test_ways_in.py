@@ -50,7 +50,7 @@ folder    | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a
 own data  | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a)  | raises 1 none
 weights   | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a)  | raises 1 none
 hook      | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a)  | raises 1 none
-late hook | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a)  | raises 1 none
+late hook | 2 1 none   | 2 1 none   | 1 1 none     | 1 1+ none (b) | 2 2+ none (b) | raises 1 none
 from      | 2 1 none   | 2 1 none   | 1 1 none     | 1 1-2 none    | 2 2 none (a)  | raises 1 none
 signal    | 1 1 none   | 1 1 none   | 1 0 run (c)  | 1 0 run (c)   | 75 0 run (c)  | 143 0 none
 """

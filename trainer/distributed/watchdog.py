@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainer.config.training import ParallelConfig
 from trainer.distributed.exchange import store_client
-from trainer.distributed.parallel import World
+from trainer.distributed.parallel import World, silenced
 from trainer.errors import EXIT_HANG, LostPeerError
 from trainer.launch.exit_record import record_of
 from trainer.launch.worker import dump_no_more, dump_unless_called_within, leave_now
@@ -207,7 +207,8 @@ class Watchdog:
         record = record_of(self._world.rank, None, error)
         if record.consequence:
             lost = f"rank {record.rank} of {self._world.size} lost another rank ({record.line})"
-            code, line = self._end(_ANSWER_SECONDS) or (None, lost)
+            with silenced(sys.stderr):  # the store may be gone with the rank
+                code, line = self._end(_ANSWER_SECONDS) or (None, lost)
             raise LostPeerError(line, code) from error
         self._asked(lambda store: self._tell_end(store, record.code, record.line), None, _ANSWER_SECONDS)
 
