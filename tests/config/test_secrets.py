@@ -36,6 +36,11 @@ if "RANK" in os.environ:
 """
 
 
+@pytest.fixture(autouse=True)
+def _variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKER_API_KEY", SECRET)
+
+
 def leaks(folder: Path) -> list[str]:
     return [
         str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
@@ -71,7 +76,8 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     assert leaks(here) == []
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["config"]["data"]["path"].endswith("data?X-Amz-Signature=***")
-    assert "--set 'about=AWS_SECRET_ACCESS_KEY=*** *** AccountKey=*** curl -u *** h'" in manifest["command"]
+    assert manifest["redacted"].keys() == {"about", "data.path"}
+    assert "AWS_SECRET_ACCESS_KEY=*** *** AccountKey=***== curl -u me:*** h" in manifest["command"]
     assert "https://***@host/x" in manifest["reason"]
     assert "X-Amz-Signature=***" in (run / "quarantine.jsonl").read_text()
     assert {"config.yaml", "checksums.jsonl", "metrics.jsonl", "tensorboard"} <= {
@@ -92,6 +98,24 @@ def test_a_run_whose_path_was_redacted_goes_on(tmp_path: Path) -> None:
     assert b"hunter2" not in b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
     assert attempt(folder, recipe).code == 0
     assert json.loads((folder / "manifest.json").read_text())["restarts"] == 1
+
+
+def test_a_run_goes_on_without_the_variable_and_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+
+    def about(text: str) -> Recipe:
+        return small(data={"name": "folder", "path": str(tmp_path / text)})
+
+    for name in (f"a {SECRET}", "a renewed hunter2x", "b"):
+        write_pictures(tmp_path / name)
+    assert attempt(folder, about(f"a {SECRET}"), stop_after=1).code == 75
+    monkeypatch.delenv("TRACKER_API_KEY")
+    assert attempt(folder, about(f"a {SECRET}"), stop_after=2).code == 75, "the variable isn't set"
+    assert leaks(folder) == []
+    monkeypatch.setenv("TRACKER_API_KEY", "renewed hunter2x")
+    assert attempt(folder, about("a renewed hunter2x"), stop_after=3).code == 75, "the token was renewed"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +151,6 @@ def test_what_is_said_and_hashed(capfd: pytest.CaptureFixture[str]) -> None:
     told = capfd.readouterr()
     assert SECRET not in told.out + told.err
     assert (told.out + told.err).count("password=***") == 5
-    assert typed(["x", "train", "--token", SECRET, "a b"]) == "trainer train --token '***' 'a b'"
-    one, other = (Recipe(epochs=1, about=f"password={secret}") for secret in "ab")
+    assert SECRET not in typed(["x", "train", "--token", SECRET, "a b"])
+    one, other = (Recipe(epochs=1, about=f"https://me:{secret}@host/") for secret in "ab")
     assert config_hash(one) == config_hash(other) != config_hash(Recipe(epochs=1))

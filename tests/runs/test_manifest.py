@@ -13,7 +13,19 @@ from trainer.version import ARITHMETIC
 
 # The keys of a finished run's manifest, in their order: what others read by (docs/run-folder.md).
 KEYS = [
-    *("format", "recipe", "run_id", "from", "config", "config_hash", "seed", "command", "started", "ended"),
+    *(
+        "format",
+        "recipe",
+        "run_id",
+        "from",
+        "config",
+        "redacted",
+        "config_hash",
+        "seed",
+        "command",
+        "started",
+        "ended",
+    ),
     *("restarts", "attempts", "commit", "dirty", "lock", "image", "versions", "arithmetic", "device", "data"),
     *("fingerprint", "pretrained", "host", "pid", "world_size", "threads", "waiting", "parameters"),
     *(

@@ -1,48 +1,46 @@
 """Redaction of secrets in all output of a run: files, lines, tracebacks.
 
-Secrets are the user and password of a URL, the value of a key whose name says that it is secret
-(`AWS_SECRET_ACCESS_KEY=…`, `"password": "…"`, `--token …`, `?X-Amz-Signature=…`), and words with the prefix
-of a well-known service's tokens (`hf_…`, `ghp_…`). A secret without such a sign isn't recognized.
+Secrets by value: what environment variables hold whose names end in TOKEN, KEY, SECRET, PASSWORD or
+CREDENTIALS, and the user parts of URLs that variables hold; also quoted and in base64. A value that is short,
+a path, a number, or a word of the configuration is none. Secrets by form: user parts of URLs, signatures in
+queries, private keys, tokens with the prefix of a well-known service. Another secret isn't recognized.
 """
 
+import base64
+import hashlib
+import json
+import os
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import secrets
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 REDACTED = "***"
 
-# Ends of names, so that token_dtype, tokens and tokenizer are none; "secret" and "password" anywhere.
-_SECRET = (
-    r"[\w.\-]*?(?:(?:secret|passw(?:or)?d|passphrase)[\w.\-]{0,80}"
-    r"|(?:(?<!per_)token|(?:access|api|auth|bearer|hf|refresh|session)[_-]?tokens|api[_-]?keys?"
-    r"|(?:access|account|deploy|encryption|master|private|shared[_-]?access|signing|ssh|storage|wandb)"
-    r"[_-]?key(?:[_-]?id)?"
-    r"|credentials?|signature|authorization|(?<![a-z])(?:sig|pwd|passcode|otp|session[_-]?id))\d*"
-    r"|(?<=_)pass\d*)"
+_SHORTEST = 8  # letters of a value
+_ENDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
+_NAME = re.compile(
+    r".*(?:token|secret|password|credentials|(?<![a-z])(?:api|access|private|secret|account)[_-]?key)",
+    re.IGNORECASE | re.DOTALL,
 )
-# Names that are also words: numbers as values are kept, and so are the words in a sentence.
-_WORD = r"(?:pass|auth)"
-_NAME = re.compile(rf"(?:{_SECRET}|{_WORD}|(?:set[_-]?)?cookies?)", re.IGNORECASE)
-# In a query these are secret as well.
-_PARAMETER = rf"(?:{_SECRET}|key|auth|pass)"
-# A value: a list (three deep, or all of the line), quoted (with \" in it), or up to what ends it in text,
-# JSON, YAML and shells.
-_FLAT = r"[\[{][^\[\]{}]{0,4000}[\]}]"
-_NESTED = rf"[\[{{](?:[^\[\]{{}}]|{_FLAT}){{0,4000}}[\]}}]"
-_LIST = rf"(?:[\[{{](?:[^\[\]{{}}]|{_NESTED}){{0,4000}}[\]}}]|[\[{{][^\n]*)"
-_QUOTED = r"""[bBfFrRuU]{0,2}(?:\"{3}.*?\"{3}|'{3}.*?'{3}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
-_SCHEMES = r"(?:(?:bearer|basic|token|apikey|negotiate)\s+[^\s,;\"'&]+|(?:digest|aws4-hmac-sha256)\s[^\n]+)"
-_VALUE = rf"""(?:{_LIST}|{_QUOTED}|{_SCHEMES}|[^\s,;"'&)\]}}]+)"""
-_IS = r"""(?:=>|=(?!=)|:(?!/))"""
-_NO_NUMBER = r"(?![-+]?[\d.,]+(?:e[-+]?\d+)?(?:[\s,;)\]}]|\Z)|(?:true|false|none|null|yes|no)\b)"
+_PATH = re.compile(r"(?:~|\.{1,2})?(?:/[a-z0-9_.@\-]+)+/?|[a-z0-9_.\-]+(?:/[a-z0-9_.@\-]+)+\.[a-z0-9]+")
+_FIGURES = "accuracy perplexity precision"
+_PLAIN_WORD = re.compile(r"[A-Za-z]+")
 
-# Its length is bounded, and so is a password's below: no text may take quadratic time. A URL that was taken
-# for a path has lost a slash.
-_SCHEME = r"(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]{1,30}://?"
-
+# The length of a scheme is bounded, and so is that of a password: no text may take quadratic time. A URL that
+# was taken for a path has lost a slash.
+_SCHEME = r"(?<![a-zA-Z0-9+.\-])[a-zA-Z][a-zA-Z0-9+.\-]{1,30}://?"
+_USER = re.compile(rf"""{_SCHEME}([^\s/?#"']{{1,1000}})@""")
+_QUERY = (
+    r"(?:x-(?:amz|goog)-(?:signature|credential|security-token)|awsaccesskeyid|signature|sig|key|api[_-]?key"
+    r"|(?:access_|id_|refresh_)?token|secret|password)"
+)
 # Prefixes of services' tokens, from their documentation and from detect-secrets and gitleaks.
-_TOKENS = re.compile(
+_TOKENS = (
     r"(?<![A-Za-z0-9_\-])(?:"
     r"(?:hf|gsk|r8|npm)_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w\-]{20,}"
     r"|sk-(?:proj|ant|svcacct|admin|or)-[\w\-]{20,}|sk-(?=[a-zA-Z]*\d)(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{32,}"
@@ -51,137 +49,151 @@ _TOKENS = re.compile(
     r"|pypi-AgE[\w\-]{20,}|dop_v1_[a-f0-9]{40,}|SG\.[\w\-]{16,}\.[\w\-]{16,}|ya29\.[\w\-]{20,}"
     r"|hvs\.[\w\-]{20,}|dckr_pat_[\w\-]{20,}|nvapi-[\w\-]{40,}|local-[0-9a-f]{40})"
 )
-
-_PATTERNS = [
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL | re.MULTILINE), with_what)
+_FORMS = [
+    (re.compile(pattern, re.DOTALL), with_what)
     for pattern, with_what in (
         (
-            r"-----BEGIN ([A-Z ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)",
+            r"-----BEGIN ([A-Z ]*PRIVATE KEY(?: BLOCK)?)-----(?!\*{3}).*?(?:-----END \1-----|\Z)",
             rf"-----BEGIN \1-----{REDACTED}",
         ),
         # A password may hold / and @; host:8080/a@b is none.
         (rf"""({_SCHEME})[^\s/@:"']*:(?!\d+(?:[/?#\s"']|$))[^\s"]{{0,4000}}@""", rf"\1{REDACTED}@"),
         (rf"""({_SCHEME})[^\s/?#"']{{1,1000}}@""", rf"\1{REDACTED}@"),
-        (
-            r"""(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)[^\s"']+""",
-            rf"\1{REDACTED}",
-        ),
-        (rf"""([?&;]{_PARAMETER}=)[^&;#\s"'\\]+""", rf"\1{REDACTED}"),
-        (rf"""((?<![\w.\-%]){_SECRET}%3D)[^%&\s"']+""", rf"\1{REDACTED}"),
-        (rf"""(<({_SECRET})>)[^<]+""", rf"\1{REDACTED}"),
-        # Headers, whose value goes to the end of the line.
-        (r"^([ \t<>*]*(?:proxy-)?authorization[ \t]*:[ \t]*)[^\n]+", rf"\1{REDACTED}"),
-        (
-            rf"""((?<![\w\-])(?:set-)?cookies?["']?\s*{_IS}\s*)(?:{_LIST}|{_QUOTED}|[^\n"']+)""",
-            rf"\1{REDACTED}",
-        ),
-        # Values that YAML writes below a key, and after it on its line.
-        (
-            rf"""^([ \t]*)((?:-[ \t])?["']?(?:{_SECRET}|{_WORD})["']?[ \t]*:)[ \t]*(?:[|>][-+\d]*[ \t]*)?\n"""
-            r"(?:(?:\1[ \t]+|\1-[ \t])[^\n]*(?:\n|\Z))+",
-            rf"\1\2 {REDACTED}\n",
-        ),
-        (
-            rf"""^([ \t]*(?:-[ \t])?{_SECRET}(?:[ \t]*:|[ \t]+=)[ \t]+)(?=[^\s"'\[{{|>=])[^\r\n]*""",
-            rf"\1{REDACTED}",
-        ),
-        # {"name": "HF_TOKEN", "value": "…"}, as pods have it.
-        (
-            rf"""(\bname["']?\s*[:=]\s*["']?{_SECRET}["']?\s*[,\n]\s*["']?value["']?\s*[:=]\s*){_VALUE}""",
-            rf"\1{REDACTED}",
-        ),
-        # key=value, key: value, "key": "value", and the same within a string that is quoted once more. (What
-        # --env-from says of a secret is its name.)
-        (
-            rf"""(?<![\w.\-])(?<!unexpected )(?<!--env-from )({_SECRET}\\?["']?\s*{_IS}\s*)"""
-            rf"""(?:\\"[^"\\]*\\"|{_VALUE})""",
-            rf"\1{REDACTED}",
-        ),
-        (
-            rf"""((?:(?<![\w.\-]){_WORD}=|["']{_WORD}["']\s*{_IS}\s*|^[ \t]*{_WORD}:[ \t]+))"""
-            rf"{_NO_NUMBER}{_VALUE}",
-            rf"\1{REDACTED}",
-        ),
-        (rf"""(?<![\w\-])(--?{_SECRET}(?:["'],)?\s+)(?!-){_VALUE}""", rf"\1{REDACTED}"),
-        (r"""\b(bearer["']?\s*(?:[:=]\s*|\s))[\w.~+/\-]{8,}=*""", rf"\1{REDACTED}"),
-        # curl -u me:…, netrc, docker login -p …, wandb login …
-        (
-            r"""((?<![\w\-])(?:-u|--user|--proxy-user)(?:["'],?[ \t]*["']?|[ \t=]+["']?))"""
-            r"""[^\s:"'/]+:(?!\d+:?(?:[\s"']|$))[^\s"']+""",
-            rf"\1{REDACTED}",
-        ),
-        (r"(\blogin\s+\S{1,200}\s+password\s+)\S+", rf"\1{REDACTED}"),
-        (r"(\b(?:docker|podman|az)\s+login\b[^\n]{0,200}?\s-p[ \t]*)\S+", rf"\1{REDACTED}"),
-        (r"(\b(?:mysql\w{0,20}|sshpass)\b[^\n]{0,200}?\s-p)[^\s\-]\S*", rf"\1{REDACTED}"),
-        (r"(\bwandb\s+login\s+(?:--[\w=\-]+\s+)?)[\w\-]{16,}", rf"\1{REDACTED}"),
+        (rf"""([?&;](?i:{_QUERY})=)[^&;#\s"'\\]+""", rf"\1{REDACTED}"),
+        (_TOKENS, REDACTED),
     )
 ]
-_USER = re.compile(r"(?:-u|--user|--proxy-user) [^:/]+:(?!\d+$).+", re.DOTALL)
-# Each of them needs one of these: most values of a configuration, and most lines, have none.
+# Each form has one of these.
 _SIGNS = (
-    *("token", "key", "secret", "pass", "auth", "sig", "@", "pwd", "credential", "cookie", "bearer"),
-    *("session", "otp", "-u", "user", "login", "mysql", "hooks.slack", "discord"),
+    *("@", "=", "-----", "_", "sk-", "AKIA", "ASIA", "eyJ", "xox", "xapp", "AIza", "pypi-", "SG."),
+    *("ya29.", "hvs.", "nvapi-", "local-", "glpat-"),
 )
-_SHORTEST = 12  # of a token
 
 
-@lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """True if a key's name says that its value is secret."""
+    """True if a name, as of a variable or an attribute, says that its value is secret."""
     return _NAME.fullmatch(name) is not None
 
 
 def redact_text(text: str) -> str:
     """Returns a text with its recognizable secrets replaced."""
-    if len(text) >= _SHORTEST:
-        text = _TOKENS.sub(REDACTED, text)
-    small = text.lower()
-    if not any(sign in small for sign in _SIGNS):
-        return text
-    for pattern, with_what in _PATTERNS:
-        text = pattern.sub(with_what, text)
-    return text
+    return _redacted(text, _values())
 
 
 def redact(value: Any) -> Any:
-    """Redacts mappings and sequences of JSON, at any depth; numbers are kept."""
+    """Redacts the texts of mappings and sequences of JSON, at any depth."""
+    return _within(value, _values())
+
+
+def _within(value: Any, known: "re.Pattern[str] | None") -> Any:
     if isinstance(value, str):
-        return redact_text(value)
+        return _redacted(value, known)
     if value is None or isinstance(value, (int, float)):  # asked first: there are many, and it is quick
         return value
     if isinstance(value, Mapping):
-        # {"name": "HF_TOKEN", "value": "…"}, as pods have it.
-        named = isinstance(name := value.get("name"), str) and is_secret(name)
-        return {
-            key: _hidden(item) if is_secret(str(key)) or (named and key == "value") else redact(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, Sequence):
-        return [redact(item) for item in value]
-    return value
+        return {key: _within(item, known) for key, item in value.items()}
+    return [_within(item, known) for item in value] if isinstance(value, Sequence) else value
 
 
-def redact_words(words: Sequence[str]) -> list[str]:
-    """Redacts the words of a command line, also values that are words of their own or hold blanks."""
-    cleaned = list[str]()
-    for before, word in zip(["", *words], words, strict=False):
-        if _USER.fullmatch(f"{before} {word}"):
-            word = REDACTED  # noqa: PLW2901
-        name, equals, _ = word.lstrip("-").partition("=")
-        if equals and is_secret(name):
-            word = word.partition("=")[0] + f"={REDACTED}"  # noqa: PLW2901
-        elif before.startswith("-") and is_secret(before.lstrip("-")):
-            word = REDACTED  # noqa: PLW2901
-        cleaned.append(redact_text(word))
-    return cleaned
+def _redacted(text: str, known: "re.Pattern[str] | None") -> str:
+    if any(sign in text for sign in _SIGNS):
+        for pattern, with_what in _FORMS:
+            text = pattern.sub(with_what, text)
+    return text if known is None else known.sub(REDACTED, text)
 
 
-def _hidden(value: Any) -> Any:
-    """Returns the replacement of a secret value. Numbers are kept: they are figures like loss_per_token."""
-    if isinstance(value, str):
-        return REDACTED if value else value
-    if isinstance(value, Mapping):
-        return {key: _hidden(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_hidden(item) for item in value]
-    return value
+# --- values ---
+
+
+def _values() -> "re.Pattern[str] | None":
+    """Returns a pattern of the values that are secret now; None if there is none."""
+    named, urls = list[str](), list[str]()
+    for name, value in os.environ.items():
+        if name.upper().endswith(_ENDS):
+            named.append(value)
+        if "@" in value and ":/" in value:
+            urls.append(value)
+    return _pattern(tuple(named), tuple(urls)) if named or urls else None
+
+
+@lru_cache(maxsize=8)
+def _pattern(named: tuple[str, ...], urls: tuple[str, ...]) -> "re.Pattern[str] | None":
+    users = [user for url in urls for user in _USER.findall(url)]
+    passwords = [unquote(user.partition(":")[2] or user) for user in users]
+    found = {form for value in (*named, *passwords) if _is_one(value) for form in _forms(value)}
+    if not found:
+        return None
+    return re.compile("|".join(re.escape(one) for one in sorted(found, key=len, reverse=True)))
+
+
+def _is_one(value: str) -> bool:
+    value = value.strip()
+    if len(value) < _SHORTEST or REDACTED in value or _is_path(value):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return not (_PLAIN_WORD.fullmatch(value) and value.lower() in _words())
+    return False
+
+
+def _is_path(value: str) -> bool:
+    if _PATH.fullmatch(value):
+        return True
+    try:
+        return os.sep in value and Path(value).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+@cache
+def _words() -> frozenset[str]:
+    """Returns the words of the configuration (names, values and descriptions of its keys), and of figures."""
+    from trainer.config.recipe import Recipe
+    from trainer.config.section import describe
+
+    texts = (f"{key.name} {key.type} {key.default} {key.description}" for key in describe(Recipe))
+    return frozenset(word.lower() for text in (*texts, _FIGURES) for word in re.findall(r"[A-Za-z]+", text))
+
+
+def _forms(value: str) -> Iterator[str]:
+    """Yields the ways in which a value is written: as it is, quoted, and within base64."""
+    value = value.strip()
+    yield from (value, json.dumps(value)[1:-1], repr(value)[1:-1], shlex.quote(value), quote(value))
+    yield quote(value, safe="")
+    data = value.encode("utf-8", "surrogatepass")
+    for before in range(3):  # letters of the value's base64 that don't depend on what stands around it
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            text = encode(b"\0" * before + data).decode().rstrip("=")
+            first, last = (0, 2, 3)[before], (before + len(data)) * 8 // 6
+            if last - first >= _SHORTEST:
+                yield text[first:last]
+
+
+# --- values that are compared, though they aren't kept ---
+
+
+def salted(value: Any, salt: str | None = None) -> str:
+    """Returns "SALT:HASH" of a value that is redacted, by which another one can be compared with it."""
+    salt = salt or secrets.token_hex(8)
+    return f"{salt}:{hashlib.sha256(f'{salt}{json.dumps(value, default=str)}'.encode()).hexdigest()}"
+
+
+def is_same(stored: Any, now: Any, known: str | None = None) -> bool:
+    """True if a stored value is that of now, as far as a redacted one can tell.
+
+    Args:
+        stored: The value as it was stored.
+        now: The value itself.
+        known: `salted` of the stored value before it was redacted; None if it wasn't, or isn't known.
+    """
+    if stored == now or redact(stored) == redact(now):  # also where a token was renewed
+        return True
+    return known is not None and salted(now, known.partition(":")[0]) == known
+
+
+def is_masked(stored: str, now: str) -> bool:
+    """True if a text is the stored one but for what was redacted there."""
+    if REDACTED not in stored:
+        return stored == now
+    return re.fullmatch(".*".join(map(re.escape, stored.split(REDACTED))), now, re.DOTALL) is not None

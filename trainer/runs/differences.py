@@ -2,15 +2,16 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from trainer.config.models import HF
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
-from trainer.config.redact import REDACTED, redact
+from trainer.config.redact import REDACTED, is_masked, is_same, redact, salted
 from trainer.errors import BadInputError
 from trainer.runs.manifest import Manifest, RunFolder, TaskIdentity
 from trainer.version import ARITHMETIC, ARITHMETIC_CHANGES
@@ -76,17 +77,21 @@ def names_a_place(setting: str, config: Mapping[str, Any]) -> bool:
     return any(fnmatchcase(key, free) for free in FREE if free.startswith(_PLACES))
 
 
-def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(
+    stored: Mapping[str, Any], now: Mapping[str, Any], redacted: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """Returns the keys that affect results and differ from a manifest's, each as "key: before, now after".
 
-    A key that the manifest lacks is newer than its run, and counts with its default.
+    A key that the manifest lacks is newer than its run, and counts with its default. A value that was
+    redacted is compared by its salted hash (`redacted`, by key).
     """
-    before, after = flat(stored), flat(redact(now))
+    before, after, itself = flat(stored), flat(redact(now)), flat(now)
     before = {key: value for key, value in _defaults().items() if key in after} | before
     return [
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in FREE)
+        if not is_same(before.get(key), itself.get(key), redacted.get(key))
+        and not any(fnmatchcase(key, free) for free in FREE)
         # The path of a task's file is free: its content is compared with the data.
         if key != "task" or not all(str(one.get(key)).endswith(".py") for one in (before, after))
         # The configuration of a model from files is compared with its weights.
@@ -128,7 +133,7 @@ def other_task(before: TaskIdentity, now: TaskIdentity) -> dict[str, str]:
     if before.compiler == now.compiler:
         for name in _differing(before.code, now.code):
             changes[name] = f"{name}: {_change(before.code.get(name), now.code.get(name))}"
-    for name in _differing(before.values, now.values):
+    for name in _differing(before.values, now.values, is_masked):
         one, other = before.values.get(name), now.values.get(name)
         shown = one and other and "#" not in (one[0], other[0])
         changes[name] = f"{name}: {f'{one}, now {other}' if shown else _change(one, other)}"
@@ -140,8 +145,11 @@ def other_task(before: TaskIdentity, now: TaskIdentity) -> dict[str, str]:
     return changes
 
 
-def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+def _differing(
+    before: Mapping[str, str], now: Mapping[str, str], same: Callable[[str, str], bool] = str.__eq__
+) -> list[str]:
+    both = before.keys() & now.keys()
+    return sorted({*(before.keys() ^ now.keys()), *(one for one in both if not same(before[one], now[one]))})
 
 
 def _change(before: str | None, after: str | None) -> str:
@@ -159,8 +167,32 @@ def other_arithmetic(before: int) -> list[str]:
 
 def extends(stored: Manifest, config: Mapping[str, Any]) -> bool:
     """True if a configuration extends a run that has reached its end, or continues such an extension."""
-    later = any(map(of_end, differences(stored.config, config)))
+    later = any(map(of_end, differences(stored.config, config, stored.redacted)))
     return stored.status == "finished" or (stored.extended and later)
+
+
+def hidden(
+    config: Mapping[str, Any], stored: Manifest | None, prefix: str = ""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns a configuration without secrets, and by key a salted hash of each value that was redacted.
+
+    A value that `stored` has redacted stays so, also where the variable that told is gone.
+    """
+    kept, hashes = dict[str, Any](), dict[str, str]()
+    before = flat(stored.config) if stored else {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        known = stored.redacted.get(key) if stored else None
+        if isinstance(value, Mapping):
+            kept[name], inner = hidden(value, stored, f"{key}.")
+            hashes |= inner
+        elif (masked := redact(value)) != value:
+            kept[name], hashes[key] = masked, salted(value)
+        elif known is not None and is_same(before.get(key), value, known):
+            kept[name], hashes[key] = before[key], known
+        else:
+            kept[name] = value
+    return kept, hashes
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -138,6 +138,7 @@ class Manifest(BaseModel):
         run_id: Id of the run, also in its checkpoints.
         begun_from: Checkpoint of another run that it began from (`from` in the file).
         config: Resolved configuration, without secrets.
+        redacted: Salted hash of each value of `config` that was redacted, by key.
         config_hash: Hash of `config`.
         command: Command line of the newest attempt.
         started: Start of the first attempt.
@@ -176,6 +177,7 @@ class Manifest(BaseModel):
     run_id: str
     begun_from: BegunFrom | None = Field(None, alias="from")
     config: dict[str, Any]
+    redacted: dict[str, str] = Field(default_factory=dict)
     config_hash: str
     seed: int | None = None
     command: str = ""

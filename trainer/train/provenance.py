@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.config.section import config_hash
+from trainer.config.section import hash_of
 from trainer.host.environment import IMAGE_DIGEST
 from trainer.host.files import hash_of_rest
 from trainer.host.kernel import processor
@@ -22,7 +22,7 @@ from trainer.host.nvml import driver_version
 from trainer.host.stacks import read_stacks, read_stamp, stack_of, unsupported
 from trainer.host.startup import waiting
 from trainer.launch.nodes import job_of
-from trainer.runs.differences import differences, extends, other_arithmetic, other_data
+from trainer.runs.differences import differences, extends, hidden, other_arithmetic, other_data
 from trainer.runs.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
 from trainer.runs.trust import marked
 from trainer.train.components.task import described_data, identity_of_task, task_changes
@@ -55,11 +55,12 @@ def make_manifest(
     recipe, world, threads = run.recipe, run.world, torch.get_num_threads()
     commit, dirty = _commit()
     config = recipe.model_dump(mode="json")
+    kept, hashes = hidden(config, stored)
     # Only by --resume force: earlier steps were trained with other values than this manifest has.
     changed = []
     if stored is not None:
         changed = [
-            *differences(stored.config, config),
+            *differences(stored.config, config, stored.redacted),
             *task_changes(stored, run.task),
             *other_data(stored, fingerprint),
             *other_arithmetic(stored.arithmetic),
@@ -72,7 +73,7 @@ def make_manifest(
         log_every=recipe.log.every,
         changed=changed,
         extends=stored is not None and bool(run.state.step) and extends(stored, config),
-        config_hash=config_hash(recipe),
+        config_hash=hash_of(kept),
         jsonl="jsonl" in recipe.log.to,
         checksums=recipe.log.fingerprints,
         arithmetic=ARITHMETIC,
@@ -84,8 +85,9 @@ def make_manifest(
         recipe=name,
         run_id=run_id,
         begun_from=stored.begun_from if stored else begun_from,
-        config=config,
-        config_hash=config_hash(recipe),
+        config=kept,
+        redacted=hashes,
+        config_hash=hash_of(kept),
         seed=recipe.seed,
         command=command,
         started=attempts[0].started,

@@ -13,7 +13,6 @@ from torch import nn
 
 from trainer.checkpoint.tensor_file import safetensors_bytes
 from trainer.config.recipe import Recipe
-from trainer.config.redact import redact
 from trainer.config.registry import named
 from trainer.config.sinks import FILE_SINKS, SINKS
 from trainer.distributed.parallel import differs_over_ranks
@@ -71,7 +70,7 @@ def open_recording(
     with contextlib.ExitStack() as closing:
         try:
             with writable(folder):
-                sinks = _open(folder, run.recipe, run.state.step, closing)
+                sinks = _open(folder, run.recipe, manifest.config, run.state.step, closing)
                 checksums = None
                 if run.recipe.log.fingerprints:
                     checksums = _open_trace(folder / "checksums.jsonl", run, closing)
@@ -98,10 +97,11 @@ def _begin(folder: Path, manifest: Manifest, step: int) -> None:
     update_manifest(folder, manifest)
 
 
-def _open(folder: Path, recipe: Recipe, step: int, closing: contextlib.ExitStack) -> list[Sink]:
+def _open(
+    folder: Path, recipe: Recipe, config: Mapping[str, Any], step: int, closing: contextlib.ExitStack
+) -> list[Sink]:
     with written_whole(folder / "config.yaml") as beside:
-        values = redact(recipe.model_dump(mode="json"))
-        beside.write_text(yaml.dump(values, Dumper=_DUMPER, sort_keys=False))
+        beside.write_text(yaml.dump(dict(config), Dumper=_DUMPER, sort_keys=False))
     sinks: list[Sink] = []
     for name in FILE_SINKS:
         if name in recipe.log.to:

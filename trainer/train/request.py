@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from trainer.config.recipe import Recipe
-from trainer.config.redact import redact_words
+from trainer.config.redact import redact_text
 from trainer.observe.profile import ProfileKind
 from trainer.runs.manifest import BegunFrom, Pretrained
 from trainer.train.options import Mode
@@ -18,7 +18,7 @@ from trainer.train.options import Mode
 
 def typed(argv: Sequence[str]) -> str:
     """Returns a command as it was typed, without secrets."""
-    return shlex.join(redact_words(["trainer", *argv[1:]]))
+    return shlex.join(map(redact_text, ["trainer", *argv[1:]]))
 
 
 @dataclass(frozen=True)

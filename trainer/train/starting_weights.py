@@ -100,7 +100,7 @@ def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFr
         hash=digest,
         # Without that run's own initial weights: only the weights that it trained are taken.
         differs=[
-            *differences(before, config),
+            *differences(before, config, run.manifest.redacted),
             *task_changes(run.manifest, task),
             *(
                 line

@@ -120,7 +120,7 @@ def check_resumable(
     if mode == "never":
         raise BadInputError(f"{folder}: holds a run already; give another folder or remove it")
     check_current(folder, stored)
-    differing = differences(stored.config, config)
+    differing = differences(stored.config, config, stored.redacted)
     if (stored.status == "finished" or stored.extended) and steps > stored.last_step:
         differing = [line for line in differing if not of_end(line)]
     if stored.device.kind != device:
@@ -175,7 +175,7 @@ def ended(
     Raises:
         BadInputError: If the run is to be extended but stopped early, out of patience.
     """
-    later = any(map(of_end, differences(stored.config, config)))
+    later = any(map(of_end, differences(stored.config, config, stored.redacted)))
     extended = (mode == "force" or later) and steps > stored.last_step
     if stored.status == "finished" and extended:
         spent = stored.out_of_patience
