@@ -1,5 +1,6 @@
 """What tests share."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -26,6 +27,9 @@ from hypothesis import HealthCheck, settings
 from tests.helpers.forked import attempt
 from tests.helpers.world import Ranks
 from trainer.host.limits import read_limits
+
+# pytest lets faulthandler wait for a test without an end; a fork hangs where it ends that wait, or begins its own.
+os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
 
 # multiprocessing's server of forks imports torch once, for all that it forks.
 multiprocessing.set_forkserver_preload(["trainer.data.loader", "trainer.data.formats.decode"])
