@@ -20,7 +20,6 @@ from trainer.launch.launcher import LocalRanks, launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
 from trainer.observe.console import detail, say, warn
-from trainer.runs.checkpoint_place import place_checkpoints
 from trainer.runs.folder import (
     RUNS,
     check_inside,
@@ -99,8 +98,6 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
     asked = _request(options, recipe, folder.absolute(), decision, pretrained, task)
     request = as_json(asked)
     try:
-        if first:
-            place_checkpoints(folder, recipe.checkpoint.folder)
         if begins:
             keep_beginning(folder, asked.begun_from)
         if nodes is None:
