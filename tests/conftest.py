@@ -46,14 +46,10 @@ settings.load_profile("few")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A configuration folder of the tests' own, for the key that marks runs; and no commit for runs to name.
-
-    A commit in this checkout while tests run would be a difference between a run and its replay.
-    """
+def _no_commit() -> Iterator[None]:
+    """No commit for runs to name: one in this checkout while tests run would be a difference to a replay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GIT_CEILING_DIRECTORIES", str(Path(__file__).parents[1]))
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
         yield
 
 

@@ -31,7 +31,7 @@ from trainer.rng import Ints
 from trainer.runs.altered import altered_config
 from trainer.runs.differences import names_a_place, own_config
 from trainer.runs.folder import MANIFEST, checkpoints_of
-from trainer.runs.manifest import Manifest, RunFolder, read_run
+from trainer.runs.manifest import FORMAT, Manifest, RunFolder, read_run
 from trainer.tasks import Task
 from trainer.train.components.checkpoint_choice import chosen_checkpoint
 from trainer.train.components.operations import shapes_only
@@ -109,8 +109,7 @@ def open_run(
     if weights is not None and weights not in run.manifest.weights:
         raise BadInputError(f"{folder / weights}: isn't one of the run's final weights; give the run folder")
     source = _load_weights(model, run, name, checkpoint)
-    for line in altered_config(run.manifest.as_facts()):
-        warn(f"{folder}: {line}")
+    _warn_of_changes(run)
     return OpenedRun(folder, run.manifest, recipe, task, model, source)
 
 
@@ -126,8 +125,7 @@ def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolde
         BadInputError: As `open_run`; or if LoRA is still to be merged into the weights.
     """
     run = read_run(folder)
-    for line in altered_config(run.manifest.as_facts()):
-        warn(f"{folder}: {line}")
+    _warn_of_changes(run)
     recipe = _recipe_of(run, settings)
     name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
     if (digest := run.manifest.weights.get(name)) is not None:
@@ -158,11 +156,18 @@ def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolde
     tensors: dict[str, Any] = dict(found.tensors["model"])
     if kind == "ema":
         # The average has each tied parameter once, under its first name.
-        model, first = shapes_only(make_task(recipe)), dict[int, str]()
+        refuse_other_task(run, task := make_task(recipe))
+        model, first = shapes_only(task), dict[int, str]()
         for parameter, one in model.named_parameters(remove_duplicate=False):
             averaged = first.setdefault(id(one), parameter)
             tensors[parameter] = found.tensors["ema"].get(averaged, tensors[parameter])  # or it is frozen
     return run, f"{CHECKPOINTS}/{found.path.name}/{kind}.safetensors", tensors
+
+
+def _warn_of_changes(run: RunFolder) -> None:
+    """Warns if a configuration isn't the one that was hashed; one of 0.1 is read without keys that are gone."""
+    for line in altered_config(run.manifest.as_facts()) if run.manifest.format == FORMAT else ():
+        warn(f"{run.path}: {line}")
 
 
 def with_set(recipe: Recipe, on: str) -> Recipe:
