@@ -111,10 +111,8 @@ def play(case: Case, place: Workplace) -> dict[str, Any]:
         if name == "evaluate":
             said = go((0,), name, parts, *code, "--json", *_ranks(case.ranks)).stdout
             _same_figures(json.loads(said)["metrics"], read_rows(whole, "evaluations")[-1])
-        elif name == "verify":
-            go((0,), name, parts, *code)
-        elif name == "report":
-            go((0,), name, parts)
+        elif name in ("verify", "report"):
+            go((0,), name, parts, *(code if name == "verify" else ()))
         elif name == "export":
             go((0,), name, parts, *code, "--to", rest, "--out", folder / "export")
             if rest == "safetensors":

@@ -1,21 +1,21 @@
-"""Promise: a run folder names no code: a custom task, hooks and sinks run only where the command names them."""
+"""Promise: a run folder names no code: tasks, hooks and sinks run only where the command names them."""
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked import small
 from tests.helpers.refusals import refusal, refused
 from trainer import cli
 from trainer.config.own_code import own_code
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe, provisional
-from trainer.errors import BadInputError, UnnamedCodeError
+from trainer.errors import UnnamedCodeError
+from trainer.runs.manifest import RunFolder, read_run
 from trainer.tasks.custom import custom_task
+from trainer.train.components.task import refuse_other_task
 from trainer.train.model_of_run import open_run
 from trainer.train.start.from_python import fit
 
@@ -24,7 +24,9 @@ import numpy as np, torch
 from torch import nn
 import net
 class Toy:
-    RECIPE = {"max_steps": 2, "parallel": {"threads": 1}, "data": {"global_batch_size": 8, "micro_batch_size": 8}}
+    RECIPE = {
+        "max_steps": 2, "parallel": {"threads": 1}, "data": {"global_batch_size": 8, "micro_batch_size": 8}
+    }
     def data(self):
         one = {"x": np.ones((16, 2), np.float32)}
         return one, one
@@ -48,7 +50,7 @@ SMALL = ["max_steps=2", "parallel.threads=1", "data={global_batch_size: 8, micro
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, with a blank in its name: a task's file, a module beside it, and a hook and a sink."""
+    """The user's folder, with a blank in its name: a task's file, a module beside it, a hook, a sink."""
     folder = tmp_path / "my code"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -199,6 +201,20 @@ def test_a_file_that_changes_while_it_is_imported_is_refused(code: Path) -> None
         custom_task("task.py")
     (code / "task.py").write_text(TASK)
     assert len(custom_task("task.py").source_hash) == 16
+
+
+def test_under_another_python_the_files_are_compared(code: Path) -> None:
+    """There, the identity's code can't be compared."""
+    fit("task.py", {"max_steps": 2, "parallel.threads": 1}, out="run")
+    manifest = read_run(Path("run")).manifest
+    assert manifest.identity is not None
+    older = manifest.identity.model_copy(update={"compiler": "older"})
+    run = RunFolder(Path("run"), manifest.model_copy(update={"identity": older}))
+    refuse_other_task(run, custom_task("task.py"))
+    (code / "net.py").write_text(NET.replace("x * x", "3 * x"))
+    for one in (run, RunFolder(Path("run"), manifest.model_copy(update={"identity": None}))):
+        with refused("run", "task", manifest.fingerprint["task"]):
+            refuse_other_task(one, custom_task("task.py"))
 
 
 def test_a_flag_that_went_is_named(capsys: pytest.CaptureFixture[str]) -> None:
