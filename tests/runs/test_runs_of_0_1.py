@@ -65,7 +65,7 @@ def test_it_is_not_gone_on_with(words: list[str], old: Path, capsys: pytest.Capt
 def test_checkpoints_elsewhere_are_refused_with_what_to_do(
     old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By checkpoint.folder, 0.1 made a link."""
+    """By checkpoint.folder, earlier versions made a link."""
     run, place = tmp_path / "run", tmp_path / "scratch"
     shutil.copytree(old, run)
     shutil.move(run / "checkpoints", place)

@@ -66,7 +66,7 @@ def checkpoints_of(run: Path) -> Path:
     """Returns the folder of a run's checkpoints.
 
     Raises:
-        BadInputError: If it is a link, as trainer 0.1 made one by checkpoint.folder.
+        BadInputError: If it is a link, as earlier versions made one by checkpoint.folder.
     """
     if (inside := run / CHECKPOINTS).is_symlink():
         raise BadInputError(

@@ -165,7 +165,7 @@ def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolde
 
 
 def _warn_of_changes(run: RunFolder) -> None:
-    """Warns if a configuration isn't the one that was hashed; one of 0.1 is read without keys that are gone."""
+    """Warns if a configuration isn't the one that was hashed; one of 0.1 lacks keys."""
     for line in altered_config(run.manifest.as_facts()) if run.manifest.format == FORMAT else ():
         warn(f"{run.path}: {line}")
 
