@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_each_command_prints_the_one_that_names_the_code_and_that_one_works(
 
 
 def test_a_notebooks_class_goes_on_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scope: dict[str, type] = {"__name__": "__main__"}
+    scope: dict[str, Any] = {"__name__": "__main__"}
     (code / "cell.py").write_text(TASK.replace("import net\n", NET).replace("net.", ""))
     exec((code / "cell.py").read_text(), scope)
     fit(scope["Toy"], out="run")

@@ -135,7 +135,7 @@ def refuse_other_task(run: RunFolder, task: Task) -> None:
     if changes:
         raise BadInputError(
             f"{run.path}: its task isn't the one that the run was trained with ({'; '.join(changes)}); bring "
-            "that back, or name its file by --task FILE"
+            "that back, or give its file as task"
         )
 
 
