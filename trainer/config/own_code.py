@@ -48,8 +48,8 @@ def refuse_unnamed(
         shown = shown if shown.isprintable() else "FILE"
         words += [flag, shown] if flag and key == "task" else ["--set", f"{key}={shown}"]
     raise UnnamedCodeError(
-        f"{source}: names Python code ({', '.join(code)}), which runs only where the command names it: read it "
-        f"if the run isn't yours{why}",
+        f"{source}: names Python code ({', '.join(code)}), which runs only where the command names it: read "
+        f"it if the run isn't yours{why}",
         words,
     )
 
