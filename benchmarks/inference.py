@@ -34,7 +34,7 @@ from trainer.models.export_formats import (
     write_onnx,
 )
 from trainer.observe.conditions import conditions
-from trainer.runs.flags import add_settings, add_trust
+from trainer.runs.flags import add_settings, add_task
 from trainer.train.components.task import device_kind
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
 
@@ -221,7 +221,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--ways", default="", metavar="LIST", help="which to measure (default: all)")
     bench.add_argument("--json", action="store_true", help="print JSON")
     add_settings(bench, "where the data lies now")
-    add_trust(bench)
+    add_task(bench)
     bench.set_defaults(run=bench_inference)
 
 
@@ -239,7 +239,7 @@ def bench_inference(options: argparse.Namespace) -> int:
     if not 0 < seconds < 3600:
         print("nothing measured: --seconds must be above 0")
         return EXIT_NOT_MEASURED
-    run = open_run(options.folder, options.set, trust=options.trust)
+    run = open_run(options.folder, options.set)
     threads = threads_per_rank(read_limits(), 1)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

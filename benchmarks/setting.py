@@ -19,7 +19,6 @@ from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.conditions import conditions
-from trainer.runs.trust import check_recipe
 from trainer.train.components.loading import choose_loading
 from trainer.train.components.run import build, set_determinism
 from trainer.train.components.task import check_request, device_kind, make_task
@@ -72,7 +71,6 @@ def bench_setting(name: str, settings: Sequence[str], common: Sequence[str], rou
             )
     length = ["epochs=1000000000", f"max_steps={steps * (rounds + 1)}"]
     values = override(read_recipe(name), [*common, *length])
-    check_recipe(name, validated(Recipe, values, name), [*common, *settings])
     threads = threads_per_rank(read_limits(), 1)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

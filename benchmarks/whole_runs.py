@@ -59,7 +59,6 @@ def bench_whole_runs(
         f"max_steps={steps}",
         "evaluation={every: end, patience: 0}",
         "checkpoint.minutes=0",
-        "checkpoint.folder=null",
     ]
     sides = {"as it is": [], **{setting: [setting] for setting in settings}}
     found: dict[str, list[Figures]] = {side: [] for side in sides}

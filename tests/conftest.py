@@ -28,7 +28,7 @@ from tests.helpers.forked import attempt
 from tests.helpers.world import Ranks
 from trainer.host.limits import read_limits
 
-# pytest lets faulthandler wait for a test without an end; a fork hangs where it ends that wait, or begins its own.
+# pytest lets faulthandler wait for a test without an end; a fork hangs where it ends that, or begins its own.
 os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
 
 # multiprocessing's server of forks imports torch once, for all that it forks.
@@ -50,14 +50,10 @@ settings.load_profile("few")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A configuration folder of the tests' own, for the key that marks runs; and no commit for runs to name.
-
-    A commit in this checkout while tests run would be a difference between a run and its replay.
-    """
+def _no_commit() -> Iterator[None]:
+    """No commit for runs to name: one in this checkout while tests run would be a difference to a replay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GIT_CEILING_DIRECTORIES", str(Path(__file__).parents[1]))
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
         yield
 
 

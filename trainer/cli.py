@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from trainer.config.dropped import DroppedKeysError
 from trainer.config.redact import redact_text
 from trainer.config.registry import named
 from trainer.config.suggest import MEANT, nearest
-from trainer.errors import EXIT_BAD_INPUT, BadInputError, paths_explained, reading
+from trainer.errors import EXIT_BAD_INPUT, BadInputError, UnnamedCodeError, paths_explained, reading
 from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
@@ -53,6 +54,10 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
             tell(f"trainer: error: {line}", "error")
         print(error.recipe, end="")
         return EXIT_BAD_INPUT
+    except UnnamedCodeError as error:
+        command = shlex.join(["trainer", *arguments, *error.words])
+        tell(f"trainer: error: {error}: {command}", "error")
+        return EXIT_BAD_INPUT
     except BadInputError as error:
         tell(f"trainer: error: {' '.join(str(error).split())}", "error")
         return EXIT_BAD_INPUT
@@ -66,6 +71,7 @@ _ELSEWHERE = {
     "--ranks": "--nproc-per-node",
     "--ranks-per-node": "--nproc-per-node",
     "--master": "--master-addr",
+    "--trust": "--task",
     **dict.fromkeys(
         ("--enable-progress-bar", "--disable-tqdm", "--no-progress-bar", "--no-bar"), "--no-progress"
     ),

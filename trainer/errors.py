@@ -68,6 +68,19 @@ class OwnCodeError(BadInputError):
         self.trace = trace
 
 
+class UnnamedCodeError(BadInputError):
+    """Code that a run's recipe names, and the command doesn't.
+
+    Attributes:
+        words: Words that the command lacks.
+    """
+
+    def __init__(self, message: str, words: list[str]) -> None:
+        """With the words."""
+        super().__init__(message)
+        self.words = words
+
+
 @contextmanager
 def writing(what: str, remedy: str = "give another") -> Iterator[None]:
     """Context manager in which a path that the user named is written; an error of that is one line.

@@ -243,8 +243,8 @@ def test_odd_folders_are_no_checkpoints(tmp_path: Path) -> None:
         (folder / name).mkdir()
     problems = [(entry.step, entry.problem) for entry in listing(folder, verify=True)]
     assert problems == [
-        (9, "the folder isn't one (Not a directory)"),
-        (8, "the folder isn't one (Not a directory)"),
+        (9, "the folder: Not a directory"),
+        (8, "the folder: Not a directory"),
         (7, "SHA256SUMS is missing"),
     ]
     assert newest_good(folder)[0] is None

@@ -272,7 +272,7 @@ def test_a_run_of_another_arithmetic_is_gone_on_with_by_force_alone(tmp_path: Pa
     assert older.arithmetic == 1
     recorded = Recorded(folder, older, [], 0)
     with pytest.raises(BadInputError, match=r"arithmetic: 1, now .* version of trainer that trained it"):
-        replay_config(recorded, [], trust=False)
+        replay_config(recorded, [])
 
 
 def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ NOT_OF_FIT = {
 }
 OTHERS = {
     *("--backend-store-uri", "--logdir", "--dereference", "--hard-dereference"),
-    *("--stop-after", "--trust", "--exif-orientation", "--image-bits"),  # asked for by a command alone
+    *("--stop-after", "--exif-orientation", "--image-bits"),  # asked for by a command alone
 }
 
 

@@ -44,8 +44,8 @@ class Workplace:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         write_files(folder)
-        # No GPU, no key of the user's, no cache of the user's.
-        mine = {"XDG_CONFIG_HOME": "config", "XDG_CACHE_HOME": "cache"}
+        # No GPU, no cache of the user's.
+        mine = {"XDG_CACHE_HOME": "cache"}
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")},
             **{name: str(folder / value) for name, value in mine.items()},
@@ -104,15 +104,17 @@ def play(case: Case, place: Workplace) -> dict[str, Any]:
         go(_ENDS[attempt.end], *train, *_words(attempt), "--out", parts)
     compare(whole, parts)
     (folder / "cut").unlink(missing_ok=True)
+    task = str(case.recipe.get("task", ""))
+    code = ("--task", task) if task.endswith(".py") else ()  # a run folder names no code
     for command in case.commands:
         name, _, rest = command.partition(" ")
         if name == "evaluate":
-            said = go((0,), name, parts, "--json", *_ranks(case.ranks)).stdout
+            said = go((0,), name, parts, *code, "--json", *_ranks(case.ranks)).stdout
             _same_figures(json.loads(said)["metrics"], read_rows(whole, "evaluations")[-1])
         elif name in ("verify", "report"):
-            go((0,), name, parts)
+            go((0,), name, parts, *(code if name == "verify" else ()))
         elif name == "export":
-            go((0,), name, parts, "--to", rest, "--out", folder / "export")
+            go((0,), name, parts, *code, "--to", rest, "--out", folder / "export")
             if rest == "safetensors":
                 _same_weights(folder / "export", whole)
         elif name == "extend":

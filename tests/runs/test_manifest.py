@@ -34,7 +34,6 @@ KEYS = [
         "gradient_accumulation_steps",
         "notes",
         "trackers",
-        "trust",
         "rows",
         "weights",
         "anomalies",

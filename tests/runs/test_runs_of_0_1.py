@@ -1,14 +1,16 @@
 """Promise: runs of trainer 0.1 are evaluated, exported, reported and begun from; none is trained on."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.forked import attempt, small
-from tests.helpers.refusals import refusal
+from tests.helpers.refusals import named, refusal
 from trainer.cli import main
 from trainer.config.dropped import DROPPED
+from trainer.config.section import hash_of
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +20,11 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = attempt(run, small(epochs=1))
     assert done.code == 0, done.said
     facts = json.loads((run / "manifest.json").read_text())
-    facts["format"] = 5
+    facts |= {"format": 5, "trust": {"code": ["task - 0"], "marks": ["0" * 64]}}
     for key in DROPPED:
         section, _, name = key.rpartition(".")
         (facts["config"].setdefault(section, {}) if section else facts["config"])[name] = "old"
+    facts["config_hash"] = hash_of(facts["config"])
     (run / "manifest.json").write_text(json.dumps(facts))
     return run
 
@@ -35,11 +38,12 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["runs", "RUN/.."],
     ],
 )
-def test_it_is_read(words: list[str], old: Path, tmp_path: Path) -> None:
+def test_it_is_read(words: list[str], old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = {"RUN": str(old), "NEW": str(tmp_path / "new")}
     for name, place in places.items():
         words = [word.replace(name, place) for word in words]
     assert main(words) == 0
+    assert "config" not in capsys.readouterr().err
 
 
 def test_a_new_run_begins_from_it(old: Path, tmp_path: Path) -> None:
@@ -56,3 +60,26 @@ def test_it_is_not_gone_on_with(words: list[str], old: Path, capsys: pytest.Capt
     assert main([*words, str(old)]) == 2
     refusal(2, capsys.readouterr().err, old, "0.1")
     assert (old / "manifest.json").read_bytes() == before
+
+
+def test_checkpoints_elsewhere_are_refused_with_what_to_do(
+    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By checkpoint.folder, earlier versions made a link."""
+    run, place = tmp_path / "run", tmp_path / "scratch"
+    shutil.copytree(old, run)
+    shutil.move(run / "checkpoints", place)
+    (place / "run.json").write_text("{}")
+    (run / "checkpoints").symlink_to(place)
+    evaluate, new = (
+        ["evaluate", str(run), "--checkpoint", "last"],
+        ["train", "digits", "--out", str(tmp_path / "new")],
+    )
+    for words in (evaluate, ["runs", str(run)], [*new, "--init-from", str(run)]):
+        assert main(words) == 2
+        refusal(2, capsys.readouterr().err, run / "checkpoints", place)
+    assert main(["report", str(run)]) == 0
+    assert named(capsys.readouterr().err, run / "checkpoints")
+    (run / "checkpoints").unlink()
+    shutil.move(place, run / "checkpoints")
+    assert main(evaluate) == 0

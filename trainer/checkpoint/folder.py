@@ -463,8 +463,8 @@ def _reason(name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise Damaged(f"{name} is missing") from error
     except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise Damaged(f"{name} isn't one ({error.strerror})") from error
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+            raise Damaged(f"{name}: {error.strerror}") from error
         raise Unreadable(f"{name} can't be read now ({error.strerror})") from error
     except ValueError as error:
         raise Damaged(f"{name}: {error}") from error

@@ -72,7 +72,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from trainer.runs.checkpoint_place import checkpoints_of
+    from trainer.runs.folder import checkpoints_of
 
     folder: Path = options.folder
     # Without its manifest, the checkpoints are all that is left of a run.
@@ -278,8 +278,7 @@ def _measured(folder: Path) -> tuple[str, float | None, int]:
 
 def _newest_checkpoint(folder: Path, run_id: object) -> int:
     """Returns the step of the run's newest checkpoint; 0 without one. Those of other runs don't count."""
-    from trainer.runs.checkpoint_place import checkpoints_of
-    from trainer.runs.folder import read_json
+    from trainer.runs.folder import checkpoints_of, read_json
     from trainer.runs.report.read import saved_checkpoints
 
     for saved in saved_checkpoints(folder):

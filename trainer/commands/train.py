@@ -17,7 +17,7 @@ from trainer.host.limits import read_limits
 from trainer.host.startup import choose_waiting
 from trainer.observe.console import log_as_json, set_verbosity, without_bars
 from trainer.observe.wording import StartWord, started_by
-from trainer.runs.flags import add_trust
+from trainer.runs.flags import add_task
 
 if TYPE_CHECKING:
     from trainer.config.recipe import Recipe
@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
     _add_nodes(train.add_argument_group("several nodes (Slurm and Kubeflow set these)"))
     _add_trials(train.add_argument_group("short runs and profiles"))
     _add_output(train.add_argument_group("output"))
-    add_trust(train)
+    add_task(train)
     train.told = {
         "--from": "it is --init-from now",
         "--name": "--out runs/NAME does that",
@@ -252,7 +252,7 @@ def _train(options: argparse.Namespace) -> int:
             worker.code = train_without_launcher(options_of(options))
         return worker.exit_code
     from trainer.launch.signals import end_on_signal
-    from trainer.runs.checkpoint_place import has_checkpoint
+    from trainer.runs.folder import has_checkpoint
 
     end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
     fresh = "torch" not in sys.modules
@@ -346,14 +346,11 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
 
 
 def check_code(options: argparse.Namespace) -> None:
-    """Refuses foreign Python code of a run folder without --trust."""
-    if options.values is None and Path(options.recipe).suffix not in (".yaml", ".yml"):
+    """Refuses Python code that the recipe of a run folder names, and the command doesn't."""
+    if options.values is None:
         return
-    from trainer.config.recipe_file import provisional
-    from trainer.runs.trust import check_recipe, check_run
+    from trainer.config.own_code import refuse_unnamed
+    from trainer.config.recipe_file import override, provisional
 
     recipe, _ = provisional(options.recipe, options.set, options.values)
-    if options.values is None:
-        check_recipe(options.recipe, recipe, options.set, options.trust)
-    else:
-        check_run(options.named, recipe, options.set, options.trust)
+    refuse_unnamed(options.named, recipe, override({}, options.set), options.recipe)

@@ -11,6 +11,7 @@ import yaml
 from trainer.errors import BadInputError
 
 DROPPED = {
+    "checkpoint.folder": "put the whole run on the large disk by --out, as a link if you like",
     "memory.history": 'call torch.cuda.memory._record_memory_history() in a hook with ranks = "all"',
     "model.mirror": "where torchvision's files can't be fetched, copy XDG_CACHE_HOME/trainer/weights from a "
     "machine that has them, or give a safetensors file by model.pretrained",

@@ -1,7 +1,6 @@
 """Recipe: the whole configuration of a run, put together from its sections."""
 
 import re
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +12,7 @@ from trainer.config.models import HF, models_of
 from trainer.config.optimizers import OPTIMIZERS
 from trainer.config.section import Section, refuse
 from trainer.config.suggest import nearest
+from trainer.config.task_file import is_own
 from trainer.config.tasks import (
     CUSTOM,
     TASKS,
@@ -53,7 +53,7 @@ class Recipe(Section):
     about: str = Field("", description="summary that `trainer recipes` shows")
     task: str = Field(
         "classification",
-        description="classification, language, audio, detection, or a custom task: a .py file",
+        description="classification, language, audio, detection, or a custom task: FILE.py, or FILE.py:CLASS",
     )
     seed: int = Field(
         0, ge=0, lt=1 << 63, description="seed of the weights, the sample order and all other randomness"
@@ -94,7 +94,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _task_with_its_data_and_model(self) -> "Recipe":
-        own = self.task == "own" or Path(self.task).suffix == ".py"
+        own = is_own(self.task)
         if not own and self.task not in TASKS:
             raise ValueError(
                 f"task={self.task}: no such task{nearest(self.task, list(TASKS))} (there are: "

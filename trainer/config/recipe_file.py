@@ -2,21 +2,24 @@
 
 import importlib.resources
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.config.data import DataConfig
 from trainer.config.dropped import refuse_dropped
+from trainer.config.own_code import refuse_unnamed
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_text
 from trainer.config.section import describe, validated
 from trainer.config.suggest import nearest
-from trainer.config.task_file import custom_task_recipe, with_defaults
+from trainer.config.task_file import custom_task_recipe, is_task_file, with_defaults
 from trainer.config.tasks import TASKS
 from trainer.config.yaml_text import parse_yaml, read_text
 from trainer.errors import BadInputError
 
+_MANIFEST = "manifest.json"  # in a run folder, beside its config.yaml
 _WHOLE = (("data", "mix"), ("data", "class_weights"))  # keys whose value is a mapping
 
 
@@ -49,8 +52,8 @@ def read_recipe(name: str) -> dict[str, Any]:
     if name in recipe_names():
         return parse_recipe(recipe_text(name), name)
     path = Path(name)
-    if path.suffix == ".py":
-        return custom_task_recipe(path)
+    if is_task_file(name):
+        return custom_task_recipe(name)
     if path.is_dir():
         raise BadInputError(
             f"{path} is a folder, and no recipe; to resume the run give --resume {path}, to begin a new one "
@@ -157,7 +160,17 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def load_recipe(name: str, settings: Sequence[str], values: dict[str, Any] | None = None) -> Recipe:
     """Returns a recipe by its name or path, or from a run's values, with settings; see `make_recipe`."""
-    return make_recipe(read_recipe(name) if values is None else values, settings, name)
+    recipe = make_recipe(read_recipe(name) if values is None else values, settings, name)
+    if values is None:
+        _refuse_code_of_run(name, recipe, settings)
+    return recipe
+
+
+def _refuse_code_of_run(name: str, recipe: Recipe, settings: Sequence[str]) -> None:
+    """Refuses code that a recipe in a run folder names: it is its sender's, not the user's."""
+    path = Path(os.path.realpath(name))
+    if path.suffix in (".yaml", ".yml") and path.with_name(_MANIFEST).is_file():
+        refuse_unnamed(name, recipe, override({}, settings), flag="")
 
 
 def provisional(
@@ -174,7 +187,7 @@ def provisional(
         BadInputError: For the first value that is wrong.
     """
     before = read_recipe(name) if values is None else values
-    values = override(before, settings)
+    of_file, values = values is None, override(before, settings)
     refuse_dropped(before, values, name)
     data = values.get("data")
     auto = isinstance(data, Mapping) and data.get("micro_batch_size") == "auto"
@@ -186,7 +199,10 @@ def provisional(
             counts = range(-(-whole // number), whole + 1)
             number = whole // next(count for count in counts if whole % count == 0)
         values = {**values, "data": {**values["data"], "micro_batch_size": number}}
-    return make_recipe(values, source=name), auto
+    recipe = make_recipe(values, source=name)
+    if of_file:
+        _refuse_code_of_run(name, recipe, settings)
+    return recipe, auto
 
 
 def key_lines(name: str, recipe: Recipe, auto: bool) -> Iterator[str]:

@@ -18,12 +18,29 @@ _LARGEST = 64 << 20
 OWN_LR, OWN_STEPS, OWN_EPOCHS = 0.003, 2000, 1_000_000
 
 
-def custom_task_recipe(path: Path) -> dict[str, Any]:
+def split_task(task: str) -> tuple[Path, str]:
+    """Splits FILE.py:CLASS into the file and the name of its class; "" without one: the file's only class."""
+    file, _, name = task.rpartition(":")
+    return (Path(file), name) if file.endswith(".py") and name.isidentifier() else (Path(task), "")
+
+
+def is_task_file(task: object) -> bool:
+    """True if a recipe's task is FILE.py or FILE.py:CLASS."""
+    return split_task(str(task))[0].suffix == ".py"
+
+
+def is_own(task: object) -> bool:
+    """True if a recipe's task is the user's: a file, or a class that was passed to `fit`."""
+    return task == "own" or is_task_file(task)
+
+
+def custom_task_recipe(task: str) -> dict[str, Any]:
     """Returns the RECIPE of a task's file, a dict of plain values, without running the file.
 
     Raises:
         BadInputError: If the file isn't Python, or RECIPE isn't a dict of plain values.
     """
+    path, _ = split_task(task)
     text = read_source(path)
     try:
         tree = ast.parse(text, str(path))
@@ -42,7 +59,7 @@ def custom_task_recipe(path: Path) -> dict[str, Any]:
                 ) from error
     if not isinstance(values, dict):
         raise BadInputError(f'{path}: RECIPE is a dict such as {{"epochs": 5}}, not {type(values).__name__}')
-    return {**values, "task": str(path.absolute())}
+    return {**values, "task": str(Path(task).absolute())}
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Configuration of optimization, evaluation, anomalies, logging and checkpoints."""
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -391,15 +390,3 @@ class CheckpointConfig(Section):
     minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by steps")
     keep: int = Field(2, ge=1, le=1000, description="number of newest checkpoints to keep")
     best: bool = Field(True, description="also keep the checkpoint with the best evaluation")
-    folder: Path | None = Field(
-        None,
-        description="absolute path of the checkpoints, such as /scratch/RUN: a folder for one run; "
-        "RUN/checkpoints is then a link to it",
-    )
-
-    @field_validator("folder")
-    @classmethod
-    def _is_absolute(cls, value: Path | None) -> Path | None:
-        if value is not None and not value.is_absolute():
-            raise ValueError(f"'{value}': give an absolute path")
-        return value

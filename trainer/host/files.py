@@ -116,22 +116,11 @@ def opened_file(folder: int, name: str) -> Iterator[tuple[int, int]]:
         The file and its size in bytes.
 
     Raises:
-        OSError: If it can't be opened.
-        ValueError: If it is something else, such as a symbolic link.
+        OSError: As `open_own`.
     """
+    file = open_own(name, os.O_RDONLY, alone=False, folder=folder)
     try:
-        # O_NONBLOCK: a FIFO that nobody writes to must not hold up the start.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.open(name, flags, dir_fd=folder)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("is a symbolic link") from error
-        raise
-    try:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode):
-            raise ValueError("isn't a regular file")
-        yield file, facts.st_size
+        yield file, os.fstat(file).st_size
     finally:
         os.close(file)
 
@@ -298,47 +287,41 @@ def remove_unfinished(folder: Path, stem: str | None = None) -> None:
             remove(folder / name)
 
 
-def open_own(path: Path, flags: int, alone: bool = True) -> int:
-    """Opens or makes a regular file for writing, and nothing that leads elsewhere.
+_ODD = {errno.ELOOP: "is a symbolic link", errno.ENXIO: "isn't a regular file"}
+
+
+def open_own(
+    path: Path | str, flags: int, alone: bool = True, links: bool = False, folder: int | None = None
+) -> int:
+    """Opens or makes a regular file, and nothing that leads elsewhere: each file of a run folder.
 
     Args:
         path: The file; the folder that it lies in may be a link.
         flags: Of `os.open`.
-        alone: Whether it must have no other name.
+        alone: Whether it must have no other name, as what is written to.
+        links: Whether it may be a symbolic link, as the user's own files.
+        folder: From `opened_folder`, for the name of a file in it.
 
     Raises:
-        OSError: If it can't be opened, or is a link, a FIFO, or a device; strerror says which.
+        OSError: If it can't be opened, or is a link, a FIFO, a device or a folder; strerror says which.
     """
     assert not flags & os.O_TRUNC, "it may be another's"
+    # O_NONBLOCK: a FIFO that nobody reads, or writes to, must not hold up the start.
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
-        # O_NONBLOCK: a FIFO that nobody reads must not hold up the start.
-        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        file = os.open(path, flags, 0o666, dir_fd=folder)
     except OSError as error:
-        odd = {errno.ELOOP: "is a symbolic link", errno.ENXIO: "isn't a regular file"}.get(error.errno or 0)
-        if odd is None:
-            raise
-        raise OSError(error.errno, odd, str(path)) from error
-    facts, odd = os.fstat(file), None
+        if odd := _ODD.get(error.errno or 0):
+            raise OSError(error.errno, odd, str(path)) from error
+        raise
+    facts, number = os.fstat(file), 0
     if not stat.S_ISREG(facts.st_mode):
-        odd = "isn't a regular file"
+        number, odd = errno.ENXIO, _ODD[errno.ENXIO]
     elif alone and facts.st_nlink > 1:
-        odd = "has another name, by a hard link: copy it to a file of its own"
-    if odd:
+        number, odd = errno.EINVAL, "has another name, by a hard link: copy it to a file of its own"
+    if number:
         os.close(file)
-        raise OSError(errno.EINVAL, odd, str(path))
-    return file
-
-
-def open_regular_file(path: Path) -> int:
-    """Opens a regular file for reading, perhaps by a link.
-
-    Raises:
-        OSError: If it can't be opened, or is something else: a FIFO would wait for who writes to it.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "isn't a regular file", str(path))
+        raise OSError(number, odd, str(path))
     return file
 
 

@@ -71,7 +71,6 @@ _PYTHON = (
     (r"--resume (force|never|newest|auto)", r'resume="\1"'),
     (r"--resume (\S+?)(?=[,;]|$)", r'out="\1"'),
     (r"--help-config shows every key", "docs/configuration.md has every key"),
-    (r": a command that is given its folder alone will ask for --trust", ""),
     (
         r"; the same command resumes (from there|after step \d+, its newest checkpoint)"
         r"( \(with --resume newest\))?",

@@ -12,6 +12,7 @@ from trainer.config.models import HF
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.config.redact import REDACTED, is_masked, is_same, redact, salted
+from trainer.config.task_file import is_own
 from trainer.errors import BadInputError
 from trainer.runs.manifest import Manifest, RunFolder, TaskIdentity
 from trainer.version import ARITHMETIC, ARITHMETIC_CHANGES
@@ -71,7 +72,7 @@ def names_a_place(setting: str, config: Mapping[str, Any]) -> bool:
     key, _, value = (word.strip() for word in setting.partition("="))
     before = flat(config).get(key)
     if key == "task":
-        return str(before).endswith(".py")
+        return is_own(before)
     if key == "model.name":
         return all(str(one).startswith(HF) for one in (before, value))
     return any(fnmatchcase(key, free) for free in FREE if free.startswith(_PLACES))
@@ -92,8 +93,8 @@ def differences(
         for key in sorted(before.keys() | after.keys())
         if not is_same(before.get(key), itself.get(key), redacted.get(key))
         and not any(fnmatchcase(key, free) for free in FREE)
-        # The path of a task's file is free: its content is compared with the data.
-        if key != "task" or not all(str(one.get(key)).endswith(".py") for one in (before, after))
+        # The place of a custom task is free: its content is compared.
+        if key != "task" or not all(is_own(one.get(key)) for one in (before, after))
         # The configuration of a model from files is compared with its weights.
         if key != "model.name" or not all(str(one.get(key)).startswith(HF) for one in (before, after))
         # Only skipping is a part of the arithmetic.

@@ -1,16 +1,10 @@
-"""Flags that several commands have; imports nothing of the package."""
+"""Flags that several commands have."""
 
 import argparse
+import json
+from pathlib import Path
 
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds `--trust`, for a command that is given a run."""
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="run the Python code that the run names (task, hooks, sinks), though neither you began that run "
-        "nor this command names the files: read them first",
-    )
+from trainer.config.task_file import is_task_file
 
 
 def add_settings(parser: argparse.ArgumentParser, about: str = "override a key") -> None:
@@ -18,3 +12,22 @@ def add_settings(parser: argparse.ArgumentParser, about: str = "override a key")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help=f"{about}; repeatable"
     )
+
+
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """Adds `--task FILE[:CLASS]`, which is `--set task=…`, for a command that is given a run."""
+    parser.add_argument(
+        "--task",
+        dest="set",
+        action="append",
+        default=[],
+        type=_as_setting,
+        metavar="FILE[:CLASS]",
+        help="file of the run's custom task: a run folder names no code",
+    )
+
+
+def _as_setting(task: str) -> str:
+    if not is_task_file(task):
+        raise argparse.ArgumentTypeError(f"{task!r}: give FILE.py, or FILE.py:CLASS")
+    return f"task={json.dumps(str(Path(task).absolute()), ensure_ascii=False)}"

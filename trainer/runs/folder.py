@@ -30,7 +30,6 @@ from trainer.host.files import (
     open_inside,
     open_own,
     read_inside,
-    remove,
     written_whole,
 )
 from trainer.launch.meeting import TOKEN
@@ -40,7 +39,6 @@ from trainer.observe.rows import FILES, PICTURES, TABLES
 
 _LOCK = ".lock"
 RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
-OWNER = "run.json"  # in a folder of checkpoints elsewhere: the run that owns it
 KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
 # Files of a start that was killed before there was a manifest.
 _LEFTOVERS = {_LOCK, LOGS, TOKEN, KEPT}
@@ -63,6 +61,29 @@ def newest_run(root: Path, recipe: str) -> Path:
     if (found := latest.newest(root, is_of_recipe)) is None:
         raise BadInputError(f"--resume newest: there is no run of {recipe} under {root}; leave it out")
     return found
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Returns the folder of a run's checkpoints.
+
+    Raises:
+        BadInputError: If it is a link, as earlier versions made one by checkpoint.folder.
+    """
+    if (inside := run / CHECKPOINTS).is_symlink():
+        raise BadInputError(
+            f"{inside}: is a symbolic link to {os.path.realpath(inside)}, and a run's checkpoints lie in its "
+            "folder: move that folder to the place of the link; the whole run folder may lie elsewhere"
+        )
+    return inside
+
+
+def has_checkpoint(out: Path | None, newest: bool, recipe: str) -> bool:
+    """True if the run that a command names has a checkpoint, judged by the folder's name only."""
+    try:
+        folder = out or (newest_run(RUNS, recipe) if newest else None)
+        return folder is not None and any(one.startswith("step-") for one in names(checkpoints_of(folder)))
+    except (BadInputError, OSError):  # called by a signal's handler: an error there would end in a traceback
+        return False
 
 
 def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -199,7 +220,7 @@ def claim_folder(folder: Path) -> bool:
 
 def _is_left(path: Path) -> bool:
     name = path.name
-    return name in _LEFTOVERS or is_unfinished(name) or (name == CHECKPOINTS and path.is_symlink())
+    return name in _LEFTOVERS or is_unfinished(name)
 
 
 def check_inside(folder: Path) -> None:
@@ -208,29 +229,23 @@ def check_inside(folder: Path) -> None:
     Raises:
         BadInputError: Naming all that don't.
     """
-    # Checkpoints may lie elsewhere: `place_checkpoints` checks that link.
-    folders = [*_FOLDERS, *([] if (folder / CHECKPOINTS).is_symlink() else [CHECKPOINTS])]
-    odd = [(name, oddity(folder / name, folder=True)) for name in folders]
+    checkpoints_of(folder)
+    odd = [(name, oddity(folder / name, folder=True)) for name in (*_FOLDERS, CHECKPOINTS)]
     odd += [(name, oddity(folder / name, folder=False)) for name in _ADDED_TO]
     if said := ", ".join(f"{name} {why}" for name, why in odd if why):
         raise BadInputError(
             f"{folder}: {said}; a run writes only below its own folder: bring that back, or have the whole "
-            "run folder elsewhere and link that; large checkpoints lie elsewhere by checkpoint.folder=DIR"
+            "run folder elsewhere and link that"
         )
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes a run folder in which no run has begun and which no other process has locked.
-
-    A folder of checkpoints elsewhere, which may be the user's, stays, without this run's mark.
-    """
+    """Removes a run folder in which no run has begun and which no other process has locked."""
     with contextlib.suppress(OSError, BadInputError):
         if all(_is_left(path) for path in folder.iterdir()):
-            file, place = lock(folder), Path(os.path.realpath(folder / CHECKPOINTS))
+            file = lock(folder)
             shutil.rmtree(folder)
             os.close(file)
-            if names(place) == [OWNER]:
-                remove(place / OWNER)
 
 
 def lock(folder: Path) -> int:

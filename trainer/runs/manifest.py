@@ -159,7 +159,6 @@ class Manifest(BaseModel):
             steps that were done there once the run has ended.
         steps_done: Steps done at the end of the newest attempt; None while it trains, and if it was killed.
         trackers: Ids of its runs at trackers, by their names in `log.to`.
-        trust: Signs and marks of its own code, see `trainer.runs.trust`.
         rows: "SHA-256 SIZE" of the records files at the end of the newest attempt.
         weights: Hashes of the final weights by file name.
         anomalies: Number of anomalies.
@@ -207,7 +206,6 @@ class Manifest(BaseModel):
     gradient_accumulation_steps: int = 1
     notes: list[str] = Field(default_factory=list)
     trackers: dict[str, str] = Field(default_factory=dict)
-    trust: dict[str, list[str]] = Field(default_factory=dict)
     rows: dict[str, str] = Field(default_factory=dict)
     weights: dict[str, str]
     anomalies: int = 0

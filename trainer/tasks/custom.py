@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from trainer.config.beside import run_file
-from trainer.config.task_file import read_source, source_hash
+from trainer.config.task_file import hash_of_sources, modules_beside, read_source, split_task
 from trainer.errors import BadInputError
 from trainer.host.here import from_here
 from trainer.optim.own import HostSchedule
@@ -109,25 +109,33 @@ def _as_begun(own: object, identity: Identity) -> Identity:
     return identity._replace(code=begun(identity.code), values=begun(identity.values))
 
 
-def custom_task(path: Path) -> CustomTask:
-    """Runs the user's file and returns its task: the only class in it with a method `loss`.
+def custom_task(task: str) -> CustomTask:
+    """Runs the user's file and returns its task: the class that FILE.py:CLASS names, or the only one.
 
     Raises:
-        BadInputError: If the file can't be run, holds no such class, or the class lacks a method.
+        BadInputError: If the file can't be run, holds no such class, or the class lacks a method; or if the
+            file, or a module beside it, changed meanwhile: its hash is to be of what was run.
     """
+    path, name = split_task(task)
     path = from_here(path)
-    read_source(path)
-    kind, hooks = _class_in(path)
-    task = _made(kind, str(path), source_hash(path), hooks)
+    text, beside = read_source(path).encode(), modules_beside(path)
+    kind, hooks = _class_in(path, name)
+    before, after = (
+        {path.name: text, **beside},
+        {path.name: read_source(path).encode(), **modules_beside(path)},
+    )
+    if changed := [one for one in before | after if before.get(one) != after.get(one)]:
+        raise BadInputError(f"{path}: {', '.join(changed)} changed while it was imported; start again")
+    made = _made(kind, str(path), hash_of_sources(text, beside)[:16], hooks)
 
     def again() -> object:
-        return _class_in(path)[0]()
+        return _class_in(path, name)[0]()
 
-    task.remake = again
-    return task
+    made.remake = again
+    return made
 
 
-def _class_in(path: Path) -> tuple[type, Any]:
+def _class_in(path: Path, name: str) -> tuple[type, Any]:
     """Runs a file and returns its class and its hooks."""
     try:
         _, module = run_file(path, "task")
@@ -139,11 +147,14 @@ def _class_in(path: Path) -> tuple[type, Any]:
         ) from error
     there = [one for one in vars(module).values() if isinstance(one, type) and hasattr(one, "loss")]
     classes = [one for one in there if one.__module__ == module.__name__]
+    if name:
+        classes = [one for one in there if one.__name__ == name]
     if len(classes) != 1:
         names = ", ".join(one.__name__ for one in classes or there) or "none"
         imported = ", which it imports: define a class of its own" if there and not classes else ""
+        wanted = f"the class {name}" if name else "one class"
         raise BadInputError(
-            f"{path}: one class with the methods {', '.join(WANTED)} is wanted; found {names}{imported}"
+            f"{path}: {wanted} with the methods {', '.join(WANTED)} is wanted; found {names}{imported}"
         )
     return classes[0], getattr(module, "hooks", ())
 

@@ -14,11 +14,12 @@ from trainer.checkpoint import CHECKPOINTS
 from trainer.checkpoint.folder import Damaged, Unreadable, look_up, odd_weights, read, read_weights, stored_in
 from trainer.checkpoint.store import listing, newest_good
 from trainer.config.model import LoraConfig
+from trainer.config.own_code import refuse_unnamed
 from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override
 from trainer.config.redact import redact
 from trainer.config.section import validated
 from trainer.config.suggest import nearest
-from trainer.config.task_file import source_hash
 from trainer.config.training import MAIN_SET
 from trainer.data.dataset import Dataset, spread
 from trainer.data.loader import Batch
@@ -28,15 +29,13 @@ from trainer.models.precision import set_matmul_mode
 from trainer.observe.console import warn
 from trainer.rng import Ints
 from trainer.runs.altered import altered_config
-from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.differences import names_a_place, own_config
-from trainer.runs.folder import MANIFEST
-from trainer.runs.manifest import Manifest, RunFolder, read_run
-from trainer.runs.trust import check_run
+from trainer.runs.folder import MANIFEST, checkpoints_of
+from trainer.runs.manifest import FORMAT, Manifest, RunFolder, read_run
 from trainer.tasks import Task
 from trainer.train.components.checkpoint_choice import chosen_checkpoint
 from trainer.train.components.operations import shapes_only
-from trainer.train.components.task import make_task, more_sets
+from trainer.train.components.task import make_task, more_sets, refuse_other_task
 from trainer.train.provenance import file_hash
 
 # Keys of `Task.describe` that give a model's inputs and outputs their meaning.
@@ -47,7 +46,7 @@ _MEANINGS = ("classes", "characters", "tokenizer", "tokenizer_sha256", "vocabula
 NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
     *("model.pretrained=null", "model.reinit=[]", "log.to=[]"),
-    *("hooks.enabled=false", "checkpoint.folder=null"),
+    "hooks.enabled=false",
     *("anomaly.nonfinite=stop", "anomaly.spike=off"),  # may be rollback in a run of 0.1
     *("model.freeze=[]", f"model.lora={json.dumps(LoraConfig().model_dump(mode='json'))}"),
 )
@@ -84,29 +83,25 @@ def open_run(
     checkpoint: str | None = None,
     weights: str | None = None,
     on: str = MAIN_SET,
-    trust: bool = False,
 ) -> OpenedRun:
     """Opens a run that is finished, or stopped with a checkpoint.
 
     Args:
         folder: The run folder.
-        settings: KEY=VALUE for keys of the data's place.
+        settings: KEY=VALUE for keys of the data's place, and for the file of a custom task.
         checkpoint: Checkpoint to take the weights from: "best", "last" or a step; None: the final weights, or
             the newest checkpoint without them.
         weights: File of final weights, such as "model.safetensors"; None: those that were evaluated.
         on: Name of the evaluation set that becomes the task's evaluation data.
-        trust: True to run code of an untrusted run, see `trainer.runs.trust`.
 
     Raises:
         BadInputError: If it is no run, its data isn't here, or it has no intact weights.
     """
     run = read_run(folder)
-    recipe = with_set(_recipe_of(run, settings, trust), on)
-    known = run.manifest.fingerprint.get("task")
-    if known and known != source_hash(Path(recipe.task)):  # before the file is run
-        raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
+    recipe = with_set(_recipe_of(run, settings), on)
     set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))  # for metrics that are compared
     task = make_task(recipe)
+    refuse_other_task(run, task)
     _check_described(run, task)
     task.evaluation_data = more_sets(task).get(on, task.evaluation_data)
     model = task.model().eval().requires_grad_(False)
@@ -114,14 +109,11 @@ def open_run(
     if weights is not None and weights not in run.manifest.weights:
         raise BadInputError(f"{folder / weights}: isn't one of the run's final weights; give the run folder")
     source = _load_weights(model, run, name, checkpoint)
-    for line in altered_config(run.manifest.as_facts()):
-        warn(f"{folder}: {line}")
+    _warn_of_changes(run)
     return OpenedRun(folder, run.manifest, recipe, task, model, source)
 
 
-def stored_weights(
-    folder: Path, settings: Sequence[str] = (), trust: bool = False
-) -> tuple[RunFolder, str, dict[str, Any]]:
+def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolder, str, dict[str, Any]]:
     """Finds the weights that `open_run` loads, and gives them unread.
 
     Hashes are compared here, so every file is read once, in pieces.
@@ -133,9 +125,8 @@ def stored_weights(
         BadInputError: As `open_run`; or if LoRA is still to be merged into the weights.
     """
     run = read_run(folder)
-    for line in altered_config(run.manifest.as_facts()):
-        warn(f"{folder}: {line}")
-    recipe = _recipe_of(run, settings, trust)
+    _warn_of_changes(run)
+    recipe = _recipe_of(run, settings)
     name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
     if (digest := run.manifest.weights.get(name)) is not None:
         _check_final(folder / name, digest)
@@ -165,11 +156,18 @@ def stored_weights(
     tensors: dict[str, Any] = dict(found.tensors["model"])
     if kind == "ema":
         # The average has each tied parameter once, under its first name.
-        model, first = shapes_only(make_task(recipe)), dict[int, str]()
+        refuse_other_task(run, task := make_task(recipe))
+        model, first = shapes_only(task), dict[int, str]()
         for parameter, one in model.named_parameters(remove_duplicate=False):
             averaged = first.setdefault(id(one), parameter)
             tensors[parameter] = found.tensors["ema"].get(averaged, tensors[parameter])  # or it is frozen
     return run, f"{CHECKPOINTS}/{found.path.name}/{kind}.safetensors", tensors
+
+
+def _warn_of_changes(run: RunFolder) -> None:
+    """Warns if a configuration isn't the one that was hashed; one of 0.1 lacks keys."""
+    for line in altered_config(run.manifest.as_facts()) if run.manifest.format == FORMAT else ():
+        warn(f"{run.path}: {line}")
 
 
 def with_set(recipe: Recipe, on: str) -> Recipe:
@@ -200,7 +198,7 @@ def _check_described(run: RunFolder, task: Task) -> None:
             )
 
 
-def _recipe_of(run: RunFolder, settings: Sequence[str], trust: bool) -> Recipe:
+def _recipe_of(run: RunFolder, settings: Sequence[str]) -> Recipe:
     for setting in settings:
         if not names_a_place(setting, run.manifest.config):
             raise BadInputError(
@@ -209,7 +207,7 @@ def _recipe_of(run: RunFolder, settings: Sequence[str], trust: bool) -> Recipe:
             )
     config = own_config(run, [*settings, *NOT_NOW])
     recipe = validated(Recipe, config, str(run.path / MANIFEST))
-    check_run(run.path, recipe, settings, trust)
+    refuse_unnamed(run.path, recipe, override({}, settings), run.manifest.recipe)
     return recipe
 
 

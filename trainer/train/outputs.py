@@ -29,7 +29,7 @@ from trainer.observe.memory import memory_source
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Profile
 from trainer.observe.progress import Progress, served
-from trainer.runs.checkpoint_place import checkpoints_of, mark_checkpoints
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Manifest, update_manifest
 from trainer.runs.tracking.feed import tracked
 from trainer.train.anomaly import AnomalyLog, write_anomalies
@@ -158,7 +158,6 @@ def open_outputs(
         if stored is None:
             link_latest(folder)
     sinks, checksums = stack.enter_context(open_recording(folder, run, manifest))
-    mark_checkpoints(folder)
     progress_bar = introduce(manifest, run, folder)
     if run.state.step == 0 and manifest.model is not None:
         show_model(manifest.model, progress_bar, run.world.device)

@@ -24,7 +24,6 @@ from trainer.host.startup import waiting
 from trainer.launch.nodes import job_of
 from trainer.runs.differences import differences, extends, hidden, other_arithmetic, other_data
 from trainer.runs.manifest import Attempt, BegunFrom, Device, Manifest, Pretrained
-from trainer.runs.trust import marked
 from trainer.train.components.task import described_data, identity_of_task, task_changes
 from trainer.train.state import Run
 from trainer.version import ARITHMETIC, __version__
@@ -117,7 +116,6 @@ def make_manifest(
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         notes=[*_support(lock_hash(Path(sys.prefix))), *notes],
         trackers=dict(stored.trackers) if stored else {},
-        trust=marked(recipe, run_id, stored.trust if stored else {}),
         weights={},
         status="running",
     )

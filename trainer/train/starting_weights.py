@@ -41,9 +41,8 @@ from trainer.models.finetune import fine_tune
 from trainer.models.hf_files import files_hash
 from trainer.models.pretrained import Weights, find_weights
 from trainer.models.weights import regular
-from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.differences import differences, other_data
-from trainer.runs.folder import KEPT
+from trainer.runs.folder import KEPT, checkpoints_of
 from trainer.runs.manifest import BegunFrom, Manifest, Pretrained, read_run
 from trainer.tasks import Task
 from trainer.train.components.checkpoint_choice import chosen_checkpoint

@@ -23,7 +23,7 @@ from trainer.observe.log import Logged, MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.observe.sinks import finite
 from trainer.observe.wording import start_word
-from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Manifest, update_manifest
 from trainer.runs.report.read import REPLACED
 from trainer.runs.report.write import NAME, leave_report

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.errors import BadInputError
 from trainer.host.latest import run_path
-from trainer.runs.flags import add_settings, add_trust
+from trainer.runs.flags import add_settings, add_task
 
 
 def add_parser(commands: Any) -> None:
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     evaluate.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: all)")
     evaluate.add_argument("--nproc-per-node", type=int, metavar="N", help="processes on CPUs (default: 1)")
-    add_trust(evaluate)
+    add_task(evaluate)
     evaluate.set_defaults(run=_run)
 
 

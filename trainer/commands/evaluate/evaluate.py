@@ -50,7 +50,7 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
         with writing(f"--plot {options.plot}"):
             check_replaceable(options.plot)
     request = _request(options)
-    opened = asked(request, options.trust)
+    opened = asked(request)
     if options.plot is not None and opened.recipe.task not in ("classification", "audio"):
         raise BadInputError(f"--plot: task={opened.recipe.task} has no confusion matrix")
     if options.plot is not None and len(opened.task.describe()["classes"]) > MOST_DRAWN:

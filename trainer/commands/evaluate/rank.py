@@ -65,16 +65,16 @@ def measure_run(opened: Any, world: Any) -> dict[str, Any]:
     }
 
 
-def asked(request: dict[str, Any], trust: bool) -> Any:
+def asked(request: dict[str, Any]) -> Any:
     """Opens what a request names: a run, or a recipe and a file of weights."""
     if request["file"] is not None:
         from trainer.commands.evaluate.weights import open_weights
 
-        return open_weights(request["what"], request["file"], request["settings"], request["on"], trust)
+        return open_weights(request["what"], request["file"], request["settings"], request["on"])
     from trainer.train.model_of_run import open_run
 
     which = {name: request[name] for name in ("settings", "checkpoint", "weights", "on")}
-    return open_run(Path(request["what"]), **which, trust=trust)
+    return open_run(Path(request["what"]), **which)
 
 
 def main(request: dict[str, Any]) -> int:
@@ -85,7 +85,7 @@ def main(request: dict[str, Any]) -> int:
     from trainer.host.files import write_whole
     from trainer.train.components.task import device_kind
 
-    opened = asked(request, trust=True)  # the command has looked
+    opened = asked(request)
     with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
         result = measure_run(opened, world)
     if os.environ["RANK"] == "0":

@@ -14,7 +14,6 @@ from trainer.errors import BadInputError
 from trainer.models.precision import set_matmul_mode
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
-from trainer.runs.trust import check_recipe
 from trainer.tasks import Task
 from trainer.train.components.task import make_task, more_sets
 from trainer.train.model_of_run import NOT_NOW, with_set
@@ -40,7 +39,7 @@ class OpenedWeights(NamedTuple):
     threads: int
 
 
-def open_weights(name: str, file: str, settings: Sequence[str], on: str, trust: bool) -> OpenedWeights:
+def open_weights(name: str, file: str, settings: Sequence[str], on: str) -> OpenedWeights:
     """Opens a recipe's data and model, and loads all weights of a file into it.
 
     Args:
@@ -48,7 +47,6 @@ def open_weights(name: str, file: str, settings: Sequence[str], on: str, trust: 
         file: A source as in model.pretrained: a safetensors file, hub:… or torchvision:….
         settings: KEY=VALUE, of any key.
         on: The evaluation set.
-        trust: Whether foreign code may run, see `trainer.runs.trust`.
 
     Raises:
         BadInputError: If the recipe, its data or the weights aren't there, or they are another model's.
@@ -60,7 +58,6 @@ def open_weights(name: str, file: str, settings: Sequence[str], on: str, trust: 
         )
     settings = [*settings, *NOT_NOW]
     recipe = with_set(load_recipe(name, settings), on)
-    check_recipe(name, recipe, settings, trust)
     set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))
     task = make_task(recipe)
     task.evaluation_data = more_sets(task).get(on, task.evaluation_data)

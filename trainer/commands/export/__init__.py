@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.flags import add_settings, add_trust
+from trainer.runs.flags import add_settings, add_task
 
 
 def add_parser(commands: Any) -> None:
@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
     )
     export.add_argument("--force", action="store_true", help="replace an export that is there")
     add_settings(export, "where the data lies now, such as data.path")
-    add_trust(export)
+    add_task(export)
     export.set_defaults(run=_run)
 
 

@@ -112,7 +112,7 @@ def export(options: argparse.Namespace) -> int:
         check_writable(next(folder for folder in target.parents if os.path.lexists(folder)))
     if options.streamed:
         return _export_streamed(target, options)
-    run = open_run(options.folder, options.set, trust=options.trust)
+    run = open_run(options.folder, options.set)
     subject = _subject(run, options)
     try:
         with staged() as say, _published(target) as beside:
@@ -128,7 +128,7 @@ def export(options: argparse.Namespace) -> int:
 
 def _export_streamed(target: Path, options: argparse.Namespace) -> int:
     """Writes the weights tensor by tensor: no model is built, so outputs aren't compared."""
-    run, source, tensors = stored_weights(options.folder, options.set, options.trust)
+    run, source, tensors = stored_weights(options.folder, options.set)
     try:
         with staged() as say, _published(target) as beside:
             say("export: writing safetensors, tensor by tensor")

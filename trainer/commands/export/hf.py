@@ -20,7 +20,7 @@ from trainer.models.hf import HfLanguage
 from trainer.models.hf_files import CONFIG, GENERATION, TEXT_FILES, end_tokens, find_model, read_config
 from trainer.models.hub import FILE
 from trainer.observe.console import warn
-from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import checkpoints_of
 from trainer.train.model_of_run import OpenedRun
 
 LIBRARIES = ("transformers", "peft")

@@ -82,7 +82,7 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
 
     from trainer.train.model_of_run import open_run
 
-    model_of_run = open_run(Path(run[0]), run[1:], trust=True).model
+    model_of_run = open_run(Path(run[0]), run[1:]).model
     model_of_run.load_state_dict(load_file(file))  # computes in its own precision, whatever the file's is
     return model_of_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.flags import add_settings, add_trust
+from trainer.runs.flags import add_settings, add_task
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "--samples", type=int, default=25, metavar="N", help="of the evaluation data to show (default: 25)"
     )
     add_settings(predict, "where the data lies now, such as data.path")
-    add_trust(predict)
+    add_task(predict)
     predict.set_defaults(run=_run)
 
 

@@ -23,7 +23,7 @@ def predict(options: argparse.Namespace) -> int:
     """
     if options.samples < 1 or options.top < 1 or not 0 <= options.score <= 1:
         raise BadInputError("--samples and --top: give a number from 1 on; --score: from 0 to 1")
-    run = open_run(options.folder, options.set, trust=options.trust)
+    run = open_run(options.folder, options.set)
     if options.prompt is not None and run.recipe.task != "language":
         raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")
     if options.out is not None and run.recipe.task in TASKS and run.recipe.task != "detection":

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from trainer.host.latest import run_path
-from trainer.runs.flags import add_settings, add_trust
+from trainer.runs.flags import add_settings, add_task
 
 
 def add_parser(commands: Any) -> None:
@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
     verify.add_argument(
         "--nproc-per-node", type=int, metavar="N", help="CPU processes (default: as the run had)"
     )
-    add_trust(verify)
+    add_task(verify)
     verify.set_defaults(run=_run)
 
 

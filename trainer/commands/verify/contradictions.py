@@ -16,7 +16,7 @@ from trainer.host.files import read_inside
 from trainer.observe.checksums import rows_as_text
 from trainer.observe.rows import FILES
 from trainer.runs.altered import altered_config, altered_rows
-from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Attempt
 from trainer.train.provenance import file_hash
 

@@ -9,8 +9,8 @@ from trainer.checkpoint.store import listing
 from trainer.config.redact import REDACTED
 from trainer.errors import BadInputError, reading
 from trainer.observe.checksums import ChecksumRow, read_checksums
-from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.differences import flat
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Attempt, Manifest, RunFolder, read_run
 
 

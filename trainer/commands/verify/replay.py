@@ -12,6 +12,7 @@ import yaml
 
 from trainer.checkpoint.folder import folder_name as step_name
 from trainer.commands.verify.recorded import Recorded, Segment
+from trainer.config.own_code import refuse_unnamed
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, provisional
 from trainer.config.redact import REDACTED
@@ -19,12 +20,10 @@ from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.files import copy_folder, oddity
 from trainer.observe.console import say, warn
-from trainer.runs.checkpoint_place import checkpoints_of
 from trainer.runs.differences import FREE, flat, names_a_place, other_arithmetic
-from trainer.runs.folder import KEPT, MANIFEST
+from trainer.runs.folder import KEPT, MANIFEST, checkpoints_of
 from trainer.runs.manifest import update_manifest
-from trainer.runs.trust import check_run
-from trainer.train.components.task import data_of, make_task, task_changes
+from trainer.train.components.task import data_of, make_task, refuse_other_task
 from trainer.train.options import TrainOptions
 from trainer.train.start.resolve import start
 from trainer.train.starting_weights import resolve_pretrained
@@ -43,7 +42,7 @@ def begin(run: Recorded, folder: Path) -> None:
     update_manifest(folder, run.manifest.model_copy(), status="stopped")
 
 
-def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[str, Any]:
+def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
     """Returns the configuration of the replay: the run's, without sinks, hooks and checkpoints.
 
     Raises:
@@ -78,11 +77,11 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
             "log.to=[]",
             "log.metrics_port=0",
             "hooks.enabled=false",
-            "checkpoint={every: 0, minutes: 0, best: false, folder: null}",
+            "checkpoint={every: 0, minutes: 0, best: false}",
         ],
     )
     recipe = validated(Recipe, config, str(path))
-    check_run(run.path, recipe, settings, trust)
+    refuse_unnamed(run.path, recipe, override({}, settings), run.manifest.recipe)
     # One that began from another run's checkpoint has that, and starts from nothing else.
     before = run.manifest if run.manifest.begun_from else None
     _, pretrained, _ = resolve_pretrained(recipe, before, run.path)
@@ -91,13 +90,9 @@ def replay_config(run: Recorded, settings: Sequence[str], trust: bool) -> dict[s
     other = [
         f"{name}: {recorded.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
         for name in {**recorded, **here}
-        if recorded.get(name) != here.get(name) and (name != "task" or run.manifest.identity is None)
+        if recorded.get(name) != here.get(name) and name != "task"
     ]
-    if changes := task_changes(run.manifest, task):
-        raise BadInputError(
-            f"{run.path}: its task isn't the one that the run was trained with ({'; '.join(changes)}); bring "
-            "that back"
-        )
+    refuse_other_task(run, task)
     if other:
         raise BadInputError(
             f"{run.path}: its data isn't here ({other[0]}); say where it lies with --set data.path=…, "

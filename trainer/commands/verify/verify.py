@@ -19,7 +19,7 @@ from trainer.host.files import copy_folder
 from trainer.observe.checksums import first_difference, read_checksums
 from trainer.observe.console import say, warn
 from trainer.runs.altered import unhashed_rows
-from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Manifest, read_run
 from trainer.train.anomaly import ending_at, first_stop, read_anomalies
 
@@ -33,7 +33,7 @@ def verify(options: argparse.Namespace) -> int:
         warn(line)
     run = before_its_stop(run, anomalies)
     until = last_step(run, options.steps)
-    config = replay_config(run, options.set, options.trust)
+    config = replay_config(run, options.set)
     parts = parts_of(run, until, ranks_wanted(options, run.manifest.device.kind))
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
@@ -97,7 +97,7 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         raise BadInputError(f"--anomaly {options.anomaly}: {known} in {run.path}")
     wanted = anomalies[options.anomaly - 1]
     step = int(wanted["step"])
-    config = ending_at(replay_config(run, options.set, options.trust), wanted)
+    config = ending_at(replay_config(run, options.set), wanted)
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         begin(run, folder)

@@ -33,7 +33,7 @@ from trainer.data.left_out import one, tally
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError, first_line, reading
 from trainer.host import strict_json
-from trainer.host.files import open_regular_file
+from trainer.host.files import open_own
 
 _TRAIN = "train"
 _HELD = ("validation", "val", "valid", "test")
@@ -294,7 +294,10 @@ def _files(folder: Path) -> list[Path]:
 
 def _json(file: Path) -> Mapping[str, Any]:
     remedy = "data.path is a folder that DatasetDict.save_to_disk wrote"
-    with reading(file, remedy), os.fdopen(open_regular_file(file), "rb") as opened:
+    with (
+        reading(file, remedy),
+        os.fdopen(open_own(file, os.O_RDONLY, alone=False, links=True), "rb") as opened,
+    ):
         data = opened.read(strict_json.LARGEST + 1)
     try:
         values = strict_json.parse_quickly(data)

@@ -15,8 +15,7 @@ from trainer.host.files import lines_inside, oddity
 from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.console import warn
 from trainer.observe.rows import FILES, PICTURES, length_of, span_of
-from trainer.runs.checkpoint_place import checkpoints_of
-from trainer.runs.folder import is_abandoned, read_json
+from trainer.runs.folder import checkpoints_of, is_abandoned, read_json
 from trainer.runs.manifest import read_facts
 
 _POINTS = 400

@@ -11,7 +11,7 @@ from trainer.errors import BadInputError
 from trainer.host.affinity import binding_note
 from trainer.launch.worker import cpu_shares
 from trainer.optim.own import HostSchedule
-from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Manifest
 from trainer.train.components.updates import refuse_later_end
 from trainer.train.options import Mode

@@ -11,7 +11,6 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from trainer.checkpoint import CHECKPOINTS
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, is_sharded
 from trainer.distributed.sharding import own_rows, weights
@@ -27,7 +26,7 @@ from trainer.observe.console import ProgressBar
 from trainer.observe.flops import Count
 from trainer.observe.text import DASH, count, rough_size, scaled
 from trainer.optim.optimizers import bytes_of_moments, moments_kept
-from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import checkpoints_of
 from trainer.tasks import Task
 from trainer.train.components.operations import blank_batch
 from trainer.train.components.updates import brings_optimizer
@@ -211,21 +210,14 @@ def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: b
     average = sum(p.nbytes for p in model.parameters() if p.requires_grad) if recipe.ema.decay else 0
     state = 0 if own_optimizer else bytes_of_moments(recipe.optim, model)
     final = whole * (2 if recipe.ema.decay else 1)
-    place, saved = checkpoints_of(folder), kept * (whole + average + state)
-    ours, inside = [*folder.glob("*.safetensors")], place == folder / CHECKPOINTS
-    if not inside:
-        _check_room(place, [*place.rglob("*")], saved, more, "checkpoint.folder")
-    ours, saved = ([*ours, *place.rglob("*")], saved) if inside else (ours, 0)
-    _check_room(folder, ours, final + saved + (4 << 20), more, "--out")
-
-
-def _check_room(folder: Path, ours: Sequence[Path], wanted: int, more: str, key: str) -> None:
+    ours = [*folder.glob("*.safetensors"), *checkpoints_of(folder).rglob("*")]
+    wanted = final + kept * (whole + average + state) + (4 << 20)
     taken = sum(path.lstat().st_size for path in ours if path.is_file())
     free = shutil.disk_usage(folder).free + taken
     if free < wanted:
         raise BadInputError(
             f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB{more}; "
-            f"give another {key}"
+            f"give another --out"
         )
 
 

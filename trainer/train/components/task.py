@@ -1,7 +1,6 @@
 """Task and plan of a recipe, and checks for faults that would fail on every rank."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from trainer.models.precision import fp32_modules
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
 from trainer.runs.differences import other_task
-from trainer.runs.manifest import Manifest, Pretrained, TaskIdentity
+from trainer.runs.manifest import Manifest, Pretrained, RunFolder, TaskIdentity
 from trainer.tasks import Checked, Extensible, Task
 from trainer.train.components.operations import blank_batch, shapes_only
 from trainer.train.components.updates import brings_optimizer, check_updates
@@ -82,11 +81,13 @@ def more_sets(task: Task) -> Mapping[str, Dataset]:
 
 def _task_of(recipe: Recipe) -> Task:
     if recipe.task == "own":
-        raise BadInputError("task=own: its class was given to trainer.fit, which alone can go on with it")
+        raise BadInputError(
+            "task=own: its class was passed to trainer.fit; put the class into a file, and give task=FILE.py"
+        )
     if recipe.task not in TASKS:
         from trainer.tasks.custom import custom_task
 
-        return custom_task(Path(recipe.task))
+        return custom_task(recipe.task)
     kind = TASKS[recipe.task]
     task: Task = named(kind.opens)(recipe.data, recipe.model, getattr(recipe, kind.section), recipe.seed)
     return task
@@ -118,6 +119,24 @@ def identity_of_task(task: Task) -> TaskIdentity | None:
         unknown=list(identity.unknown),
         tried=dict(getattr(task, "tried", {})),
     )
+
+
+def refuse_other_task(run: RunFolder, task: Task) -> None:
+    """Refuses another custom task than the one that a run was trained with.
+
+    Raises:
+        BadInputError: If their identities differ; or their files, where these can't be compared.
+    """
+    stored, now = run.manifest, identity_of_task(task)
+    changes = task_changes(stored, task)
+    before, here = stored.fingerprint.get("task"), getattr(task, "source_hash", "")
+    if stored.identity is None or now is None or stored.identity.compiler != now.compiler:
+        changes += [f"task: {before}, now {here}"] if before and before != here else []
+    if changes:
+        raise BadInputError(
+            f"{run.path}: its task isn't the one that the run was trained with ({'; '.join(changes)}); bring "
+            "that back, or give its file as task"
+        )
 
 
 def methods_of(task: Task) -> list[str]:

@@ -21,7 +21,7 @@ from trainer.launch.worker import current
 from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups, undecayed
 from trainer.optim.own import ConstantSchedule, HostSchedule
 from trainer.optim.schedules import schedule
-from trainer.runs.checkpoint_place import checkpoints_of
+from trainer.runs.folder import checkpoints_of
 from trainer.runs.manifest import Manifest
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask

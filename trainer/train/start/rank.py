@@ -32,8 +32,7 @@ from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, current
 from trainer.observe.console import detail, say, warn
 from trainer.observe.phases import PHASE_TIMER, enter_phase
-from trainer.runs.checkpoint_place import checkpoints_of, place_checkpoints
-from trainer.runs.folder import check_inside, lock
+from trainer.runs.folder import check_inside, checkpoints_of, lock
 from trainer.runs.manifest import Manifest
 from trainer.runs.report.write import leave_report
 from trainer.tasks import Task
@@ -84,7 +83,6 @@ def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] 
         stack.enter_context(paths_from_here())
         if _is_first():
             check_inside(request.folder)
-            place_checkpoints(request.folder, request.recipe.checkpoint.folder)
             file = lock(request.folder)  # a rank's is held until its process ends
             if current() is None:
                 stack.callback(os.close, file)

@@ -21,7 +21,6 @@ from trainer.launch.launcher import LocalRanks, launch
 from trainer.launch.meeting import Meeting
 from trainer.launch.nodes import Nodes, find_nodes
 from trainer.observe.console import detail, say, warn
-from trainer.runs.checkpoint_place import place_checkpoints
 from trainer.runs.folder import (
     RUNS,
     newest_run,
@@ -80,8 +79,6 @@ def start(options: TrainOptions, recipe: Recipe, auto: bool, output: int | None 
     request = prepared.request
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
     try:
-        if first:
-            place_checkpoints(request.folder, recipe.checkpoint.folder)
         fork = nodes is None and _may_fork(request.recipe, before, local)
         handed[:] = [prepared.task] if fork and isinstance(prepared.task, CustomTask) else []
         meeting = nodes and Meeting(

@@ -1,0 +1,494 @@
+"""Promise: nothing in a run folder makes us write, read or remove outside of it, hang, or fill the memory."""
+
+import ctypes
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers import forked
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.refusals import named, refused
+from trainer import cli
+from trainer.commands.verify.contradictions import contradictions
+from trainer.commands.verify.recorded import read_recorded
+from trainer.data.corrupt import Bad, Quarantine
+from trainer.errors import BadInputError
+from trainer.host.files import (
+    check_replaceable,
+    copy_folder,
+    hash_inside,
+    lines_inside,
+    open_inside,
+    open_own,
+    opened_file,
+    opened_folder,
+    own_folder,
+    read_inside,
+    written_whole,
+)
+from trainer.launch.nodes import EXIT_CODE, FOLDER, LOGS
+from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
+from trainer.runs.folder import check_inside, checkpoints_of, claim_folder, lock, read_rows
+from trainer.train.anomaly import read_anomalies
+from trainer.train.request import Request
+
+_MOST = 8  # attempts, each with more names that were refused put back
+_SECONDS = 60  # a command that reads something endless never ends
+
+
+# --- what stands in the place of a file or folder; `victim` is outside ---
+
+
+def link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def dangling(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.with_name(f"absent-{victim.name}"))
+
+
+def hard_link(path: Path, victim: Path) -> None:
+    if victim.is_file():
+        path.hardlink_to(victim)
+    else:
+        path.symlink_to(victim)
+
+
+def fifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path, _: Path) -> None:
+    """Endless; a link to one where none can be made."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
+    except PermissionError:
+        path.symlink_to("/dev/zero")
+
+
+def folder(path: Path, _: Path) -> None:
+    path.mkdir()
+
+
+def a_socket(path: Path, _: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, opened_folder(path.parent) as inside:
+        server.bind(f"/proc/self/fd/{inside}/{path.name}")
+
+
+def holes(path: Path, _: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(10 << 30)
+
+
+Kind = Callable[[Path, Path], None]
+LEADS: Sequence[Kind] = (link, dangling, hard_link, fifo)
+ODD: Sequence[Kind] = (link, dangling, fifo, device, folder, a_socket)
+
+
+# --- the table: each function that opens a file of a run folder ---
+
+
+def _reads(path: Path) -> None:
+    os.close(open_inside(path))
+
+
+def _writes(path: Path) -> None:
+    os.close(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+
+
+def _of_folder(path: Path) -> None:
+    with opened_folder(path.parent) as inside, opened_file(inside, path.name):
+        pass
+
+
+def _own(path: Path) -> None:
+    os.close(open_own(path, os.O_RDONLY, alone=False, links=True))
+
+
+def _whole(path: Path) -> None:
+    with written_whole(path) as beside:
+        beside.write_text("mine")
+
+
+ROW: Any = {"kind": "train", "step": 1, "loss": 0.5}
+
+
+class Opens(NamedTuple):
+    """A function that opens a file: the file's name, and the kinds that it takes or replaces."""
+
+    call: Callable[[Path], object]
+    name: str = "rows.jsonl"
+    takes: Sequence[Kind] = ()
+
+
+OPENS = {
+    "open_inside": Opens(_reads, takes=[hard_link]),
+    "read_inside": Opens(lambda path: read_inside(path, 100), takes=[hard_link]),
+    "lines_inside": Opens(lambda path: list(lines_inside(path)), takes=[hard_link]),
+    "hash_inside": Opens(hash_inside, takes=[hard_link]),
+    "opened_file": Opens(_of_folder, takes=[hard_link]),
+    "open_own": Opens(_writes),
+    "open_own, links": Opens(_own, takes=[link, hard_link]),
+    "written_whole": Opens(_whole, takes=[link, dangling, hard_link, fifo, a_socket]),
+    "own_folder": Opens(own_folder, "profile", [folder]),
+    "jsonl_sink": Opens(lambda path: jsonl_sink(path.parent), "metrics.jsonl"),
+    "csv_sink": Opens(lambda path: csv_sink(path.parent)[0](ROW), "train.csv"),
+    "tensorboard_sink": Opens(tensorboard_sink, "tensorboard", [folder]),
+    "Quarantine": Opens(lambda path: Quarantine("training", 9, path).add([Bad(3, "x.png", "cut off")])),
+    "keep_rows": Opens(lambda path: keep_rows(path, 1), takes=[hard_link]),
+    "lock": Opens(lambda path: os.close(lock(path.parent)), ".lock", [hard_link]),
+    "checkpoints_of": Opens(lambda path: check_inside(path.parent), "checkpoints", [folder]),
+}
+
+
+def _look(outside: Path) -> dict[str, Any]:
+    """What lies there, and how: names, modes, times, contents."""
+    return {
+        str(path.relative_to(outside)): (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path in sorted(outside.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("kind", [*ODD, hard_link])
+@pytest.mark.parametrize("name", OPENS)
+def test_each_function_refuses_what_is_no_file_of_the_folder(tmp_path: Path, name: str, kind: Kind) -> None:
+    opens, run, outside = OPENS[name], tmp_path / "run", tmp_path / "outside"
+    for made in (run, outside):
+        made.mkdir()
+    victim = outside / opens.name
+    victim.write_text('{"kind": "train", "step": 1}\n')
+    kind(run / opens.name, victim)
+    if kind is device and (run / opens.name).is_symlink():
+        pytest.skip("can't make a device here")
+    before = _look(outside)
+    if kind in opens.takes:
+        opens.call(run / opens.name)
+    else:
+        with pytest.raises((OSError, BadInputError)) as found:
+            opens.call(run / opens.name)
+        assert named(str(found.value), opens.name) and "\n" not in str(found.value)
+    assert _look(outside) == before
+
+
+def test_what_is_read_has_a_bound(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("a\nb\nc")
+    assert list(lines_inside(file)) == [b"a\n", b"b\n", b"c"]
+    with refused(file, by=OSError):
+        read_inside(file, 4)
+    holes(tmp_path / "holes", file)
+    with refused("holes", by=OSError):
+        list(lines_inside(tmp_path / "holes"))
+
+
+def test_links_of_a_hugging_face_snapshot_are_read_and_no_others(tmp_path: Path) -> None:
+    cache = tmp_path / "models--me--mine"
+    run, blobs = cache / "snapshots" / "abc" / "run", cache / "blobs"
+    run.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "b1").write_text("{}\n")
+    (run / "manifest.json").symlink_to("../../../blobs/b1")
+    assert read_inside(run / "manifest.json", 100) == b"{}\n"
+    (tmp_path / "secret").write_text("secret")
+    os.mkfifo(blobs / "fifo")
+    (blobs / "on").symlink_to(tmp_path / "secret")
+    up = "../../.."
+    leads = {"out": f"{up}/../secret", "fifo": f"{up}/blobs/fifo", "on": f"{up}/blobs/on"}
+    for name, to in {**leads, "up": f"{up}/blobs/../../secret"}.items():
+        (run / name).symlink_to(to)
+        with refused(name, by=OSError):
+            open_inside(run / name)
+    shutil.move(blobs, tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    with refused("manifest.json", by=OSError):
+        open_inside(run / "manifest.json")
+
+
+def test_the_name_while_writing_cannot_be_foreseen(tmp_path: Path) -> None:
+    seen = set[str]()
+    for _ in range(3):
+        with written_whole(tmp_path / "a.json.gz") as beside:
+            assert beside.suffixes == [".json", ".gz"]
+            seen.add(beside.name)
+    assert len(seen) == 3
+
+
+def test_a_pipe_that_a_user_names_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with refused("pipe", by=OSError):
+        check_replaceable(tmp_path / "pipe")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_copy_of_a_folder_follows_nothing(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / "inner").mkdir(parents=True)
+    (theirs / "inner" / "file").write_text("whole")
+    for number, kind in enumerate((link, dangling, fifo, device, a_socket)):
+        kind(theirs / "inner" / str(number), theirs / "inner" / "file")
+    copy_folder(theirs, tmp_path / "copy")
+    assert [path.name for path in sorted((tmp_path / "copy").rglob("*"))] == ["inner", "file"]
+
+
+@pytest.mark.parametrize("kind", LEADS)
+@pytest.mark.parametrize("name", [".writable", LOGS, EXIT_CODE, FOLDER, "begun-from", "x.tmp"])
+def test_a_new_run_writes_nothing_outside_of_the_folder_it_is_given(
+    tmp_path: Path, name: str, kind: Kind
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    for made in (run, outside):
+        made.mkdir()
+    (outside / "victim").write_text("somebody's\n")
+    kind(run / name, outside / "victim")
+    before = _look(outside)
+    try:
+        claim_folder(run)
+        check_inside(run)
+        os.close(lock(run))
+    except BadInputError as error:
+        assert str(run) in str(error)
+    assert _look(outside) == before
+
+
+# --- whole runs and commands, with something else in the place of every name ---
+
+
+def _profiled() -> None:
+    replace(sys.modules[forked.__name__], "Request", partial(Request, profile="torch"))
+
+
+TALKATIVE = small(log={"every": 2, "to": ["jsonl", "csv", "tensorboard"]})  # writes all that it can
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run that was stopped after step 8, and the same one at its end, with what commands wrote there."""
+    root = tmp_path_factory.mktemp("written")
+    assert attempt(root / "half", TALKATIVE, stop_at=8, before=_profiled).code == 75
+    shutil.copytree(root / "half", root / "end")
+    ended = attempt(root / "end", TALKATIVE, before=_profiled)
+    assert ended.code == 0, ended.said
+    for words in (["report"], ["export", "--to", "safetensors"]):
+        assert cli.main([words[0], str(root / "end"), *words[1:]]) == 0
+    return root / "half", root / "end"
+
+
+def _names(*folders: Path) -> list[str]:
+    """All names in run folders, but in checkpoints; and names beside each that could be guessed."""
+    found = {
+        str(path.relative_to(one))
+        for one in folders
+        for path in one.rglob("*")
+        if "step-" not in str(path.relative_to(one).parent)
+    }
+    more = {".writable", "anomalies.jsonl", "quarantine.jsonl", "trackers", "wandb", "mlflow", "begun-from"}
+    more |= {LOGS, EXIT_CODE, FOLDER, "memory_summary.txt", "memory_snapshot.pickle"}
+    beside = {f"{name}.tmp" for name in found} | {str(Path(name).with_suffix(".tmp")) for name in found}
+    return sorted(found | more | beside)
+
+
+def _take_away(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _plant(run: Path, outside: Path, sources: tuple[Path, ...], kind: Kind) -> list[str]:
+    """Puts something else in the place of every name; victims have the contents that are looked for."""
+    outside.mkdir()
+    names = _names(*sources)
+    tops = [name for name in names if not any(name.startswith(f"{other}/") for other in names)]
+    for number, name in enumerate(tops):
+        victim = outside / f"{number}-{Path(name).name}"
+        source = next((one / name for one in sources if (one / name).exists()), None)
+        if source is None:
+            victim.write_text("somebody's\n")
+        else:
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, victim)
+        if victim.is_file():
+            victim.chmod(0o600)
+        _take_away(run / name)
+        kind(run / name, victim)
+    return tops
+
+
+@pytest.mark.parametrize("kind", LEADS)
+def test_no_name_in_a_run_folder_leads_what_a_resumed_run_writes_outside(
+    tmp_path: Path, written: tuple[Path, Path], kind: Kind
+) -> None:
+    """Every name at once; one that is refused is named in one line, put back, and the rest is tried again."""
+    half, _ = written
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(half, run)
+    left = _plant(run, outside, written, kind)
+    before = _look(outside)
+    for _ in range(_MOST):
+        ended = attempt(run, TALKATIVE, before=_profiled)
+        assert _look(outside) == before, (ended.line, ended.said)
+        if ended.code == 0:
+            break
+        assert (ended.code, ended.said) == (2, ""), ended
+        words = ended.line.replace(":", " ").split(" ")
+        refused_now = [name for name in left if name in words or str(run / name) in words]
+        assert refused_now, (ended.line, left)
+        left = [name for name in left if name not in refused_now]
+        for name in refused_now:
+            _take_away(run / name)
+            if (half / name).exists():
+                (shutil.copytree if (half / name).is_dir() else shutil.copy)(half / name, run / name)
+    assert ended.code == 0, ended
+    assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
+    assert not (run / "model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("kind", LEADS)
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_no_name_leads_what_commands_write_outside(
+    tmp_path: Path, written: tuple[Path, Path], kind: Kind, command: str
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(written[1], run)
+    outside.mkdir()
+    for name in ("report.html", "export", ".report.html.tmp", "report.tmp"):
+        victim = outside / name.strip(".")
+        victim.write_text("somebody's\n")
+        _take_away(run / name)
+        kind(run / name, victim)
+    before = _look(outside)
+    words = {"report": ["report", str(run)], "export": ["export", str(run), "--to", "safetensors"]}
+    assert cli.main(words[command]) in (0, 2)
+    assert _look(outside) == before
+
+
+def _commands(run: Path, name: str) -> dict[str, Callable[[], object]]:
+    """Those that are quick; and those that read weights."""
+    some: dict[str, Callable[[], object]] = {
+        "report": lambda: cli.main(["report", str(run), "--out", str(run.parent / "report.html")]),
+        "runs": lambda: cli.main(["runs", str(run)]),
+        "verify": lambda: contradictions(read_recorded(run)),
+        "anomalies": lambda: read_anomalies(run),
+        "rows": lambda: list(read_rows(run)),
+    }
+    if name.endswith((".safetensors", "manifest.json", "state.json")) or name.startswith("checkpoints"):
+        export = ["export", str(run), "--to", "safetensors", "--streamed", "--force"]
+        some["evaluate"] = lambda: cli.main(["evaluate", str(run)])
+        some["export"] = lambda: cli.main([*export, "--out", str(run.parent / "exported")])
+    return some
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_BIND, _PRIVATE, _NEW_MOUNTS = 0x1000, 0x44000, 0x20000
+
+
+def unreadable(path: Path, _: Path) -> None:
+    """Nobody may read it, and the child has no right to all the same; a folder where a folder was."""
+    _empty(path)
+    path.chmod(0)
+
+
+def failing(path: Path, victim: Path) -> None:
+    """Each read of it fails with EIO, as on a broken disk; unreadable where nothing may be mounted."""
+    _empty(path)
+    if path.is_dir() or _LIBC.mount(b"/proc/self/mem", os.fsencode(path), None, _BIND, None):
+        unreadable(path, victim)
+
+
+def _empty(path: Path) -> None:
+    if path.name in ("checkpoints", "tensorboard", "begun-from", "export") or path.name.startswith("step-"):
+        path.mkdir(exist_ok=True)
+    else:
+        path.touch()
+
+
+READ: Sequence[Kind] = (device, fifo, folder, holes, link, a_socket, unreadable, failing)
+
+
+def _limited() -> None:
+    """A child in which what is endless ends in an error of memory, or of time."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+    if _LIBC.unshare(_NEW_MOUNTS) == 0:
+        _LIBC.mount(None, b"/", None, _PRIVATE, None)
+    head, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    _LIBC.capget(head, rights)
+    rights[0] &= ~0b110  # root's, to read and write what it may not
+    assert _LIBC.capset(head, rights) == 0
+
+
+def _walk(whole: Path, root: Path, chosen: Sequence[tuple[str, Kind]]) -> None:
+    shutil.copytree(whole, root / "outside")  # of the right kind, so that it would be read
+    for name, kind in chosen:
+        run = root / "run"
+        shutil.copytree(whole, run)
+        _take_away(run / name)
+        kind(run / name, root / "outside" / name)
+        for command, does in _commands(run, name).items():
+            (root / "now").write_text(f"{command}, {name}, {kind.__name__}")
+            signal.alarm(_SECONDS)
+            try:
+                does()
+            except (BadInputError, OSError) as error:
+                assert "\n" not in str(error), error
+        signal.alarm(0)
+        if kind in (unreadable, failing):
+            _LIBC.umount(os.fsencode(run / name))
+            (run / name).chmod(0o700)
+        shutil.rmtree(run)
+
+
+@pytest.mark.parametrize(
+    "kinds", ["in turn", *(pytest.param(n, marks=pytest.mark.slow) for n in range(len(READ)))]
+)
+def test_no_name_in_a_run_folder_holds_a_command_up(
+    written: tuple[Path, Path], tmp_path: Path, kinds: Any
+) -> None:
+    whole = written[1]
+    newest = max((whole / "checkpoints").iterdir())
+    found = [path for path in whole.rglob("*") if newest in (path, *path.parents) or "step-" not in str(path)]
+    more = {"anomalies.jsonl", "begun-from", "quarantine.jsonl"}
+    names = sorted({str(path.relative_to(whole)) for path in found} | more)
+    chosen = list(zip(names, itertools.cycle(READ if kinds == "in turn" else [READ[kinds]]), strict=False))
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            _limited()
+            _walk(whole, tmp_path, chosen)
+            code = 0
+        except BaseException as error:
+            (tmp_path / "now").open("a").write(f": {type(error).__name__}: {error}")
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, (tmp_path / "now").read_text()
+
+
+def test_a_run_folder_that_is_a_link_is_taken_and_read(tmp_path: Path, written: tuple[Path, Path]) -> None:
+    shutil.copytree(written[0], tmp_path / "scratch")
+    (tmp_path / "scratch" / ".tmp-0123456789abcdef-model.safetensors").write_bytes(b"what a kill left")
+    (run := tmp_path / "run").symlink_to("scratch")
+    ended = attempt(run, TALKATIVE)
+    assert ended.code == 0, ended
+    assert (tmp_path / "scratch" / "report.html").is_file()
+    assert not [*run.glob(".tmp-*")] and checkpoints_of(run).is_dir()
+    export = ["export", str(run), "--to", "safetensors", "--streamed", "--out", str(tmp_path / "x")]
+    for words in (["evaluate", str(run), "--json"], ["runs", str(run)], export):
+        assert cli.main(words) == 0
+    assert json.loads((tmp_path / "x" / "model.json").read_text())["weights"] == "ema.safetensors"

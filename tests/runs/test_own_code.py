@@ -1,0 +1,228 @@
+"""Promise: a run folder names no code: tasks, hooks and sinks run only where the command names them."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.refusals import refusal, refused
+from trainer import cli
+from trainer.config.own_code import own_code
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe, provisional
+from trainer.errors import UnnamedCodeError
+from trainer.runs.manifest import RunFolder, read_run
+from trainer.tasks.custom import custom_task
+from trainer.train.components.task import refuse_other_task
+from trainer.train.model_of_run import open_run
+from trainer.train.start.from_python import fit
+
+TASK = """
+import numpy as np, torch
+from torch import nn
+import net
+class Toy:
+    RECIPE = {
+        "max_steps": 2, "parallel": {"threads": 1}, "data": {"global_batch_size": 8, "micro_batch_size": 8}
+    }
+    def data(self):
+        one = {"x": np.ones((16, 2), np.float32)}
+        return one, one
+    def model(self):
+        return nn.Linear(2, 1)
+    def loss(self, model, batch):
+        return net.square(model(batch.fields["x"]))
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+    def inputs(self, batch):
+        return batch.fields["x"]
+    def predict(self, model, options):
+        return 0
+"""
+NET = "def square(x):\n    return (x * x).sum()\n"
+OTHER = (
+    "class Other(Toy):\n    def loss(self, model, batch):\n        return 2 * super().loss(model, batch)\n"
+)
+SMALL = ["max_steps=2", "parallel.threads=1", "data={global_batch_size: 8, micro_batch_size: 8}"]
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, with a blank in its name: a task's file, a module beside it, a hook, a sink."""
+    folder = tmp_path / "my code"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    hook = "class Hook:\n    def after_step(self, row):\n        open('hooked', 'w')\n"
+    hook += "def sink(row):\n    open('sunk', 'w')\n"
+    for name, text in {"task.py": TASK, "net.py": NET, "own.py": hook, "both.py": TASK + OTHER}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def printed(error: str) -> Sequence[str]:
+    """The command in the line of a refusal, without `trainer`."""
+    return shlex.split(error[error.rindex(": trainer ") + 2 :])[1:]
+
+
+COMMANDS = {
+    "evaluate": ["evaluate", "RUN"],
+    "predict": ["predict", "RUN"],
+    "export": ["export", "RUN", "--to", "safetensors"],
+    "export, streamed": ["export", "RUN", "--to", "safetensors", "--streamed"],
+    "verify": ["verify", "RUN"],
+    "resume": ["train", "max_steps=4", "--resume", "RUN"],
+    "init from": ["train", "--init-from", "RUN", "--out", "new"],
+}
+
+
+def test_each_command_prints_the_one_that_names_the_code_and_that_one_works(
+    code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ran = tmp_path / "run", code / "ran"
+    fit("task.py", {"max_steps": 2, "parallel.threads": 1}, out=run)
+    (code / "task.py").write_text(f"open({str(ran)!r}, 'w')\n{TASK}")
+    for words in COMMANDS.values():
+        given = [str(run) if word == "RUN" else word for word in words]
+        assert cli.main(given) == 2, words
+        assert printed(refusal(2, capsys.readouterr().err, run)) == [*given, "--task", str(code / "task.py")]
+    for command in (["report"], ["runs"], ["runs", "--json"]):
+        assert cli.main([*command, str(run)]) == 0
+    assert not ran.exists()
+    (code / "task.py").write_text(TASK + "# a comment is no other task\n")
+    for name, words in COMMANDS.items():
+        capsys.readouterr()
+        given = [str(run) if word == "RUN" else word for word in words]
+        given += ["--force"] * name.startswith("export")
+        assert cli.main(given) == 2
+        assert cli.main(printed(capsys.readouterr().err)) == 0, capsys.readouterr()
+    (code / "net.py").write_text(NET.replace("x * x", "3 * x"))
+    for name in ("evaluate", "predict", "export", "verify", "resume"):
+        given = [str(run) if word == "RUN" else word for word in COMMANDS[name]]
+        given += {"export": ["--force"], "resume": ["max_steps=6"]}.get(name, [])
+        capsys.readouterr()
+        assert cli.main([*given, "--task", "task.py"]) == 2
+        refusal(2, capsys.readouterr().err, "function net.square")
+
+
+def test_a_notebooks_class_goes_on_from_a_file(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    (code / "cell.py").write_text(TASK.replace("import net\n", NET).replace("net.", ""))
+    exec((code / "cell.py").read_text(), scope)
+    fit(scope["Toy"], out="run")
+    assert cli.main(["evaluate", "run"]) == 2
+    assert printed(refusal(2, capsys.readouterr().err, "run")) == ["evaluate", "run", "--task", "FILE.py:Toy"]
+    (code / "cell.py").write_text((code / "cell.py").read_text() + OTHER)
+    for words in (["evaluate", "run"], ["verify", "run"], ["train", "--resume", "run", "max_steps=4"]):
+        assert cli.main([*words, "--task", "cell.py:Toy"]) == 0, capsys.readouterr()
+    assert json.loads((code / "run" / "manifest.json").read_text())["steps_done"] == 4
+    capsys.readouterr()
+    for words in (["evaluate", "run"], ["train", "--resume", "run", "max_steps=6"]):
+        assert cli.main([*words, "--task", "cell.py:Other"]) == 2
+        refusal(2, capsys.readouterr().err, "method loss")
+
+
+def test_a_class_of_several_is_named(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("both.py", "both.py:Absent", "both.py:"):
+        assert cli.main(["train", name, "--out", "none"]) == 2
+        refusal(2, capsys.readouterr().err, "both.py", folder=code / "none")
+    assert cli.main(["train", "both.py:Other", *SMALL, "--out", "run"]) == 0
+    assert open_run(Path("run"), ["task=both.py:Other"]).recipe.task == "both.py:Other"
+    with refused("run", "method loss"):
+        open_run(Path("run"), ["task=both.py:Toy"])
+
+
+def test_hooks_and_sinks_of_a_run_are_named_again(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["hooks.use=[own.py:Hook]", "log.to=[jsonl, 'own.py:sink']"]
+    assert cli.main(["train", "digits", *SMALL, *own, "--out", "run"]) == 0
+    for name in ("hooked", "sunk"):
+        (code / name).unlink()
+    for words in (["evaluate", "run"], ["export", "run", "--to", "safetensors"], ["verify", "run"]):
+        assert cli.main(words) == 0, capsys.readouterr()
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "run", "max_steps=4", own[0]]) == 2
+    assert printed(capsys.readouterr().err)[-1] == 'log.to=["jsonl", "own.py:sink"]'
+    assert cli.main(["train", "--resume", "run", "max_steps=4"]) == 2
+    assert not (code / "hooked").exists() and not (code / "sunk").exists()
+    assert cli.main(printed(refusal(2, capsys.readouterr().err, "run", "hooks.use", "log.to"))) == 0
+    assert (code / "hooked").exists() and (code / "sunk").exists()
+
+
+def test_what_counts_as_code() -> None:
+    def of(**more: object) -> dict[str, object]:
+        return own_code(Recipe.model_validate({"epochs": 1, **more}))
+
+    assert of() == of(log={"to": ["jsonl", "csv"]}) == {}
+    assert of(task="a/b.py:C") == {"task": "a/b.py:C"}
+    assert of(log={"to": ["os:system"]}) == {"log.to": ["os:system"]}  # an installed module, too
+    assert of(hooks={"use": ["mine:Hook"]}) == {"hooks.use": ["mine:Hook"]}
+    assert of(hooks={"use": ["mine:Hook"], "enabled": False}) == {}
+
+
+def test_a_recipe_in_a_run_folder_is_its_senders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "task: absent.py\nhooks: {use: ['own.py:Hook']}\n"
+    for folder in ("run", "mine"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.yaml").write_text(text)
+    (tmp_path / "run" / "manifest.json").write_text("{}")
+    (tmp_path / "link.yaml").symlink_to("run/config.yaml")
+    for recipe in (str(tmp_path / "run" / "config.yaml"), str(tmp_path / "link.yaml")):
+        for command in (["train"], ["check"], ["data", "show"]):
+            assert cli.main([*command, recipe]) == 2
+            words = printed(refusal(2, capsys.readouterr().err, recipe))
+            assert words[-4:] == ["--set", "task=absent.py", "--set", 'hooks.use=["own.py:Hook"]']
+        with pytest.raises(UnnamedCodeError):
+            load_recipe(recipe, ["hooks={on_error: warn}", "task=mine.py"])
+        load_recipe(recipe, ["hooks={use: [own.py:Hook]}", "task=mine.py"])
+    assert provisional(str(tmp_path / "mine" / "config.yaml"), [])[0].task == "absent.py"
+
+
+def test_words_of_a_stranger_are_quoted(tmp_path: Path) -> None:
+    for task, shown in {
+        "a'; rm -rf x.py": "a'; rm -rf x.py",
+        "a\nb.py": "FILE",
+        "a\x1b[2J.py": "FILE",
+    }.items():
+        (tmp_path / "manifest.json").write_text("{}")
+        (tmp_path / "config.yaml").write_text(json.dumps({"task": task}))
+        with pytest.raises(UnnamedCodeError) as found:
+            load_recipe(str(tmp_path / "config.yaml"), [])
+        assert found.value.words == ["--set", f"task={shown}"]
+
+
+def test_a_file_that_changes_while_it_is_imported_is_refused(code: Path) -> None:
+    write = "open({0!r}, 'a').write('# more\\n')\n"
+    (code / "task.py").write_text(write.format(str(code / "net.py")) + TASK)
+    with refused("task.py", "net.py"):
+        custom_task("task.py")
+    (code / "task.py").write_text(write.format(str(code / "task.py")) + TASK)
+    with refused("task.py"):
+        custom_task("task.py")
+    (code / "task.py").write_text(TASK)
+    assert len(custom_task("task.py").source_hash) == 16
+
+
+def test_under_another_python_the_files_are_compared(code: Path) -> None:
+    """There, the identity's code can't be compared."""
+    fit("task.py", {"max_steps": 2, "parallel.threads": 1}, out="run")
+    manifest = read_run(Path("run")).manifest
+    assert manifest.identity is not None
+    older = manifest.identity.model_copy(update={"compiler": "older"})
+    run = RunFolder(Path("run"), manifest.model_copy(update={"identity": older}))
+    refuse_other_task(run, custom_task("task.py"))
+    (code / "net.py").write_text(NET.replace("x * x", "3 * x"))
+    for one in (run, RunFolder(Path("run"), manifest.model_copy(update={"identity": None}))):
+        with refused("run", "task", manifest.fingerprint["task"]):
+            refuse_other_task(one, custom_task("task.py"))
+
+
+def test_a_flag_that_went_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "evaluate", "predict", "export", "verify"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "runs/mine", "--trust", *(["--to", "onnx"] if command == "export" else [])])
+        assert ended.value.code == 2 and "--task" in capsys.readouterr().err
+    for word in ("", "task.txt", "digits"):
+        with pytest.raises(SystemExit):
+            cli.main(["evaluate", "runs/mine", "--task", word])
