@@ -238,7 +238,7 @@ def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
     packed = {**stored.config, "language": {**stored.config["language"], "text": "packed"}}
     assert differences(older, packed) == ['language.text: "stream", now "packed"']
     moved = [{"model": {"name": f"hf/{name}"}, "language": {"tokenizer": name}} for name in "ab"]
-    assert differences(*moved) == [], "their content is compared with the data and the weights"
+    assert differences(moved[0], moved[1]) == [], "their content is compared with the data and the weights"
     assert differences({"model": {"name": "gpt"}}, {"model": {"name": "hf/a"}})
     with refused("optim.lr 0.001 0.5"):
         check_resumable(folder, stored, changed, "cpu", {}, "auto", 1)

@@ -38,7 +38,7 @@ from trainer.host.files import (
     read_inside,
     written_whole,
 )
-from trainer.launch.nodes import EXIT_CODE, FOLDER, LOGS
+from trainer.launch.nodes import LOGS
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.runs.folder import check_inside, checkpoints_of, claim_folder, lock, read_rows
 from trainer.train.anomaly import read_anomalies
@@ -247,7 +247,7 @@ def test_a_copy_of_a_folder_follows_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LEADS)
-@pytest.mark.parametrize("name", [".writable", LOGS, EXIT_CODE, FOLDER, "begun-from", "x.tmp"])
+@pytest.mark.parametrize("name", [".writable", LOGS, "begun-from", "x.tmp"])
 def test_a_new_run_writes_nothing_outside_of_the_folder_it_is_given(
     tmp_path: Path, name: str, kind: Kind
 ) -> None:
@@ -298,7 +298,7 @@ def _names(*folders: Path) -> list[str]:
         if "step-" not in str(path.relative_to(one).parent)
     }
     more = {".writable", "anomalies.jsonl", "quarantine.jsonl", "trackers", "wandb", "mlflow", "begun-from"}
-    more |= {LOGS, EXIT_CODE, FOLDER, "memory_summary.txt", "memory_snapshot.pickle"}
+    more |= {LOGS, "memory_summary.txt", "memory_snapshot.pickle"}
     beside = {f"{name}.tmp" for name in found} | {str(Path(name).with_suffix(".tmp")) for name in found}
     return sorted(found | more | beside)
 

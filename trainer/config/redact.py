@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from trainer.config.registry import named
+
 REDACTED = "***"
 
 _SHORTEST = 8  # letters of a value
@@ -107,20 +109,20 @@ def _redacted(text: str, known: "re.Pattern[str] | None") -> str:
 
 def _values() -> "re.Pattern[str] | None":
     """Returns a pattern of the values that are secret now; None if there is none."""
-    named, urls = list[str](), list[str]()
+    held, urls = list[str](), list[str]()
     for name, value in os.environ.items():
         if name.upper().endswith(_ENDS):
-            named.append(value)
+            held.append(value)
         if "@" in value and ":/" in value:
             urls.append(value)
-    return _pattern(tuple(named), tuple(urls)) if named or urls else None
+    return _pattern(tuple(held), tuple(urls)) if held or urls else None
 
 
 @lru_cache(maxsize=8)
-def _pattern(named: tuple[str, ...], urls: tuple[str, ...]) -> "re.Pattern[str] | None":
+def _pattern(held: tuple[str, ...], urls: tuple[str, ...]) -> "re.Pattern[str] | None":
     users = [user for url in urls for user in _USER.findall(url)]
     passwords = [unquote(user.partition(":")[2] or user) for user in users]
-    found = {form for value in (*named, *passwords) if _is_one(value) for form in _forms(value)}
+    found = {form for value in (*held, *passwords) if _is_one(value) for form in _forms(value)}
     if not found:
         return None
     return re.compile("|".join(re.escape(one) for one in sorted(found, key=len, reverse=True)))
@@ -149,10 +151,8 @@ def _is_path(value: str) -> bool:
 @cache
 def _words() -> frozenset[str]:
     """Returns the words of the configuration (names, values and descriptions of its keys), and of figures."""
-    from trainer.config.recipe import Recipe
-    from trainer.config.section import describe
-
-    texts = (f"{key.name} {key.type} {key.default} {key.description}" for key in describe(Recipe))
+    keys = named("trainer.config.section:describe")(named("trainer.config.recipe:Recipe"))
+    texts = (f"{key.name} {key.type} {key.default} {key.description}" for key in keys)
     return frozenset(word.lower() for text in (*texts, _FIGURES) for word in re.findall(r"[A-Za-z]+", text))
 
 
