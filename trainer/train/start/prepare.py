@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that may be trained.
 
     Attributes:
@@ -74,7 +74,7 @@ class Prepared:
     made: bool
 
 
-def prepare(asked: Asked, task: Task | None = None) -> Prepared:
+def prepare(asked: Asked, task: Task | None = None) -> PreparedRun:
     """Prepares a run. Bad input leaves no folder.
 
     Args:
@@ -115,7 +115,7 @@ def prepare(asked: Asked, task: Task | None = None) -> Prepared:
         pretrained=pretrained,
         tried=dict(getattr(task, "tried", {})),
     )
-    return Prepared(request, task, decision, made)
+    return PreparedRun(request, task, decision, made)
 
 
 def _folder(
