@@ -48,7 +48,8 @@ def test_a_file_that_can_not_be_written_ends_nothing(monkeypatch: pytest.MonkeyP
     leave_message(1, "trainer: it failed\n", POD)
 
 
-def test_it_holds_no_secret() -> None:
+def test_it_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
     assert message_of(1, "trainer: AWS_SECRET_ACCESS_KEY=hunter2hunter2") == (
         b"exit code 1: AWS_SECRET_ACCESS_KEY=***\n"
     )

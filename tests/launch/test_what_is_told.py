@@ -93,7 +93,7 @@ def test_what_goes_wrong_is_an_object_too(here: Path) -> None:
     assert (only["level"], only["rank"]) == ("error", None)
     assert only["message"].startswith("mine.yaml: unknown key 'optim.lrr'")
     (here / "watch.py").write_text(
-        "class Watch:\n    def after_step(self, run):\n        raise RuntimeError('token=hunter2 is gone')\n"
+        "class Watch:\n    def after_step(self, run):\n        raise RuntimeError('https://me:hunter2@host is gone')\n"
     )
     failed = train(here, *JSON, "hooks.use=[watch.py:Watch]", "hooks.on_error=stop", "--out", "run")
     assert failed.returncode == 1, failed.stderr

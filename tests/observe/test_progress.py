@@ -112,7 +112,8 @@ def test_phases_stay_where_a_row_does_not_explain_itself() -> None:
     assert shares == {'trainer_phase_share{phase="data"}': 0.25, 'trainer_phase_share{phase="forward"}': 0.75}
 
 
-def test_numbers_and_labels_of_any_kind() -> None:
+def test_numbers_and_labels_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
     odd = {"kind": "eval", "step": 1, "epoch": 0.1, 'a"b\\c\nd': 1.0}
     row = {**TRAIN, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
     page = page_of(told(row, odd, run="AWS_SECRET_ACCESS_KEY=hunter2hunter2", recipe="no text: \udcff"))
